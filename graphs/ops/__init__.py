@@ -1,0 +1,1 @@
+"""The primitive table, one file a primitive."""

@@ -1,0 +1,1 @@
+"""Passes over partitioned graphs, in one ordered list."""

@@ -1,0 +1,229 @@
+"""Turns the words of the house into frozen records: Aval, Mesh, Rules, Bucket, Limits, Signature, Program.
+
+Shape letters, the same in every comment, docstring and einsum of this project:
+
+    B requests in a step    Q new tokens per request    T tokens in a step (B*Q)    K cached tokens
+    H query heads           G key/value heads           D head width                M model width
+    F ffn width             E experts                   X experts per token         V vocabulary
+    P tokens per page       N pages per request         S state slots
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import PartitionError, SpecError
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Aval:
+    """An abstract value: what is known of a tensor before it exists.
+
+    Attributes:
+        shape: sizes, global (unsharded) unless a stage says otherwise.
+        dtype: element type.
+        axes: one logical axis name per dimension, None where the dimension is never sharded.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: tuple[str | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            object.__setattr__(self, "axes", (None,) * len(self.shape))
+        if len(self.axes) != len(self.shape):
+            raise SpecError(f"{len(self.axes)} axis names {self.axes} for {len(self.shape)} dimensions {self.shape}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named device axes in row-major order, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Reads `dp=8,tp=2`; the empty string is one device.
+
+        Raises:
+            SpecError: on anything else.
+        """
+        axes: list[tuple[str, int]] = []
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, size = part.partition("=")
+            if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+                raise SpecError(f"mesh {text!r}: {part!r} is not NAME=SIZE with SIZE at least 1, as in dp=8,tp=2")
+            if name in dict(axes):
+                raise SpecError(f"mesh {text!r}: axis {name!r} is given twice")
+            axes.append((name, int(size)))
+        return Mesh(tuple(axes))
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def axis(self, name: str) -> int:
+        """Size of one axis; an absent axis has size 1."""
+        return dict(self.axes).get(name, 1)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes) or "1"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A layout: which mesh axes a logical axis is split over. A new layout is a new mapping, never a new model."""
+
+    table: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @staticmethod
+    def of(table: Mapping[str, str | tuple[str, ...]]) -> Rules:
+        return Rules(tuple(sorted((k, (v,) if isinstance(v, str) else v) for k, v in table.items())))
+
+    def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
+        return dict(self.table).get(logical, ()) if logical else ()
+
+    def check(self, aval: Aval, mesh: Mesh, what: str) -> None:
+        """Refuses a value whose sharded sizes do not divide, or whose axes collide.
+
+        Raises:
+            PartitionError: naming the value, the axis, the mesh and the sizes.
+        """
+        seen: dict[str, str] = {}
+        for size, logical in zip(aval.shape, aval.axes, strict=True):
+            names = self.mesh_axes(logical)
+            ways = math.prod(mesh.axis(n) for n in names)
+            if size % ways:
+                raise PartitionError(f"{what}: axis {logical!r} of size {size} does not divide by {ways} ({names} of mesh {mesh})")
+            for n in names:
+                if n in seen:
+                    raise PartitionError(f"{what}: axes {seen[n]!r} and {logical!r} both map to mesh axis {n!r}")
+                seen[n] = str(logical)
+
+
+KINDS = ("decode", "prefill")
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One static graph size: `batch` requests (B) of `q_len` new tokens (Q) each."""
+
+    kind: str
+    batch: int
+    q_len: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.batch < 1 or self.q_len < 1:
+            raise SpecError(f"bucket {self.kind}/{self.batch}/{self.q_len}: kind is one of {KINDS}, sizes are at least 1")
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens in the step, padding included."""
+        return self.batch * self.q_len
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-b{self.batch}-q{self.q_len}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes fixed at build time that programs, memory plan and runtime share.
+
+    Page 0 and slot 0 are null: padding rows read and write them, no request ever owns them.
+
+    Attributes:
+        page_size: P, tokens per KV page.
+        num_pages: pages in each KV pool, the null page included.
+        num_slots: recurrent-state slots in each state pool, the null slot included.
+        max_model_len: most tokens (prompt and output) of one request; a multiple of page_size.
+        slots_per_request: k+1, one slot per candidate token of a decode step.
+    """
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_model_len: int
+    slots_per_request: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_model_len % self.page_size:
+            raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
+
+    @property
+    def pages_per_request(self) -> int:
+        """N: length of a request's page table row."""
+        return self.max_model_len // self.page_size
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One flat operand or result of a graph: its dotted path in the tree and its abstract value."""
+
+    name: str
+    aval: Aval
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Flat calling convention of a graph: `(*params, *state, *inputs) -> (*outputs, *state)`.
+
+    State leaves are donated: results `state[i]` replace operands `state[i]`.
+    """
+
+    params: tuple[Leaf, ...]
+    state: tuple[Leaf, ...]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+
+    @property
+    def operands(self) -> tuple[Leaf, ...]:
+        return (*self.params, *self.state, *self.inputs)
+
+    @property
+    def results(self) -> tuple[Leaf, ...]:
+        return (*self.outputs, *self.state)
+
+
+Tree = Any
+"""Nested dicts, lists and tuples of leaves (torch.utils._pytree)."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pure function and the abstract trees it is called with. No tensor exists yet.
+
+    `forward(params, state, inputs) -> (outputs, new_state)`; `new_state` has the structure of `state`.
+    """
+
+    name: str
+    bucket: Bucket
+    forward: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] = field(compare=False)
+    params: Tree
+    state: Tree
+    inputs: Tree

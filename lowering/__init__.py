@@ -1,0 +1,1 @@
+"""A partitioned graph becomes an executable and a file on disk."""

@@ -1,0 +1,1 @@
+"""Executors of lowered graphs, one file a backend."""

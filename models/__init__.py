@@ -1,0 +1,1 @@
+"""Programs: pure functions over trees of tensors, one file a model family."""

@@ -1,0 +1,1 @@
+"""An artifact and a queue of requests become tokens."""

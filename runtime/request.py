@@ -1,0 +1,114 @@
+"""Turns what a client asks for into frozen records the scheduler can decide over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..graphs.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request picks tokens.
+
+    Attributes:
+        temperature: 0 is greedy; else logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+        min_p: drop tokens less likely than this fraction of the most likely one; 0 keeps all.
+        seed: start of the request's own random stream; None draws one at submission.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise RequestError(f"{name} is {value!r}; legal is a number from {low} to {high}", param=name)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0; legal is above 0 up to 1", param="top_p")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise RequestError(f"seed is {self.seed!r}; legal is an integer or null", param="seed")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed.
+
+    Attributes:
+        id: unique among live requests.
+        prompt: token ids, at least one.
+        max_tokens: most tokens to generate, at least 1.
+        stop_token_ids: ids that end the output (the end-of-sequence ids are among them unless ignored).
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ExecutionRecord:
+    """What serving one request took.
+
+    Attributes:
+        queue_ms: from submission to first step.
+        first_token_ms: from submission to first token; None when no token was produced.
+        total_ms: from submission to the end.
+        prefill_chunks: bucket names of the prefill steps, in order.
+        decode_steps: (bucket name, steps) pairs, sorted by name.
+        padded_rows: rows of padding that ran beside this request, summed over its steps.
+        preemptions: times the request lost its pages and was prefilled again.
+        cached_tokens: prompt tokens whose prefill was skipped.
+    """
+
+    queue_ms: float
+    first_token_ms: float | None
+    total_ms: float
+    prefill_chunks: tuple[str, ...]
+    decode_steps: tuple[tuple[str, int], ...]
+    padded_rows: int
+    preemptions: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+
+
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The end of one request; nothing follows it.
+
+    Attributes:
+        reason: one of FINISH_REASONS.
+        message: what went wrong, for reason "error".
+    """
+
+    request_id: str
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    record: ExecutionRecord
+    message: str | None = None
+
+
+Event = TokenEvent | FinishEvent

@@ -1,0 +1,1 @@
+"""Tokens become a stream to a client."""
