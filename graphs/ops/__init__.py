@@ -1,1 +1,41 @@
 """The primitive table, one file a primitive."""
+
+from .add_rms_norm import add_rms_norm
+from .cache_write import cache_write
+from .causal_conv import causal_conv
+from .delta_decay import delta_decay
+from .embed import embed
+from .gated_delta import gated_delta
+from .gated_rms_norm import gated_rms_norm
+from .l2_norm import l2_norm
+from .linear import linear
+from .moe_experts import moe_experts
+from .moe_route import moe_route
+from .paged_attention import paged_attention
+from .positions import cache_slots, positions
+from .rms_norm import rms_norm
+from .rope import rope, rope_angles
+from .sample import sample
+from .swiglu_linear import swiglu_linear
+
+__all__ = [
+    "add_rms_norm",
+    "cache_slots",
+    "cache_write",
+    "causal_conv",
+    "delta_decay",
+    "embed",
+    "gated_delta",
+    "gated_rms_norm",
+    "l2_norm",
+    "linear",
+    "moe_experts",
+    "moe_route",
+    "paged_attention",
+    "positions",
+    "rms_norm",
+    "rope",
+    "rope_angles",
+    "sample",
+    "swiglu_linear",
+]

@@ -1,0 +1,104 @@
+"""Turns raw channels into causally convolved, activated channels, with a pool of past inputs."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+from ..slots import read_slots, states_to_write
+
+causal_conv = Primitive(
+    "causal_conv",
+    "(Tensor x, Tensor weight, Tensor state, Tensor read, Tensor write, Tensor starts, Tensor lengths) -> (Tensor, Tensor)",
+    factors="_ _ c, c _, _ _ c, _, _ _, _, _ -> _ _ c, _ _ c",
+    donates=((2, 1),),
+)
+
+
+@causal_conv.abstract
+def _abstract(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+def _convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, Q, C] and the windows [B, W, C, taps-1] that go to the write slots."""
+    Q, taps = x.shape[1], weight.shape[1]
+    window = torch.cat([read_slots(state, read, starts), x], 1)
+    total = window[:, :Q].float() * weight[:, 0].float()
+    for tap in range(1, taps):
+        total = total + window[:, tap : tap + Q].float() * weight[:, tap].float()
+    consumed = states_to_write(write, lengths, Q)
+    past = torch.arange(taps - 1, dtype=torch.int32, device=x.device)
+    index = (consumed[:, :, None] + past).flatten(1).long()
+    windows = window.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
+    return torch.nn.functional.silu(total).to(x.dtype), windows.view(*write.shape, taps - 1, x.shape[2])
+
+
+@causal_conv.reference
+def causal_conv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depthwise causal convolution, then silu: `y[t] = silu(sum_w weight[:, w] * x[t - taps + 1 + w])`.
+
+    Args:
+        x: [B, Q, C] raw inputs of this step.
+        weight: [C, taps].
+        state: [S, taps-1, C] pool: each slot holds the raw inputs before some token, oldest first.
+        read: [B] slot each row starts from; a row with starts == 0 starts from zeros.
+        write: [B, W] slots; W == Q writes the window after every token, W == 1 after the last valid one.
+        starts, lengths: [B] tokens before this step, and valid tokens in it.
+
+    Returns:
+        y [B, Q, C] and the pool with the written slots replaced.
+    """
+    out, windows = _convolve(x, weight, state, read, write, starts, lengths)
+    return out, state.index_put((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+
+
+@causal_conv.inplace
+def _inplace(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, windows = _convolve(x, weight, state, read, write, starts, lengths)
+    return out, state.index_put_((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+
+
+@causal_conv.cost
+def _cost(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Cost:
+    window = (weight.shape[1] - 1) * x.shape[2] * state.dtype.itemsize
+    flops = (2 * weight.shape[1] + 4) * x.numel()
+    return Cost(flops, nbytes(x, weight) + read.numel() * window, nbytes(x) + write.numel() * window)

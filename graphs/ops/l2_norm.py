@@ -1,0 +1,31 @@
+"""Turns vectors into unit vectors, in f32."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+
+l2_norm = Primitive("l2_norm", "(Tensor x, float eps, float scale) -> Tensor", factors="t q h _ -> t q h _")
+
+
+@l2_norm.abstract
+def _abstract(x: torch.Tensor, eps: float, scale: float) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+@l2_norm.reference
+def l2_norm_reference(x: torch.Tensor, eps: float, scale: float) -> torch.Tensor:
+    """`scale * x / sqrt(sum(x^2) + eps)` over the last dimension: queries and keys of a gated DeltaNet layer.
+
+    Args:
+        x: [B, Q, H, D], any float dtype.
+
+    Returns:
+        [B, Q, H, D] f32.
+    """
+    wide = x.float()
+    return wide * (torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + eps) * scale)
+
+
+@l2_norm.cost
+def _cost(x: torch.Tensor, eps: float, scale: float) -> Cost:
+    return Cost(4 * x.numel(), nbytes(x), 4 * x.numel())

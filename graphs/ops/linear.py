@@ -1,0 +1,31 @@
+"""Turns activations into activations through one weight matrix."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+
+linear = Primitive("linear", "(Tensor x, Tensor weight) -> Tensor", factors="t k, n k -> t n; sum k")
+
+
+@linear.abstract
+def _abstract(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+
+
+@linear.reference
+def linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T`.
+
+    Args:
+        x: [T, K].
+        weight: [N, K], same dtype.
+
+    Returns:
+        [T, N].
+    """
+    return torch.nn.functional.linear(x, weight)
+
+
+@linear.cost
+def _cost(x: torch.Tensor, weight: torch.Tensor) -> Cost:
+    return Cost(2 * x.shape[0] * weight.numel(), nbytes(x, weight), x.shape[0] * weight.shape[0] * x.dtype.itemsize)

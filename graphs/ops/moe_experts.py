@@ -1,0 +1,75 @@
+"""Turns tokens and their chosen experts into the weighted sum of those experts' outputs."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+
+moe_experts = Primitive(
+    "moe_experts",
+    "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down) -> Tensor",
+    factors="_ _, _ _, _ _, _ _ f _, _ _ f -> _ _; sum f",
+)
+
+
+@moe_experts.abstract
+def _abstract(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@moe_experts.reference
+def moe_experts_reference(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """`sum_x weights[t, x] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))` with e = ids[t, x]; the sum in f32.
+
+    Args:
+        x: [T, M].
+        weights: [T, X].
+        ids: [T, X] int32 in [0, E).
+        gate_up: [E, 2, F, M], gate then up.
+        down: [E, M, F].
+
+    Returns:
+        [T, M], dtype of x.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        rows, choice = torch.nonzero(ids == expert, as_tuple=True)
+        if rows.numel():
+            gate, up = torch.nn.functional.linear(x[rows], gate_up[expert].flatten(0, 1)).chunk(2, -1)
+            out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[expert])
+            total = total.index_add(0, rows, out.float() * weights[rows, choice].float()[:, None])
+    return total.to(x.dtype)
+
+
+@moe_experts.lowering("inductor")
+def moe_experts_static(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The same sum with static shapes.
+
+    Few choices: each gathers its expert's matrices. Many: every expert runs on every token, and the weights of those not
+    chosen are zero; the matrices are then read once, which they would be anyway.
+    """
+    experts, choices = gate_up.shape[0], ids.numel()
+    if 2 * choices <= experts:
+        flat = ids.flatten()
+        rows = x[:, None, :].expand(-1, ids.shape[1], -1).reshape(choices, -1, 1)
+        gate, up = torch.bmm(gate_up.flatten(1, 2).index_select(0, flat), rows).squeeze(-1).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate) * up
+        out = torch.bmm(down.index_select(0, flat), hidden[:, :, None]).view(*ids.shape, -1)
+        return (out.float() * weights.float()[:, :, None]).sum(1).to(x.dtype)
+    gate, up = torch.nn.functional.linear(x, gate_up.flatten(0, 2)).view(x.shape[0], experts, 2, -1).unbind(2)
+    hidden = (torch.nn.functional.silu(gate) * up).transpose(0, 1)
+    out = torch.bmm(hidden, down.transpose(1, 2))
+    chosen = ids[:, :, None] == torch.arange(experts, dtype=torch.int32, device=ids.device)
+    share = torch.where(chosen, weights.float()[:, :, None], 0.0).sum(1)
+    return (out.float() * share.t()[:, :, None]).sum(0).to(x.dtype)
+
+
+@moe_experts.cost
+def _cost(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Cost:
+    experts = gate_up.shape[0]
+    expert = gate_up[0].numel() + down[0].numel()
+    touched = min(experts, ids.numel())
+    return Cost(2 * ids.numel() * expert, nbytes(x, weights, ids) + touched * expert * x.dtype.itemsize, nbytes(x))

@@ -1,0 +1,95 @@
+"""Turns queries and a paged KV pool into attention outputs."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+
+paged_attention = Primitive(
+    "paged_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor starts, Tensor lengths, float scale) -> Tensor",
+    factors="_ _ h _, _ _ h _, _ _ h _, _ _, _, _ -> _ _ h _",
+)
+
+
+@paged_attention.abstract
+def _abstract(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `starts[b] + t`.
+
+    Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a
+    row's last visible key are replaced by zero, since 0 * NaN from a page nobody wrote would be NaN.
+    """
+    B, Q, H, D = q.shape
+    K, G = k.shape[1], k.shape[2]
+    key = torch.arange(K, dtype=torch.int32, device=q.device)
+    token = torch.arange(Q, dtype=torch.int32, device=q.device)
+    hidden = key[None, None, :] > (starts[:, None] + token[None, :])[:, :, None]
+    live = key[None, :] < (starts + lengths)[:, None]
+    v = torch.where(live[:, :, None, None], v, torch.zeros((), dtype=v.dtype, device=v.device))
+    rows = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B * G, -1, D)
+    keys = k.permute(0, 2, 3, 1).reshape(B * G, D, K)
+    scores = torch.bmm(rows, keys).float().view(B, G, H // G, Q, K) * scale
+    scores = torch.where(hidden[:, None, None], torch.full((), float("-inf"), device=q.device), scores)
+    weights = torch.softmax(scores, -1).to(v.dtype).view(B * G, -1, K)
+    out = torch.bmm(weights, v.permute(0, 2, 1, 3).reshape(B * G, K, D))
+    return out.view(B, G, H // G, Q, D).permute(0, 3, 1, 2, 4).contiguous().view(B, Q, H, D)
+
+
+def _gather(cache: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+    B, N = page_table.shape
+    pages = cache.index_select(0, page_table.reshape(-1))
+    return pages.view(B, N * cache.shape[1], *cache.shape[2:])
+
+
+@paged_attention.reference
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Grouped-query attention, causal over cached keys; this step's keys are in the pool already.
+
+    Args:
+        q: [B, Q, H, D].
+        k_cache, v_cache: [pages, P, G, D] with H a multiple of G; query head h reads key head h // (H / G).
+        page_table: [B, N] page ids; key j of row b lies in page `page_table[b, j // P]` at offset `j % P`.
+        starts: [B] position of each row's first query; query t sees keys 0..starts+t.
+        lengths: [B] valid queries of each row; values at and beyond starts + lengths are never read.
+        scale: multiplies the scores.
+
+    Returns:
+        [B, Q, H, D], dtype of q. Softmax in f32.
+    """
+    return _attend(q, _gather(k_cache, page_table), _gather(v_cache, page_table), starts, lengths, scale)
+
+
+@paged_attention.cost
+def _cost(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> Cost:
+    keys = page_table.shape[1] * k_cache.shape[1]
+    kv = 2 * q.shape[0] * keys * k_cache.shape[2] * k_cache.shape[3] * k_cache.dtype.itemsize
+    return Cost(4 * q.numel() * keys, nbytes(q, page_table, starts, lengths) + kv, nbytes(q))

@@ -1,0 +1,34 @@
+"""Turns activations into activations of unit root mean square, scaled per channel."""
+
+import torch
+
+from ..primitive import Cost, Primitive, nbytes
+
+rms_norm = Primitive("rms_norm", "(Tensor x, Tensor weight, float eps, float offset) -> Tensor", factors="t _, _ -> t _")
+
+
+@rms_norm.abstract
+def _abstract(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@rms_norm.reference
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """Normalises the last dimension: `x / rms(x) * (offset + weight)`, in f32, cast back (arXiv:1910.07467).
+
+    Args:
+        x: [T, M], any float dtype.
+        weight: [M]; `offset` is 1 for the zero-centred weights of Qwen3.5, else 0.
+        eps: added to the mean square.
+
+    Returns:
+        [T, M], dtype of x.
+    """
+    wide = x.float()
+    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (unit * (offset + weight.float())).to(x.dtype)
+
+
+@rms_norm.cost
+def _cost(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> Cost:
+    return Cost(4 * x.numel(), nbytes(x, weight), nbytes(x))

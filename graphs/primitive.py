@@ -1,0 +1,133 @@
+"""Turns a name and a schema into a primitive: an opaque graph node whose facets are independent rules in one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import PrimitiveError
+
+NAMESPACE = "npuc"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+TABLE: dict[str, Primitive] = {}
+"""Every primitive by name; filled when `graphs.ops` is imported."""
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one node costs.
+
+    Attributes:
+        flops: multiplications and additions.
+        read_bytes: bytes read from operands.
+        write_bytes: bytes written to results.
+    """
+
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.read_bytes + other.read_bytes, self.write_bytes + other.write_bytes)
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of dense tensors; None counts nothing."""
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors if t is not None)
+
+
+class Primitive:
+    """One operation of the house: `torch.ops.npuc.<name>` in graphs, plain torch outside them.
+
+    A primitive's file creates it and fills its rules with the decorators below. A rule that is missing fails by the
+    primitive's name when it is first needed.
+
+    Args:
+        name: operator name in the `npuc` namespace.
+        schema: torch operator schema without the name.
+        factors: sharding rule, e.g. `"t k, n k -> t n; sum k"`: one group of letters per tensor operand and result, in
+            schema order; `_` is a dimension that stays whole. A letter may be sharded when all its carriers are; a letter
+            that some result lacks must be declared `sum` (that result is then a partial sum), else it stays whole.
+        donates: (operand index, result index) pairs: the result is the operand with some elements replaced. The rule
+            `inplace` then does the same into the operand itself.
+    """
+
+    def __init__(self, name: str, schema: str, *, factors: str, donates: tuple[tuple[int, int], ...] = ()) -> None:
+        if name in TABLE:
+            raise PrimitiveError(f"primitive {name!r} is defined twice; names are unique")
+        self.name, self.schema, self.factors, self.donates = name, schema, factors, donates
+        self._rules: dict[str, Rule] = {}
+        _LIBRARY.define(f"{name}{schema}")
+        self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        TABLE[name] = self
+
+    def rule(self, facet: str) -> Rule:
+        """The rule of one facet.
+
+        Raises:
+            PrimitiveError: naming the primitive, the missing facet and the facets it has.
+        """
+        if facet not in self._rules:
+            raise PrimitiveError(f"primitive {self.name!r} has no rule {facet!r}; it has {sorted(self._rules)}")
+        return self._rules[facet]
+
+    def has(self, facet: str) -> bool:
+        return facet in self._rules
+
+    def abstract(self, fn: Rule) -> Rule:
+        """Decorates the shape rule: operands are meta tensors, results are new meta tensors."""
+        self._rules["abstract"] = fn
+        _LIBRARY.impl(self.name, fn, "Meta")
+        return fn
+
+    def reference(self, fn: Rule) -> Rule:
+        """Decorates the plain-torch meaning: the oracle of every backend, differentiable where that makes sense."""
+        self._rules["reference"] = fn
+        _LIBRARY.impl(self.name, fn, "CompositeExplicitAutograd")
+        return fn
+
+    def inplace(self, fn: Rule) -> Rule:
+        """Decorates the donating twin of the reference: writes donated operands in place and returns them as results."""
+        self._rules["inplace"] = fn
+        return fn
+
+    def cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
+        """Decorates the cost rule: operands as given, tensors may be meta; returns a Cost."""
+        self._rules["cost"] = fn
+        return fn
+
+    def lowering(self, backend: str) -> Callable[[Rule], Rule]:
+        """Decorates a lowering: a torch function that a backend traces in place of the node."""
+
+        def register(fn: Rule) -> Rule:
+            self._rules[f"lowering:{backend}"] = fn
+            return fn
+
+        return register
+
+    def lower_for(self, backend: str) -> Rule:
+        """The lowering for a backend; the reference where the backend has none of its own."""
+        return self._rules.get(f"lowering:{backend}") or self.rule("reference")
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the node; differentiates through the reference where a gradient is wanted."""
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self.rule("reference")(*args)
+        return self.op(*args)
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.name})"
+
+
+def of_target(target: object) -> Primitive | None:
+    """The primitive behind an FX node's target, or None for any other operator."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        return TABLE.get(target._schema.name.split("::")[1])
+    return None

@@ -1,0 +1,34 @@
+"""Turns slot indices into the recurrent states a step starts from and the token counts after which it stores them."""
+
+import torch
+
+
+def read_slots(pool: torch.Tensor, read: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """States the rows start from.
+
+    Args:
+        pool: [S, ...].
+        read: [B] slot of each row.
+        starts: [B] tokens before this step; a row at 0 starts from zeros whatever its slot holds.
+
+    Returns:
+        [B, ...], dtype of the pool.
+    """
+    fresh = (starts == 0).view(-1, *(1,) * (pool.dim() - 1))
+    return torch.where(fresh, torch.zeros((), dtype=pool.dtype, device=pool.device), pool.index_select(0, read))
+
+
+def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> torch.Tensor:
+    """How many of a row's tokens each written state has consumed.
+
+    Args:
+        write: [B, W]; W == q_len stores the state after every token, W == 1 after the last valid token.
+        lengths: [B] valid tokens.
+        q_len: Q.
+
+    Returns:
+        [B, W] int32.
+    """
+    if write.shape[1] == q_len:
+        return torch.arange(1, q_len + 1, dtype=torch.int32, device=write.device).expand(write.shape)
+    return lengths[:, None]

@@ -1,0 +1,76 @@
+"""Turns the fields of a config.json into typed values, refusing what is missing or malformed by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..graphs.errors import ConfigError
+
+T = TypeVar("T", int, float, bool, str)
+_REQUIRED = object()
+
+
+class Fields:
+    """Typed access to one JSON object.
+
+    Args:
+        values: the object.
+        where: what it is called in errors, e.g. `config.json: text_config`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def get(self, kind: type[T], *names: str, default: Any = _REQUIRED, minimum: float | None = None) -> T:
+        """The first of `names` that is present, as `kind`.
+
+        Raises:
+            ConfigError: when none is present and there is no default, or the value has another type or is too small.
+        """
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            number = kind is float and isinstance(value, int) and not isinstance(value, bool)
+            if not (number or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))):
+                raise ConfigError(f"{self.where}: {name} is {value!r}; expected {kind.__name__}")
+            if minimum is not None and not isinstance(value, str) and value < minimum:
+                raise ConfigError(f"{self.where}: {name} is {value!r}; expected at least {minimum}")
+            return kind(value)
+        if default is _REQUIRED:
+            raise ConfigError(f"{self.where}: {' or '.join(names)} is missing")
+        return default  # type: ignore[no-any-return]
+
+    def sub(self, name: str) -> Fields:
+        """A nested object; an absent one is empty.
+
+        Raises:
+            ConfigError: when the value is not an object.
+        """
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
+        return Fields(value or {}, f"{self.where}: {name}")
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: when the file is missing, is not JSON, or holds something else than an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a checkpoint directory holds config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value

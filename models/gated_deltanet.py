@@ -1,0 +1,130 @@
+"""Turns one gated DeltaNet layer into its parameters, its recurrent state and its function."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Protocol
+
+import torch
+
+from ..graphs import ops
+from ..graphs.layout import constrain
+from ..graphs.types import Aval, Limits, Tree
+from .batch import Batch
+from .params import Param, Source
+
+PREFILL_CHUNK = 32
+"""Tokens a chunk of the chunked rule: the smallest that keeps its matrix products larger than their overhead."""
+
+
+class Sizes(Protocol):
+    """What the block reads of a model's configuration."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def linear_num_key_heads(self) -> int: ...
+    @property
+    def linear_num_value_heads(self) -> int: ...
+    @property
+    def linear_key_head_dim(self) -> int: ...
+    @property
+    def linear_value_head_dim(self) -> int: ...
+    @property
+    def linear_conv_kernel_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+def rows_per_key_head(cfg: Sizes) -> tuple[int, int, int, int]:
+    """Projection rows that belong to one key head: q, k, v, z."""
+    values = cfg.linear_num_value_heads // cfg.linear_num_key_heads * cfg.linear_value_head_dim
+    return cfg.linear_key_head_dim, cfg.linear_key_head_dim, values, values
+
+
+def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
+    """Parameters of one layer; `at` is its prefix in a checkpoint. Rows of `qkvz`, `ba` and `conv` lie by key head."""
+    M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
+    rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
+    qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
+
+    def group(*parts: torch.Tensor) -> torch.Tensor:
+        """Rows ordered by part, then key head -> by key head, then part."""
+        return torch.cat([part.reshape(Hk, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
+
+    def ungroup(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(Hk, -1, x.shape[-1]).split(sizes, 1))
+
+    def by_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.split([Hk * size for size in rows[:3]])
+
+    def split_qkvz(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *parts, gate = ungroup(x, rows)
+        return torch.cat(parts), gate
+
+    return {
+        "qkvz": Param(
+            Aval((qkv + z, M), dtype, heads),
+            Source(
+                (at + "in_proj_qkv.weight", at + "in_proj_z.weight"),
+                ((qkv, M), (z, M)),
+                lambda qkv, z: group(*by_part(qkv), z),
+                split_qkvz,
+            ),
+        ),
+        "ba": Param(
+            Aval((2 * Hv, M), dtype, heads),
+            Source((at + "in_proj_b.weight", at + "in_proj_a.weight"), ((Hv, M),) * 2, group, lambda x: ungroup(x, (Hv // Hk,) * 2)),
+        ),
+        "conv": Param(
+            Aval((qkv, taps), dtype, heads),
+            Source(
+                (at + "conv1d.weight",),
+                ((qkv, 1, taps),),
+                lambda w: group(*by_part(w.flatten(1))),
+                lambda x: (torch.cat(ungroup(x, rows[:3])).unsqueeze(1),),
+            ),
+        ),
+        "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "A_log",), ((Hv,),)), "zeros"),
+        "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "dt_bias",), ((Hv,),)), "ones"),
+        "norm": Param(
+            Aval((cfg.linear_value_head_dim,), dtype), Source((at + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
+        ),
+        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((at + "out_proj.weight",), ((M, z),))),
+    }
+
+
+def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
+    """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, `delta` [S, Hv, Dk, Dv] f32."""
+    channels = cfg.linear_num_key_heads * sum(rows_per_key_head(cfg)[:3])
+    matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+    return {
+        "conv": Aval((limits.num_slots, cfg.linear_conv_kernel_dim - 1, channels), dtype, (None, None, "delta_heads")),
+        "delta": Aval(matrix, torch.float32, (None, "delta_heads", None, None)),
+    }
+
+
+def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    """Causal convolution, gated delta rule, gated norm (arXiv:2412.06464).
+
+    Args:
+        x: [T, M] normalised input.
+
+    Returns:
+        [T, M] before the residual, and the new state.
+    """
+    B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
+    rows = rows_per_key_head(cfg)
+    raw, z = ops.linear(x, weights["qkvz"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), rows[3]], -1)
+    b, a = ops.linear(x, weights["ba"]).view(B, Q, Hk, -1).chunk(2, -1)
+    slots = (batch.read_slots, batch.write_slots, batch.starts, batch.lengths)
+    mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
+    q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
+    q = ops.l2_norm(q, 1e-6, cfg.linear_key_head_dim**-0.5)
+    k = ops.l2_norm(k, 1e-6, 1.0)
+    g = ops.delta_decay(a.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
+    v, beta = v.reshape(B, Q, Hv, -1), torch.sigmoid(b.reshape(B, Q, Hv))
+    chunk = 0 if batch.write_slots.shape[1] == Q else gcd(Q, PREFILL_CHUNK)
+    out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
+    gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
+    return constrain(ops.linear(gated.view(B * Q, -1), weights["out"]), None, None), {"conv": conv, "delta": delta}

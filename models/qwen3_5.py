@@ -1,0 +1,238 @@
+"""Turns a Qwen3.5 text model, dense or MoE, into pure functions over trees of tensors: forward, head and draft.
+
+Layers alternate: three gated DeltaNet layers (a recurrent state), then one gated full-attention layer (paged keys and
+values). Layouts group what one device needs: key-value rows by kv head, DeltaNet projections by key head, SwiGLU halves in a
+dimension of their own; so a shard of any parameter is a smaller model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graphs import ops
+from ..graphs.errors import ConfigError
+from ..graphs.layout import constrain
+from ..graphs.types import Aval, Limits, Tree
+from . import feed_forward, gated_attention, gated_deltanet
+from .batch import Batch
+from .config import Fields
+from .params import Param, Source
+
+FAMILY = "qwen3_5"
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a Qwen3.5 text model; field names follow its config.json.
+
+    num_experts == 0 is the dense model (intermediate_size counts), else MoE (moe_ and shared_ sizes count).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    mtp_num_hidden_layers: int = 0
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.num_attention_heads % self.num_key_value_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (self.linear_num_value_heads % self.linear_num_key_heads == 0, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
+            (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, "head_dim * partial_rotary_factor must be even and positive"),
+            (set(self.layer_types) <= {FULL, LINEAR} and self.layer_types, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
+            (self.num_experts_per_tok <= self.num_experts, "num_experts_per_tok must not exceed num_experts"),
+            (self.mtp_num_hidden_layers in (0, 1), "mtp_num_hidden_layers must be 0 or 1"),
+        ]
+        for holds, rule in checks:
+            if not holds:
+                raise ConfigError(f"{FAMILY}: {rule}; the configuration is {self}")
+
+    @staticmethod
+    def from_hf(values: Mapping[str, Any], where: str = "config.json") -> Config:
+        """Reads the fields of a Hugging Face config.json, bare text model or wrapped in `text_config`.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        outer = Fields(values, where)
+        text = outer.sub("text_config") if outer.has("text_config") else outer
+        rope = text.sub("rope_parameters") if text.has("rope_parameters") else text
+        if rope.get(str, "rope_type", "type", default="default") not in ("default", "mrope"):
+            raise ConfigError(f"{rope.where}: rope_type is {rope.values.get('rope_type')!r}; legal for {FAMILY} is 'default'")
+        if text.get(str, "hidden_act", default="silu") != "silu":
+            raise ConfigError(f"{text.where}: hidden_act is {text.values['hidden_act']!r}; legal for {FAMILY} is 'silu'")
+        if text.get(bool, "attention_bias", default=False):
+            raise ConfigError(f"{text.where}: attention_bias is true; legal for {FAMILY} is false")
+        heads = text.get(int, "num_attention_heads", minimum=1)
+        hidden = text.get(int, "hidden_size", minimum=1)
+        head_dim = text.get(int, "head_dim", default=hidden // heads, minimum=1)
+        experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
+        sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in ("vocab_size", "num_key_value_heads")}
+        for name in ("key_heads", "value_heads"):
+            sizes[f"linear_num_{name}"] = text.get(int, f"linear_num_{name}", minimum=1)
+        for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "max_position_embeddings"):
+            sizes[name] = text.get(int, name, minimum=1)
+        wanted = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size") if experts else ("intermediate_size",)
+        sizes.update({name: text.get(int, name, minimum=1) for name in wanted})
+        return Config(
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            layer_types=_layer_types(text),
+            rotary_dim=int(head_dim * rope.get(float, "partial_rotary_factor", default=text.get(float, "partial_rotary_factor", default=0.25))),
+            rope_theta=rope.get(float, "rope_theta"),
+            rms_norm_eps=text.get(float, "rms_norm_eps"),
+            tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
+            num_experts=experts,
+            mtp_num_hidden_layers=text.get(int, "mtp_num_hidden_layers", default=0, minimum=0),
+            **sizes,
+        )
+
+
+def _layer_types(text: Fields) -> tuple[str, ...]:
+    count = text.get(int, "num_hidden_layers", minimum=1)
+    types = text.values.get("layer_types")
+    if types is None:
+        interval = text.get(int, "full_attention_interval", default=4, minimum=1)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+    if not isinstance(types, (list, tuple)) or len(types) != count or not set(types) <= {FULL, LINEAR}:
+        raise ConfigError(f"{text.where}: layer_types is {types!r}; expected {count} of {FULL!r} and {LINEAR!r}")
+    return tuple(types)
+
+
+def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
+    """Tree of Param: shapes, dtypes, logical axes, initialisation and checkpoint sources.
+
+    Keys: `embed`, `layers`, `norm`, `head` (absent when tied), `mtp` (when the model has one).
+    """
+
+    def plain(name: str, *shape: int, axes: tuple[str | None, ...] = (), init: str = "normal") -> Param:
+        return Param(Aval(shape, dtype, axes), Source((name,), (shape,)), init)
+
+    M, V = cfg.hidden_size, cfg.vocab_size
+    params: dict[str, Any] = {
+        "embed": plain("model.embed_tokens.weight", V, M, axes=("vocab", None), init="embedding"),
+        "layers": [_layer_params(cfg, dtype, f"model.layers.{i}.", kind) for i, kind in enumerate(cfg.layer_types)],
+        "norm": plain("model.norm.weight", M, init="zeros"),
+    }
+    if not cfg.tie_word_embeddings:
+        params["head"] = plain("lm_head.weight", V, M, axes=("vocab", None))
+    if cfg.mtp_num_hidden_layers:
+        params["mtp"] = {
+            "norm_embedding": plain("mtp.pre_fc_norm_embedding.weight", M, init="zeros"),
+            "norm_hidden": plain("mtp.pre_fc_norm_hidden.weight", M, init="zeros"),
+            "fc": plain("mtp.fc.weight", M, 2 * M),
+            "layer": _layer_params(cfg, dtype, "mtp.layers.0.", FULL),
+            "norm": plain("mtp.norm.weight", M, init="zeros"),
+        }
+    return params
+
+
+def _layer_params(cfg: Config, dtype: torch.dtype, at: str, kind: str) -> dict[str, Any]:
+    norm = Aval((cfg.hidden_size,), dtype)
+    return {
+        "input_norm": Param(norm, Source((at + "input_layernorm.weight",), (norm.shape,)), "zeros"),
+        "mixer": gated_attention.params(cfg, dtype, at + "self_attn.") if kind == FULL else gated_deltanet.params(cfg, dtype, at + "linear_attn."),
+        "post_norm": Param(norm, Source((at + "post_attention_layernorm.weight",), (norm.shape,)), "zeros"),
+        "mlp": (feed_forward.moe_params if cfg.num_experts else feed_forward.dense_params)(cfg, dtype, at + "mlp."),
+    }
+
+
+def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
+    """Tree of Aval: per layer its pools, and `mtp` (one full-attention layer) when the model has the head."""
+    blocks = [(gated_attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
+    state: dict[str, Any] = {"layers": [block.state(cfg, limits, dtype) for block in blocks]}
+    if cfg.mtp_num_hidden_layers:
+        state["mtp"] = gated_attention.state(cfg, limits, dtype)
+    return state
+
+
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, list[torch.Tensor]]:
+    """Runs all layers over one step.
+
+    Args:
+        params: tree of `abstract_params`; `head` and `mtp` are not read.
+        state: tree of `abstract_state`; `mtp` passes through.
+        inputs: tree of `batch.abstract_inputs`.
+
+    Returns:
+        hidden [T, M] after the final norm, the new state, and each MoE layer's router logits [T, E].
+    """
+    batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    stream = ops.embed(batch.tokens, params["embed"])
+    layers = params["layers"]
+    norms = [*(layer["input_norm"] for layer in layers[1:]), params["norm"]]
+    x = ops.rms_norm(stream, layers[0]["input_norm"], cfg.rms_norm_eps, 1.0)
+    pools, routers = [], []
+    for kind, layer, pool, next_norm in zip(cfg.layer_types, layers, state["layers"], norms, strict=True):
+        x, stream, pool, logits = _layer(cfg, kind, layer, pool, batch, x, stream, next_norm)
+        pools.append(pool)
+        routers.extend(logits)
+    return x, {**state, "layers": pools}, routers
+
+
+def _layer(
+    cfg: Config, kind: str, layer: Tree, pool: Tree, batch: Batch, x: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Tree, list[torch.Tensor]]:
+    """One layer from its normalised input to the next layer's: each residual add is fused with the norm that follows it."""
+    block = gated_attention if kind == FULL else gated_deltanet
+    mixed, pool = block.apply(cfg, layer["mixer"], pool, batch, x)
+    x, stream = ops.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, 1.0)
+    routers = []
+    if cfg.num_experts:
+        x, logits = feed_forward.moe(cfg, layer["mlp"], x)
+        routers.append(logits)
+    else:
+        x = feed_forward.dense(layer["mlp"], x)
+    x, stream = ops.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, 1.0)
+    return x, stream, pool, routers
+
+
+def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of final hidden states: [T, M] -> [T, V] f32."""
+    table = params["embed"] if cfg.tie_word_embeddings else params["head"]
+    return constrain(ops.linear(hidden, table), None, None).float()
+
+
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    """The multi-token-prediction head: from the hidden state of token i and the id of token i+1 towards token i+2.
+
+    Args:
+        params: tree of `abstract_params` with `embed` and `mtp`.
+        state: tree of `abstract_state` with `mtp`.
+        inputs: as for forward, `tokens` shifted left by one: row (b, t) holds the token after the one `hidden` saw.
+        hidden: [T, M] from forward, or from the previous draft step.
+
+    Returns:
+        hidden [T, M] (feed it to `head`, or to the next draft step) and the new state.
+    """
+    mtp, batch = params["mtp"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    token = ops.rms_norm(ops.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
+    seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
+    stream = ops.linear(torch.cat([token, seen], -1), mtp["fc"])
+    x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
+    x, _, pool, _ = _layer(cfg, FULL, mtp["layer"], state["mtp"], batch, x, stream, mtp["norm"])
+    return x, {**state, "mtp": pool}
