@@ -8,6 +8,7 @@ from .embed import embed
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .l2_norm import l2_norm
+from .last_rows import last_rows
 from .linear import linear
 from .moe_experts import moe_experts
 from .moe_route import moe_route
@@ -28,6 +29,7 @@ __all__ = [
     "gated_delta",
     "gated_rms_norm",
     "l2_norm",
+    "last_rows",
     "linear",
     "moe_experts",
     "moe_route",

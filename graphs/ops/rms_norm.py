@@ -4,7 +4,7 @@ import torch
 
 from ..primitive import Cost, Primitive, nbytes
 
-rms_norm = Primitive("rms_norm", "(Tensor x, Tensor weight, float eps, float offset) -> Tensor", factors="t _, _ -> t _")
+rms_norm = Primitive("rms_norm", "(Tensor x, Tensor weight, float eps, float offset) -> Tensor", factors="... _, _ -> ... _")
 
 
 @rms_norm.abstract
@@ -17,12 +17,12 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset
     """Normalises the last dimension: `x / rms(x) * (offset + weight)`, in f32, cast back (arXiv:1910.07467).
 
     Args:
-        x: [T, M], any float dtype.
+        x: [..., M], any float dtype.
         weight: [M]; `offset` is 1 for the zero-centred weights of Qwen3.5, else 0.
         eps: added to the mean square.
 
     Returns:
-        [T, M], dtype of x.
+        [..., M], dtype of x.
     """
     wide = x.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,0 +1,27 @@
+"""Turns a partitioned graph into a smaller equal one: every pass in order, every invariant after each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .partition import Partitioned
+from .passes import PASSES, Pass
+from .verify import check
+
+
+def optimise(partitioned: Partitioned, passes: Sequence[Pass] = PASSES) -> Partitioned:
+    """Runs the passes on a copy.
+
+    Raises:
+        InvariantError: naming the pass after which the graph is not legal.
+    """
+    check(partitioned.graph, partitioned.signature, "partition")
+    graph = copy.deepcopy(partitioned.graph)
+    for step in passes:
+        step.run(graph)
+        graph.graph.lint()
+        check(graph, partitioned.signature, f"pass {step.name!r}")
+    graph.recompile()
+    return replace(partitioned, graph=graph)

@@ -1,0 +1,44 @@
+"""Turns nodes that compute the same value into one node (common subexpressions)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .base import Pass
+
+
+def _pure(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    return not target._schema.is_mutable and target.namespace != "_c10d_functional"
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _key(v)) for k, v in value.items()))
+    # 1, 1.0 and True are equal and hash alike; they are different arguments.
+    return type(value), value
+
+
+def run(graph: GraphModule) -> None:
+    """Keeps the first of equal pure nodes; collectives stay, each is one rendezvous of the certificate."""
+    seen: dict[Hashable, Node] = {}
+    for node in list(graph.graph.nodes):
+        if not _pure(node):
+            continue
+        key = (str(node.target), _key(node.args), _key(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+PASS = Pass("merge_equal", run, changes_numerics=False)

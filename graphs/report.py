@@ -1,0 +1,113 @@
+"""Turns a graph into what it costs: arithmetic, bytes moved, and the memory it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from .primitive import Cost, nbytes, of_target
+from .types import Signature
+from .verify import results_of
+
+_aten = torch.ops.aten
+VIEWS = {
+    packet
+    for packet in (
+        _aten.view, _aten._unsafe_view, _aten.reshape, _aten.permute, _aten.transpose, _aten.t, _aten.select, _aten.slice,
+        _aten.expand, _aten.unsqueeze, _aten.squeeze, _aten.split, _aten.split_with_sizes, _aten.unbind, _aten.alias, _aten.detach,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one device needs to run a graph.
+
+    Attributes:
+        params_bytes: parameters.
+        state_bytes: donated pools, counted once: results take the operands' place.
+        inputs_bytes: inputs of a step.
+        peak_bytes: largest sum of live intermediate values, results included; views count nothing.
+    """
+
+    params_bytes: int
+    state_bytes: int
+    inputs_bytes: int
+    peak_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.params_bytes + self.state_bytes + self.inputs_bytes + self.peak_bytes
+
+
+def cost(graph: GraphModule) -> Cost:
+    """Sum over all nodes: a primitive's own rule; matrix products by torch's formulas; else one operation per result element."""
+    total = Cost()
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            total = total + node_cost(node)
+    return total
+
+
+def node_cost(node: Node) -> Cost:
+    """Cost of one node; views and unpacking are free."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket in VIEWS:
+        return Cost()
+    args = [_value(a) for a in node.args]
+    primitive = of_target(target)
+    if primitive is not None:
+        result: Cost = primitive.rule("cost")(*args)
+        return result
+    outputs = [v for v in _flat(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    formula = flop_registry.get(target.overloadpacket)
+    flops = int(formula(*args, out_val=node.meta["val"])) if formula else sum(v.numel() for v in outputs)
+    return Cost(flops, nbytes(*[a for a in _flat(args) if isinstance(a, torch.Tensor)]), nbytes(*outputs))
+
+
+def memory(graph: GraphModule, signature: Signature) -> Memory:
+    """Static memory of a graph run node by node, freeing every value after its last reader."""
+    params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
+    donated = set(results_of(graph)[len(signature.outputs) :])
+    sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
+    last: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    ends: dict[Node, list[Node]] = {}
+    for source, reader in last.items():
+        ends.setdefault(reader, []).append(source)
+    live = peak = 0
+    for node in graph.graph.nodes:
+        live += sizes.get(node, 0)
+        peak = max(peak, live)
+        live -= sum(sizes.get(source, 0) for source in ends.get(node, ()))
+    return Memory(params, state, inputs, peak)
+
+
+def _own_bytes(node: Node, donated: set[Node]) -> int:
+    """Bytes a node allocates: nothing for views, unpacking, and results that replace a donated pool."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket in VIEWS or node in donated:
+        return 0
+    values = _flat(node.meta.get("val"))
+    primitive = of_target(target)
+    pools = {result for _, result in primitive.donates} if primitive else set()
+    return nbytes(*[v for i, v in enumerate(values) if isinstance(v, torch.Tensor) and i not in pools])
+
+
+def _value(arg: object) -> object:
+    if isinstance(arg, Node):
+        return arg.meta["val"]
+    if isinstance(arg, (list, tuple)):
+        return [_value(a) for a in arg]
+    return arg
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (list, tuple)):
+        return [v for part in value for v in _flat(part)]
+    return [value]

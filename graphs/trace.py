@@ -1,0 +1,101 @@
+"""Turns a program into its traced graph: flat, functional, static, on global shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from . import ops as ops
+from . import tree
+from .errors import GraphError
+from .types import Aval, Leaf, Program, Signature
+
+_COUNT = [0]
+
+
+def trace_count() -> int:
+    """Traces made by this process; a serving process makes none after it is ready."""
+    return _COUNT[0]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program as a graph over global shapes. Placeholders follow `signature.operands`, results `signature.results`."""
+
+    program: Program
+    graph: GraphModule
+    signature: Signature
+
+
+def trace(program: Program) -> Traced:
+    """Traces a program on fake tensors; nothing is allocated.
+
+    Raises:
+        GraphError: when the new state has another structure, shape or dtype than the state.
+    """
+    operands = signature_of(program)
+    fakes = [leaf.aval for leaf in operands.operands]
+    outputs: list[Leaf] = []
+
+    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+        results, leaves = call_flat(program, operands, values)
+        outputs.extend(leaves)
+        return results
+
+    graph = traced_graph(flat, [(a.shape, a.dtype) for a in fakes])
+    signature = Signature(operands.params, operands.state, operands.inputs, tuple(outputs))
+    name_placeholders(graph, signature)
+    return Traced(program, graph, signature)
+
+
+def signature_of(program: Program) -> Signature:
+    """Signature of a program's operands; outputs are known after tracing."""
+
+    def leaves(prefix: str, values: Any) -> tuple[Leaf, ...]:
+        return tuple(Leaf(f"{prefix}.{name}", aval) for name, aval in tree.flatten(values))
+
+    return Signature(leaves("params", program.params), leaves("state", program.state), leaves("inputs", program.inputs), ())
+
+
+def call_flat(program: Program, signature: Signature, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Leaf]]:
+    """Calls a program on flat operands; returns flat results and the leaves of the outputs among them."""
+    params, state = len(signature.params), len(signature.state)
+    outputs, new_state = program.forward(
+        tree.unflatten(program.params, values[:params]),
+        tree.unflatten(program.state, values[params : params + state]),
+        tree.unflatten(program.inputs, values[params + state :]),
+    )
+    named, stored = tree.flatten(outputs), tree.flatten(new_state)
+    old = [(leaf.name.removeprefix("state."), leaf.aval) for leaf in signature.state]
+    new = [(name, Aval(tuple(t.shape), t.dtype)) for name, t in stored]
+    for (a, was), (b, now) in zip(old, new, strict=False):
+        if a != b or was.shape != now.shape or was.dtype != now.dtype:
+            raise GraphError(f"{program.name}: state {a} is {was}, the new state returns {b} as {now}; they must be equal")
+    if len(old) != len(new):
+        raise GraphError(f"{program.name}: state has {len(old)} tensors, the new state {len(new)}; they must be equal")
+    leaves = [Leaf(f"outputs.{name}", Aval(tuple(t.shape), t.dtype)) for name, t in named]
+    return [t for _, t in (*named, *stored)], leaves
+
+
+def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> GraphModule:
+    """make_fx of a flat function over fake CPU tensors, gradients off."""
+    _COUNT[0] += 1
+    with FakeTensorMode(), torch.no_grad():
+        fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
+        graph = make_fx(fn, tracing_mode="real")(*fakes)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def name_placeholders(graph: GraphModule, signature: Signature) -> None:
+    """Records each placeholder's leaf name, so that a printed graph reads like the program."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, leaf in zip(nodes, signature.operands, strict=True):
+        node.meta["leaf"] = leaf.name
