@@ -94,9 +94,53 @@ class Primitive:
         return fn
 
     def inplace(self, fn: Rule) -> Rule:
-        """Decorates the donating twin of the reference: writes donated operands in place and returns them as results."""
+        """Decorates the donating twin of the reference, `npuc.<name>_`: it writes the donated operands in place.
+
+        The rule returns all results, donated operands included; the operator returns the others only.
+        """
         self._rules["inplace"] = fn
+        _LIBRARY.define(f"{self.name}_{self._inplace_schema()}")
+        rest = self.kept_results
+
+        def kernel(*args: Any) -> Any:
+            results = fn(*args)
+            kept = tuple(results[i] for i in rest)
+            return kept[0] if len(kept) == 1 else kept or None
+
+        def meta(*args: Any) -> Any:
+            results = self.rule("abstract")(*args)
+            kept = tuple(results[i] for i in rest)
+            return kept[0] if len(kept) == 1 else kept or None
+
+        _LIBRARY.impl(f"{self.name}_", kernel, "CompositeExplicitAutograd")
+        _LIBRARY.impl(f"{self.name}_", meta, "Meta")
         return fn
+
+    @property
+    def inplace_op(self) -> torch._ops.OpOverload:
+        """The operator of the donating twin.
+
+        Raises:
+            PrimitiveError: when the primitive has none.
+        """
+        self.rule("inplace")
+        op: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), f"{self.name}_").default
+        return op
+
+    @property
+    def kept_results(self) -> list[int]:
+        """Indices of results that are not donated operands; what the donating twin returns."""
+        donated = {result for _, result in self.donates}
+        return [i for i in range(len(self.op._schema.returns)) if i not in donated]
+
+    def _inplace_schema(self) -> str:
+        donated = {operand: chr(ord("a") + i) for i, (operand, _) in enumerate(self.donates)}
+        arguments = []
+        for i, argument in enumerate(self.op._schema.arguments):
+            kind = f"Tensor({donated[i]}!)" if i in donated else str(argument.type)
+            arguments.append(f"{kind} {argument.name}")
+        kept = ["Tensor"] * len(self.kept_results)
+        return f"({', '.join(arguments)}) -> {kept[0] if len(kept) == 1 else '(' + ', '.join(kept) + ')'}"
 
     def cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
         """Decorates the cost rule: operands as given, tensors may be meta; returns a Cost."""

@@ -1,0 +1,77 @@
+"""Turns a lowered graph into calls of torch operators, node by node: the oracle, and what a bucket degrades to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ...graphs import ops as ops
+
+
+class EagerExecutable:
+    """Runs a graph of aten operators and primitives on CPU tensors, freeing each value after its last reader.
+
+    Args:
+        graph: a `Lowered.graph` for this backend.
+    """
+
+    backend = "eager"
+
+    def __init__(self, graph: GraphModule) -> None:
+        nodes = list(graph.graph.nodes)
+        slot = {node: i for i, node in enumerate(nodes)}
+        last = {source: node for node in nodes for source in node.all_input_nodes}
+        self._operands = [slot[n] for n in nodes if n.op == "placeholder"]
+        self._size = len(nodes)
+        self._steps: list[tuple[int, Callable[..., Any], Any, Any, list[int]]] = []
+        self._results: list[int] = []
+        for node in nodes:
+            if node.op == "call_function":
+                # A node nobody reads (an update in place) frees its own slot.
+                dead = [slot[s] for s in node.all_input_nodes if last[s] is node and s.op != "placeholder"]
+                free = dead + ([] if node in last else [slot[node]])
+                self._steps.append((slot[node], node.target, _bind(node.args, slot), _bind(node.kwargs, slot), free))
+            elif node.op == "output":
+                self._results = [slot[n] for n in node.args[0]]
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs one step; state operands are updated in place, the outputs are returned."""
+        values: list[Any] = [None] * self._size
+        for at, operand in zip(self._operands, operands, strict=True):
+            values[at] = operand
+        with torch.inference_mode():
+            for at, target, args, kwargs, free in self._steps:
+                values[at] = target(*_fill(args, values), **_fill(kwargs, values))
+                for dead in free:
+                    values[dead] = None
+        return [values[i] for i in self._results]
+
+
+class _Ref(int):
+    """Index of a node's value among the others."""
+
+
+def _bind(value: Any, slot: dict[Node, int]) -> Any:
+    if isinstance(value, Node):
+        return _Ref(slot[value])
+    if isinstance(value, (list, tuple)):
+        return [_bind(v, slot) for v in value] if isinstance(value, list) else tuple(_bind(v, slot) for v in value)
+    if isinstance(value, dict):
+        return {k: _bind(v, slot) for k, v in value.items()}
+    return value
+
+
+def _fill(value: Any, values: list[Any]) -> Any:
+    kind = type(value)
+    if kind is _Ref:
+        return values[value]
+    if kind is tuple:
+        return tuple([_fill(v, values) for v in value])
+    if kind is list:
+        return [_fill(v, values) for v in value]
+    if kind is dict:
+        return {k: _fill(v, values) for k, v in value.items()}
+    return value
