@@ -11,18 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from . import events, tree
 from . import ops as ops
-from . import tree
 from .errors import GraphError
 from .types import Aval, Leaf, Program, Signature
-
-_COUNT = [0]
-
-
-def trace_count() -> int:
-    """Traces made by this process; a serving process makes none after it is ready."""
-    return _COUNT[0]
-
 
 @dataclass(frozen=True)
 class Traced:
@@ -85,7 +77,7 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
 
 def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> GraphModule:
     """make_fx of a flat function over fake CPU tensors, gradients off."""
-    _COUNT[0] += 1
+    events.record("trace")
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
         graph = make_fx(fn, tracing_mode="real")(*fakes)

@@ -50,7 +50,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
 def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     """Paged pools of one layer: keys and values, each [pages, P, G, D]."""
     shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads, cfg.head_dim)
-    pool = Aval(shape, dtype, (None, None, "kv_heads", None))
+    pool = Aval(shape, dtype, ("pages", None, "kv_heads", None))
     return {"k": pool, "v": pool}
 
 

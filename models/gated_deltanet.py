@@ -99,8 +99,8 @@ def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     channels = cfg.linear_num_key_heads * sum(rows_per_key_head(cfg)[:3])
     matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
     return {
-        "conv": Aval((limits.num_slots, cfg.linear_conv_kernel_dim - 1, channels), dtype, (None, None, "delta_heads")),
-        "delta": Aval(matrix, torch.float32, (None, "delta_heads", None, None)),
+        "conv": Aval((limits.num_slots, cfg.linear_conv_kernel_dim - 1, channels), dtype, ("slots", None, "delta_heads")),
+        "delta": Aval(matrix, torch.float32, ("slots", "delta_heads", None, None)),
     }
 
 
