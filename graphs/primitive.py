@@ -156,6 +156,13 @@ class Primitive:
 
         return register
 
+    def keep(self, backend: str) -> None:
+        """Says that a backend calls this node as an operator instead of tracing a lowering of it."""
+        self._rules[f"keep:{backend}"] = self.op
+
+    def is_kept(self, backend: str) -> bool:
+        return f"keep:{backend}" in self._rules
+
     def lower_for(self, backend: str) -> Rule:
         """The lowering for a backend; the reference where the backend has none of its own."""
         return self._rules.get(f"lowering:{backend}") or self.rule("reference")

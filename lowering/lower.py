@@ -44,7 +44,7 @@ def lower_eager(partitioned: Partitioned) -> Lowered:
 
 
 def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
-    """Replaces every primitive by its lowering for `backend`, down to aten, and ends with one copy per donated pool.
+    """Replaces primitives by their lowering for `backend`, down to aten, and ends with one copy per donated pool.
 
     A compiler that knows donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
     """
@@ -67,7 +67,7 @@ class _Inliner(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         primitive = of_target(target)
-        if primitive is not None:
+        if primitive is not None and not primitive.is_kept(self.backend):
             return primitive.lower_for(self.backend)(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 

@@ -1,0 +1,131 @@
+"""Turns the bucket notation of the command line, as in `2,4,...,64`, into bucket sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import islice
+
+from ..graphs.errors import SpecError
+
+MAX_BUCKETS = 512
+MAX_SIZE = 999_999_999
+
+BUCKETS_HELP = f"""\
+Bucket sizes, increasing: numbers separated by commas, where '...' fills in a series up to exactly the number after it.
+The numbers written before '...' decide: the last two give the step (2,4,...,64 is 2,4,6 up to 64; 1,8,16,...,64 steps by 8),
+unless the last three are in constant ratio (2,4,8,...,64 multiplies by 2). A number that ends one series may begin the next:
+1,2,4,...,16,32 is 1,2,4,8,16,32. Sizes are whole numbers from 1 to {MAX_SIZE}, at most {MAX_BUCKETS} of them."""
+
+_ELLIPSES = ("...", "…")
+_SIZE = re.compile(r"[1-9][0-9]{0,8}")
+# An ellipsis that stands for one number alone is longer than the number.
+_FEWEST_ABBREVIATED = 3
+
+
+def parse_buckets(text: str) -> tuple[int, ...]:
+    """Reads a bucket list.
+
+    The rule, where "written" numbers are those between the previous ellipsis and this one, the end of the previous series included:
+
+    - an ellipsis follows at least two written numbers and is followed by the number its series ends with, which must be hit exactly;
+    - when the last three written numbers are in constant ratio the series is geometric: `2,4,8,...,64`, `8,12,18,...,27`;
+    - else the last two give its step: `2,4,...,64`, and also `1,4,6,...,16` (1,4,6,8,...), where the first number stands apart.
+      So `1,2,4,...` doubles; who means steps of two after a one writes `1,2,4,6,...`.
+
+    Args:
+        text: the notation; spaces around numbers and the one-character ellipsis are accepted.
+
+    Returns:
+        strictly increasing sizes from 1 to MAX_SIZE, at least one and at most MAX_BUCKETS.
+
+    Raises:
+        SpecError: on anything else, with the rule and what was given.
+    """
+    sizes: list[int] = []
+    written: list[int] = []  # since the previous ellipsis, the end of its series included
+    open_series = False
+    for item in (piece.strip() for piece in text.split(",")):
+        if item in _ELLIPSES:
+            if open_series or len(written) < 2:
+                given = ",".join(map(str, written)) or "none"
+                raise _refusal(text, f"{item!r} must follow at least two numbers of its series, not {given}")
+            open_series = True
+            continue
+        if not _SIZE.fullmatch(item):
+            raise _refusal(text, f"{item!r} is neither '...' nor a whole number from 1 to {MAX_SIZE}")
+        size = int(item)
+        if sizes and size <= sizes[-1]:
+            raise _refusal(text, f"{size} does not increase on {sizes[-1]}")
+        if open_series:
+            sizes += _fill(text, written, size)
+            written, open_series = [size], False
+        else:
+            sizes.append(size)
+            written.append(size)
+        if len(sizes) > MAX_BUCKETS:
+            raise _refusal(text, f"it names more than {MAX_BUCKETS} sizes")
+    if open_series:
+        raise _refusal(text, "the series has no end: a number must follow the last '...'")
+    return tuple(sizes)
+
+
+def format_buckets(sizes: Sequence[int]) -> str:
+    """Writes bucket sizes in the notation, abbreviating every series that leaves out two numbers or more.
+
+    Args:
+        sizes: as parse_buckets returns them; parse_buckets reads the result back to the same sizes.
+
+    Raises:
+        SpecError: when no notation stands for these sizes (none, not increasing, out of range, too many).
+    """
+    items: list[str] = []
+    written: list[int] = []
+    at = 0
+    while at < len(sizes):
+        predicted = _continuation(written) if len(written) >= 2 else iter(())
+        run = 0
+        for guess, size in zip(predicted, sizes[at:], strict=False):
+            if guess != size:
+                break
+            run += 1
+        if run >= _FEWEST_ABBREVIATED:
+            at += run
+            written = [sizes[at - 1]]
+            items += ["...", str(sizes[at - 1])]
+        else:
+            written.append(sizes[at])
+            items.append(str(sizes[at]))
+            at += 1
+    text = ",".join(items)
+    if parse_buckets(text) != tuple(sizes):
+        raise _refusal(text, f"it does not stand for {tuple(sizes)!r}")
+    return text
+
+
+def _continuation(written: Sequence[int]) -> Iterator[Fraction]:
+    """The numbers that an ellipsis after `written` stands for, without end; the terms of a geometric series may be fractions."""
+    before, last = written[-2:]
+    geometric = len(written) >= 3 and before * before == written[-3] * last
+    term = Fraction(last)
+    while True:
+        term = term * last / before if geometric else term + (last - before)
+        yield term
+
+
+def _fill(text: str, written: Sequence[int], end: int) -> list[int]:
+    """The numbers after `written` up to `end`, which the series must hit."""
+    filled: list[int] = []
+    for term in islice(_continuation(written), MAX_BUCKETS):
+        if term > end or term.denominator != 1:
+            reached = ",".join(map(str, (*written, *filled[-2:])))
+            raise _refusal(text, f"the series {reached} goes on with {term} and does not hit its end {end}")
+        filled.append(int(term))
+        if term == end:
+            return filled
+    raise _refusal(text, f"it names more than {MAX_BUCKETS} sizes")
+
+
+def _refusal(text: str, reason: str) -> SpecError:
+    return SpecError(f"buckets {text!r}: {reason}.\n{BUCKETS_HELP}")

@@ -1,0 +1,119 @@
+"""Turns what a user asked to build into a plan: model, buckets, sizes and memory, before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..graphs import tree
+from ..graphs.errors import SpecError
+from ..graphs.types import Aval, Bucket, Limits
+from ..models import registry, step
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
+DEFAULT_PREFILL = (32, 128)
+DEFAULT_MODEL_LEN = 1024
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `npucompile build` was asked for; None leaves a choice to the plan.
+
+    Attributes:
+        model: preset name or checkpoint directory.
+        buckets: decode batch sizes.
+        prefill: prefill chunk sizes, in tokens.
+        max_model_len: most tokens (prompt and output) of a request.
+        max_num_seqs: most requests in flight.
+        dtype: "auto", "float32" or "bfloat16".
+        backend: "inductor", "eager" or "null".
+    """
+
+    model: str
+    buckets: tuple[int, ...] = DEFAULT_BUCKETS
+    prefill: tuple[int, ...] = DEFAULT_PREFILL
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    dtype: str = "auto"
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A build that is decided and checked.
+
+    Attributes:
+        found: the model, and its checkpoint where it has one.
+        notes: choices the plan made for the user, each with its reason.
+    """
+
+    found: registry.Found
+    model: step.Model
+    buckets: tuple[Bucket, ...]
+    limits: Limits
+    dtype: torch.dtype
+    backend: str
+    notes: tuple[str, ...]
+
+    @property
+    def params_bytes(self) -> int:
+        return sum(p.aval.nbytes for _, p in tree.flatten(self.model.params(self.dtype)))
+
+    @property
+    def state_bytes(self) -> int:
+        leaves: list[tuple[str, Aval]] = tree.flatten(self.model.state(self.limits, self.dtype))
+        return sum(aval.nbytes for _, aval in leaves)
+
+
+def plan(options: Options) -> Plan:
+    """Decides a build.
+
+    Raises:
+        SpecError: an option is not legal, or the weights and state do not fit this machine's memory.
+        ModelError: the model cannot be used.
+    """
+    found = registry.find(options.model)
+    notes = []
+    dtype, why = choose_dtype(options.dtype)
+    if why:
+        notes.append(why)
+    backend = options.backend
+    if found.checkpoint_dir is None and backend != "null":
+        raise SpecError(
+            f"{found.name} is a set of sizes without weights, and --backend {backend} runs them; "
+            "legal here is --backend null (graphs, costs and memory only), or a path to a checkpoint directory"
+        )
+    longest = found.max_model_len
+    length = options.max_model_len or min(DEFAULT_MODEL_LEN, longest // PAGE_SIZE * PAGE_SIZE)
+    if not PAGE_SIZE <= length <= longest or length % PAGE_SIZE:
+        raise SpecError(f"max_model_len is {length}; legal for {found.name} is a multiple of {PAGE_SIZE} up to {longest}")
+    if options.max_model_len is None and length < longest:
+        notes.append(f"context {length} of {longest} tokens (every decode step reads a row's whole context; --max-model-len to change)")
+    decode = tuple(Bucket("decode", batch, 1) for batch in options.buckets)
+    sequences = options.max_num_seqs or max(options.buckets)
+    pages = 1 + sequences * (length // PAGE_SIZE)
+    limits = Limits(PAGE_SIZE, pages, 1 + sequences, length)
+    prefill = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(options.prefill)) if chunk <= length)
+    if not prefill:
+        raise SpecError(f"no prefill chunk of {options.prefill} fits max_model_len {length}; legal are sizes from 1 to {length}")
+    return Plan(found, found.model, (*prefill, *decode), limits, dtype, backend, tuple(notes))
+
+
+def choose_dtype(asked: str) -> tuple[torch.dtype, str | None]:
+    """The dtype to compute in, and why when the plan chose it."""
+    if asked != "auto":
+        if asked not in DTYPES:
+            raise SpecError(f"dtype is {asked!r}; legal are {', '.join(('auto', *DTYPES))}")
+        return DTYPES[asked], None
+    if torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
+    return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"
+
+
+def default_out(artifacts: Path, found: registry.Found) -> Path:
+    """Where a build goes when nothing else is said."""
+    return artifacts / found.name
