@@ -80,7 +80,8 @@ def report(sizes: Iterable[FileSize]) -> str:
     rows += ["", f"{'code':>7} {'all':>7}  folder"]
     totals = [(sum(s.code_lines for s in group), sum(s.total_lines for s in group), name, len(group)) for name, group in folders.items()]
     rows += [_row(code, total, f"{name}/ in {count} files") for code, total, name, count in sorted(totals, key=lambda t: (-t[0], t[2]))]
-    rows.append(_row(sum(t[0] for t in totals), sum(t[1] for t in totals), f"in all, {len(files)} files; budget {BUDGET_LINES} lines a source file"))
+    summary = f"in all, {len(files)} files; budget {BUDGET_LINES} lines a source file"
+    rows.append(_row(sum(t[0] for t in totals), sum(t[1] for t in totals), summary))
     return "\n".join(rows)
 
 
