@@ -1,0 +1,327 @@
+"""The import law and the shape of the tree, read from the sources with ast; nothing is imported to check it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "npucompile"
+
+# What each folder may import of the house, besides itself. Nobody imports tools.
+LAW: dict[str, tuple[str, ...]] = {
+    "graphs": (),
+    "models": ("graphs",),
+    "lowering": ("graphs",),
+    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors"),
+    "server": ("runtime", "graphs.errors"),
+    "tools": ("graphs", "models", "lowering", "runtime", "server"),
+}
+
+# What each folder may import from outside, besides the standard library; otherwise the dependencies of pyproject.toml.
+OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
+
+# Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
+OPTIONAL_OUTSIDE = ("tools",)
+
+ENVIRONMENT_READERS = ("__init__.py", "tools/cli.py")
+ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+
+# 400 is the budget, which tools/size.py reports; the rest is slack for the day a file is about to be split.
+HARD_LIMIT_LINES = 450
+
+# Folders that are tables: one parametrised test walks all their files.
+TABLE_TESTS = {"graphs/ops": "tests/test_graphs_ops.py"}
+
+# Files without a test file of their own, and why.
+UNTESTED = {
+    "graphs/errors.py": "declares classes; the tests of who raises them read the messages",
+}
+
+
+# --- reading the tree ---
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: the file's path, the line, and the dotted name of the module it reaches ("" where it cannot be read)."""
+
+    path: str
+    line: int
+    target: str
+    relative: bool
+
+
+def sources(root: Path) -> list[str]:
+    """Paths of the Python files of the house, relative to the root."""
+    return sorted(p.relative_to(root).as_posix() for folder in LAW for p in (root / folder).rglob("*.py"))
+
+
+def parse(root: Path, path: str) -> ast.Module:
+    return ast.parse((root / path).read_text(encoding="utf-8"), filename=path)
+
+
+def is_module(root: Path, dotted: str) -> bool:
+    place = root.joinpath(*dotted.split(".")[1:])
+    return dotted.split(".")[0] == PACKAGE and (place.is_dir() or place.with_name(f"{place.name}.py").is_file())
+
+
+def resolve(path: str, level: int, name: str) -> str:
+    """The absolute name of a relative import; "" when it climbs out of the package."""
+    package = [PACKAGE, *Path(path).parent.parts]
+    if level > len(package):
+        return ""
+    return ".".join([*package[: len(package) - level + 1], *([name] if name else [])])
+
+
+def imports(root: Path, path: str) -> Iterator[Import]:
+    for node in ast.walk(parse(root, path)):
+        if isinstance(node, ast.Import):
+            yield from (Import(path, node.lineno, alias.name, relative=False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            relative = node.level > 0
+            base = resolve(path, node.level, node.module or "") if relative else node.module or ""
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(path, node.lineno, inner if is_module(root, inner) else base, relative)
+        elif isinstance(node, ast.Call) and called_name(node.func) in ("import_module", "__import__"):
+            yield dynamic_import(path, node)
+
+
+def called_name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def dynamic_import(path: str, node: ast.Call) -> Import:
+    """An import by string: the literal start of the name decides (`f".backends.{name}"` reaches into `backends`)."""
+    first = node.args[0] if node.args else None
+    if isinstance(first, ast.JoinedStr) and first.values:
+        first = first.values[0]
+    text = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+    name = text.lstrip(".")
+    level = len(text) - len(name)
+    target = resolve(path, level, name.rstrip(".")) if level else name.rstrip(".")
+    return Import(path, node.lineno, target, relative=level > 0)
+
+
+# --- the laws; each yields what breaks it ---
+
+
+def outside_allowed(root: Path, folder: str) -> set[str]:
+    if folder in OUTSIDE:
+        return set(OUTSIDE[folder])
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = list(project["dependencies"])
+    if folder in OPTIONAL_OUTSIDE:
+        wanted += project["optional-dependencies"]["test"]
+    return {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].replace("-", "_") for requirement in wanted}
+
+
+def import_breaches(root: Path) -> Iterator[str]:
+    outside = {folder: outside_allowed(root, folder) for folder in LAW}
+    for path in sources(root):
+        folder = path.split("/")[0]
+        for found in imports(root, path):
+            where = f"{path}:{found.line}"
+            top, _, inner = found.target.partition(".")
+            if not found.target:
+                yield f"{where}: imports a module whose name cannot be read from the source"
+            elif top != PACKAGE:
+                if top not in sys.stdlib_module_names and top not in outside[folder]:
+                    yield f"{where}: {folder} imports {top}, which is neither the standard library nor one of {sorted(outside[folder])}"
+            elif not found.relative:
+                yield f"{where}: imports {found.target} absolutely; inside the house imports are relative"
+            elif inner and not any(inner == legal or inner.startswith(f"{legal}.") for legal in (folder, *LAW[folder])):
+                yield f"{where}: {folder} imports {inner}; it may import {', '.join(LAW[folder]) or 'only itself'}"
+
+
+def environment_breaches(root: Path) -> Iterator[str]:
+    for path in sources(root):
+        if path in ENVIRONMENT_READERS:
+            continue
+        for node in ast.walk(parse(root, path)):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names = [node.attr]  # whatever name os was imported under
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                names = [alias.name for alias in node.names]
+            if isinstance(node, ast.Attribute | ast.ImportFrom) and not set(names).isdisjoint(ENVIRONMENT_NAMES):
+                yield f"{path}:{node.lineno}: touches the environment; only {' and '.join(ENVIRONMENT_READERS)} may"
+
+
+def tree_breaches(root: Path) -> Iterator[str]:
+    """Packages in pyproject.toml equal the folders with sources, and nothing else at the root is Python."""
+    tool = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    listed = tool["packages"]
+    folders = {PACKAGE} | {".".join([PACKAGE, *Path(path).parent.parts]) for path in sources(root)}
+    for package in sorted(folders - set(listed)):
+        yield f"package {package} is in the tree but not in pyproject.toml"
+    for package in sorted(set(listed) - folders):
+        yield f"package {package} is in pyproject.toml but not in the tree"
+    if len(set(listed)) != len(listed):
+        yield f"pyproject.toml lists a package twice: {sorted(listed)}"
+    for package in sorted(folders):
+        if not root.joinpath(*package.split(".")[1:], "__init__.py").is_file():
+            yield f"package {package} has no __init__.py"
+    for path in sorted(root.iterdir()):
+        if path.suffix == ".py" and path.name != "__init__.py":
+            yield f"{path.name}: the root holds no Python file besides __init__.py"
+        elif path.is_dir() and path.name not in LAW and (path / "__init__.py").exists():
+            yield f"{path.name}/: the house has the packages {', '.join(LAW)} and no other"
+
+
+def length_breaches(root: Path) -> Iterator[str]:
+    for path in sources(root):
+        lines = len((root / path).read_text(encoding="utf-8").splitlines())
+        if lines > HARD_LIMIT_LINES:
+            yield f"{path}: {lines} lines, at most {HARD_LIMIT_LINES}"
+
+
+def mirror_breaches(root: Path) -> Iterator[str]:
+    """Every source file has the test file that its path names."""
+    for path in sources(root):
+        folder, _, file = path.rpartition("/")
+        if file == "__init__.py":
+            continue
+        own = f"tests/test_{path.removesuffix('.py').replace('/', '_')}.py"
+        legal = [own, TABLE_TESTS[folder]] if folder in TABLE_TESTS else [own]
+        tested = any((root / test).is_file() for test in legal)
+        if tested and path in UNTESTED:
+            yield f"{path}: is tested and needs no exemption"
+        elif not tested and path not in UNTESTED:
+            yield f"{path}: has no {' or '.join(legal)}"
+    for path in sorted(set(UNTESTED) - set(sources(root))):
+        yield f"{path}: is exempt and does not exist"
+
+
+LAWS = (import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_house_keeps(law: Callable[[Path], Iterator[str]]) -> None:
+    found = list(law(ROOT))
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_folder_is_read() -> None:
+    assert {path.split("/")[0] for path in sources(ROOT)} == set(LAW)
+    assert "graphs/types.py" in sources(ROOT)
+
+
+# --- the laws catch what they forbid ---
+
+PYPROJECT = """
+[project]
+dependencies = ["torch==2.13.0", "numpy>=2.0"]
+[project.optional-dependencies]
+test = ["transformers==5.23.0"]
+[tool.setuptools]
+packages = ["npucompile", "npucompile.graphs", "npucompile.graphs.ops", "npucompile.models", "npucompile.lowering",
+            "npucompile.runtime", "npucompile.server", "npucompile.tools"]
+"""
+
+CLEAN = {
+    "pyproject.toml": PYPROJECT,
+    "__init__.py": "import os\nos.environ.setdefault('A', '0')\n__version__ = '0'\n",
+    "graphs/__init__.py": "",
+    "graphs/errors.py": "import math\nimport torch.nn as nn\nfrom torch import fx\n",
+    "graphs/types.py": "from .errors import E\nfrom . import errors\n",
+    "graphs/ops/__init__.py": "from ..types import A\nfrom .. import errors\n",
+    "graphs/ops/linear.py": "from ...graphs.types import A\n",
+    "models/__init__.py": "from ..graphs import types\nimport numpy as np\n",
+    "lowering/__init__.py": "import importlib\ndef f(name):\n    return importlib.import_module(f'.backends.{name}', __package__)\n",
+    "lowering/artifact.py": "from .. import __version__\n",
+    "lowering/executable.py": "",
+    "lowering/other.py": "",
+    "runtime/__init__.py": "from ..lowering.artifact import x\nfrom ..lowering import executable\nfrom ..graphs.types import A\n",
+    "server/__init__.py": "def f():\n    from ..runtime import x\n    from ..graphs.errors import E\n",
+    "tools/__init__.py": "from .. import graphs, lowering, models, runtime, server\nimport transformers\n",
+    "tools/cli.py": "import os\nHOME = os.environ['HOME']\n",
+    "tests/test_graphs_types.py": "",
+    "tests/test_graphs_ops.py": "",
+    "tests/test_lowering_artifact.py": "",
+    "tests/test_lowering_executable.py": "",
+    "tests/test_lowering_other.py": "",
+    "tests/test_tools_cli.py": "",
+}
+
+
+def breaches(root: Path, changes: dict[str, str]) -> list[str]:
+    for path, text in (CLEAN | changes).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return [breach for law in LAWS for breach in law(root)]
+
+
+def test_a_clean_tree_is_clean(tmp_path: Path) -> None:
+    assert breaches(tmp_path, {}) == []
+
+
+IMPORT_BREACHES = [
+    ("graphs/types.py", "import numpy\n", "graphs imports numpy"),
+    ("graphs/types.py", "from ..models import x\n", "graphs imports models"),
+    ("graphs/types.py", "from .. import lowering\n", "graphs imports lowering"),
+    ("graphs/ops/linear.py", "from ...runtime.pages import x\n", "graphs imports runtime.pages"),
+    ("models/__init__.py", "from ..lowering.artifact import x\n", "models imports lowering.artifact"),
+    ("models/__init__.py", "import transformers\n", "models imports transformers"),
+    ("lowering/artifact.py", "from ..models import x\n", "lowering imports models"),
+    ("lowering/artifact.py", "if TYPE_CHECKING:\n    from ..runtime import x\n", "lowering imports runtime"),
+    ("runtime/__init__.py", "from ..lowering.other import x\n", "runtime imports lowering.other"),
+    ("runtime/__init__.py", "from ..lowering import other\n", "runtime imports lowering.other"),
+    ("runtime/__init__.py", "from ..lowering import Name\n", "runtime imports lowering;"),
+    ("runtime/__init__.py", "from .. import graphs\n", "runtime imports graphs;"),
+    ("runtime/__init__.py", "from ..server import x\n", "runtime imports server"),
+    ("server/__init__.py", "def f():\n    from ..lowering.artifact import x\n", "server imports lowering.artifact"),
+    ("server/__init__.py", "from ..graphs.types import x\n", "server imports graphs.types"),
+    ("server/__init__.py", "from ..tools import cli\n", "server imports tools.cli"),
+    ("tools/cli.py", "import yaml\n", "tools imports yaml"),
+    ("tools/cli.py", "import npucompile.graphs\n", "absolutely"),
+    ("tools/cli.py", "from npucompile.graphs.types import A\n", "absolutely"),
+    ("tools/cli.py", "from npucompile import graphs\n", "absolutely"),
+    ("tools/cli.py", "from ... import x\n", "cannot be read"),
+    ("graphs/types.py", "import importlib\nimportlib.import_module('npucompile.models.step')\n", "absolutely"),
+    ("graphs/types.py", "from importlib import import_module\nimport_module('..models.step', __package__)\n", "graphs imports models.step"),
+    ("graphs/types.py", "import importlib\nimportlib.import_module(f'..models.{name}', __package__)\n", "graphs imports models"),
+    ("graphs/types.py", "import importlib\nimportlib.import_module(name)\n", "cannot be read"),
+    ("graphs/types.py", "__import__('numpy')\n", "graphs imports numpy"),
+]
+
+OTHER_BREACHES = [
+    ("graphs/types.py", "import os\nx = os.environ['A']\n", "graphs/types.py:2: touches the environment"),
+    ("graphs/types.py", "import os as o\nx = o.getenv('A')\n", "graphs/types.py:2: touches the environment"),
+    ("graphs/types.py", "from os import environ\n", "graphs/types.py:1: touches the environment"),
+    ("models/bundled/__init__.py", "", "npucompile.models.bundled is in the tree but not in"),
+    ("pyproject.toml", PYPROJECT.replace("packages = [", "packages = ['npucompile.gone', "), "npucompile.gone is in pyproject.toml but"),
+    ("pyproject.toml", PYPROJECT.replace("packages = [", "packages = ['npucompile.tools', "), "lists a package twice"),
+    ("graphs/passes/first.py", "", "package npucompile.graphs.passes has no __init__.py"),
+    ("setup.py", "", "setup.py: the root holds no Python file"),
+    ("extra/__init__.py", "", "extra/: the house has the packages"),
+    ("lowering/artifact.py", "x = 1\n" * (HARD_LIMIT_LINES + 1), f"{HARD_LIMIT_LINES + 1} lines, at most {HARD_LIMIT_LINES}"),
+    ("lowering/new.py", "", "lowering/new.py: has no tests/test_lowering_new.py"),
+    ("tests/test_graphs_errors.py", "", "graphs/errors.py: is tested and needs no exemption"),
+]
+
+
+@pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES + OTHER_BREACHES)
+def test_a_breach_is_caught(tmp_path: Path, path: str, text: str, message: str) -> None:
+    found = breaches(tmp_path, {path: text})
+    assert any(message in breach for breach in found), found
+
+
+@pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES)
+def test_an_import_breach_names_its_line(tmp_path: Path, path: str, text: str, message: str) -> None:
+    (breach,) = breaches(tmp_path, {path: text})
+    assert breach.startswith(f"{path}:{len(text.splitlines())}: ")
+
+
+def test_a_table_needs_its_test(tmp_path: Path) -> None:
+    breaches(tmp_path, {})
+    (tmp_path / "tests/test_graphs_ops.py").unlink()
+    assert list(mirror_breaches(tmp_path)) == ["graphs/ops/linear.py: has no tests/test_graphs_ops_linear.py or tests/test_graphs_ops.py"]

@@ -1,0 +1,73 @@
+"""The wheel carries all of the house and nothing else, and works with only itself on the path."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
+NOT_SOURCES = (".*", "__pycache__", "build", "dist", "artifacts", "*.egg-info")
+
+# Run with -S: no .pth file is read, so an editable install cannot lend what the wheel lacks.
+IMPORT_ALL = """
+import importlib, importlib.metadata, json, pkgutil, sys
+wheel, *libraries = sys.argv[1:]
+sys.path[:0] = [wheel, *libraries]
+import npucompile
+names = [m.name for m in pkgutil.walk_packages(npucompile.__path__, "npucompile.") if not m.name.endswith(".__main__")]
+files = {name: importlib.import_module(name).__file__ for name in ("npucompile", *names)}
+(distribution,) = importlib.metadata.distributions(name="npucompile", path=[wheel])
+commands = {e.name: callable(e.load()) for e in distribution.entry_points}
+print(json.dumps({"files": files, "commands": commands, "versions": [npucompile.__version__, distribution.version]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked; built from a copy so that no build folder is left in the tree or taken from it."""
+    place = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, place / "source", ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(place / "source")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (file,) = place.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(place / "unpacked")
+    return place / "unpacked"
+
+
+def files_under(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
+    expected = {p.relative_to(ROOT).as_posix() for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")} | {"__init__.py"}
+    expected |= {f"models/{p}" for p in files_under(ROOT / "models") if p.startswith("bundled/")}
+    found = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
+    assert expected - found == set()
+
+
+def test_holds_nothing_else(wheel: Path) -> None:
+    found = files_under(wheel)
+    assert {p.split("/")[0] for p in found if ".dist-info/" not in p} == {"npucompile"}
+    assert {p.split("/")[1] for p in found if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
+
+
+def test_imports_alone(wheel: Path, tmp_path: Path) -> None:
+    libraries = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    command = [sys.executable, "-I", "-S", "-c", IMPORT_ALL, str(wheel), *libraries]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {f"npucompile.{folder}" for folder in FOLDERS} <= set(result["files"])
+    assert [name for name, file in result["files"].items() if not file.startswith(str(wheel / "npucompile"))] == []
+    assert result["commands"] == {"npucompile": True}
+    assert len(set(result["versions"])) == 1
