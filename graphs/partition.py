@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -82,7 +82,7 @@ def partition(traced: Traced, mesh: Mesh, rules: Rules) -> Partitioned:
 def _local(aval: Aval, layout: Sequence[Placement], mesh: Mesh) -> Aval:
     shape = list(aval.shape)
     for place, (_, size) in zip(layout, mesh.axes or (("one", 1),), strict=True):
-        if place.is_shard():
+        if isinstance(place, Shard):
             shape[place.dim] //= size
     return Aval(tuple(shape), aval.dtype, aval.axes)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from .errors import PrimitiveError
+from .factors import WHOLE, Factors
+from .types import Aval
 
 NAMESPACE = "npuc"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -57,12 +59,23 @@ class Primitive:
             that some result lacks must be declared `sum` (that result is then a partial sum), else it stays whole.
         donates: (operand index, result index) pairs: the result is the operand with some elements replaced. The rule
             `inplace` then does the same into the operand itself.
+
+    Raises:
+        PrimitiveError: when the name is taken, the factor string is malformed, or it counts other tensors than the schema.
     """
 
     def __init__(self, name: str, schema: str, *, factors: str, donates: tuple[tuple[int, int], ...] = ()) -> None:
         if name in TABLE:
             raise PrimitiveError(f"primitive {name!r} is defined twice; names are unique")
-        self.name, self.schema, self.factors, self.donates = name, schema, factors, donates
+        self.name, self.schema, self.factors, self.donates = name, schema, Factors.parse(factors), donates
+        parsed = torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}")
+        self.tensor_arguments = [isinstance(a.type, torch.TensorType) for a in parsed.arguments]
+        counts = (sum(self.tensor_arguments), len(parsed.returns))
+        if counts != (len(self.factors.operands), len(self.factors.results)):
+            raise PrimitiveError(
+                f"primitive {name!r}: its factors {factors!r} have {len(self.factors.operands)} operands and "
+                f"{len(self.factors.results)} results, its schema {schema} has {counts[0]} and {counts[1]}"
+            )
         self._rules: dict[str, Rule] = {}
         _LIBRARY.define(f"{name}{schema}")
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -168,10 +181,37 @@ class Primitive:
         return self._rules.get(f"lowering:{backend}") or self.rule("reference")
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the node; differentiates through the reference where a gradient is wanted."""
+        """Calls the node; differentiates through the reference where a gradient is wanted.
+
+        Raises:
+            PrimitiveError: naming the primitive, its schema and the operands, when these do not fit the schema, the ranks of
+                the factors, or each other where they share a letter (there one size may be a multiple: grouped heads).
+        """
+        self._check(args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self.rule("reference")(*args)
         return self.op(*args)
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        if len(args) != len(self.tensor_arguments):
+            raise self._refusal(args, f"{len(args)} arguments")
+        given = [a for a, wanted in zip(args, self.tensor_arguments, strict=True) if wanted]
+        if not all(isinstance(a, torch.Tensor) for a in given):
+            raise self._refusal(args, "an operand is not a tensor")
+        try:
+            factors = self.factors.ranked([a.dim() for a in given])
+        except PrimitiveError as error:
+            raise self._refusal(args, str(error)) from None
+        sizes: dict[str, int] = {}
+        for group, tensor in zip(factors.operands, given, strict=True):
+            for letter, size in zip(group, tensor.shape, strict=True):
+                low, high = sorted((size, sizes.setdefault(letter, size)))
+                if letter != WHOLE and high % max(low, 1):
+                    raise self._refusal(args, f"{letter!r} has sizes {low} and {high}")
+
+    def _refusal(self, args: tuple[Any, ...], why: str) -> PrimitiveError:
+        given = ", ".join(str(Aval(tuple(a.shape), a.dtype)) if isinstance(a, torch.Tensor) else repr(a) for a in args)
+        return PrimitiveError(f"primitive {self.name!r} takes {self.schema}, it was called with ({given}): {why}")
 
     def __repr__(self) -> str:
         return f"Primitive({self.name})"

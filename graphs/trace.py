@@ -16,6 +16,7 @@ from . import ops as ops
 from .errors import GraphError
 from .types import Aval, Leaf, Program, Signature
 
+
 @dataclass(frozen=True)
 class Traced:
     """A program as a graph over global shapes. Placeholders follow `signature.operands`, results `signature.results`."""

@@ -57,7 +57,7 @@ class Aval:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
+        return f"{DTYPE_NAMES.get(self.dtype, self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Mesh:
             SpecError: on anything else.
         """
         axes: list[tuple[str, int]] = []
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        for part in (piece.strip() for piece in text.split(",") if text.strip()):
             name, _, size = part.partition("=")
-            if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            if not name.isidentifier() or not (size.isascii() and size.isdecimal()) or int(size) < 1:
                 raise SpecError(f"mesh {text!r}: {part!r} is not NAME=SIZE with SIZE at least 1, as in dp=8,tp=2")
             if name in dict(axes):
                 raise SpecError(f"mesh {text!r}: axis {name!r} is given twice")
@@ -172,6 +172,9 @@ class Limits:
     slots_per_request: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} is {getattr(self, name)}; it is at least 1")
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
 

@@ -24,7 +24,7 @@ def operands_follow_signature(graph: GraphModule, signature: Signature) -> Itera
     if len(nodes) != len(signature.operands):
         yield f"{len(nodes)} placeholders, the signature has {len(signature.operands)} operands"
     for node, leaf in zip(nodes, signature.operands, strict=False):
-        if (found := _aval(node)) != leaf.aval.shape + (leaf.aval.dtype,):
+        if (found := _aval(node)) != (*leaf.aval.shape, leaf.aval.dtype):
             yield f"placeholder {leaf.name} is {found}, the signature says {leaf.aval}"
 
 
@@ -34,7 +34,7 @@ def results_follow_signature(graph: GraphModule, signature: Signature) -> Iterat
     if len(results) != len(signature.results):
         yield f"{len(results)} results, the signature has {len(signature.results)}"
     for node, leaf in zip(results, signature.results, strict=False):
-        if (found := _aval(node)) != leaf.aval.shape + (leaf.aval.dtype,):
+        if (found := _aval(node)) != (*leaf.aval.shape, leaf.aval.dtype):
             yield f"result {leaf.name} is {found}, the signature says {leaf.aval}"
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..graphs.partition import Partitioned
 from ..graphs.primitive import of_target
 from ..graphs.text import as_text
 from ..graphs.trace import name_placeholders
 from ..graphs.types import Bucket, Signature
 from ..graphs.verify import results_of
+
+if TYPE_CHECKING:
+    # A serving process loads this file with its backends; it has no use for the partitioner.
+    from ..graphs.partition import Partitioned
 
 
 @dataclass(frozen=True)

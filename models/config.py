@@ -11,6 +11,7 @@ from ..graphs.errors import ConfigError
 
 T = TypeVar("T", int, float, bool, str)
 _REQUIRED = object()
+_LARGEST = 2**53  # above it a float no longer tells integers apart; NaN and infinity fail the comparison too
 
 
 class Fields:
@@ -28,7 +29,7 @@ class Fields:
         """The first of `names` that is present, as `kind`.
 
         Raises:
-            ConfigError: when none is present and there is no default, or the value has another type or is too small.
+            ConfigError: when none is present and there is no default, or the value has another type, is too small or too large.
         """
         for name in names:
             value = self.values.get(name)
@@ -37,12 +38,25 @@ class Fields:
             number = kind is float and isinstance(value, int) and not isinstance(value, bool)
             if not (number or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))):
                 raise ConfigError(f"{self.where}: {name} is {value!r}; expected {kind.__name__}")
+            if not isinstance(value, str) and not abs(value) <= _LARGEST:
+                raise ConfigError(f"{self.where}: {name} is {value!r}; expected a number of at most {_LARGEST}")
             if minimum is not None and not isinstance(value, str) and value < minimum:
                 raise ConfigError(f"{self.where}: {name} is {value!r}; expected at least {minimum}")
             return kind(value)
         if default is _REQUIRED:
             raise ConfigError(f"{self.where}: {' or '.join(names)} is missing")
         return default  # type: ignore[no-any-return]
+
+    def only(self, name: str, *legal: bool | str) -> None:
+        """Accepts an absent field, or one that holds a value this code implements.
+
+        Raises:
+            ConfigError: for any other value.
+        """
+        value = self.values.get(name)
+        if value is not None and not any(type(value) is type(choice) and value == choice for choice in legal):
+            choices = " or ".join(map(repr, legal))
+            raise ConfigError(f"{self.where}: {name} is {value!r}; supported is {choices}")
 
     def sub(self, name: str) -> Fields:
         """A nested object; an absent one is empty.
@@ -56,6 +70,7 @@ class Fields:
         return Fields(value or {}, f"{self.where}: {name}")
 
     def has(self, name: str) -> bool:
+        """Whether a field is there and not null."""
         return self.values.get(name) is not None
 
 
@@ -69,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a checkpoint directory holds config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         raise ConfigError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}; expected an object")

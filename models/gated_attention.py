@@ -12,6 +12,7 @@ from ..graphs.types import Aval, Limits, Tree
 from .batch import Batch
 from .params import Param, Source
 
+
 class Sizes(Protocol):
     """What the block reads of a model's configuration."""
 
@@ -77,4 +78,5 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of each head of x [T, H, D], zero-centred weight [D]."""
-    return ops.rms_norm(x, weight, eps, 1.0)
+    normed: torch.Tensor = ops.rms_norm(x, weight, eps, 1.0)
+    return normed

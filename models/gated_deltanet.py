@@ -56,7 +56,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
         return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(Hk, -1, x.shape[-1]).split(sizes, 1))
 
     def by_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.split([Hk * size for size in rows[:3]])
+        return tuple(x.split([Hk * size for size in rows[:3]]))
 
     def split_qkvz(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *parts, gate = ungroup(x, rows)

@@ -25,6 +25,17 @@ from .params import Param, Source
 FAMILY = "qwen3_5"
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 FULL, LINEAR = "full_attention", "linear_attention"
+MOST_LAYERS = 1024
+
+# Switches of config.json with one meaning here. `output_gate_type` does not reach the attention gate, which is a sigmoid
+# whatever it says (as in transformers 5.23); the norm's gate is the swish.
+_LEGAL: dict[str, tuple[bool | str, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "sigmoid"),
+    "mtp_use_dedicated_embeddings": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +69,17 @@ class Config:
     mtp_num_hidden_layers: int = 0
 
     def __post_init__(self) -> None:
+        rotary = "head_dim * partial_rotary_factor"
         checks = [
-            (self.num_attention_heads % self.num_key_value_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
-            (self.linear_num_value_heads % self.linear_num_key_heads == 0, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
-            (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, "head_dim * partial_rotary_factor must be even and positive"),
-            (set(self.layer_types) <= {FULL, LINEAR} and self.layer_types, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
-            (self.num_experts_per_tok <= self.num_experts, "num_experts_per_tok must not exceed num_experts"),
-            (self.mtp_num_hidden_layers in (0, 1), "mtp_num_hidden_layers must be 0 or 1"),
+            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
+            (not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2, f"{rotary} must be even, positive, at most head_dim"),
+            (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
+            (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
+            (self.mtp_num_hidden_layers not in (0, 1), "mtp_num_hidden_layers must be 0 or 1"),
         ]
-        for holds, rule in checks:
-            if not holds:
+        for broken, rule in checks:
+            if broken:
                 raise ConfigError(f"{FAMILY}: {rule}; the configuration is {self}")
 
     @staticmethod
@@ -80,15 +92,15 @@ class Config:
         outer = Fields(values, where)
         text = outer.sub("text_config") if outer.has("text_config") else outer
         rope = text.sub("rope_parameters") if text.has("rope_parameters") else text
-        if rope.get(str, "rope_type", "type", default="default") not in ("default", "mrope"):
-            raise ConfigError(f"{rope.where}: rope_type is {rope.values.get('rope_type')!r}; legal for {FAMILY} is 'default'")
-        if text.get(str, "hidden_act", default="silu") != "silu":
-            raise ConfigError(f"{text.where}: hidden_act is {text.values['hidden_act']!r}; legal for {FAMILY} is 'silu'")
-        if text.get(bool, "attention_bias", default=False):
-            raise ConfigError(f"{text.where}: attention_bias is true; legal for {FAMILY} is false")
+        for scaling in (rope, text.sub("rope_scaling")):
+            scaling.only("rope_type", "default", "mrope")
+            scaling.only("type", "default", "mrope")
+        for name, legal in _LEGAL.items():
+            text.only(name, *legal)
         heads = text.get(int, "num_attention_heads", minimum=1)
         hidden = text.get(int, "hidden_size", minimum=1)
-        head_dim = text.get(int, "head_dim", default=hidden // heads, minimum=1)
+        head_dim = text.get(int, "head_dim", minimum=1)
+        partial = text.get(float, "partial_rotary_factor", default=0.25)
         experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
         sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in ("vocab_size", "num_key_value_heads")}
         for name in ("key_heads", "value_heads"):
@@ -102,9 +114,9 @@ class Config:
             num_attention_heads=heads,
             head_dim=head_dim,
             layer_types=_layer_types(text),
-            rotary_dim=int(head_dim * rope.get(float, "partial_rotary_factor", default=text.get(float, "partial_rotary_factor", default=0.25))),
-            rope_theta=rope.get(float, "rope_theta"),
-            rms_norm_eps=text.get(float, "rms_norm_eps"),
+            rotary_dim=int(head_dim * rope.get(float, "partial_rotary_factor", default=partial)),
+            rope_theta=rope.get(float, "rope_theta", minimum=1),
+            rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
             tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
             num_experts=experts,
             mtp_num_hidden_layers=text.get(int, "mtp_num_hidden_layers", default=0, minimum=0),
@@ -114,11 +126,13 @@ class Config:
 
 def _layer_types(text: Fields) -> tuple[str, ...]:
     count = text.get(int, "num_hidden_layers", minimum=1)
+    if count > MOST_LAYERS:
+        raise ConfigError(f"{text.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS}")
     types = text.values.get("layer_types")
     if types is None:
         interval = text.get(int, "full_attention_interval", default=4, minimum=1)
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
-    if not isinstance(types, (list, tuple)) or len(types) != count or not set(types) <= {FULL, LINEAR}:
+    if not isinstance(types, (list, tuple)) or len(types) != count or not all(kind in (FULL, LINEAR) for kind in types):
         raise ConfigError(f"{text.where}: layer_types is {types!r}; expected {count} of {FULL!r} and {LINEAR!r}")
     return tuple(types)
 
@@ -153,9 +167,13 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 def _layer_params(cfg: Config, dtype: torch.dtype, at: str, kind: str) -> dict[str, Any]:
     norm = Aval((cfg.hidden_size,), dtype)
+    if kind == FULL:
+        mixer = gated_attention.params(cfg, dtype, at + "self_attn.")
+    else:
+        mixer = gated_deltanet.params(cfg, dtype, at + "linear_attn.")
     return {
         "input_norm": Param(norm, Source((at + "input_layernorm.weight",), (norm.shape,)), "zeros"),
-        "mixer": gated_attention.params(cfg, dtype, at + "self_attn.") if kind == FULL else gated_deltanet.params(cfg, dtype, at + "linear_attn."),
+        "mixer": mixer,
         "post_norm": Param(norm, Source((at + "post_attention_layernorm.weight",), (norm.shape,)), "zeros"),
         "mlp": (feed_forward.moe_params if cfg.num_experts else feed_forward.dense_params)(cfg, dtype, at + "mlp."),
     }

@@ -77,12 +77,12 @@ def scene(
     rows = sorted(torch.randperm(B, generator=generator)[:live].tolist())
     free_pages = (1 + torch.randperm(limits.num_pages - 1, generator=generator)).tolist()
     free_slots = (1 + torch.randperm(limits.num_slots - 1, generator=generator)).tolist()
-    roomy = len(free_slots) >= live * (1 + write.shape[1])
     share = min(N, len(free_pages) // max(1, live))
     table = torch.zeros(B, N, dtype=torch.int32)
     starts, lengths = torch.zeros(B, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
     read = torch.zeros(B, dtype=torch.int32)
     write = torch.zeros(B, Q if bucket.kind == "decode" else 1, dtype=torch.int32)
+    roomy = len(free_slots) >= live * (1 + write.shape[1])
     tokens = torch.zeros(B, Q, dtype=torch.int32)
     pages, slots, histories = [], [], []
     for row in rows:
@@ -136,12 +136,12 @@ def compare(reference: Executable, candidate: Executable, scenes: Sequence[Scene
         found = dict(zip((_short(leaf) for leaf in signature.outputs), candidate(theirs), strict=True))
         rows += len(one.rows)
         mismatches += sum(not torch.equal(expected["tokens"][row], found["tokens"][row]) for row in one.rows)
-        logits_error = worse(logits_error, difference(expected["logits"][one.rows], found["logits"][one.rows]))
+        logits_error = max(logits_error, difference(expected["logits"][one.rows], found["logits"][one.rows]))
         first = len(signature.params)
         for i, leaf in enumerate(signature.state):
             a, b = ours[first + i], theirs[first + i]
             for x, y in _live_values(leaf, one, a, b):
-                state_error = worse(state_error, difference(x, y))
+                state_error = max(state_error, difference(x, y))
     return Verdict(rows, logits_error, state_error, mismatches)
 
 
@@ -169,10 +169,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if bool(torch.isnan(a).any()) or bool(torch.isnan(b).any()):
         return float("inf")
     return float((a - b).abs().max() / a.abs().max().clamp(min=1.0))
-
-
-def worse(a: float, b: float) -> float:
-    return max(a, b)
 
 
 def _live_values(

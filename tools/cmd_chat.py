@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import click
 
@@ -24,7 +25,7 @@ def command(prompt: str, url: str, max_tokens: int, temperature: float, top_k: i
 
     Example: npucompile chat "In the beginning" --temperature 0.7 --top-p 0.9
     """
-    options = {"max_output_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options: dict[str, Any] = {"max_output_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if seed is not None:
         options["seed"] = seed
 

@@ -12,7 +12,7 @@ from ..models import registry
 @click.command("models")
 def command() -> None:
     """List the models that can be named; a path to a Hugging Face checkpoint directory may stand for any of them."""
-    for name in registry.preset_names():
+    for name in registry.presets():
         found = registry.find(name)
         sizes = [param.aval.shape for _, param in tree.flatten(found.model.params(torch.bfloat16))]
         count = sum(torch.Size(shape).numel() for shape in sizes)

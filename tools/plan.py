@@ -87,7 +87,7 @@ def plan(options: Options) -> Plan:
             f"{found.name} is a set of sizes without weights, and --backend {backend} runs them; "
             "legal here is --backend null (graphs, costs and memory only), or a path to a checkpoint directory"
         )
-    longest = found.max_model_len
+    longest = found.max_position_embeddings
     length = options.max_model_len or min(DEFAULT_MODEL_LEN, longest // PAGE_SIZE * PAGE_SIZE)
     if not PAGE_SIZE <= length <= longest or length % PAGE_SIZE:
         raise SpecError(f"max_model_len is {length}; legal for {found.name} is a multiple of {PAGE_SIZE} up to {longest}")

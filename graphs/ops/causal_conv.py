@@ -23,7 +23,7 @@ def _abstract(
     starts: torch.Tensor,
     lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(state)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(state)
 
 
 def _convolve(

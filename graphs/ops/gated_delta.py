@@ -120,7 +120,7 @@ def _step(
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dk, Dv] that go to the write slots."""
-    B, Q, H = g.shape
+    Q, H = g.shape[1:]
     first = read_slots(state, read, starts).float()
     if chunk:
         # Tokens beyond a row's length must leave its state alone, whatever (NaN included) they hold.

@@ -4,7 +4,9 @@ import torch
 
 from ..primitive import Cost, Primitive, nbytes
 
-moe_route = Primitive("moe_route", "(Tensor logits, int experts_per_token, bool renormalise) -> (Tensor, Tensor)", factors="t _ -> t _, t _")
+moe_route = Primitive(
+    "moe_route", "(Tensor logits, int experts_per_token, bool renormalise) -> (Tensor, Tensor)", factors="t _ -> t _, t _"
+)
 
 
 @moe_route.abstract

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ...graphs import ops as ops
+from ...graphs.errors import LoweringError
+from ...graphs.types import Signature
+from ..backend import Backend
+from ..lower import lower_eager
+from ..serial import decode, encode
 
 
 class EagerExecutable:
@@ -75,3 +81,31 @@ def _fill(value: Any, values: list[Any]) -> Any:
     if kind is dict:
         return {k: _fill(v, values) for k, v in value.items()}
     return value
+
+
+def compile_graph(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
+    """Writes the graph itself; there is nothing to compile."""
+    out_path.write_bytes(encode(graph))
+
+
+def load(path: Path) -> EagerExecutable:
+    """Reads a graph back.
+
+    Raises:
+        LoweringError: when the file is not a serialised graph.
+    """
+    try:
+        return EagerExecutable(decode(path.read_bytes()))
+    except OSError as error:
+        raise LoweringError(f"{path}: {error}") from None
+
+
+def _options(threads: int) -> Mapping[str, Any]:
+    return {}
+
+
+def _check_target() -> None:
+    """Runs wherever torch does."""
+
+
+BACKEND = Backend("eager", "graph", lower_eager, _options, _check_target, compile_graph, load)

@@ -1,0 +1,133 @@
+"""Turns the name of a preset or the path of a checkpoint directory into a model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..graphs.errors import ConfigError, UnknownModel
+from .config import Fields, read_json
+from .presets import BUNDLED, PRESETS
+from .step import Model
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model and what lies beside its weights.
+
+    Attributes:
+        name: what users call it: the preset, or the directory's name.
+        model: the family's functions with this configuration.
+        checkpoint_dir: where the weights are; None for a preset that comes without them.
+        tokenizer: its tokenizer.json, or None where there is none.
+        eos_ids: token ids that end an answer; empty where nothing says so.
+        text: the config.json that was read, as JSON with sorted keys: `from_config(name, json.loads(text))` is `model`.
+    """
+
+    name: str
+    model: Model
+    checkpoint_dir: Path | None
+    tokenizer: Path | None
+    eos_ids: tuple[int, ...]
+    text: str
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Most tokens, prompt and output together, that the model was made for."""
+        return int(self.model.config.max_position_embeddings)
+
+
+def presets() -> tuple[str, ...]:
+    """Names that `find` knows without a directory."""
+    return (*PRESETS, *BUNDLED)
+
+
+def find(name_or_path: str | Path) -> Found:
+    """The model of a preset name or of a Hugging Face checkpoint directory.
+
+    Raises:
+        UnknownModel: when it is neither, or config.json names a model type that no family here serves.
+        ConfigError: when config.json or generation_config.json is malformed, naming the field.
+    """
+    name = str(name_or_path)
+    if name in PRESETS:
+        return Found(name, from_config(name, PRESETS[name], f"preset {name}"), None, None, (), _text(PRESETS[name]))
+    if name in BUNDLED:
+        return _from_directory(name, _HERE / "bundled" / name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(path.resolve().name, path)
+    near = difflib.get_close_matches(name.lower(), presets(), n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise UnknownModel(
+        f"{name!r} is neither a preset nor a directory{hint}; presets are {', '.join(presets())}, "
+        "and the path of a checkpoint directory that holds config.json is legal too"
+    )
+
+
+def from_config(name: str, values: Mapping[str, Any], where: str = "config.json") -> Model:
+    """The model that the fields of a config.json describe.
+
+    Raises:
+        UnknownModel: when no family serves its model_type.
+        ConfigError: naming the field that is missing, malformed or unsupported.
+    """
+    config = Fields(values, where)
+    by_type = {model_type: family for family in families() for model_type in family.MODEL_TYPES}
+    wanted = config.get(str, "model_type") if config.has("model_type") else _type_of_class(config, by_type)
+    if wanted not in by_type:
+        raise UnknownModel(f"{where}: model_type {wanted!r} is not supported; legal are {', '.join(by_type)}")
+    return Model(name, by_type[wanted], by_type[wanted].Config.from_hf(values, where))
+
+
+def families() -> tuple[ModuleType, ...]:
+    """Modules of this folder that are a model family: those that define FAMILY and MODEL_TYPES."""
+    package = __package__ or ""
+    modules = (importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules([str(_HERE)]))
+    return tuple(module for module in modules if hasattr(module, "FAMILY") and hasattr(module, "MODEL_TYPES"))
+
+
+def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
+    """The model type of a file that has none: its class up to `For`, as `Qwen3_5Moe` is qwen3_5_moe; if unknown, as it stands."""
+    classes = config.values.get("architectures")
+    if not isinstance(classes, list | tuple) or not classes or not isinstance(classes[0], str):
+        raise ConfigError(f"{config.where}: model_type is missing, and architectures is {classes!r}; one of them must name the model")
+    stem = classes[0].partition("For")[0]
+    return next((name for name in model_types if name.replace("_", "") == stem.replace("_", "").lower()), stem)
+
+
+def _from_directory(name: str, directory: Path) -> Found:
+    values = read_json(directory / "config.json")
+    model = from_config(name, values, str(directory / "config.json"))
+    tokenizer = directory / "tokenizer.json"
+    return Found(name, model, directory, tokenizer if tokenizer.is_file() else None, _eos_ids(directory, values), _text(values))
+
+
+def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config.json decides, else config.json, else its text_config; each may hold one id or a list."""
+    sources = [Fields(values, str(directory / "config.json"))]
+    sources.append(sources[0].sub("text_config"))
+    path = directory / "generation_config.json"
+    if path.exists():
+        sources.insert(0, Fields(read_json(path), str(path)))
+    for source in sources:
+        if source.has("eos_token_id"):
+            value = source.values["eos_token_id"]
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ConfigError(f"{source.where}: eos_token_id is {value!r}; expected a token id or a list of them")
+            return tuple(ids)
+    return ()
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
