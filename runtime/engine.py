@@ -1,0 +1,366 @@
+"""Turns submitted requests into streams of events, by running an executor step after step."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graphs.errors import NpucompileError, RequestError
+from ..graphs.types import Bucket, Limits
+from . import scheduler
+from .buckets import Row, pack, write_width
+from .metrics import Metrics
+from .pages import OwnershipError, PagePool, SlotPool
+from .request import Event, FinishEvent, Request, TokenEvent
+from .scheduler import Policy, State, Step, Turn
+from .uniform import uniform
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[Event], None]
+
+
+class Executor(Protocol):
+    """Device state and one executable per bucket. `backends` (bucket name -> backend name) may be offered as well."""
+
+    @property
+    def limits(self) -> Limits:
+        """Sizes that every bucket was built for."""
+        ...
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What `run` takes; the same for the executor's lifetime, whichever backend runs them."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids are 0 to V-1."""
+        ...
+
+    def run(self, bucket: Bucket, inputs: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Runs one step on inputs as `buckets.pack` makes them; returns at least `tokens` int32 [B,W]."""
+        ...
+
+    def refresh(self) -> bool:
+        """Loads executables that were finished meanwhile; returns whether any bucket changed."""
+        ...
+
+    def compiles(self) -> int:
+        """Traces and compiles in this process since it was ready."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    submitted_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+class Engine:
+    """The serving loop. `submit`, `cancel`, `stop` and `stats` may be called from any thread.
+
+    Sinks are called from the thread that steps, never with a lock held. A sink that raises loses its request.
+
+    Args:
+        executor: what runs the steps; only the stepping thread calls it, but for `compiles` and `backends`.
+        clock: seconds, never going back.
+        prefill_burst: most prefill steps between two decode steps while any request decodes.
+        refresh_every_s: how often `executor.refresh` is called, at most; None is never.
+
+    Raises:
+        SpecError: when the executor's limits or buckets cannot serve every legal request.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        prefill_burst: int = 1,
+        refresh_every_s: float | None = 1.0,
+    ) -> None:
+        limits = executor.limits
+        self._executor = executor
+        self._clock = clock
+        self._state = State(Policy(limits, executor.buckets, prefill_burst))
+        self._pages = PagePool(limits.num_pages)
+        self._slots = SlotPool(limits.num_slots, limits.slots_per_request)
+        self._metrics = Metrics()
+        self._refresh_every_s = refresh_every_s
+        self._refreshed_s = clock()
+        self._inbox: deque[_Submit | _Cancel] = deque()
+        self._sinks: dict[str, Sink] = {}
+        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) state.
+        self._wake = threading.Condition()
+        self._refusal: str | None = None
+        self._checked = True
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a request; its events go to `sink`, a FinishEvent last. A seed of None is drawn here.
+
+        Raises:
+            RequestError: when the request can never be served, its id is live, or the engine is stopping.
+        """
+        self._validate(request)
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
+        with self._wake:
+            if self._refusal is not None:
+                raise RequestError(f"the engine takes no new requests: {self._refusal}", code="engine_stopped")
+            if request.id in self._sinks:
+                raise RequestError(f"id {request.id!r} is the id of a live request; legal is one that is not", param="id")
+            self._sinks[request.id] = sink
+            self._inbox.append(_Submit(request, self._now_ms()))
+            self._wake.notify_all()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request before its next step; returns whether it was live.
+
+        Its FinishEvent says "cancelled", or something else when it ended before the cancel came through.
+        """
+        with self._wake:
+            if request_id not in self._sinks:
+                return False
+            self._inbox.append(_Cancel(request_id))
+            self._wake.notify_all()
+            return True
+
+    def step(self) -> bool:
+        """Handles what came in and runs at most one step; returns whether there was anything to do."""
+        received = self._receive()
+        self._refresh_when_due()
+        step = scheduler.plan(self._state)
+        if step is None:
+            self._check_when_idle()
+            return received
+        self._checked = False
+        self._run(step)
+        return True
+
+    def run_forever(self) -> None:
+        """Steps until `stop`, and then until nothing is live; waits without polling while there is nothing to do."""
+        try:
+            while self._step_or_wait():
+                pass
+        except BaseException as error:
+            self._abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def start(self) -> None:
+        """Runs `run_forever` in a thread of its own.
+
+        Raises:
+            RuntimeError: when it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this engine was started before; an engine is started once")
+        self._thread = threading.Thread(target=self.run_forever, name="npucompile-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """Refuses new requests, finishes (or, without `drain`, cancels) the live ones, and joins the thread if there is one."""
+        with self._wake:
+            self._refusal = self._refusal or "it is stopping"
+            if not drain:
+                self._inbox.extend(_Cancel(request_id) for request_id in self._sinks)
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters of this moment, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
+        with self._wake:
+            state, live, counters = self._state, len(self._sinks), self._metrics.snapshot()
+        return {
+            "num_requests_running": len(state.running),
+            "num_requests_waiting": live - len(state.running),
+            "kv_cache_usage_perc": state.used_pages / (state.policy.limits.num_pages - 1),
+            **counters,
+            "compiles_after_ready_total": self._executor.compiles(),
+            "backends": dict(getattr(self._executor, "backends", {})),
+        }
+
+    def check(self) -> None:
+        """Compares the pools with the live requests, number by number. For the stepping thread, between steps.
+
+        Raises:
+            OwnershipError: on a leak, a double owner, or counts other than the scheduler's.
+        """
+        self._pages.check()
+        self._slots.check()
+        state = self._state
+        running = frozenset(live.id for live in state.running)
+        for pool, free in ((self._pages, state.free_pages), (self._slots, state.free_slots)):
+            if pool.owners() != running or pool.free_count != free:
+                raise OwnershipError(
+                    f"the pool has {pool.free_count} free and owners {sorted(pool.owners())}; "
+                    f"the scheduler has {free} free and running requests {sorted(running)}"
+                )
+
+    def _now_ms(self) -> float:
+        return self._clock() * 1e3
+
+    def _validate(self, request: Request) -> None:
+        prompt, most, vocab = request.prompt, self._executor.limits.max_model_len - 1, self._executor.vocab_size
+        if not 1 <= len(prompt) <= most:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; legal is 1 to {most} (max_model_len {most + 1} less one token to generate)",
+                param="prompt",
+                code="context_length_exceeded" if prompt else "invalid_request_error",
+            )
+        if type(request.max_tokens) is not int or request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens!r}; legal is an integer of at least 1", param="max_tokens")
+        for name, ids in (("prompt", prompt), ("stop_token_ids", request.stop_token_ids)):
+            wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise RequestError(f"{name} has token id {wrong!r}; legal is an integer from 0 to {vocab - 1}", param=name)
+
+    def _receive(self) -> bool:
+        with self._wake:
+            messages = list(self._inbox)
+            self._inbox.clear()
+        for message in messages:
+            if isinstance(message, _Submit):
+                self._publish(scheduler.submit(self._state, message.request, message.submitted_ms), ())
+            else:
+                self._publish(*scheduler.cancel(self._state, message.request_id, self._now_ms()))
+        return bool(messages)
+
+    def _refresh_when_due(self) -> None:
+        if self._refresh_every_s is None:
+            return
+        now_s = self._clock()
+        if now_s - self._refreshed_s < self._refresh_every_s:
+            return
+        self._refreshed_s = now_s
+        try:
+            if self._executor.refresh():
+                log.info("new executables were swapped in")
+        except Exception:
+            log.exception("refresh failed; the executables stay as they are")
+
+    def _check_when_idle(self) -> None:
+        if not self._checked:
+            self.check()
+            self._checked = True
+
+    def _run(self, step: Step) -> None:
+        started_ms = self._now_ms()
+        for request_id in step.preempted:
+            self._release(request_id)
+        if step.admitted is not None:
+            self._slots.allocate_group(step.admitted)
+        inputs = pack(step.bucket, [self._row(turn) for turn in step.turns], self._executor.limits)
+        try:
+            tokens = self._sampled(step, self._executor.run(step.bucket, inputs))
+        except Exception as error:
+            log.exception("a step of %s failed", step.bucket.name)
+            message = f"{step.bucket.name}: {type(error).__name__}: {error}"
+            self._publish(*scheduler.fail(self._state, step, message, self._now_ms()), failed=step)
+        else:
+            self._publish(*scheduler.commit(self._state, step, tokens, started_ms=started_ms, now_ms=self._now_ms()), ran=step)
+
+    def _row(self, turn: Turn) -> Row:
+        request_id, sampling = turn.request.id, turn.request.sampling
+        held = self._pages.owned(request_id)
+        if len(held) < turn.pages:
+            self._pages.allocate(turn.pages - len(held), request_id)
+            held = self._pages.owned(request_id)
+        group = self._slots.owned(request_id)
+        width = len(turn.write_indices) if sampling.temperature else 0
+        return Row(
+            tokens=turn.tokens,
+            start=turn.start,
+            pages=held,
+            read_slot=group[turn.read_index],
+            write_slots=[group[i] for i in turn.write_indices],
+            sampling=sampling,
+            uniforms=[uniform(sampling.seed or 0, turn.sample_index + i) for i in range(width)],
+        )
+
+    def _sampled(self, step: Step, outputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[Sequence[int]]:
+        array = np.asarray(outputs["tokens"])
+        shape, vocab = (step.bucket.batch, write_width(step.bucket)), self._executor.vocab_size
+        if array.shape != shape or array.dtype.kind != "i":
+            raise NpucompileError(f"the executor returned tokens {array.dtype}{list(array.shape)}; legal is int32{list(shape)}")
+        tokens: list[list[int]] = array[: len(step.turns)].tolist()
+        for turn, row in zip(step.turns, tokens, strict=True):
+            if turn.samples and not all(0 <= token < vocab for token in row):
+                raise NpucompileError(f"the executor returned token ids {row} for {turn.request.id!r}; legal is 0 to {vocab - 1}")
+        return tokens
+
+    def _release(self, request_id: str) -> None:
+        self._pages.free(request_id)
+        self._slots.free(request_id)
+
+    def _publish(self, state: State, events: Sequence[Event], *, ran: Step | None = None, failed: Step | None = None) -> None:
+        """Makes a new state the current one, with its counters, and then tells the clients."""
+        ended = [event for event in events if isinstance(event, FinishEvent)]
+        for event in ended:
+            self._release(event.request_id)
+        with self._wake:
+            self._state = state
+            self._count(events, ran, failed)
+            deliveries = [(self._sinks[event.request_id], event) for event in events]
+            for event in ended:
+                del self._sinks[event.request_id]
+        for sink, delivered in deliveries:
+            self._deliver(sink, delivered)
+
+    def _count(self, events: Sequence[Event], ran: Step | None, failed: Step | None) -> None:
+        metrics = self._metrics
+        if ran is not None:
+            metrics.count_step(ran.bucket, len(ran.turns))
+            metrics.prompt_tokens += sum(len(t.request.prompt) for t in ran.turns if t.samples and t.sample_index == 0)
+        metrics.failed_steps += failed is not None
+        metrics.preemptions += sum(len(step.preempted) for step in (ran, failed) if step is not None)
+        for event in events:
+            if isinstance(event, TokenEvent):
+                metrics.generation_tokens += len(event.token_ids)
+            else:
+                metrics.finished[event.reason] += 1
+                # A stop token was generated but is in no TokenEvent.
+                metrics.generation_tokens += event.reason == "stop"
+
+    def _deliver(self, sink: Sink, event: Event) -> None:
+        try:
+            sink(event)
+        except Exception:
+            log.exception("the sink of %r raised on %s", event.request_id, type(event).__name__)
+            if isinstance(event, TokenEvent):
+                self.cancel(event.request_id)
+
+    def _step_or_wait(self) -> bool:
+        """One step, or a wait for something to do; false when stopping and nothing is left."""
+        if self.step():
+            return True
+        with self._wake:
+            if self._inbox:
+                return True
+            if self._refusal is not None:
+                return False
+            self._wake.wait(self._refresh_every_s)
+        return True
+
+    def _abandon(self, message: str) -> None:
+        """Ends everything after a defect of the engine itself, so that no client waits for ever."""
+        with self._wake:
+            self._refusal = message
+        self._receive()
+        self._publish(*scheduler.fail_all(self._state, message, self._now_ms()))

@@ -1,0 +1,238 @@
+"""Turns prompts into streams of server events over one websocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.typing import Subprotocol
+
+from ..graphs.errors import ProtocolError, RequestError
+from .events import TERMINAL_TYPES, ServerEvent
+from .protocol import JSON, decode, encode
+
+MAX_EVENT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished response, put together.
+
+    Attributes:
+        status: completed, incomplete or cancelled.
+        usage: the usage object of the last event.
+    """
+
+    response_id: str
+    status: str
+    text: str
+    token_ids: tuple[int, ...]
+    usage: dict[str, Any]
+
+
+class ResponseStream:
+    """The events of one response, in order: `async for event in stream`.
+
+    Ends after the response's last event, or after an `error` event that refused it.
+    """
+
+    def __init__(self, client: Client, stream_id: str, body: dict[str, Any]) -> None:
+        self.stream_id = stream_id
+        self._client = client
+        self._body = body
+        self._inbox: asyncio.Queue[ServerEvent | ProtocolError] = asyncio.Queue()
+        self._started = False
+        self._accepted = False
+        self._ended = False
+
+    async def start(self) -> Self:
+        """Sends the request; iterating does it too, when it was not done before."""
+        if not self._started:
+            self._started = True
+            await self._client._open(self)
+        return self
+
+    async def cancel(self) -> None:
+        """Asks the server to end the response; its last event will say so."""
+        if self._started and not self._ended:
+            await self._client.cancel(stream_id=self.stream_id)
+
+    async def completion(self) -> Completion:
+        """Reads to the end.
+
+        Raises:
+            RequestError: the server refused or failed the request.
+            ProtocolError: the connection went away first.
+        """
+        token_ids: list[int] = []
+        last: ServerEvent = {}
+        async for event in self:
+            last = raise_if_refused(event)
+            if event["type"] == "response.output_text.delta":
+                token_ids += event["token_ids"]
+        response = last["response"]
+        text = "".join(part["text"] for item in response["output"] for part in item["content"])
+        return Completion(response["id"], response["status"], text, tuple(token_ids), response["usage"])
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ServerEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        await self.start()
+        item = await self._inbox.get()
+        if isinstance(item, ProtocolError):
+            self._end()
+            raise item
+        self._accepted = self._accepted or item["type"] == "response.created"
+        # An error event may also refuse another message that named this stream; only before the start is it about the request.
+        if item["type"] in TERMINAL_TYPES or (item["type"] == "error" and not self._accepted):
+            self._end()
+        return item
+
+    def _end(self) -> None:
+        self._ended = True
+        self._client._forget(self)
+
+    def _put(self, item: ServerEvent | ProtocolError) -> None:
+        self._inbox.put_nowait(item)
+
+
+class Client:
+    """One connection; any number of responses at a time.
+
+    Use as `async with await Client.connect(url) as client`.
+    """
+
+    def __init__(self, websocket: ClientConnection, subprotocol: str) -> None:
+        self._websocket = websocket
+        self._subprotocol = subprotocol
+        self._streams: dict[str, ResponseStream] = {}
+        self._created = 0
+        self._gone: ProtocolError | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    @staticmethod
+    async def connect(url: str, subprotocol: str = JSON) -> Client:
+        """Opens a connection to e.g. ws://127.0.0.1:8000/v1/responses.
+
+        Raises:
+            ProtocolError: nothing answers there, or it does not speak the subprotocol.
+        """
+        try:
+            websocket = await connect(url, subprotocols=[Subprotocol(subprotocol)], compression=None, max_size=MAX_EVENT_BYTES, proxy=None)
+        except (OSError, InvalidHandshake, InvalidURI) as error:
+            raise ProtocolError(f"cannot connect to {url}: {error}", code="connection_failed") from error
+        if websocket.subprotocol != subprotocol:
+            await websocket.close()
+            raise ProtocolError(f"{url} speaks subprotocol {websocket.subprotocol!r}, not {subprotocol!r}", code="unsupported_subprotocol")
+        return Client(websocket, subprotocol)
+
+    def create(self, prompt: str | list[int], *, stream_id: str | None = None, **options: Any) -> ResponseStream:
+        """A response to text or token ids; `options` are fields of `response.create`."""
+        if stream_id is None:
+            stream_id = f"c{self._created}"
+            self._created += 1
+        key = "input" if isinstance(prompt, str) else "input_token_ids"
+        return ResponseStream(self, stream_id, {"type": "response.create", "stream_id": stream_id, key: prompt, **options})
+
+    async def cancel(self, *, response_id: str | None = None, stream_id: str | None = None) -> None:
+        """Asks the server to end a response."""
+        await self._send({"type": "response.cancel", "response_id": response_id, "stream_id": stream_id})
+
+    async def close(self) -> None:
+        """Closes the connection; the server cancels what is live on it."""
+        await self._websocket.close()
+        await self._reader
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _open(self, stream: ResponseStream) -> None:
+        if stream.stream_id in self._streams:
+            raise ProtocolError(f"stream_id {stream.stream_id!r} is in use on this connection", code="stream_in_use")
+        if self._gone is not None:
+            raise self._gone
+        self._streams[stream.stream_id] = stream
+        await self._send(stream._body)
+
+    def _forget(self, stream: ResponseStream) -> None:
+        if self._streams.get(stream.stream_id) is stream:
+            del self._streams[stream.stream_id]
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        # A connection that is gone is reported to the streams by the reader, with the reason.
+        with contextlib.suppress(ConnectionClosed):
+            await self._websocket.send(encode(event, self._subprotocol))
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self._websocket:
+                self._route(decode(frame, self._subprotocol, MAX_EVENT_BYTES))
+            self._lost("connection closed")
+        except ConnectionClosed as closed:
+            self._lost(f"connection lost: {closed}")
+        except ProtocolError as error:
+            self._lost(f"the server sent something that is no event: {error}")
+            await self._websocket.close()
+        finally:
+            if self._gone is None:
+                self._lost("the client stopped reading")
+
+    def _route(self, event: ServerEvent) -> None:
+        kind, stream_id, detail = event.get("type"), event.get("stream_id"), event.get("error")
+        if not isinstance(kind, str) or not isinstance(stream_id, str | None) or (kind == "error" and not isinstance(detail, dict)):
+            raise ProtocolError(f"type {kind!r}, stream_id {stream_id!r}, error {detail!r}; legal are text, text or none, an object")
+        # A cancel that came after the end is no news to anyone.
+        if isinstance(detail, dict) and detail.get("code") == "response_not_found":
+            return
+        if stream_id is not None:
+            streams = [self._streams[stream_id]] if stream_id in self._streams else []
+        else:
+            # A frame was refused before the server could read whose it was.
+            streams = [stream for stream in self._streams.values() if kind == "error"]
+        for stream in streams:
+            stream._put(event)
+
+    def _lost(self, reason: str) -> None:
+        self._gone = ProtocolError(reason, code="connection_closed")
+        for stream in list(self._streams.values()):
+            stream._put(self._gone)
+
+
+def raise_if_refused(event: ServerEvent) -> ServerEvent:
+    """The event itself, unless it says that a request was refused or failed.
+
+    Raises:
+        RequestError: it does.
+    """
+    if event["type"] == "error":
+        detail = event["error"]
+        raise RequestError(str(detail.get("message")), param=detail.get("param"), code=str(detail.get("code")))
+    if event["type"] == "response.failed":
+        detail = event["response"]["error"]
+        raise RequestError(detail["message"], code=detail["code"])
+    return event
+
+
+async def stream_text(url: str, prompt: str | list[int], *, subprotocol: str = JSON, **options: Any) -> AsyncIterator[str]:
+    """Pieces of the answer to one prompt, over a connection of its own.
+
+    Raises:
+        RequestError: the server refused or failed the request.
+        ProtocolError: it cannot be reached, or the connection went away.
+    """
+    async with await Client.connect(url, subprotocol) as client:
+        async for event in client.create(prompt, **options):
+            if raise_if_refused(event)["type"] == "response.output_text.delta":
+                yield event["delta"]

@@ -1,0 +1,108 @@
+"""Turns the service's state into the HTTP answers beside the websocket: health, models, metrics.
+
+The OpenAI HTTP surface (completions, responses over SSE) belongs here, over the same service and the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from .service import ServedModel, Service
+
+METRIC_PREFIX = "npucompile:"
+"""The names behind the prefix mean what vLLM's `vllm:` ones mean, so its dashboards port by replacing it."""
+
+HELP: Mapping[str, str] = {
+    "num_requests_running": "Requests with pages and state slots.",
+    "num_requests_waiting": "Requests that wait for pages or slots.",
+    "kv_cache_usage_perc": "Share of KV pages in use, 1 is all.",
+    "prompt_tokens_total": "Prompt tokens prefilled.",
+    "generation_tokens_total": "Tokens generated.",
+    "preemptions_total": "Times a request lost its pages and was prefilled again.",
+    "padded_rows_total": "Rows of padding computed.",
+    "compiles_after_ready_total": "Traces or compiles in the serving process after ready; anything but 0 is a bug.",
+    "requests_total": "Requests finished.",
+    "requests_finished_total": "Requests finished per reason.",
+    "steps_total": "Steps run.",
+    "steps_failed_total": "Steps that failed, with their requests.",
+    "bucket_steps_total": "Steps run per bucket.",
+    "bucket_info": "What runs each bucket; always 1.",
+    "websocket_connections": "Sockets open.",
+    "artifact_info": "The model and artifact being served; always 1.",
+}
+
+FINISHED = "requests_finished_"
+"""The engine has a number per finish reason; here they are one metric with a label."""
+
+Sample = tuple[dict[str, str], float]
+
+
+def routes(service: Service, connections: Callable[[], int]) -> list[Route]:
+    """The HTTP routes; `connections` counts open sockets."""
+
+    async def health(_: Request) -> Response:
+        return JSONResponse(dict(service.readiness()))
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_object(service.model)]})
+
+    async def metrics(_: Request) -> Response:
+        stats = {**service.stats(), "websocket_connections": connections()}
+        return PlainTextResponse(render_metrics(stats, service.model), media_type="text/plain; version=0.0.4")
+
+    return [Route("/health", health), Route("/v1/models", models), Route("/metrics", metrics)]
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """Refusals of the router (404, 405) in OpenAI's error shape."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else "internal error"
+    headers = error.headers if isinstance(error, HTTPException) else None
+    body = {"error": {"type": "invalid_request_error", "code": None, "message": detail, "param": None}}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def model_object(model: ServedModel) -> dict[str, Any]:
+    """A model in the shape of OpenAI's list, with its context length beside it."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "npucompile",
+        "max_model_len": model.max_model_len,
+        "artifact": model.artifact,
+    }
+
+
+def render_metrics(stats: Mapping[str, Any], model: ServedModel) -> str:
+    """Engine numbers as Prometheus text; names that end in `_total` are counters, the others gauges."""
+    metrics: dict[str, list[Sample]] = {}
+    for name, value in stats.items():
+        if name == "bucket_steps":
+            metrics["bucket_steps_total"] = [({"bucket": bucket}, steps) for bucket, steps in sorted(value.items())]
+        elif name == "backends":
+            metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]
+        elif name.startswith(FINISHED):
+            metrics.setdefault(f"{FINISHED}total", []).append(({"reason": name.removeprefix(FINISHED)}, value))
+        else:
+            metrics[name] = [({}, value)]
+    metrics["artifact_info"] = [({"model": model.name, "artifact": model.artifact or ""}, 1)]
+    return "".join(f"{line}\n" for name, samples in metrics.items() for line in _metric(name, samples))
+
+
+def _metric(name: str, samples: list[Sample]) -> list[str]:
+    full = METRIC_PREFIX + name
+    kind = "counter" if name.endswith("_total") else "gauge"
+    head = [f"# HELP {full} {HELP[name]}"] if name in HELP else []
+    return [*head, f"# TYPE {full} {kind}", *(f"{full}{_labels(labels)} {value}" for labels, value in samples)]
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = {name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in labels.items()}
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}" if labels else ""

@@ -1,0 +1,372 @@
+"""Turns websocket frames into client events.
+
+The wire is the websocket mode of OpenAI's Responses API (`/v1/responses`). A frame is one JSON object in a text frame
+(subprotocol `npucompile.json`, also used when the client offers none) or one msgpack map in a binary frame
+(`npucompile.msgpack`). Nothing here touches a socket: `connection` keeps the state of one, `websocket` moves its bytes.
+
+Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`.
+A field that is null counts as absent. Without `temperature` the answer is greedy; the response object echoes what was used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgpack
+
+from ..graphs.errors import ProtocolError, RequestError
+from ..runtime.request import Sampling
+
+JSON = "npucompile.json"
+MSGPACK = "npucompile.msgpack"
+SUBPROTOCOLS = (JSON, MSGPACK)
+
+MAX_STREAM_ID_CHARS = 128
+MAX_PARAM_CHARS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_SEED = 2**63 - 1
+ROLES = ("user", "system", "developer", "assistant")
+TEXT_PARTS = ("input_text", "output_text")
+
+Frame = str | bytes
+T = TypeVar("T")
+
+
+class FieldError(ProtocolError):
+    """Raised when a message is well formed but one of its fields is not legal.
+
+    Args:
+        param: the field at fault.
+        stream_id: the stream the message named, where that much of it could be read.
+    """
+
+    def __init__(self, message: str, *, param: str, code: str = "invalid_field", stream_id: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+        self.stream_id = stream_id
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Messages:
+    """A prompt given as a conversation; only a chat template can make text of it."""
+
+    items: tuple[Message, ...]
+
+
+Prompt = str | tuple[int, ...] | Messages
+
+
+@dataclass(frozen=True)
+class ResponseCreate:
+    """`response.create`: generate one response.
+
+    Attributes:
+        prompt: text, token ids, or a conversation.
+        model: the model the client believes it talks to; None takes the served one.
+        stream_id: names the response among those live on the socket; None lets the server choose.
+        max_output_tokens: None means as many as the context holds.
+        stop: strings that end the output and are not part of it.
+        ignore_eos: generate past end-of-sequence tokens.
+    """
+
+    prompt: Prompt
+    model: str | None = None
+    stream_id: str | None = None
+    max_output_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class ResponseCancel:
+    """`response.cancel`: end a live response, named by `response_id`, `stream_id` or both."""
+
+    response_id: str | None = None
+    stream_id: str | None = None
+
+
+ClientEvent = ResponseCreate | ResponseCancel
+
+
+def choose_subprotocol(offered: Sequence[str]) -> str | None:
+    """Picks the first offered subprotocol that is spoken here; None when nothing was offered, which means JSON.
+
+    Raises:
+        ProtocolError: the client offered only others.
+    """
+    for name in offered:
+        if name in SUBPROTOCOLS:
+            return name
+    if offered:
+        message = f"subprotocols {list(offered)} are not spoken here; legal are {list(SUBPROTOCOLS)}"
+        raise ProtocolError(message, code="unsupported_subprotocol")
+    return None
+
+
+def encode(event: Mapping[str, Any], subprotocol: str) -> Frame:
+    """One event as a frame: str for JSON, bytes for msgpack."""
+    if subprotocol == MSGPACK:
+        packed: bytes = msgpack.packb(event)
+        return packed
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+
+
+def decode(frame: Frame, subprotocol: str, max_frame_bytes: int) -> dict[str, Any]:
+    """One frame as the object in it.
+
+    Raises:
+        ProtocolError: frame_too_large, wrong_frame_kind, invalid_utf8, invalid_json, invalid_msgpack or not_an_object.
+    """
+    data = frame if isinstance(frame, bytes) else _utf8(frame)
+    if len(data) > max_frame_bytes:
+        raise ProtocolError(f"frame of {len(data)} bytes; the limit is {max_frame_bytes} bytes", code="frame_too_large")
+    if subprotocol == MSGPACK:
+        if isinstance(frame, str):
+            raise ProtocolError(f"text frame on subprotocol {MSGPACK}; legal are binary frames", code="wrong_frame_kind")
+        value = _decode_msgpack(data)
+    else:
+        value = _decode_json(frame)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ProtocolError(f"message is {_show(value)}; legal is an object with text keys", code="not_an_object")
+    return value
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"message holds a lone surrogate: {error}; legal is UTF-8 text", code="invalid_utf8") from None
+
+
+def _decode_json(frame: Frame) -> Any:
+    try:
+        text = frame if isinstance(frame, str) else frame.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"frame is not UTF-8: {error}", code="invalid_utf8") from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        # Escapes can smuggle in halves of surrogate pairs, which no later stage could encode again.
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            _utf8(json.dumps(value, ensure_ascii=False))
+    except ProtocolError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"frame is not JSON: {error}", code="invalid_json") from None
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ProtocolError(f"frame is not JSON: {name} is not a JSON number", code="invalid_json")
+
+
+def _decode_msgpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"frame is not msgpack: {str(error) or type(error).__name__}", code="invalid_msgpack") from None
+
+
+def parse(message: Mapping[str, Any]) -> ClientEvent:
+    """One decoded message as a typed client event.
+
+    Raises:
+        ProtocolError: missing_type or unknown_type.
+        FieldError: a field is missing, unknown, or has an illegal value.
+    """
+    kind = message.get("type")
+    if not isinstance(kind, str):
+        code = "missing_type" if kind is None else "unknown_type"
+        raise ProtocolError(f"message type is {_show(kind)}; legal types are {sorted(_PARSERS)}", code=code)
+    parser = _PARSERS.get(kind)
+    if parser is None:
+        raise ProtocolError(f"unknown message type {_show(kind)}; legal types are {sorted(_PARSERS)}", code="unknown_type")
+    try:
+        return parser({name: value for name, value in message.items() if name != "type"})
+    except FieldError as error:
+        error.stream_id = _readable_stream_id(message)
+        raise
+
+
+def _readable_stream_id(message: Mapping[str, Any]) -> str | None:
+    nested = message.get("response")
+    candidates = (message.get("stream_id"), nested.get("stream_id") if isinstance(nested, Mapping) else None)
+    return next((c for c in candidates if isinstance(c, str) and 0 < len(c) <= MAX_STREAM_ID_CHARS), None)
+
+
+def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
+    body = _flatten(fields)
+    _refuse_unknown(body, _CREATE_FIELDS, "response.create")
+    body = {name: value for name, value in body.items() if value is not None}
+    if body.get("stream", True) is not True:
+        raise FieldError(f"stream is {_show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
+    for name, why in (("background", "work ends with its socket"), ("store", "responses are not kept")):
+        if body.get(name, False) is not False:
+            raise FieldError(f"{name} is {_show(body[name])}; {why}, legal is false or absent", param=name)
+    if "previous_response_id" in body:
+        message = "previous_response_id is not supported: responses are not kept; send the whole input"
+        raise FieldError(message, param="previous_response_id")
+    return ResponseCreate(
+        prompt=_prompt(body),
+        model=_optional(body, "model", _text),
+        stream_id=_optional(body, "stream_id", _stream_id),
+        max_output_tokens=_optional(body, "max_output_tokens", _positive),
+        sampling=_sampling(body),
+        stop=_optional(body, "stop", _stop) or (),
+        ignore_eos=_optional(body, "ignore_eos", _boolean) or False,
+    )
+
+
+def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
+    """The body, whether it lies at top level or under `response`."""
+    if "response" not in fields:
+        return fields
+    outer = {name: value for name, value in fields.items() if name != "response"}
+    inner = fields["response"]
+    if not isinstance(inner, dict):
+        raise FieldError(f"response is {_show(inner)}; legal is an object holding the body", param="response")
+    _refuse_unknown(outer, ("response", "stream_id"), "response.create with a nested body")
+    if "stream_id" in outer and "stream_id" in inner and outer["stream_id"] != inner["stream_id"]:
+        both = f"{_show(outer['stream_id'])} at top level, {_show(inner['stream_id'])} under response"
+        raise FieldError(f"stream_id is {both}; legal is one of them", param="stream_id")
+    return {**outer, **inner}
+
+
+def _parse_cancel(fields: dict[str, Any]) -> ResponseCancel:
+    _refuse_unknown(fields, _CANCEL_FIELDS, "response.cancel")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not fields:
+        raise FieldError(f"response.cancel names no response; legal is one of {list(_CANCEL_FIELDS)}", param="response_id")
+    return ResponseCancel(response_id=_optional(fields, "response_id", _text), stream_id=_optional(fields, "stream_id", _stream_id))
+
+
+_CREATE_FIELDS = (
+    "input",
+    "input_token_ids",
+    "model",
+    "stream_id",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "stream",
+    "store",
+    "background",
+    "previous_response_id",
+)
+_CANCEL_FIELDS = ("response_id", "stream_id")
+_PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {"response.create": _parse_create, "response.cancel": _parse_cancel}
+
+
+def _refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> None:
+    for name in body:
+        if name not in legal:
+            message = f"{what} has no field {_show(name)}; legal fields are {list(legal)}"
+            raise FieldError(message, param=name[:MAX_PARAM_CHARS], code="unknown_field")
+
+
+def _optional(body: Mapping[str, Any], name: str, read: Callable[[Any, str], T]) -> T | None:
+    return read(body[name], name) if name in body else None
+
+
+def _prompt(body: Mapping[str, Any]) -> Prompt:
+    given = [name for name in ("input", "input_token_ids") if name in body]
+    if len(given) != 1:
+        raise FieldError(f"{' and '.join(given) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
+    value = body[given[0]]
+    if given[0] == "input_token_ids":
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise FieldError(f"input_token_ids is {_show(value)}; legal is a list of integers", param="input_token_ids")
+        return tuple(value)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError(f"input is {_show(value)}; legal is a string or a list of message items", param="input")
+    return Messages(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise FieldError(f"{where} is {_show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
+    _refuse_unknown(item, ("type", "role", "content"), where)
+    if item.get("type", "message") != "message":
+        raise FieldError(f"{where}.type is {_show(item['type'])}; legal is 'message'", param=f"{where}.type")
+    if item.get("role") not in ROLES:
+        raise FieldError(f"{where}.role is {_show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
+    content = item.get("content")
+    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise FieldError(f"{where}.content is {_show(content)}; legal is a string or a list of parts", param=f"{where}.content")
+    for i, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            at = f"{where}.content[{i}]"
+            raise FieldError(f"{at} is {_show(part)}; legal is an object with type in {list(TEXT_PARTS)} and text", param=at)
+    return Message(item["role"], "".join(part["text"] for part in parts))
+
+
+def _sampling(body: Mapping[str, Any]) -> Sampling:
+    given = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
+    for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
+        if name in given and not (type(given[name]) is int and 0 <= given[name] <= most):
+            raise FieldError(f"{name} is {_show(given[name])}; legal is an integer from 0 to {most}", param=name)
+    try:
+        return Sampling(**given)
+    except RequestError as error:
+        raise FieldError(str(error), param=error.param or "temperature") from None
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise FieldError(f"{name} is {_show(value)}; legal is a string that is not empty", param=name)
+    return value
+
+
+def _stream_id(value: Any, name: str) -> str:
+    if len(_text(value, name)) > MAX_STREAM_ID_CHARS:
+        raise FieldError(f"{name} has {len(value)} characters; legal are at most {MAX_STREAM_ID_CHARS}", param=name)
+    return str(value)
+
+
+def _positive(value: Any, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise FieldError(f"{name} is {_show(value)}; legal is an integer of at least 1", param=name)
+    return value
+
+
+def _boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(f"{name} is {_show(value)}; legal is true or false", param=name)
+    return value
+
+
+def _stop(value: Any, name: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    legal = f"a string, or a list of at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters each"
+    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
+        raise FieldError(f"{name} is {_show(value)}; legal is {legal}", param=name)
+    for string in strings:
+        if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
+            raise FieldError(f"{name} holds {_show(string)}; legal is {legal}", param=name)
+    return tuple(strings)
+
+
+def _show(value: Any) -> str:
+    return reprlib.repr(value)

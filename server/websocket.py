@@ -1,0 +1,192 @@
+"""Turns a websocket into a stream of commands to the service, and its answers into frames.
+
+Policy, per socket:
+
+- One task reads, one writes; between the engine and the writer lies a queue of at most `max_queue_events`. A client that lets it fill is
+  not slowed down for, as that would hold up everyone: its responses are cancelled and the socket is closed with 1008.
+- A refused frame costs an `error` event, never the socket. Two things only the transport can see do close it: a frame above
+  `transport_frame_bytes` (1009) and a text frame that is not UTF-8 (1007, as RFC 6455 demands).
+- When the socket goes, for whatever reason, its responses are cancelled.
+- Sockets beyond `max_connections` are closed with 1013 at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.responses import PlainTextResponse
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ..graphs.errors import ProtocolError
+from ..runtime.request import Event
+from .answer import Answer
+from .connection import MAX_FRAME_BYTES, MAX_STREAMS, Connection, Create
+from .events import ServerEvent, error_event
+from .protocol import JSON, choose_subprotocol
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+POLICY_VIOLATION = 1008
+TRY_AGAIN_LATER = 1013
+
+INLINE_PROMPT_CHARS = 8192
+"""Longer prompts are tokenized on a thread, so that they do not hold up the other streams."""
+
+
+@dataclass(frozen=True)
+class SocketLimits:
+    """What one client may take.
+
+    Attributes:
+        max_frame_bytes: a larger frame is answered with an error event.
+        max_queue_events: events waiting for one socket to take them.
+        max_streams: responses open at once on one socket.
+        max_connections: sockets open at once.
+        close_timeout_s: how long a client that does not read may take to receive its close frame.
+    """
+
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    max_queue_events: int = 4096
+    max_streams: int = MAX_STREAMS
+    max_connections: int = 100
+    close_timeout_s: float = 5.0
+
+    @property
+    def transport_frame_bytes(self) -> int:
+        """Where the transport stops reading a frame; above max_frame_bytes, so that the common mistake gets an answer."""
+        return 2 * self.max_frame_bytes
+
+
+class SocketHub:
+    """The websocket endpoint; knows how many sockets are open."""
+
+    def __init__(self, service: Service, limits: SocketLimits) -> None:
+        self._service = service
+        self._limits = limits
+        self.connections = 0
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Serves one socket until it closes."""
+        try:
+            subprotocol = choose_subprotocol(websocket.scope.get("subprotocols", []))
+        except ProtocolError as error:
+            await websocket.send_denial_response(PlainTextResponse(f"{error}\n", status_code=400))
+            return
+        await websocket.accept(subprotocol)
+        if self.connections >= self._limits.max_connections:
+            await websocket.close(TRY_AGAIN_LATER, f"all {self._limits.max_connections} connections are taken")
+            return
+        self.connections += 1
+        try:
+            await _Socket(websocket, self._service, self._limits, subprotocol or JSON).run()
+        finally:
+            self.connections -= 1
+
+
+class _Socket:
+    """One open socket; every method runs on the event loop."""
+
+    def __init__(self, websocket: WebSocket, service: Service, limits: SocketLimits, subprotocol: str) -> None:
+        self._websocket = websocket
+        self._service = service
+        self._limits = limits
+        self._connection = Connection(subprotocol, max_frame_bytes=limits.max_frame_bytes, max_streams=limits.max_streams)
+        self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue(limits.max_queue_events)
+        self._overflow = asyncio.Event()
+        self._closed = False
+
+    async def run(self) -> None:
+        tasks = [asyncio.create_task(part) for part in (self._read(), self._write(), self._overflow.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._closed = True
+            for response_id in self._connection.open.values():
+                self._service.cancel(response_id)
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        if self._overflow.is_set():
+            await self._close(POLICY_VIOLATION, f"{self._limits.max_queue_events} events wait to be read; the responses were cancelled")
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._websocket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            text = message.get("text")
+            await self._handle(message["bytes"] if text is None else text)
+
+    async def _write(self) -> None:
+        while True:
+            frame = self._connection.encode(await self._queue.get())
+            # Closed by the other side or by the transport: either shows here first or in the reader.
+            try:
+                if isinstance(frame, str):
+                    await self._websocket.send_text(frame)
+                else:
+                    await self._websocket.send_bytes(frame)
+            except (WebSocketDisconnect, RuntimeError):
+                return
+
+    async def _close(self, code: int, reason: str) -> None:
+        with contextlib.suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
+            async with asyncio.timeout(self._limits.close_timeout_s):
+                await self._websocket.close(code, reason)
+
+    async def _handle(self, frame: str | bytes) -> None:
+        try:
+            command = self._connection.receive(frame)
+        except ProtocolError as error:
+            self._send([error_event(error)])
+            return
+        if not isinstance(command, Create):
+            self._service.cancel(command.response_id)
+            return
+        try:
+            await self._start(command)
+        except Exception as error:
+            self._connection.finish(command.response_id)
+            event = error_event(error, stream_id=command.stream_id)
+            if event["status"] >= 500:
+                log.exception("response.create on stream %r failed", command.stream_id)
+            self._send([event])
+
+    async def _start(self, create: Create) -> None:
+        prompt = create.body.prompt
+        if isinstance(prompt, str) and len(prompt) > INLINE_PROMPT_CHARS:
+            job = await asyncio.to_thread(self._service.prepare, create)
+        else:
+            job = self._service.prepare(create)
+        answer = self._service.answer(job)
+        self._service.submit(job.request, partial(self._deliver, create.response_id, answer))
+        # Events are delivered from the loop, so none can come before these.
+        self._send(answer.begin())
+
+    def _deliver(self, response_id: str, answer: Answer, event: Event) -> None:
+        if self._closed:
+            return
+        was_stopped = answer.stopped
+        self._send(answer.feed(event))
+        if answer.stopped and not was_stopped and not answer.done:
+            self._service.cancel(response_id)
+        if answer.done:
+            self._connection.finish(response_id)
+
+    def _send(self, events: list[ServerEvent]) -> None:
+        # After an overflow nothing more is sent, so that the client never sees a response with a gap in it.
+        if self._overflow.is_set():
+            return
+        try:
+            for event in events:
+                self._queue.put_nowait(event)
+        except asyncio.QueueFull:
+            self._overflow.set()
