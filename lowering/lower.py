@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..graphs.alias import owner
 from ..graphs.primitive import of_target
 from ..graphs.text import as_text
 from ..graphs.trace import name_placeholders
@@ -79,33 +80,34 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     """Makes a functional graph write its state operands in place, and return outputs only.
 
     A pool that one donating primitive reads and nothing else does is written by the primitive's in-place twin; any other new
-    state is copied into its operand at the end, after every reader of the old value.
+    state is copied into its operand at the end, after every reader of the old value. No output shares memory with a pool: the
+    next step would change it under its reader.
     """
     nodes = graph.graph
     placeholders = [n for n in nodes.nodes if n.op == "placeholder"]
     pools = placeholders[len(signature.params) : len(signature.params) + len(signature.state)]
-    results = results_of(graph)
     (output,) = (n for n in nodes.nodes if n.op == "output")
-    output.args = (tuple(results[: len(signature.outputs)]),)
-    copies: list[tuple[Node, Node]] = []
     claims: dict[Node, list[tuple[Node, Node]]] = {}
-    for pool, new in zip(pools, results[len(signature.outputs) :], strict=True):
+    for pool, new in zip(pools, results_of(graph)[len(signature.outputs) :], strict=True):
         writer = _sole_writer(pool, new)
-        if writer is None:
-            if new is not pool:
-                copies.append((pool, new))
-        else:
+        if writer is not None:
             claims.setdefault(writer, []).append((pool, new))
     for writer, pairs in claims.items():
         primitive = of_target(writer.target)
-        if primitive is None or len(pairs) != len(primitive.donates):
-            copies.extend(pairs)
-            continue
-        _write_in_place(graph, writer, pairs)
+        if primitive is not None and len(pairs) == len(primitive.donates):
+            _write_in_place(graph, writer, pairs)
+    # Whatever a twin wrote is by now the pool itself.
+    results = results_of(graph)
+    outputs, stored = results[: len(signature.outputs)], results[len(signature.outputs) :]
+    copies = [(pool, new) for pool, new in zip(pools, stored, strict=True) if new is not pool]
+    written = {pool for pool, _ in copies}
     with nodes.inserting_before(output):
+        kept = [_apart(graph, node) if owner(node) in pools else node for node in outputs]
+        copies = [(pool, _apart(graph, new) if owner(new) in written else new) for pool, new in copies]
         for pool, new in copies:
             copy = nodes.call_function(torch.ops.aten.copy_.default, (pool, new))
             copy.meta["val"] = pool.meta["val"]
+    output.args = (tuple(kept),)
     nodes.lint()
     graph.recompile()
 
@@ -115,7 +117,7 @@ def _sole_writer(pool: Node, new: Node) -> Node | None:
     if new.target is not operator.getitem or len(pool.users) != 1:
         return None
     writer, index = new.args
-    if not isinstance(writer, Node) or writer not in pool.users:
+    if not isinstance(writer, Node) or writer not in pool.users or list(writer.args).count(pool) != 1:
         return None
     primitive = of_target(writer.target)
     if primitive is None or not primitive.has("inplace"):
@@ -128,22 +130,25 @@ def _write_in_place(graph: GraphModule, writer: Node, pairs: list[tuple[Node, No
     primitive = of_target(writer.target)
     assert primitive is not None
     kept = primitive.kept_results
-    readers = [n for n in writer.users if n.target is operator.getitem]
+    pools = {new.args[1]: pool for pool, new in pairs}
     with graph.graph.inserting_before(writer):
         twin = graph.graph.call_function(primitive.inplace_op, writer.args)
     values = [writer.meta["val"][i] for i in kept]
     twin.meta["val"] = values[0] if len(kept) == 1 else tuple(values)
-    for pool, new in pairs:
-        new.replace_all_uses_with(pool)
-        graph.graph.erase_node(new)
-        readers.remove(new)
-    for reader in readers:
-        if len(kept) == 1:
-            reader.replace_all_uses_with(twin)
-            graph.graph.erase_node(reader)
-        else:
-            reader.args = (twin, kept.index(int(str(reader.args[1]))))
+    for reader in list(writer.users):
+        index = int(str(reader.args[1]))
+        if index not in pools and len(kept) > 1:
+            reader.args = (twin, kept.index(index))
+            continue
+        reader.replace_all_uses_with(pools.get(index, twin))
+        graph.graph.erase_node(reader)
     graph.graph.erase_node(writer)
+
+
+def _apart(graph: GraphModule, node: Node) -> Node:
+    copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta["val"] = node.meta["val"]
+    return copy
 
 
 def _copy(graph: GraphModule) -> GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ class Home:
 
     Attributes:
         root: `$NPUCOMPILE_HOME`, or `~/.npucompile`.
+        environment: for processes that this one starts.
     """
 
     root: Path
+    environment: Mapping[str, str]
 
     @property
     def artifacts(self) -> Path:
@@ -84,7 +87,7 @@ def main(ctx: click.Context) -> None:
 
     Artifacts and caches live in ~/.npucompile, or where $NPUCOMPILE_HOME says.
     """
-    ctx.obj = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"))
+    ctx.obj = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ..graphs import ops as ops
 from ..graphs.types import Signature
 from ..lowering.backend import backend
 from ..lowering.serial import decode

@@ -60,6 +60,28 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
+    def arguments(self) -> tuple[str, ...]:
+        """Command line of `npucompile build` that decides the same."""
+        decode = [bucket.batch for bucket in self.buckets if bucket.kind == "decode"]
+        prefill = [bucket.q_len for bucket in self.buckets if bucket.kind == "prefill"]
+        model = str(self.found.checkpoint_dir.resolve()) if self.found.checkpoint_dir and self.found.name not in registry.presets() else self.found.name
+        options = {
+            "buckets": ",".join(map(str, decode)),
+            "prefill": ",".join(map(str, prefill)),
+            "max-model-len": self.limits.max_model_len,
+            "max-num-seqs": (self.limits.num_slots - 1) // self.limits.slots_per_request,
+            "dtype": dtype_name(self.dtype),
+            "backend": self.backend,
+        }
+        return (model, *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+
+    @property
+    def references(self) -> tuple[Bucket, ...]:
+        """Buckets of one row that are not served, and that rows of larger buckets are compared with."""
+        singles = {Bucket(b.kind, 1, b.q_len) for b in self.buckets}
+        return tuple(sorted(singles - set(self.buckets)))
+
+    @property
     def params_bytes(self) -> int:
         return sum(p.aval.nbytes for _, p in tree.flatten(self.model.params(self.dtype)))
 
@@ -112,6 +134,11 @@ def choose_dtype(asked: str) -> tuple[torch.dtype, str | None]:
     if torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
     return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name `--dtype` knows a dtype by."""
+    return next(name for name, kind in DTYPES.items() if kind == dtype)
 
 
 def default_out(artifacts: Path, found: registry.Found) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from ..graphs.errors import SpecError
 from .corpus import Chapter
 
 VOCAB_SIZE = 2048
@@ -38,6 +39,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIALS))
     return tokenizer
+
+
+def eos_id(tokenizer: Tokenizer) -> int:
+    """The id that ends a text.
+
+    Raises:
+        SpecError: the tokenizer has none.
+    """
+    found: int | None = tokenizer.token_to_id(EOS)
+    if found is None:
+        raise SpecError(f"the tokenizer has no token {EOS!r}; it has {tokenizer.get_vocab_size()} others")
+    return found
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
@@ -71,7 +84,7 @@ class TokenStream:
 
     @staticmethod
     def of(tokenizer: Tokenizer, chapters: Sequence[Chapter]) -> TokenStream:
-        eos = tokenizer.token_to_id(EOS)
+        eos = eos_id(tokenizer)
         ids: list[int] = []
         heads: list[tuple[int, ...]] = []
         ends: list[int] = []

@@ -22,6 +22,9 @@ class EagerExecutable:
 
     Args:
         graph: a `Lowered.graph` for this backend.
+
+    Raises:
+        LoweringError: when the graph reads something that is not an operand.
     """
 
     backend = "eager"
@@ -42,9 +45,17 @@ class EagerExecutable:
                 self._steps.append((slot[node], node.target, _bind(node.args, slot), _bind(node.kwargs, slot), free))
             elif node.op == "output":
                 self._results = [slot[n] for n in node.args[0]]
+            elif node.op != "placeholder":
+                raise LoweringError(f"{node.name} is a {node.op} of {node.target!r}; everything a graph reads must be an operand")
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs one step; state operands are updated in place, the outputs are returned."""
+        """Runs one step; state operands are updated in place, the outputs are returned.
+
+        Raises:
+            LoweringError: when the number of operands differs from the graph's.
+        """
+        if len(operands) != len(self._operands):
+            raise LoweringError(f"{len(operands)} operands, the graph has {len(self._operands)}")
         values: list[Any] = [None] * self._size
         for at, operand in zip(self._operands, operands, strict=True):
             values[at] = operand
@@ -108,4 +119,17 @@ def _check_target() -> None:
     """Runs wherever torch does."""
 
 
-BACKEND = Backend("eager", "graph", lower_eager, _options, _check_target, compile_graph, load)
+def _cpu_features() -> tuple[str, ...]:
+    return ()
+
+
+BACKEND = Backend(
+    name="eager",
+    suffix="graph",
+    lower=lower_eager,
+    options=_options,
+    cpu_features=_cpu_features,
+    check_target=_check_target,
+    compile=compile_graph,
+    load=load,
+)

@@ -25,4 +25,17 @@ def _check_target() -> None:
     """Needs no device and no compiler."""
 
 
-BACKEND = Backend("null", "none", lower, _options, _check_target, None, None)
+def _cpu_features() -> tuple[str, ...]:
+    return ()
+
+
+BACKEND = Backend(
+    name="null",
+    suffix="none",
+    lower=lower,
+    options=_options,
+    cpu_features=_cpu_features,
+    check_target=_check_target,
+    compile=None,
+    load=None,
+)

@@ -1,0 +1,66 @@
+"""Turns a compiled file and the name of its backend into a callable over flat operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..graphs.errors import LoweringError
+from ..graphs.types import Aval, Signature
+from .backend import backend
+
+
+class Executable(Protocol):
+    """One step of one bucket, ready to run.
+
+    `executable(operands) -> outputs`: operands follow `Signature.operands`, results `Signature.outputs`; state operands are
+    updated in place. Not to be called from two threads at once over the same state.
+    """
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that made it."""
+
+    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        """Runs one step."""
+
+
+def load_compiled(path: Path, name: str) -> Executable:
+    """Loads what backend `name` wrote to `path`; nothing is traced or compiled.
+
+    Raises:
+        LoweringError: when there is no such backend, it has nothing to load, or the file is not its own.
+    """
+    found = backend(name)
+    if found.load is None:
+        raise LoweringError(f"backend {name!r} has no executables: it reports cost and memory only")
+    return found.load(path)
+
+
+def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:
+    """Refuses operands a compiled graph would misread: it takes shapes, dtypes and strides for granted and never looks.
+
+    Called once, when operands are bound to a graph, not once a step.
+
+    Raises:
+        LoweringError: naming the leaf, what it is and what it must be.
+    """
+    leaves = signature.operands
+    if len(operands) != len(leaves):
+        raise LoweringError(f"{len(operands)} operands, the graph has {len(leaves)}: {_names(signature)}")
+    for operand, leaf in zip(operands, leaves, strict=True):
+        if (tuple(operand.shape), operand.dtype) != (leaf.aval.shape, leaf.aval.dtype):
+            raise LoweringError(f"operand {leaf.name} is {tuple(operand.shape)} {operand.dtype}, the graph needs {_plain(leaf.aval)}")
+        if not operand.is_contiguous():
+            raise LoweringError(f"operand {leaf.name} has strides {operand.stride()}; legal is contiguous")
+
+
+def _plain(aval: Aval) -> str:
+    return f"{aval.shape} {aval.dtype}"
+
+
+def _names(signature: Signature) -> str:
+    return f"{len(signature.params)} params, {len(signature.state)} state, {len(signature.inputs)} inputs"

@@ -1,0 +1,120 @@
+"""Turns an artifact into device state and one executable per bucket, swapped in as they are finished."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from ..graphs import events
+from ..graphs.errors import SpecError
+from ..graphs.types import Bucket, Limits, Signature
+from ..lowering.artifact import Artifact, GraphEntry
+from ..lowering.executable import Executable, check_operands, load_compiled
+
+COMPILERS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
+"""Modules that a process loads only in order to compile."""
+
+
+class Executor:
+    """Parameters, state pools and executables of one artifact on this machine's CPU.
+
+    A bucket runs its compiled executable where the artifact has one that is loaded, else the eager reference graph of the
+    same step; `backends` says which. Pools are allocated once; every bucket runs over the same ones.
+
+    Args:
+        artifact: opened and checked.
+        prefer_eager: never load compiled executables.
+
+    Raises:
+        ArtifactError: when a file is missing or is not what the manifest says.
+    """
+
+    def __init__(self, artifact: Artifact, *, prefer_eager: bool = False) -> None:
+        self.artifact = artifact
+        self.limits: Limits = artifact.manifest.limits
+        self.vocab_size = int(artifact.manifest.model["vocab_size"])
+        self.backends: dict[str, str] = {}
+        self._prefer_eager = prefer_eager
+        params = artifact.load_weights()
+        self._params = [params[leaf.name] for leaf in artifact.manifest.params]
+        self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in artifact.manifest.state]
+        self._entries = {entry.bucket: entry for entry in artifact.manifest.graphs}
+        self._signatures = {bucket: artifact.manifest.signature(entry) for bucket, entry in self._entries.items()}
+        self._names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}
+        self._outputs = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.outputs] for bucket, s in self._signatures.items()}
+        self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
+        self._modules = self._compilers_loaded()
+        self._counted = events.count()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What `run` takes."""
+        return tuple(sorted(self._entries))
+
+    def run(self, bucket: Bucket, inputs: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Runs one step and advances the state.
+
+        Args:
+            bucket: one of `buckets`.
+            inputs: arrays by name, as `buckets.pack` makes them.
+
+        Returns:
+            `tokens` int32 [B, W] and `logits` f32 [B, W, V].
+
+        Raises:
+            SpecError: for a bucket the artifact does not have.
+        """
+        if bucket not in self._executables:
+            raise SpecError(f"no bucket {bucket.name}; the artifact has {', '.join(b.name for b in self.buckets)}")
+        given = [torch.from_numpy(inputs[name]) for name in self._names[bucket]]
+        results = self._executables[bucket]([*self._params, *self._state, *given])
+        return {name: value.numpy() for name, value in zip(self._outputs[bucket], results, strict=True)}
+
+    def refresh(self) -> bool:
+        """Loads executables that a build finished since the last look; returns whether any bucket changed."""
+        newer = self.artifact.reload()
+        if newer is None:
+            return False
+        changed = False
+        for entry in newer.manifest.graphs:
+            old = self._entries.get(entry.bucket)
+            if old is None or entry == old or self._prefer_eager or entry.compiled is None:
+                continue
+            self.artifact = newer
+            self._executables[entry.bucket] = self._load(entry)
+            self._entries[entry.bucket] = entry
+            changed = True
+        self.artifact = newer
+        return changed
+
+    def compiles(self) -> int:
+        """Traces and compiles of this process since it was ready, and compilers it loaded since."""
+        return events.count() - self._counted + self._compilers_loaded() - self._modules
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state pools."""
+        return sum(t.numel() * t.element_size() for t in self._state)
+
+    def _load(self, entry: GraphEntry) -> Executable:
+        executable = self._open(entry)
+        signature: Signature = self._signatures[entry.bucket]
+        blank = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.inputs]
+        check_operands([*self._params, *self._state, *blank], signature)
+        self.backends[entry.bucket.name] = executable.backend
+        return executable
+
+    def _open(self, entry: GraphEntry) -> Executable:
+        if entry.compiled is None or self._prefer_eager:
+            return load_compiled(self.artifact.path / entry.eager, "eager")
+        return load_compiled(self.artifact.path / entry.compiled.file, entry.compiled.backend)
+
+    @staticmethod
+    def _compilers_loaded() -> int:
+        return sum(name in sys.modules for name in COMPILERS)
+
+

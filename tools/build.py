@@ -1,0 +1,201 @@
+"""Turns a plan into an artifact: first the eager one, which can serve at once, then its executables, each proved equal."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import save
+
+from ..graphs import tree
+from ..graphs.types import DTYPE_NAMES, Leaf, Mesh, Rules
+from ..lowering.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
+from ..lowering.backend import backend
+from ..lowering.serial import encode
+from ..lowering.toolchain import toolchain
+from ..models import checkpoint, shards
+from . import verify
+from .compile_pool import Job, run_all
+from .plan import Plan
+from .progress import Progress
+from .stages import Staged, stage
+
+THREADS = 0
+"""Compiled code asks the process for its thread count, so that one artifact serves machines of any size."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a build did.
+
+    Attributes:
+        seconds: wall time of all of it.
+        ready_seconds: wall time until the artifact could serve, eagerly at least.
+        compiled: bucket name to compile seconds, for graphs that were compiled now.
+        reused: names of buckets whose executables were up to date.
+    """
+
+    path: Path
+    seconds: float
+    ready_seconds: float
+    compiled: Mapping[str, float]
+    reused: tuple[str, ...]
+
+
+def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, patience: int = 0) -> Report:
+    """Builds the artifact at `out`, or brings it up to date.
+
+    Only graphs whose key (lowered graph, backend, options, toolchain) changed are compiled. A refused build leaves what was
+    there before, or nothing; one that is interrupted goes on where it was.
+
+    Args:
+        cache_dir: what compilers keep between builds.
+        jobs: processes that compile at a time.
+        patience: niceness of those processes.
+
+    Raises:
+        NpucompileError: naming what cannot be built.
+    """
+    began = time.monotonic()
+    backend(plan.backend).check_target()
+    with ArtifactWriter(out) as writer:
+        staged = _stage_all(plan, progress)
+        manifest = _describe(plan, staged, writer, progress)
+        pending = [entry for entry in manifest.graphs if entry.compiled is None and backend(plan.backend).compile and plan.backend != "eager"]
+        manifest = writer.publish(manifest)
+        ready_seconds = time.monotonic() - began
+        reused = tuple(entry.bucket.name for entry in manifest.graphs if entry.compiled)
+        seconds: dict[str, float] = {}
+        if pending:
+            progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {len(pending)} of {len(manifest.graphs)} buckets for speed")
+            seconds, manifest = _compile(plan, manifest, {s.bucket.name: s for s in staged}, writer, cache_dir, progress, jobs, patience)
+        writer.collect(manifest)
+    return Report(out, time.monotonic() - began, ready_seconds, seconds, reused)
+
+
+def _stage_all(plan: Plan, progress: Progress) -> list[Staged]:
+    staged = []
+    buckets = (*plan.buckets, *plan.references)
+    with progress.bar("trace, partition, lower", len(buckets)) as bar:
+        for bucket in buckets:
+            staged.append(stage(plan, bucket, Mesh(), Rules()))
+            bar.step(bucket.name)
+    return staged
+
+
+def _describe(plan: Plan, staged: list[Staged], writer: ArtifactWriter, progress: Progress) -> Manifest:
+    """Stores weights, tokenizer and eager graphs; the manifest has the executables of the previous artifact that still fit."""
+    signature = staged[0].partitioned.signature
+    weights, source = _weights(plan, signature.params, writer, progress)
+    tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json") if plan.found.tokenizer else None
+    described = Manifest(
+        model={
+            "name": plan.found.name,
+            "family": plan.model.family.FAMILY,
+            "config": plan.found.text,
+            "vocab_size": int(plan.model.config.vocab_size),
+            "eos_ids": list(plan.found.eos_ids),
+        },
+        dtype=DTYPE_NAMES[plan.dtype],
+        mesh="1",
+        rules={},
+        target=plan.backend,
+        limits=plan.limits,
+        params=signature.params,
+        state=signature.state,
+        graphs=(),
+        references=(),
+        weights=weights,
+        tokenizer=tokenizer,
+        files={},
+        toolchain=toolchain(),
+        cpu_features=backend(plan.backend).cpu_features(),
+        source_digest=source,
+        build_arguments=plan.arguments,
+    )
+    entries = [_entry(plan, one, described, writer) for one in staged]
+    served, references = entries[: len(plan.buckets)], entries[len(plan.buckets) :]
+    return replace(described, graphs=tuple(served), references=tuple(replace(e, compiled=None, verified={}) for e in references))
+
+
+def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) -> GraphEntry:
+    key = graph_key(one.texts["lowered"], plan.backend, backend(plan.backend).options(THREADS), manifest.toolchain)
+    compiled, verified = _previous(writer, manifest, one.bucket.name, key)
+    stages = zlib.compress(json.dumps(one.texts, sort_keys=True).encode(), 9)
+    return GraphEntry(
+        bucket=one.bucket,
+        inputs=one.partitioned.signature.inputs,
+        outputs=one.partitioned.signature.outputs,
+        eager=writer.add("graphs", encode(one.eager.graph), "graph"),
+        stages=writer.add("stages", stages, "json.z"),
+        digest=key,
+        compiled=compiled,
+        cost=one.cost,
+        memory=one.memory,
+        collectives=one.partitioned.collectives,
+        verified=verified,
+    )
+
+
+def _previous(writer: ArtifactWriter, manifest: Manifest, name: str, key: str) -> tuple[Compiled | None, Mapping[str, float]]:
+    """The executable of that key in the previous artifact; its proof only while weights are the ones it was made with."""
+    before = writer.previous.manifest if writer.previous else None
+    for entry in before.graphs if before else ():
+        made = entry.compiled
+        if entry.bucket.name == name and made and made.key == key and before and before.weights == manifest.weights and writer.keep(made.file):
+            return made, entry.verified
+    return None, {}
+
+
+def _weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
+    """Path of the parameters in the artifact, and the digest of what they were read from."""
+    if plan.found.checkpoint_dir is None:
+        return None, "none"
+    source = shards.open_checkpoint(plan.found.checkpoint_dir)
+    digest = shards.digest(source)
+    before = writer.previous.manifest if writer.previous else None
+    if before and before.weights and before.source_digest == digest and before.params == leaves and writer.keep(before.weights):
+        return before.weights, digest
+    params = checkpoint.load(source, plan.model.params(plan.dtype))
+    tensors = {leaf.name: tensor.contiguous() for leaf, (_, tensor) in zip(leaves, tree.flatten(params), strict=True)}
+    progress.say(f"read {sum(t.nbytes for t in tensors.values()) / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
+    return writer.add("weights", save(tensors), "safetensors"), digest
+
+
+def _compile(
+    plan: Plan,
+    manifest: Manifest,
+    staged: Mapping[str, Staged],
+    writer: ArtifactWriter,
+    cache_dir: Path,
+    progress: Progress,
+    jobs: int,
+    patience: int,
+) -> tuple[dict[str, float], Manifest]:
+    """Compiles, proves and publishes one executable after the other, in the order users feel them."""
+    made = backend(plan.backend)
+    scratch = writer.root / "graphs"
+    todo = []
+    for entry in sorted((e for e in manifest.graphs if e.compiled is None), key=lambda e: (e.bucket.kind == "decode", e.bucket.tokens)):
+        target = staged[entry.bucket.name].target
+        assert target is not None
+        part = scratch / f".{entry.bucket.name}.{made.suffix}"
+        todo.append(Job(entry.bucket.name, encode(target.graph), target.signature, made.name, part, cache_dir, THREADS, patience))
+    seconds: dict[str, float] = {}
+    with progress.bar(f"compile and verify ({made.name})", len(todo)) as bar:
+        for done in run_all(todo, jobs):
+            file = writer.add("graphs", done.job.out_path.read_bytes(), made.suffix)
+            done.job.out_path.unlink()
+            entry = next(e for e in manifest.graphs if e.bucket.name == done.job.name)
+            entry = replace(entry, compiled=Compiled(made.name, file, entry.digest))
+            verdict = verify.verify_entry(Artifact(writer.root, manifest, ""), entry)
+            entry = replace(entry, verified=verdict)
+            manifest = replace(manifest, graphs=tuple(entry if e.bucket == entry.bucket else e for e in manifest.graphs))
+            manifest = writer.publish(manifest)
+            seconds[done.job.name] = done.seconds
+            bar.step(f"{done.job.name} {done.seconds:.1f} s, logits within {verdict['logits_error']:.1e}")
+    return seconds, manifest

@@ -1,0 +1,95 @@
+"""Turns `npucompile serve` into a listening server."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+import torch
+
+from ..graphs.errors import ArtifactMissing
+from ..lowering.artifact import Artifact
+from ..models.presets import BUNDLED
+from ..server.run import serve, websocket_url
+from . import plan as planning
+from .cli import Home
+from .locate import artifact_path, newest_runnable
+from .progress import Progress
+from .serving import PATIENCE, Builder, incomplete, start
+
+
+@click.command("serve")
+@click.argument("artifact_or_model", required=False)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
+@click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
+@click.option("--verbose", is_flag=True, help="Log requests and swaps.")
+@click.pass_obj
+def command(home: Home, artifact_or_model: str | None, host: str, port: int, threads: int | None, no_build: bool, verbose: bool) -> None:
+    """Serve an artifact, or build and serve a model.
+
+    Without ARTIFACT_OR_MODEL: the newest artifact that this machine can run, or else the bundled model, built first. Buckets
+    that have no executable yet run uncompiled; a build in the background adds executables, and the server swaps them in.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    if threads:
+        torch.set_num_threads(threads)
+    progress = Progress()
+    artifact, builder = find_or_build(home, artifact_or_model, no_build, progress)
+    running = start(artifact)
+    backends = running.executor.backends
+    waiting = [name for name, backend in backends.items() if backend == "eager"]
+
+    def ready(address: str, bound: int) -> None:
+        progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(waiting)} uncompiled")
+        if waiting and builder:
+            progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
+        progress.say(f"  websocket  {websocket_url(address, bound)}   health  http://{address}:{bound}/health")
+        url = "" if (address, bound) == ("127.0.0.1", 8000) else f" --url {websocket_url(address, bound)}"
+        progress.say(f'  talk to it: npucompile chat "In the beginning"{url}')
+
+    try:
+        serve(running.service, host, port, on_ready=ready)
+    finally:
+        running.engine.stop(drain=False)
+        if builder:
+            builder.stop()
+
+
+def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, Builder | None]:
+    """The artifact to serve, and the build that goes on behind it, if one does.
+
+    Raises:
+        ArtifactError: what was named cannot run here.
+        ModelError: what was named is no model either.
+    """
+    if name is None:
+        found, skipped = newest_runnable(home.artifacts)
+        for reason in skipped:
+            progress.say(f"passed over: {reason}")
+        if found is not None:
+            return found, _go_on(home, found, no_build)
+        name = BUNDLED[0]
+        progress.say(f"nothing built that can run here; building the bundled model {name}")
+    else:
+        try:
+            found = Artifact.open(artifact_path(home.artifacts, name))
+            found.check_runnable()
+            return found, _go_on(home, found, no_build)
+        except ArtifactMissing:
+            if no_build:
+                raise
+    plan = planning.plan(planning.Options(name))
+    out = planning.default_out(home.artifacts, plan.found)
+    builder = Builder([name, "--out", str(out), "--jobs", "1", "--patience", str(PATIENCE)], home.environment)
+    return builder.wait_servable(out), builder
+
+
+def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
+    """The build that adds what an earlier, interrupted one did not compile."""
+    manifest = artifact.manifest
+    if no_build or not incomplete(artifact) or not manifest.build_arguments:
+        return None
+    background = ["--jobs", "1", "--patience", str(PATIENCE), "--out", str(artifact.path)]
+    return Builder([*manifest.build_arguments, *background], home.environment)

@@ -1,0 +1,48 @@
+"""Turns what a user calls an artifact (a path, a built model's name, or nothing) into its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..graphs.errors import ArtifactError, ArtifactMissing
+from ..lowering.artifact import MANIFEST, Artifact
+
+
+def artifact_path(artifacts: Path, given: str | None) -> Path:
+    """The directory of an artifact.
+
+    Args:
+        artifacts: where builds go when nothing else is said.
+        given: a path, the name of a built model, or None for the newest.
+
+    Raises:
+        ArtifactMissing: naming what was looked for and what there is.
+    """
+    built = sorted(p.parent for p in artifacts.glob(f"*/{MANIFEST}"))
+    if given is None:
+        if not built:
+            raise ArtifactMissing(f"no artifact under {artifacts}; `npucompile build MODEL` makes one")
+        return max(built, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+    for path in (Path(given).expanduser(), artifacts / given):
+        if (path / MANIFEST).is_file():
+            return path
+    names = ", ".join(path.name for path in built) or "nothing"
+    raise ArtifactMissing(f"{given!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
+
+
+def newest_runnable(artifacts: Path) -> tuple[Artifact | None, list[str]]:
+    """The newest artifact that this machine can run, and why newer ones were passed over."""
+    skipped = []
+    built = sorted(artifacts.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for manifest in built:
+        try:
+            artifact = Artifact.open(manifest.parent)
+            artifact.check_runnable()
+        except ArtifactError as error:
+            skipped.append(str(error))
+            continue
+        if artifact.manifest.weights is None:
+            skipped.append(f"{manifest.parent} was built without weights")
+            continue
+        return artifact, skipped
+    return None, skipped

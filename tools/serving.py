@@ -1,0 +1,106 @@
+"""Turns an artifact into a running service, while a build in a process of its own goes on adding executables to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..graphs.errors import ArtifactError, ArtifactMissing, NpucompileError
+from ..lowering.artifact import MANIFEST, Artifact
+from ..runtime.engine import Engine
+from ..runtime.executor import Executor
+from ..server.service import ServedModel, Service
+from ..server.text import TextCodec
+
+POLL_S = 0.1
+PATIENCE = 10
+"""Niceness of compilers that run beside a server."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A service and what it runs on."""
+
+    service: Service
+    engine: Engine
+    executor: Executor
+
+
+def start(artifact: Artifact) -> Running:
+    """Loads an artifact and starts its engine; from here on this process traces and compiles nothing.
+
+    Raises:
+        ArtifactError: it cannot run here.
+    """
+    manifest = artifact.manifest
+    if manifest.tokenizer is None:
+        raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
+    executor = Executor(artifact)
+    engine = Engine(executor)
+    model = ServedModel(
+        name=str(manifest.model["name"]),
+        max_model_len=manifest.limits.max_model_len,
+        vocab_size=int(manifest.model["vocab_size"]),
+        eos_token_ids=frozenset(manifest.model["eos_ids"]),
+        created_s=int((artifact.path / MANIFEST).stat().st_mtime),
+        artifact=artifact.digest,
+    )
+
+    def readiness() -> Mapping[str, Any]:
+        compiled = sum(name != "eager" for name in executor.backends.values())
+        return {"status": "ok", "buckets": len(executor.backends), "compiled_buckets": compiled}
+
+    engine.start()
+    return Running(Service(engine, TextCodec.load(artifact.path / manifest.tokenizer), model, readiness=readiness), engine, executor)
+
+
+class Builder:
+    """`npucompile build` in a process of its own.
+
+    Args:
+        arguments: of the build command.
+        environment: of that process.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", f"{__package__}.cli", "build", *arguments]
+        self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
+
+    def wait_servable(self, path: Path) -> Artifact:
+        """The artifact, as soon as the build has published it.
+
+        Raises:
+            NpucompileError: the build ended without one; what it said is on standard error.
+        """
+        while True:
+            ended = self.process.poll()
+            try:
+                return Artifact.open(path)
+            except ArtifactMissing:
+                if ended is not None:
+                    raise NpucompileError(f"the build ended with status {ended} before there was anything to serve") from None
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Ends the build if it is still running; what it finished stays, and the next one goes on from there."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+
+
+def incomplete(artifact: Artifact) -> bool:
+    """Whether buckets of an artifact still wait for their executables."""
+    manifest = artifact.manifest
+    return manifest.target not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is a checkpoint directory rather than an artifact."""
+    return (Path(name).expanduser() / "config.json").is_file()
+
+
