@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .errors import InvariantError
 from .partition import Partitioned
 from .passes import PASSES, Pass
 from .verify import check
@@ -21,7 +22,10 @@ def optimise(partitioned: Partitioned, passes: Sequence[Pass] = PASSES) -> Parti
     graph = copy.deepcopy(partitioned.graph)
     for step in passes:
         step.run(graph)
-        graph.graph.lint()
+        try:
+            graph.graph.lint()
+        except RuntimeError as error:
+            raise InvariantError(f"after pass {step.name!r} the graph is not well formed: {error}") from error
         check(graph, partitioned.signature, f"pass {step.name!r}")
     graph.recompile()
     return replace(partitioned, graph=graph)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -19,6 +22,8 @@ from .layout import partitioning, placements
 from .sharding import register_all
 from .trace import Traced, call_flat, name_placeholders, traced_graph
 from .types import Aval, Leaf, Mesh, Program, Rules, Signature
+
+_TORCH, _GRAPHS = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def partition(traced: Traced, mesh: Mesh, rules: Rules) -> Partitioned:
             results, _ = call_flat(program, signature, wrapped)
             return [_unwrap(r, end, leaf, program) for r, end, leaf in zip(results, ends, signature.results, strict=True)]
 
-        with partitioning(rules), implicit_replication():
+        with partitioning(rules), implicit_replication(), _refusals(program), ExplicitRedistributionContext():
             graph = traced_graph(flat, [(a.shape, a.dtype) for a in local])
     leaves = [Leaf(leaf.name, aval) for leaf, aval in zip(signature.operands, local, strict=True)]
     params, state = len(signature.params), len(signature.state)
@@ -100,6 +105,19 @@ def _unwrap(value: torch.Tensor, layout: Sequence[Placement], leaf: Leaf, progra
             f"{program.name}: {leaf.name} ends as {value.placements}, its place is {tuple(layout)}; constrain it in the model"
         )
     return value.to_local()
+
+
+@contextmanager
+def _refusals(program: Program) -> Iterator[None]:
+    """Says which line of the model DTensor could not shard, or would have moved data for without being told to."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "mplicit redistribution" not in str(error):
+            raise
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _GRAPHS))]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
+        raise PartitionError(f"{program.name}: {where}\n  {error}; constrain what it reads, or give it a sharding rule") from error
 
 
 @contextmanager

@@ -8,18 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from .alias import is_view, owner, shares
 from .primitive import Cost, nbytes, of_target
 from .types import Signature
 from .verify import results_of
-
-_aten = torch.ops.aten
-VIEWS = {
-    packet
-    for packet in (
-        _aten.view, _aten._unsafe_view, _aten.reshape, _aten.permute, _aten.transpose, _aten.t, _aten.select, _aten.slice,
-        _aten.expand, _aten.unsqueeze, _aten.squeeze, _aten.split, _aten.split_with_sizes, _aten.unbind, _aten.alias, _aten.detach,
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,7 +22,7 @@ class Memory:
         params_bytes: parameters.
         state_bytes: donated pools, counted once: results take the operands' place.
         inputs_bytes: inputs of a step.
-        peak_bytes: largest sum of live intermediate values, results included; views count nothing.
+        peak_bytes: largest sum of live intermediate values, results included; views count nothing and keep alive what they view.
     """
 
     params_bytes: int
@@ -55,7 +47,7 @@ def cost(graph: GraphModule) -> Cost:
 def node_cost(node: Node) -> Cost:
     """Cost of one node; views and unpacking are free."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket in VIEWS:
+    if not isinstance(target, torch._ops.OpOverload) or is_view(target):
         return Cost()
     args = [_value(a) for a in node.args]
     primitive = of_target(target)
@@ -73,10 +65,10 @@ def memory(graph: GraphModule, signature: Signature) -> Memory:
     params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
     donated = set(results_of(graph)[len(signature.outputs) :])
     sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
-    last: dict[Node, Node] = {}
+    # A value lives as long as anything that looks into it; one that nobody reads ends where it begins.
+    last = {node: node for node in sizes}
     for node in graph.graph.nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
+        last.update({owner(source): node for source in node.all_input_nodes})
     ends: dict[Node, list[Node]] = {}
     for source, reader in last.items():
         ends.setdefault(reader, []).append(source)
@@ -91,7 +83,7 @@ def memory(graph: GraphModule, signature: Signature) -> Memory:
 def _own_bytes(node: Node, donated: set[Node]) -> int:
     """Bytes a node allocates: nothing for views, unpacking, and results that replace a donated pool."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket in VIEWS or node in donated:
+    if not isinstance(target, torch._ops.OpOverload) or shares(target) or node in donated:
         return 0
     values = _flat(node.meta.get("val"))
     primitive = of_target(target)

@@ -30,7 +30,7 @@ def trace(program: Program) -> Traced:
     """Traces a program on fake tensors; nothing is allocated.
 
     Raises:
-        GraphError: when the new state has another structure, shape or dtype than the state.
+        GraphError: when the program returns no outputs and state, or a new state of another structure, shape or dtype.
     """
     operands = signature_of(program)
     fakes = [leaf.aval for leaf in operands.operands]
@@ -57,14 +57,24 @@ def signature_of(program: Program) -> Signature:
 
 
 def call_flat(program: Program, signature: Signature, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Leaf]]:
-    """Calls a program on flat operands; returns flat results and the leaves of the outputs among them."""
+    """Calls a program on flat operands; returns flat results and the leaves of the outputs among them.
+
+    Raises:
+        GraphError: when forward returns something else than a pair of trees of tensors, or a new state unlike the state.
+    """
     params, state = len(signature.params), len(signature.state)
-    outputs, new_state = program.forward(
+    result: object = program.forward(
         tree.unflatten(program.params, values[:params]),
         tree.unflatten(program.state, values[params : params + state]),
         tree.unflatten(program.inputs, values[params + state :]),
     )
-    named, stored = tree.flatten(outputs), tree.flatten(new_state)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise GraphError(f"{program.name}: forward returned {type(result).__name__}; it returns the pair (outputs, new state)")
+    named, stored = tree.flatten(result[0]), tree.flatten(result[1])
+    for kind, leaves in (("output", named), ("state", stored)):
+        for name, leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise GraphError(f"{program.name}: {kind} {name or '(the whole)'} is {leaf!r}; every leaf is a tensor")
     old = [(leaf.name.removeprefix("state."), leaf.aval) for leaf in signature.state]
     new = [(name, Aval(tuple(t.shape), t.dtype)) for name, t in stored]
     for (a, was), (b, now) in zip(old, new, strict=False):
@@ -72,8 +82,8 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
             raise GraphError(f"{program.name}: state {a} is {was}, the new state returns {b} as {now}; they must be equal")
     if len(old) != len(new):
         raise GraphError(f"{program.name}: state has {len(old)} tensors, the new state {len(new)}; they must be equal")
-    leaves = [Leaf(f"outputs.{name}", Aval(tuple(t.shape), t.dtype)) for name, t in named]
-    return [t for _, t in (*named, *stored)], leaves
+    outputs = [Leaf(f"outputs.{name}", Aval(tuple(t.shape), t.dtype)) for name, t in named]
+    return [t for _, t in (*named, *stored)], outputs
 
 
 def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> GraphModule:

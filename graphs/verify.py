@@ -14,8 +14,8 @@ from .types import Signature
 Invariant = Callable[[GraphModule, Signature], Iterator[str]]
 
 NAMESPACES = ("aten", NAMESPACE, "_c10d_functional")
-HOST_READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "is_nonzero")
-RANDOM = ("rand", "randn", "randint", "bernoulli", "multinomial", "dropout", "normal", "uniform", "exponential", "randperm")
+# torch tags this as dynamic for the sake of boolean masks; with integers its result is as static as they are.
+INDEXING = (torch.ops.aten.index.Tensor,)
 
 
 def operands_follow_signature(graph: GraphModule, signature: Signature) -> Iterator[str]:
@@ -34,7 +34,7 @@ def results_follow_signature(graph: GraphModule, signature: Signature) -> Iterat
     if len(results) != len(signature.results):
         yield f"{len(results)} results, the signature has {len(signature.results)}"
     for node, leaf in zip(results, signature.results, strict=False):
-        if (found := _aval(node)) != (*leaf.aval.shape, leaf.aval.dtype):
+        if (found := _aval(node) if isinstance(node, Node) else node) != (*leaf.aval.shape, leaf.aval.dtype):
             yield f"result {leaf.name} is {found}, the signature says {leaf.aval}"
 
 
@@ -68,10 +68,11 @@ def shapes_are_static(graph: GraphModule, signature: Signature) -> Iterator[str]
 def nothing_depends_on_the_host(graph: GraphModule, signature: Signature) -> Iterator[str]:
     """No operator reads a value back to the host or draws its own random numbers."""
     for node in _calls(graph):
-        name = getattr(node.target, "_opname", "")
-        if name in HOST_READS:
+        tags = getattr(node.target, "tags", ())
+        reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if reads and node.target not in INDEXING:
             yield f"{node.name} calls {node.target}, which reads a value back to the host"
-        if name.removesuffix("_like").rstrip("_") in RANDOM:
+        if torch.Tag.nondeterministic_seeded in tags:
             yield f"{node.name} calls {node.target}, which draws random numbers; they are inputs"
 
 

@@ -9,7 +9,7 @@ delta_decay = Primitive("delta_decay", "(Tensor a, Tensor a_log, Tensor dt_bias)
 
 @delta_decay.abstract
 def _abstract(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    return torch.empty(a.shape, dtype=torch.float32, device=a.device)
+    return torch.empty_like(a, dtype=torch.float32)
 
 
 @delta_decay.reference

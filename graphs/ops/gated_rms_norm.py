@@ -11,7 +11,7 @@ gated_rms_norm = Primitive(
 
 @gated_rms_norm.abstract
 def _abstract(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    return torch.empty_like(x, dtype=gate.dtype)
 
 
 @gated_rms_norm.reference

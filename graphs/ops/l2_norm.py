@@ -9,7 +9,7 @@ l2_norm = Primitive("l2_norm", "(Tensor x, float eps, float scale) -> Tensor", f
 
 @l2_norm.abstract
 def _abstract(x: torch.Tensor, eps: float, scale: float) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return torch.empty_like(x, dtype=torch.float32)
 
 
 @l2_norm.reference

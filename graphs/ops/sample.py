@@ -49,7 +49,10 @@ def sample_reference(
     tokens = logits.argmax(-1).to(torch.int32)
     rows = torch.nonzero(temperature > 0).squeeze(-1)
     if rows.numel():
-        weights = _kept_weights(logits[rows] / temperature[rows, None, None], top_k[rows], top_p[rows], min_p[rows])
+        drawn = logits[rows]
+        # Below the largest, which no temperature, however small, turns into infinity.
+        heat = (drawn - drawn.amax(-1, keepdim=True)) / temperature[rows, None, None]
+        weights = _kept_weights(heat, top_k[rows], top_p[rows], min_p[rows])
         tokens[rows] = _invert(weights, uniform[rows])
     return tokens
 

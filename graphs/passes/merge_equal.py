@@ -23,22 +23,25 @@ def _key(value: Any) -> Hashable:
         return tuple(_key(v) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((k, _key(v)) for k, v in value.items()))
-    # 1, 1.0 and True are equal and hash alike; they are different arguments.
-    return type(value), value
+    # 1, 1.0 and True are equal and hash alike; they are different arguments, and so are 0.0 and -0.0.
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 def run(graph: GraphModule) -> None:
-    """Keeps the first of equal pure nodes; collectives stay, each is one rendezvous of the certificate."""
+    """Keeps the first of equal pure nodes.
+
+    Collectives stay, each is one rendezvous of the certificate; so do equal results, each pool needs a value of its own.
+    """
+    (output,) = (n for n in graph.graph.nodes if n.op == "output")
     seen: dict[Hashable, Node] = {}
     for node in list(graph.graph.nodes):
         if not _pure(node):
             continue
         key = (str(node.target), _key(node.args), _key(node.kwargs))
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
+        first = seen.setdefault(key, node)
+        if first is not node and not (output in first.users and output in node.users):
+            node.replace_all_uses_with(first)
             graph.graph.erase_node(node)
-        else:
-            seen[key] = node
 
 
 PASS = Pass("merge_equal", run, changes_numerics=False)
