@@ -7,6 +7,7 @@ Uses private parts of torch, which is why the project depends on one exact versi
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,7 @@ def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: st
     try:
         with _settings(cache_dir):
             files = torch._inductor.aot_compile(graph, tuple(operands), options=options(cache_dir, name, threads))
+        assert isinstance(files, list)
         paths = [Path(file) for file in files if isinstance(file, str)]
         return {path.name: path.read_bytes() for path in paths if path.suffix in (".so", ".json")}
     finally:
@@ -112,7 +114,7 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
         "aot_inductor.enable_line_tables": False,
         # Torch identifies a precompiled header by running the openssl command.
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,
-        "cpp.march": f"{level} -ffile-prefix-map={cache_dir}=. -s",
+        "cpp.march": f"{level} -ffile-prefix-map={shlex.quote(str(cache_dir))}=. -s",
         "cpp.vec_isa_ok": True,
         "cpp.dynamic_threads": threads == 0,
         "cpp.threads": threads or -1,

@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
+from .lock import exclusive
 from .manifest import Compiled, FileRecord, GraphEntry, Manifest, decode, encode
 from .toolchain import differences, missing_features
 
 MANIFEST = "manifest.msgpack"
+
+Stamp = tuple[int, int] | None
+"""Time and inode of a manifest; every publish makes new ones. None where there is no manifest."""
 
 
 class Artifact:
@@ -38,11 +42,11 @@ class Artifact:
         path: the directory.
         manifest: its description.
         digest: sha256 of the manifest's bytes.
+        stamp: when those were read, as `stamp` says it.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
-        self.path, self.manifest, self.digest = path, manifest, digest
-        self._stamp = _stamp(path / MANIFEST)
+    def __init__(self, path: Path, manifest: Manifest, digest: str, stamp: Stamp = None) -> None:
+        self.path, self.manifest, self.digest, self._stamp = path, manifest, digest, stamp
 
     @staticmethod
     def open(path: Path, *, check: bool = True) -> Artifact:
@@ -56,11 +60,13 @@ class Artifact:
             ArtifactTampered: the manifest or a file is not what it should be; names the file and both digests.
             ArtifactStale: the manifest has another format.
         """
+        # Before the bytes: what is published in between must look newer than they are.
+        before = stamp(path)
         try:
             data = (path / MANIFEST).read_bytes()
         except OSError:
             raise ArtifactMissing(f"{path} is not an artifact: it has no {MANIFEST}; `npucompile build` makes one") from None
-        artifact = Artifact(path, decode(data, str(path / MANIFEST)), hashlib.sha256(data).hexdigest())
+        artifact = Artifact(path, decode(data, str(path / MANIFEST)), hashlib.sha256(data).hexdigest(), before)
         if check:
             for name, record in artifact.manifest.files.items():
                 check_file(path / name, record)
@@ -109,7 +115,7 @@ class Artifact:
         Raises:
             ArtifactError: what is there now cannot be used.
         """
-        if _stamp(self.path / MANIFEST) == self._stamp:
+        if stamp(self.path) == self._stamp:
             return None
         newer = Artifact.open(self.path, check=False)
         if newer.digest == self.digest:
@@ -137,26 +143,31 @@ class ArtifactWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.previous: Artifact | None = None
+        self.published: Manifest | None = None
         self.files: dict[str, FileRecord] = {}
 
     def __enter__(self) -> ArtifactWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not (self.path / MANIFEST).exists() and any(self.path.iterdir()):
-            raise ArtifactError(f"{self.path} exists and is not an artifact; legal is a new or empty directory, or an artifact")
-        self._lock = _lock(self.path.with_name(f".{self.path.name}.lock"))
-        self._fresh = not (self.path / MANIFEST).exists()
-        self.root = self.path.with_name(f".{self.path.name}.new") if self._fresh else self.path
-        if self._fresh:
-            shutil.rmtree(self.root, ignore_errors=True)
-            self.root.mkdir()
-        else:
-            self.previous = _open_or_none(self.path)
+        with ExitStack() as stack:
+            stack.enter_context(exclusive(self.path.with_name(f".{self.path.name}.lock"), str(self.path)))
+            self._fresh = not (self.path / MANIFEST).exists()
+            if self._fresh and self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+                raise ArtifactError(f"{self.path} exists and is not an artifact; legal is a new or empty directory, or an artifact")
+            self.root = self.path.with_name(f".{self.path.name}.new") if self._fresh else self.path
+            if self._fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+                self.root.mkdir()
+            else:
+                self.previous = _open_or_none(self.path)
+            self._locked = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._fresh:
-            shutil.rmtree(self.root, ignore_errors=True)
-        os.close(self._lock)
+        with self._locked:
+            if self._fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+            elif error is not None and (kept := self.published or (self.previous and self.previous.manifest)):
+                self.collect(kept)
 
     def add(self, folder: str, data: bytes, suffix: str) -> str:
         """Stores bytes under their digest; returns the path in the artifact."""
@@ -188,6 +199,7 @@ class ArtifactWriter:
             named |= {entry.eager, entry.stages, entry.compiled.file if entry.compiled else None}
         manifest = replace(manifest, files={name: self.files[name] for name in sorted(n for n in named if n)})
         _replace(self.root / MANIFEST, encode(manifest))
+        self.published = manifest
         if self._fresh:
             if self.path.exists():
                 self.path.rmdir()
@@ -201,6 +213,15 @@ class ArtifactWriter:
             for file in sorted((self.path / folder).glob("*")):
                 if f"{folder}/{file.name}" not in manifest.files:
                     file.unlink()
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of the artifact at `path` as it is now."""
+    try:
+        status = (path / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 def check_file(file: Path, record: FileRecord) -> None:
@@ -241,14 +262,6 @@ def _replace(target: Path, data: bytes) -> None:
     os.replace(part, target)
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino
-
-
 def _open_or_none(path: Path) -> Artifact | None:
     """An earlier artifact to take files over from; one that cannot be read has none to give."""
     try:
@@ -257,17 +270,4 @@ def _open_or_none(path: Path) -> Artifact | None:
         return None
 
 
-def _lock(file: Path) -> int:
-    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
-        os.close(handle)
-        raise ArtifactError(f"{file.parent}: process {owner or 'unknown'} is building this artifact; legal is one build at a time") from None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    return handle
-
-
-__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "Compiled", "GraphEntry", "Manifest", "check_file", "graph_key"]
+__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "Compiled", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]

@@ -1,7 +1,12 @@
-"""Turns the description of an artifact into bytes, the same bytes for the same description, and back."""
+"""Turns the description of an artifact into bytes, the same bytes for the same description, and back.
+
+The bytes are msgpack: `{"format", "manifest", "sha256"}`, the manifest packed by itself and its digest beside it. The digest
+finds damage; it is no signature.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +16,7 @@ import msgpack
 from ..graphs.errors import ArtifactStale, ArtifactTampered
 from ..graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class GraphEntry:
         inputs, outputs: its step's inputs and outputs; params and state are the artifact's.
         eager: path of the eager graph, always there.
         stages: path of the compressed texts of its stages.
-        digest: sha256 of the lowered text.
+        digest: `artifact.graph_key` of what the build compiles: lowered text, backend, options and toolchain.
         compiled: its executable; None while there is none.
         cost: flops, read_bytes, write_bytes of one step.
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes.
@@ -117,7 +122,8 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """msgpack with sorted keys."""
-    packed: bytes = msgpack.packb(_sorted({"format": FORMAT, **_plain(manifest)}))
+    inner = msgpack.packb(_sorted(_plain(manifest)))
+    packed: bytes = msgpack.packb({"format": FORMAT, "manifest": inner, "sha256": hashlib.sha256(inner).hexdigest()})
     return packed
 
 
@@ -125,20 +131,26 @@ def decode(data: bytes, where: str) -> Manifest:
     """Reads a manifest.
 
     Raises:
-        ArtifactTampered: when the bytes are no manifest.
+        ArtifactTampered: when the bytes are no manifest, or not the ones that were written.
         ArtifactStale: when they are one of another format.
     """
     try:
-        plain = msgpack.unpackb(data, strict_map_key=False)
-        found = plain["format"]
+        outer = msgpack.unpackb(data, strict_map_key=False)
+        found = outer["format"]
     except Exception as error:
         raise ArtifactTampered(f"{where}: {len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
     if found != FORMAT:
         raise ArtifactStale(f"{where}: manifest format is {found!r}, this npucompile reads {FORMAT}; build the artifact again")
     try:
-        return _manifest(plain)
+        inner, expected = bytes(outer["manifest"]), str(outer["sha256"])
+        digest = hashlib.sha256(inner).hexdigest()
+        plain = msgpack.unpackb(inner) if digest == expected else None
+        manifest = _manifest(plain) if plain is not None else None
     except Exception as error:
-        raise ArtifactTampered(f"{where}: the manifest does not have the fields of format {FORMAT}: {type(error).__name__}: {error}") from None
+        raise ArtifactTampered(f"{where}: lacks fields of format {FORMAT}: {type(error).__name__}: {error}") from None
+    if manifest is None:
+        raise ArtifactTampered(f"{where} has sha256 {digest} inside; it says {expected}")
+    return manifest
 
 
 def _plain(value: Any) -> Any:
@@ -180,10 +192,9 @@ def _entry(plain: dict[str, Any]) -> GraphEntry:
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
-    fields = {k: v for k, v in plain.items() if k != "format"}
     return Manifest(
         **{
-            **fields,
+            **plain,
             "rules": {k: tuple(v) for k, v in plain["rules"].items()},
             "limits": Limits(**plain["limits"]),
             "params": _leaves(plain["params"]),
@@ -195,5 +206,3 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
             "files": {k: FileRecord(**v) for k, v in plain["files"].items()},
         }
     )
-
-

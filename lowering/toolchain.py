@@ -9,6 +9,7 @@ import torch
 
 from .. import __version__
 
+
 def toolchain() -> dict[str, str]:
     """Versions and machine, by name."""
     return {

@@ -91,8 +91,7 @@ def from_config(name: str, values: Mapping[str, Any], where: str = "config.json"
 
 def families() -> tuple[ModuleType, ...]:
     """Modules of this folder that are a model family: those that define FAMILY and MODEL_TYPES."""
-    package = __package__ or ""
-    modules = (importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules([str(_HERE)]))
+    modules = (importlib.import_module(f".{found.name}", __package__) for found in pkgutil.iter_modules([str(_HERE)]))
     return tuple(module for module in modules if hasattr(module, "FAMILY") and hasattr(module, "MODEL_TYPES"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from ..graphs.errors import SpecError
 from ..graphs.types import Bucket, Limits, Signature
 from ..lowering.artifact import Artifact, GraphEntry
 from ..lowering.executable import Executable, check_operands, load_compiled
+
+log = logging.getLogger(__name__)
 
 COMPILERS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process loads only in order to compile."""
@@ -39,6 +42,7 @@ class Executor:
         self.vocab_size = int(artifact.manifest.model["vocab_size"])
         self.backends: dict[str, str] = {}
         self._prefer_eager = prefer_eager
+        self._held = _operands(artifact)
         params = artifact.load_weights()
         self._params = [params[leaf.name] for leaf in artifact.manifest.params]
         self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in artifact.manifest.state]
@@ -75,20 +79,32 @@ class Executor:
         return {name: value.numpy() for name, value in zip(self._outputs[bucket], results, strict=True)}
 
     def refresh(self) -> bool:
-        """Loads executables that a build finished since the last look; returns whether any bucket changed."""
+        """Loads executables that a build finished since the last look; returns whether any bucket changed.
+
+        A directory that was built anew from other weights or for other sizes is left to the next process.
+
+        Raises:
+            NpucompileError: what the build left cannot be loaded; its buckets stay as they are until it publishes again.
+        """
         newer = self.artifact.reload()
         if newer is None:
             return False
+        # Set before anything can fail: what cannot be loaded is reported once, not at every look.
+        self.artifact = newer
+        if self._prefer_eager:
+            return False
+        if _operands(newer) != self._held:
+            log.warning("%s was built anew from other weights or for other sizes; a restarted server will serve that", newer.path)
+            return False
+        newer.check_runnable()
         changed = False
         for entry in newer.manifest.graphs:
             old = self._entries.get(entry.bucket)
-            if old is None or entry == old or self._prefer_eager or entry.compiled is None:
+            if old is None or entry.compiled in (None, old.compiled) or entry.eager != old.eager:
                 continue
-            self.artifact = newer
             self._executables[entry.bucket] = self._load(entry)
             self._entries[entry.bucket] = entry
             changed = True
-        self.artifact = newer
         return changed
 
     def compiles(self) -> int:
@@ -118,3 +134,7 @@ class Executor:
         return sum(name in sys.modules for name in COMPILERS)
 
 
+def _operands(artifact: Artifact) -> tuple[object, ...]:
+    """What an executor holds between steps; executables over anything else would misread it."""
+    manifest = artifact.manifest
+    return manifest.weights, manifest.params, manifest.state, manifest.limits

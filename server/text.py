@@ -89,8 +89,11 @@ class Detokenizer:
         return self._decode(self._window)[self._sent_chars :]
 
     def _cut(self, text: str) -> None:
-        """Drops old tokens of a window that never ends cleanly, where decoding the two sides apart changes nothing."""
-        for count in range(len(self._window) - 2 * UNFINISHED_CHARS, 0, -1):
+        """Drops old tokens of a window that never ends cleanly, where decoding the two sides apart changes nothing.
+
+        What they said has been sent, so no character of theirs can still be waiting for its last bytes.
+        """
+        for count in range(len(self._window) - 1, 0, -1):
             old, kept = self._decode(self._window[:count]), self._decode(self._window[count:])
             if old + kept == text and len(old) <= self._sent_chars:
                 self._sent_chars -= len(old)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +19,39 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The file oracle.py beside this one; importlib mode has no sibling imports."""
+    if "oracle" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("oracle", Path(__file__).with_name("oracle.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["oracle"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["oracle"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code makes now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares text with the file of that name in tests/golden, or writes it there under --update-golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = Path(__file__).parent / "golden" / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not path.is_file():
+            pytest.fail(f"{path} does not exist; --update-golden writes it")
+        stored = path.read_text(encoding="utf-8")
+        if stored != text:
+            lines = (stored.splitlines(keepends=True), text.splitlines(keepends=True))
+            difference = "".join(difflib.unified_diff(*lines, f"golden/{name}.txt", "made now"))
+            pytest.fail(f"{difference}\nif this is meant: pytest --update-golden, and read the diff of what it writes", pytrace=False)
+
+    return compare

@@ -488,6 +488,32 @@ def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(caplog):
     reconcile(engine.stats(), [bad, good], toy)
 
 
+def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
+    limits = Limits(page_size=2, num_pages=6, num_slots=9, max_model_len=8)
+    buckets = (Bucket("prefill", 1, 8), Bucket("decode", 4, 1))
+    requests, sinks = [ask(n, max_tokens=5) for n in "ab"], [Collect(), Collect()]
+
+    def play(fail_at):
+        engine, toy = make(limits, buckets, fail_at=fail_at)
+        for i, request in enumerate(requests):
+            sinks[i] = Collect()
+            engine.submit(request, sinks[i])
+        while not engine.stats()["preemptions_total"]:
+            assert engine.step()
+            engine.check()
+        return engine, toy
+
+    # The step that preempts "b" is the one that fails when it is played again.
+    _, toy = play(())
+    engine, toy = play({toy.runs})
+    drain(engine)
+    assert [sink.end.reason for sink in sinks] == ["error", "length"]
+    assert sinks[1].end.record.preemptions == 1
+    assert sinks[1].tokens == alone(requests[1], 8)[0]
+    reconcile(engine.stats(), sinks, toy)
+    assert "was told to fail" in caplog.text
+
+
 @pytest.mark.parametrize(
     "tokens, message",
     [

@@ -295,6 +295,28 @@ def test_a_client_that_does_not_read_is_closed_with_1008_and_its_responses_cance
     asyncio.run(run())
 
 
+def test_a_client_that_wakes_up_too_late_sees_no_gap():
+    async def run():
+        engine = Engine()
+        peer = Peer(create_app(Service(engine, codec(), MODEL), SocketLimits(max_queue_events=8)))
+        await peer.message()
+        response_id = await opened(peer, "a")
+        peer.readable.clear()
+        for _ in range(20):
+            engine.emit(response_id, "x")
+        # One turn of the loop: the queue has overflown, but the socket is not closed yet and the writer gets to run.
+        await asyncio.sleep(0)
+        peer.readable.set()
+        engine.emit(response_id, "y")
+        await peer.ended()
+        *sent, close = peer.left()
+        assert close["code"] == 1008
+        numbers = [json.loads(message["text"])["sequence_number"] for message in sent]
+        assert numbers == list(range(2, 2 + len(numbers)))
+
+    asyncio.run(run())
+
+
 def test_a_client_that_cannot_even_take_the_close_frame_is_dropped():
     async def run():
         engine = Engine()

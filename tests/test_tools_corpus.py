@@ -1,11 +1,12 @@
 import json
 import shutil
-import subprocess
+import unicodedata
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from npucompile.tools import corpus, tiny_tokenizer
 from npucompile.tools.corpus import Chapter, CorpusError, parse_chapters, split_chapters
 
@@ -30,9 +31,7 @@ def test_labels_are_dropped_and_verses_gathered():
     )
 
 
-@pytest.mark.parametrize(
-    "line, says", [("no label here", "label"), ("Ge1:2 second first", "verse 1"), ("Ge1:1 ", "label"), ("", "label")]
-)
+@pytest.mark.parametrize("line, says", [("no label here", "label"), ("Ge1:2 second first", "verse 1"), ("Ge1:1 ", "label"), ("", "label")])
 def test_malformed_lines_are_refused_by_number(line, says):
     with pytest.raises(CorpusError, match=f"line 2 .*{says}"):
         parse_chapters("Exo1:1 fine\n" + line + "\n")
@@ -61,7 +60,7 @@ def test_failing_command_is_reported(monkeypatch):
 def test_whole_text_parses():
     chapters = parse_chapters(corpus.read_bible())
     assert (len(chapters), sum(len(chapter.verses) for chapter in chapters)) == (1189, 31102)
-    training, held_out = split_chapters(chapters)
+    _, held_out = split_chapters(chapters)
     share = sum(len(c.text) for c in held_out) / sum(len(c.text) for c in chapters)
     assert len(held_out) == 24
     assert 0.015 < share < 0.025
@@ -78,8 +77,6 @@ def test_every_id_decodes_and_specials_are_last(tokenizer):
 @given(text=st.text(max_size=60))
 def test_any_text_survives_the_round_trip(tokenizer, text):
     ids = tokenizer.encode(text).ids
-    import unicodedata
-
     assert tokenizer.decode(ids, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 
 
@@ -117,10 +114,3 @@ def test_batches_repeat_with_their_seed(tokenizer):
     assert first.shape == (8, 12)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_command_line_explains_itself():
-    help_text = subprocess.run(
-        ["python", "-m", "npucompile.tools.train_tiny", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    assert "--export-only" in help_text

@@ -18,6 +18,7 @@ from ..lowering.backend import backend
 from ..lowering.serial import encode
 from ..lowering.toolchain import toolchain
 from ..models import checkpoint, shards
+from ..server.text import TextCodec
 from . import verify
 from .compile_pool import Job, run_all
 from .plan import Plan
@@ -65,13 +66,19 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
     with ArtifactWriter(out) as writer:
         staged = _stage_all(plan, progress)
         manifest = _describe(plan, staged, writer, progress)
-        pending = [entry for entry in manifest.graphs if entry.compiled is None and backend(plan.backend).compile and plan.backend != "eager"]
-        manifest = writer.publish(manifest)
+        made = {entry.bucket: entry.compiled for entry in manifest.graphs if entry.compiled}
+        # What was proved with other weights is not served before it is proved with these.
+        manifest = writer.publish(replace(manifest, graphs=tuple(e if e.verified else replace(e, compiled=None) for e in manifest.graphs)))
         ready_seconds = time.monotonic() - began
+        unproved = [replace(e, compiled=made[e.bucket]) for e in manifest.graphs if e.bucket in made and not e.compiled]
+        for entry in unproved:
+            manifest = _prove(entry, manifest, writer)
+            progress.say(f"verified {entry.bucket.name} with the new weights")
         reused = tuple(entry.bucket.name for entry in manifest.graphs if entry.compiled)
+        pending = len(manifest.graphs) - len(reused)
         seconds: dict[str, float] = {}
-        if pending:
-            progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {len(pending)} of {len(manifest.graphs)} buckets for speed")
+        if pending and backend(plan.backend).compile and plan.backend != "eager":
+            progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {pending} of {len(manifest.graphs)} buckets for speed")
             seconds, manifest = _compile(plan, manifest, {s.bucket.name: s for s in staged}, writer, cache_dir, progress, jobs, patience)
         writer.collect(manifest)
     return Report(out, time.monotonic() - began, ready_seconds, seconds, reused)
@@ -91,14 +98,17 @@ def _describe(plan: Plan, staged: list[Staged], writer: ArtifactWriter, progress
     """Stores weights, tokenizer and eager graphs; the manifest has the executables of the previous artifact that still fit."""
     signature = staged[0].partitioned.signature
     weights, source = _weights(plan, signature.params, writer, progress)
-    tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json") if plan.found.tokenizer else None
+    tokenizer = None
+    if plan.found.tokenizer:
+        TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
+        tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
     described = Manifest(
         model={
             "name": plan.found.name,
             "family": plan.model.family.FAMILY,
             "config": plan.found.text,
             "vocab_size": int(plan.model.config.vocab_size),
-            "eos_ids": list(plan.found.eos_ids),
+            "eos_ids": list(plan.eos_ids),
         },
         dtype=DTYPE_NAMES[plan.dtype],
         mesh="1",
@@ -124,13 +134,14 @@ def _describe(plan: Plan, staged: list[Staged], writer: ArtifactWriter, progress
 
 def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) -> GraphEntry:
     key = graph_key(one.texts["lowered"], plan.backend, backend(plan.backend).options(THREADS), manifest.toolchain)
-    compiled, verified = _previous(writer, manifest, one.bucket.name, key)
+    eager = writer.add("graphs", encode(one.eager.graph), "graph")
+    compiled, verified = _previous(writer, manifest, one.bucket.name, key, eager)
     stages = zlib.compress(json.dumps(one.texts, sort_keys=True).encode(), 9)
     return GraphEntry(
         bucket=one.bucket,
         inputs=one.partitioned.signature.inputs,
         outputs=one.partitioned.signature.outputs,
-        eager=writer.add("graphs", encode(one.eager.graph), "graph"),
+        eager=eager,
         stages=writer.add("stages", stages, "json.z"),
         digest=key,
         compiled=compiled,
@@ -141,14 +152,26 @@ def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) 
     )
 
 
-def _previous(writer: ArtifactWriter, manifest: Manifest, name: str, key: str) -> tuple[Compiled | None, Mapping[str, float]]:
-    """The executable of that key in the previous artifact; its proof only while weights are the ones it was made with."""
+def _previous(
+    writer: ArtifactWriter, manifest: Manifest, name: str, key: str, eager: str
+) -> tuple[Compiled | None, Mapping[str, float]]:
+    """The executable of that key in the previous artifact, and its proof while weights and reference are those it was made with."""
     before = writer.previous.manifest if writer.previous else None
     for entry in before.graphs if before else ():
         made = entry.compiled
-        if entry.bucket.name == name and made and made.key == key and before and before.weights == manifest.weights and writer.keep(made.file):
-            return made, entry.verified
+        if before and entry.bucket.name == name and made and made.key == key and writer.keep(made.file):
+            return made, entry.verified if (before.weights, entry.eager) == (manifest.weights, eager) else {}
     return None, {}
+
+
+def _prove(entry: GraphEntry, manifest: Manifest, writer: ArtifactWriter) -> Manifest:
+    """Publishes an executable that equals the reference.
+
+    Raises:
+        VerifyError: it does not.
+    """
+    entry = replace(entry, verified=verify.verify_entry(Artifact(writer.root, manifest, ""), entry))
+    return writer.publish(replace(manifest, graphs=tuple(entry if e.bucket == entry.bucket else e for e in manifest.graphs)))
 
 
 def _weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
@@ -191,11 +214,8 @@ def _compile(
             file = writer.add("graphs", done.job.out_path.read_bytes(), made.suffix)
             done.job.out_path.unlink()
             entry = next(e for e in manifest.graphs if e.bucket.name == done.job.name)
-            entry = replace(entry, compiled=Compiled(made.name, file, entry.digest))
-            verdict = verify.verify_entry(Artifact(writer.root, manifest, ""), entry)
-            entry = replace(entry, verified=verdict)
-            manifest = replace(manifest, graphs=tuple(entry if e.bucket == entry.bucket else e for e in manifest.graphs))
-            manifest = writer.publish(manifest)
+            manifest = _prove(replace(entry, compiled=Compiled(made.name, file, entry.digest)), manifest, writer)
             seconds[done.job.name] = done.seconds
-            bar.step(f"{done.job.name} {done.seconds:.1f} s, logits within {verdict['logits_error']:.1e}")
+            error = next(e.verified["logits_error"] for e in manifest.graphs if e.bucket == entry.bucket)
+            bar.step(f"{done.job.name} {done.seconds:.1f} s, logits within {error:.1e}")
     return seconds, manifest

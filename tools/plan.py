@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,7 +65,6 @@ class Plan:
         """Command line of `npucompile build` that decides the same."""
         decode = [bucket.batch for bucket in self.buckets if bucket.kind == "decode"]
         prefill = [bucket.q_len for bucket in self.buckets if bucket.kind == "prefill"]
-        model = str(self.found.checkpoint_dir.resolve()) if self.found.checkpoint_dir and self.found.name not in registry.presets() else self.found.name
         options = {
             "buckets": ",".join(map(str, decode)),
             "prefill": ",".join(map(str, prefill)),
@@ -73,7 +73,12 @@ class Plan:
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
         }
-        return (model, *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+        return (_asked(self.found), *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer; one outside the vocabulary can never be generated."""
+        return tuple(token for token in self.found.eos_ids if token < self.model.config.vocab_size)
 
     @property
     def references(self) -> tuple[Bucket, ...]:
@@ -83,10 +88,12 @@ class Plan:
 
     @property
     def params_bytes(self) -> int:
+        """Bytes of all parameters."""
         return sum(p.aval.nbytes for _, p in tree.flatten(self.model.params(self.dtype)))
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of all state pools."""
         leaves: list[tuple[str, Aval]] = tree.flatten(self.model.state(self.limits, self.dtype))
         return sum(aval.nbytes for _, aval in leaves)
 
@@ -110,19 +117,57 @@ def plan(options: Options) -> Plan:
             "legal here is --backend null (graphs, costs and memory only), or a path to a checkpoint directory"
         )
     longest = found.max_position_embeddings
-    length = options.max_model_len or min(DEFAULT_MODEL_LEN, longest // PAGE_SIZE * PAGE_SIZE)
+    length = min(DEFAULT_MODEL_LEN, longest // PAGE_SIZE * PAGE_SIZE) if options.max_model_len is None else options.max_model_len
     if not PAGE_SIZE <= length <= longest or length % PAGE_SIZE:
         raise SpecError(f"max_model_len is {length}; legal for {found.name} is a multiple of {PAGE_SIZE} up to {longest}")
     if options.max_model_len is None and length < longest:
-        notes.append(f"context {length} of {longest} tokens (every decode step reads a row's whole context; --max-model-len to change)")
-    decode = tuple(Bucket("decode", batch, 1) for batch in options.buckets)
-    sequences = options.max_num_seqs or max(options.buckets)
-    pages = 1 + sequences * (length // PAGE_SIZE)
-    limits = Limits(PAGE_SIZE, pages, 1 + sequences, length)
+        notes.append(f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)")
+    batches, sequences = _batches(options)
     prefill = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(options.prefill)) if chunk <= length)
     if not prefill:
         raise SpecError(f"no prefill chunk of {options.prefill} fits max_model_len {length}; legal are sizes from 1 to {length}")
-    return Plan(found, found.model, (*prefill, *decode), limits, dtype, backend, tuple(notes))
+    if dropped := sorted({chunk for chunk in options.prefill if chunk > length}):
+        notes.append(f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {length}")
+    decode = tuple(Bucket("decode", batch, 1) for batch in batches)
+    limits = Limits(PAGE_SIZE, 1 + sequences * (length // PAGE_SIZE), 1 + sequences, length)
+    made = Plan(found, found.model, (*prefill, *decode), limits, dtype, backend, tuple(notes))
+    _check_memory(made)
+    if never := sorted(set(found.eos_ids) - set(made.eos_ids)):
+        note = f"end-of-text ids {never} lie outside the vocabulary of {found.model.config.vocab_size} and end nothing"
+        return replace(made, notes=(*made.notes, note))
+    return made
+
+
+def _batches(options: Options) -> tuple[list[int], int]:
+    """Decode batch sizes, and requests in flight.
+
+    Raises:
+        SpecError: there are no sizes, or one that can never be filled.
+    """
+    batches = sorted(set(options.buckets))
+    if not batches:
+        raise SpecError("no decode buckets; legal is at least one batch size, as in --buckets 1,2,4")
+    sequences = batches[-1] if options.max_num_seqs is None else options.max_num_seqs
+    if sequences < batches[-1]:
+        raise SpecError(f"max_num_seqs is {sequences}, and a bucket of {batches[-1]} rows could never be full; legal is at least {batches[-1]}")
+    return batches, sequences
+
+
+def _check_memory(made: Plan) -> None:
+    """Refuses what this machine cannot hold; a plan without an executor may be of any size."""
+    needed, held = made.params_bytes + made.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if made.backend != "null" and needed > held:
+        raise SpecError(
+            f"{made.found.name} needs {made.params_bytes / 1e9:,.1f} GB for weights and {made.state_bytes / 1e9:,.1f} GB for state, this "
+            f"machine has {held / 1e9:,.1f} GB; smaller are --max-model-len, --max-num-seqs and --buckets, and --backend null needs none"
+        )
+
+
+def _asked(found: registry.Found) -> str:
+    """What `registry.find` finds this by, from any working directory."""
+    if found.name in registry.presets() and registry.find(found.name).checkpoint_dir == found.checkpoint_dir:
+        return found.name
+    return str(Path(found.checkpoint_dir or found.name).resolve())
 
 
 def choose_dtype(asked: str) -> tuple[torch.dtype, str | None]:

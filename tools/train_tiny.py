@@ -61,7 +61,7 @@ class Plan:
         return self.length if step < self.steps - self.decay else 2 * self.length
 
 
-MAIN = Plan(steps=2400, decay=800, tokens=2048, length=256, draft_from=400)
+MAIN = Plan(steps=2000, decay=700, tokens=2048, length=256, draft_from=400)
 DRAFT = Plan(steps=300, decay=200, tokens=4096, length=256)
 PROMPTS = ("In the beginning", "And the LORD said unto Moses,", "Blessed are", "The king of Israel")
 

@@ -51,8 +51,7 @@ class PackageExecutable:
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned."""
-        results: list[torch.Tensor] = self._run(operands)
-        return results
+        return self._run(operands)  # type: ignore[arg-type]  # pybind takes any sequence
 
 
 def compile_package(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
@@ -89,13 +88,11 @@ def check_operators(graph: GraphModule) -> None:
     Raises:
         LoweringError: naming the operators.
     """
-    foreign = {
-        str(node.target)
-        for node in graph.graph.nodes
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", NAMESPACE)
-    }
+    targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    legal = ("aten", "prims", NAMESPACE)
+    foreign = sorted(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace not in legal)
     if foreign:
-        raise LoweringError(f"the inductor backend runs aten operators and kept primitives; this graph also calls {', '.join(sorted(foreign))}")
+        raise LoweringError(f"the inductor backend runs operators of {', '.join(legal)}; this graph also calls {', '.join(foreign)}")
 
 
 def package(files: Mapping[str, bytes]) -> bytes:

@@ -1,0 +1,153 @@
+"""A primitive says by its name what it lacks, what it was given, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import PrimitiveError
+from npucompile.graphs.primitive import NAMESPACE, TABLE, Cost, Primitive, nbytes, of_target
+
+Define = Callable[..., Primitive]
+
+
+@pytest.fixture
+def define() -> Iterator[Define]:
+    """Defines primitives for one test; torch keeps the operators for as long as the process lives, so names are used once."""
+    made: list[str] = []
+
+    def one(name: str, schema: str, factors: str, **options: Any) -> Primitive:
+        made.append(name)
+        return Primitive(name, schema, factors=factors, **options)
+
+    yield one
+    for name in made:
+        TABLE.pop(name, None)
+
+
+# --- definition ---
+
+
+def test_a_name_is_used_once() -> None:
+    before = TABLE["linear"]
+    with pytest.raises(PrimitiveError, match="'linear' is defined twice"):
+        Primitive("linear", "(Tensor x) -> Tensor", factors="t -> t")
+    assert TABLE["linear"] is before
+
+
+def test_factors_count_the_schema_s_tensors(define: Define) -> None:
+    for schema in ("(Tensor x, Tensor y, int n) -> Tensor", "(Tensor x, float y) -> (Tensor, Tensor)"):
+        with pytest.raises(PrimitiveError, match=r"'test_counts': its factors 't -> t' have 1 operands and 1 results, its schema .* has"):
+            define("test_counts", schema, "t -> t")
+    assert "test_counts" not in TABLE
+
+
+def test_a_missing_rule_fails_by_name(define: Define) -> None:
+    bare = define("test_bare", "(Tensor x) -> Tensor", "t -> t")
+    bare.abstract(torch.empty_like)
+    for facet in ("reference", "cost", "inplace"):
+        assert not bare.has(facet)
+        with pytest.raises(PrimitiveError, match=rf"'test_bare' has no rule '{facet}'; it has \['abstract'\]"):
+            bare.rule(facet)
+    for lacking in (lambda: bare.lower_for("inductor"), lambda: bare.inplace_op):
+        with pytest.raises(PrimitiveError, match="'test_bare' has no rule"):
+            lacking()
+
+
+def test_every_primitive_has_what_every_graph_needs() -> None:
+    for primitive in TABLE.values():
+        for facet in ("abstract", "reference", "cost"):
+            primitive.rule(facet)
+
+
+def test_a_backend_takes_its_own_lowering_or_the_reference(define: Define) -> None:
+    twice = define("test_twice", "(Tensor x) -> Tensor", "t -> t")
+    reference, lowering = twice.reference(lambda x: 2 * x), twice.lowering("inductor")(lambda x: x + x)
+    assert twice.lower_for("inductor") is lowering
+    assert twice.lower_for("eager") is reference
+    assert not twice.is_kept("inductor")
+    twice.keep("inductor")
+    assert twice.is_kept("inductor")
+    assert not twice.is_kept("eager")
+
+
+# --- donation ---
+
+
+def test_the_twin_writes_and_returns_the_rest(define: Define) -> None:
+    bump = define("test_bump", "(Tensor x, Tensor pool, int n) -> (Tensor, Tensor)", "_, _ -> _, _", donates=((1, 1),))
+    bump.abstract(lambda x, pool, n: (torch.empty_like(x), torch.empty_like(pool)))
+    bump.reference(lambda x, pool, n: (x + pool, pool + n))
+    bump.inplace(lambda x, pool, n: (x + pool, pool.add_(n)))
+    x, pool = torch.ones(2), torch.ones(2)
+    assert bump.inplace_op(x, pool, 3).tolist() == [2, 2]
+    assert (x.tolist(), pool.tolist()) == ([1, 1], [4, 4])
+    assert str(bump.inplace_op._schema) == "npuc::test_bump_(Tensor x, Tensor(a!) pool, int n) -> Tensor"
+    assert bump.kept_results == [0]
+    meta = torch.empty(2, device="meta")
+    assert bump.inplace_op(meta, meta, 3).device.type == "meta"
+
+
+def test_a_twin_with_nothing_else_to_return() -> None:
+    schema = "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()"
+    assert str(ops.cache_write.inplace_op._schema) == f"npuc::cache_write_{schema}"
+    assert ops.cache_write.kept_results == []
+
+
+# --- calls ---
+
+X, W = torch.ones(3, 4), torch.ones(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ((X,), "1 arguments"),
+        ((X, W, W), "3 arguments"),
+        ((X, 3), "an operand is not a tensor"),
+        ((X, None), "an operand is not a tensor"),
+        ((X, W[0]), r"operands of ranks \[2, 1\] do not fit"),
+        ((X, torch.ones(5, 7)), "'k' has sizes 4 and 7"),
+    ],
+)
+def test_a_wrong_call_names_primitive_schema_and_operands(args: tuple[Any, ...], why: str) -> None:
+    with pytest.raises(PrimitiveError, match=why) as caught:
+        ops.linear(*args)
+    message = str(caught.value)
+    assert message.startswith("primitive 'linear' takes (Tensor x, Tensor weight) -> Tensor, it was called with (f32[3,4]")
+
+
+def test_grouped_heads_may_differ_by_a_factor() -> None:
+    q, cache = torch.ones(1, 1, 4, 2), torch.ones(2, 2, 2, 2)
+    rest = (torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 1.0)
+    ops.paged_attention(q, cache, cache, *rest)
+    with pytest.raises(PrimitiveError, match="'h' has sizes 2 and 3"):
+        ops.paged_attention(q[:, :, :3], cache, cache, *rest)
+
+
+def test_a_call_differentiates_only_where_a_gradient_is_wanted() -> None:
+    weight = W.clone().requires_grad_()
+    assert ops.linear(X, weight).requires_grad
+    assert not ops.linear(X, W).requires_grad
+    with torch.no_grad():
+        assert not ops.linear(X, weight).requires_grad
+
+
+# --- small things ---
+
+
+def test_of_target_finds_primitives_only() -> None:
+    assert of_target(ops.linear.op) is ops.linear
+    for other in (torch.ops.aten.add.Tensor, ops.cache_write.inplace_op, len, None):
+        assert of_target(other) is None
+    assert ops.linear.op.namespace == NAMESPACE
+
+
+def test_costs_add_and_bytes_count() -> None:
+    assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)
+    assert nbytes(torch.ones(2, 3), None, torch.ones(4, dtype=torch.int8)) == 28
+    assert nbytes() == 0

@@ -1,0 +1,59 @@
+"""Text says all that a graph computes, and nothing of the names FX chose."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from npucompile.graphs import ops
+from npucompile.graphs.text import as_text, target_name
+
+aten = torch.ops.aten
+
+
+def graph_of(prefix: str, scale: float = 2.0) -> GraphModule:
+    """Every kind of argument a graph holds; node names begin with `prefix`."""
+    graph, meta = Graph(), torch.empty(2, 3, device="meta")
+
+    def add(op: str, target: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None, val: object = meta):
+        node = graph.create_node(op, target, args, kwargs, name=f"{prefix}_{len(graph.nodes)}")  # type: ignore[arg-type]
+        node.meta["val"] = val
+        return node
+
+    x, table = add("placeholder", "x", ()), add("placeholder", "table", ())
+    table.meta["leaf"] = "params.table"
+    scaled = add("call_function", aten.mul.Tensor, (x, scale))
+    top = add("call_function", ops.moe_route.op, (scaled, 1, True), val=(meta[:, :1], meta[:, :1].int()))
+    first = add("call_function", operator.getitem, (top, 1), val=meta[:, :1].int())
+    options: dict[str, object] = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    cast = add("call_function", aten._to_copy.default, (first,), options, meta[:, :1].bfloat16())
+    joined = add("call_function", aten.cat.default, ([scaled, cast, table], -1), val=torch.empty(2, 7, dtype=torch.float64, device="meta"))
+    summed = add("call_function", torch.ops._c10d_functional.all_reduce.default, (joined, "sum", "0"), val=joined.meta["val"])
+    written = add("call_function", aten.copy_.default, (table, x))
+    nothing = add("call_function", ops.cache_write.inplace_op, (x, None, (1, -0.0), float("inf"), torch.contiguous_format), val=())
+    assert written.op == nothing.op
+    graph.output((summed, x))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def test_every_kind_of_line(golden: Callable[[str, str], None]) -> None:
+    golden("every_kind_of_line", as_text(graph_of("n"), "every kind of line"))
+
+
+def test_names_do_not_matter() -> None:
+    assert as_text(graph_of("n"), "") == as_text(graph_of("other"), "").replace("operand other_0", "operand n_0")
+
+
+def test_arguments_do() -> None:
+    assert as_text(graph_of("n"), "") != as_text(graph_of("n", 2.5), "")
+    assert as_text(graph_of("n", 1.0), "") != as_text(graph_of("n", 1), "")
+
+
+def test_target_names() -> None:
+    assert target_name(aten.add.Tensor) == "aten.add.Tensor"
+    assert target_name(ops.linear.op) == "npuc.linear"
+    assert target_name(operator.getitem) == "getitem"
+    assert target_name("relu") == "relu"

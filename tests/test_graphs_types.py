@@ -1,0 +1,145 @@
+"""The nouns refuse what they cannot mean, and say what they were given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npucompile.graphs.errors import PartitionError, SpecError
+from npucompile.graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Mesh, Rules, Signature
+
+F32 = torch.float32
+
+
+# --- Aval ---
+
+
+def test_aval_names_every_axis_or_none() -> None:
+    assert Aval((2, 3), F32).axes == (None, None)
+    assert Aval((2, 3), F32, ("ffn", None)).axes == ("ffn", None)
+    assert Aval((), F32).axes == ()
+    with pytest.raises(SpecError, match=r"1 axis names \('ffn',\) for 2 dimensions \(2, 3\)"):
+        Aval((2, 3), F32, ("ffn",))
+
+
+@pytest.mark.parametrize(
+    ("aval", "text", "nbytes"),
+    [
+        (Aval((4, 64), torch.bfloat16), "bf16[4,64]", 512),
+        (Aval((), torch.int32), "i32[]", 4),
+        (Aval((3, 0), torch.bool), "bool[3,0]", 0),
+        (Aval((2,), torch.float64), "torch.float64[2]", 16),
+    ],
+)
+def test_aval_prints_and_weighs(aval: Aval, text: str, nbytes: int) -> None:
+    assert str(aval) == text
+    assert aval.nbytes == nbytes
+
+
+def test_dtype_names_are_unique() -> None:
+    assert {DTYPES[name] for name in DTYPE_NAMES.values()} == set(DTYPE_NAMES)
+
+
+# --- Mesh ---
+
+AXES = st.lists(st.tuples(st.from_regex(r"[a-z_][a-z0-9_]{0,3}", fullmatch=True), st.integers(1, 999)), unique_by=lambda axis: axis[0])
+
+
+@given(AXES)
+def test_mesh_reads_what_it_prints(axes: list[tuple[str, int]]) -> None:
+    mesh = Mesh(tuple(axes))
+    if axes:
+        assert Mesh.parse(str(mesh)) == mesh
+        assert Mesh.parse(", ".join(f"{name}={size}" for name, size in axes)) == mesh
+
+
+def test_mesh_of_one_device() -> None:
+    for text in ("", "  "):
+        mesh = Mesh.parse(text)
+        assert (mesh, mesh.size, mesh.axis("tp"), str(mesh)) == (Mesh(), 1, 1, "1")
+
+
+def test_mesh_sizes() -> None:
+    mesh = Mesh.parse("dp=8,tp=2")
+    assert (mesh.size, mesh.axis("dp"), mesh.axis("tp"), mesh.axis("ep")) == (16, 8, 2, 1)
+
+
+@pytest.mark.parametrize("part", ["dp", "dp=", "=2", "dp=0", "dp=-1", "dp=two", "dp=2.0", "2=dp", "d p=2", "dp=2=3", "dp=²", "dp=٢", ""])
+@pytest.mark.parametrize("before", [True, False])
+def test_mesh_refuses_anything_else(part: str, before: bool) -> None:
+    text = f"{part},tp=2" if before else f"tp=2,{part}"
+    with pytest.raises(SpecError) as caught:
+        Mesh.parse(text)
+    assert repr(text) in str(caught.value)
+    assert repr(part) in str(caught.value)
+    assert "dp=8,tp=2" in str(caught.value)
+
+
+def test_mesh_refuses_an_axis_twice() -> None:
+    with pytest.raises(SpecError, match="'tp' is given twice"):
+        Mesh.parse("tp=2,dp=4,tp=2")
+
+
+# --- Rules ---
+
+MESH = Mesh.parse("dp=4,tp=2")
+RULES = Rules.of({"experts": ("dp", "tp"), "ffn": "tp", "heads": "tp"})
+
+
+def test_rules_are_the_same_in_any_order() -> None:
+    assert Rules.of({"heads": "tp", "ffn": ("tp",), "experts": ("dp", "tp")}) == RULES
+    assert [RULES.mesh_axes(name) for name in ("experts", "ffn", "vocab", None)] == [("dp", "tp"), ("tp",), (), ()]
+
+
+def test_rules_accept_what_divides() -> None:
+    RULES.check(Aval((8, 3, 6), F32, ("experts", None, None)), MESH, "w")
+    RULES.check(Aval((7, 6), F32, ("vocab", "ffn")), MESH, "w")
+    RULES.check(Aval((7,), F32, ("ffn",)), Mesh(), "w")
+
+
+def test_rules_refuse_what_does_not_divide() -> None:
+    with pytest.raises(PartitionError, match=r"params.w: axis 'experts' of size 12 does not divide by 8 .*'dp', 'tp'.* of mesh dp=4,tp=2"):
+        RULES.check(Aval((12, 3), F32, ("experts", None)), MESH, "params.w")
+
+
+def test_rules_refuse_two_axes_on_one_mesh_axis() -> None:
+    with pytest.raises(PartitionError, match=r"params\.w: axes 'heads' and 'ffn' both map to mesh axis 'tp'"):
+        RULES.check(Aval((4, 4), F32, ("heads", "ffn")), MESH, "params.w")
+
+
+# --- Bucket, Limits, Signature ---
+
+
+@pytest.mark.parametrize("sizes", [("verify", 1, 1), ("decode", 0, 1), ("prefill", 1, 0), ("decode", -1, 1)])
+def test_bucket_refuses(sizes: tuple[str, int, int]) -> None:
+    with pytest.raises(SpecError, match=r"/".join(map(str, sizes)) + r": kind is one of \('decode', 'prefill'\)"):
+        Bucket(*sizes)
+
+
+def test_bucket_names_and_orders() -> None:
+    bucket = Bucket("decode", 4, 3)
+    assert (bucket.name, bucket.tokens) == ("decode-b4-q3", 12)
+    assert sorted([Bucket("prefill", 1, 8), Bucket("decode", 4, 1), Bucket("decode", 2, 5)])[0] == Bucket("decode", 2, 5)
+
+
+def test_limits() -> None:
+    assert Limits(16, 9, 5, 64).pages_per_request == 4
+    with pytest.raises(SpecError, match="max_model_len 65 is not a multiple of page_size 16"):
+        Limits(16, 9, 5, 65)
+
+
+@pytest.mark.parametrize("name", ["page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"])
+def test_limits_are_positive(name: str) -> None:
+    sizes = {"page_size": 16, "num_pages": 9, "num_slots": 5, "max_model_len": 64, "slots_per_request": 1}
+    for bad in (0, -16):
+        with pytest.raises(SpecError, match=f"{name} is {bad}; it is at least 1"):
+            Limits(**{**sizes, name: bad})
+
+
+def test_signature_order() -> None:
+    p, s, i, o = (Leaf(name, Aval((1,), F32)) for name in ("params.p", "state.s", "inputs.i", "outputs.o"))
+    signature = Signature((p,), (s,), (i,), (o,))
+    assert signature.operands == (p, s, i)
+    assert signature.results == (o, s)

@@ -1,0 +1,36 @@
+"""What differs between the machine that built and the one that runs is named with both values."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+import npucompile
+from npucompile.lowering.toolchain import differences, missing_features, toolchain
+
+
+def test_versions_are_this_process() -> None:
+    assert toolchain() == {"npucompile": npucompile.__version__, "torch": torch.__version__, "machine": platform.machine()}
+
+
+def test_nothing_differs_from_itself() -> None:
+    assert differences(toolchain()) == []
+
+
+@pytest.mark.parametrize("field", ["npucompile", "torch", "machine"])
+def test_a_difference_is_named(field: str) -> None:
+    assert differences({**toolchain(), field: "other"}) == [(field, "other", toolchain()[field])]
+
+
+def test_fields_of_one_side_only_differ() -> None:
+    built = toolchain()
+    del built["torch"]
+    assert differences({**built, "cann": "8.5"}) == [("cann", "8.5", "unknown"), ("torch", "not recorded", str(torch.__version__))]
+
+
+def test_features_of_this_cpu_are_not_missing() -> None:
+    here = [name for name, value in torch.cpu.get_capabilities().items() if value is True]
+    assert missing_features(here) == []
+    assert missing_features([*here, "zz_quantum", "aa_quantum"]) == ["aa_quantum", "zz_quantum"]

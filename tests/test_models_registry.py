@@ -1,0 +1,201 @@
+"""Finding a model: presets, checkpoint directories, what they say of end tokens, and every refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npucompile.graphs.errors import ConfigError, ModelError, UnknownModel
+from npucompile.models import qwen3_5, registry
+from npucompile.models.presets import BUNDLED, PRESETS
+
+TINY = {
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Writes a directory with these files, JSON unless they are text."""
+
+    def write(**files):
+        path = tmp_path / "some-model"
+        path.mkdir(exist_ok=True)
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (path / f"{name}.json").write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_directory_is_found_with_what_lies_in_it(directory):
+    path = directory(config={**TINY, "eos_token_id": 7}, tokenizer={})
+    found = registry.find(path)
+    assert found.name == found.model.name == "some-model"
+    assert found.model.family is qwen3_5
+    assert (found.checkpoint_dir, found.tokenizer) == (path, path / "tokenizer.json")
+    assert (found.eos_ids, found.max_position_embeddings) == ((7,), 128)
+    assert registry.from_config(found.name, json.loads(found.text)) == found.model
+
+
+def test_a_directory_without_a_tokenizer_has_none(directory):
+    assert registry.find(directory(config=TINY)).tokenizer is None
+
+
+@pytest.mark.parametrize("trailing", ["", "/", "/."])
+def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
+    assert registry.find(f"{directory(config=TINY)}{trailing}").name == "some-model"
+
+
+@pytest.mark.parametrize(
+    "files, eos",
+    [
+        ({"config": TINY}, ()),
+        ({"config": {**TINY, "eos_token_id": None}}, ()),
+        ({"config": {**TINY, "eos_token_id": [3, 5]}}, (3, 5)),
+        ({"config": {"model_type": "qwen3_5_moe", "text_config": {**TINY, "eos_token_id": 9}}}, (9,)),
+        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"eos_token_id": [5, 6]}}, (5, 6)),
+        ({"config": {**TINY, "eos_token_id": 3}, "generation_config": {"do_sample": False}}, (3,)),
+    ],
+)
+def test_end_tokens(directory, files, eos):
+    assert registry.find(directory(**files)).eos_ids == eos
+
+
+@pytest.mark.parametrize("eos", ["7", -1, [1, "2"], True, 1.5, {"id": 3}])
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+def test_malformed_end_tokens_are_refused(directory, file, eos):
+    files = {"config": TINY, file: {**(TINY if file == "config" else {}), "eos_token_id": eos}}
+    with pytest.raises(ConfigError, match=rf"{file}.json: eos_token_id is .*expected a token id or a list"):
+        registry.find(directory(**files))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_come_without_weights(name):
+    found = registry.find(name)
+    assert (found.name, found.model.name, found.checkpoint_dir, found.tokenizer, found.eos_ids) == (name, name, None, None, ())
+    assert registry.from_config(name, json.loads(found.text)) == found.model
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_lie_in_the_package(name):
+    found = registry.find(name)
+    assert found.name == found.model.name == name
+    assert found.checkpoint_dir is not None
+    assert found.checkpoint_dir.parts[-2:] == ("bundled", name)
+    assert found.tokenizer is not None
+    assert found.eos_ids
+
+
+@pytest.mark.parametrize("typed, near", [("qwen3.5-27", "qwen3.5-27b"), ("Qwen3.6-27B", "qwen3.6-27b"), ("qwen35-tiny", "qwen3.5-tiny")])
+def test_a_name_nearly_right_is_corrected(typed, near):
+    with pytest.raises(UnknownModel, match=re.escape(f"did you mean {near}?")):
+        registry.find(typed)
+
+
+def test_an_unknown_name_is_answered_with_all_that_is_legal():
+    with pytest.raises(UnknownModel) as error:
+        registry.find("no/such/model")
+    assert "'no/such/model' is neither a preset nor a directory;" in str(error.value)
+    assert all(name in str(error.value) for name in registry.presets())
+    assert "directory that holds config.json" in str(error.value)
+
+
+def test_a_directory_without_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json: no such file"):
+        registry.find(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": 1', "[" * 100_000, '{"a": ' + "1" * 5000 + "}", '"\\ud800'])
+def test_a_config_that_is_no_json_object_is_refused(directory, text):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        registry.find(directory(config=text))
+
+
+def test_a_config_that_is_not_utf8_is_refused(directory):
+    path = directory(config=TINY)
+    (path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON"):
+        registry.find(path)
+
+
+@pytest.mark.parametrize("model_type", qwen3_5.MODEL_TYPES)
+def test_every_model_type_of_the_family_selects_it(model_type):
+    assert registry.from_config("x", {**TINY, "model_type": model_type}).family is qwen3_5
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"]
+)
+def test_architectures_serve_where_the_type_is_absent(name):
+    assert registry.from_config("x", {**TINY, "model_type": None, "architectures": [name]}).family is qwen3_5
+
+
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        ({"model_type": "llama"}, "llama"),
+        ({"model_type": "qwen35moe"}, "qwen35moe"),
+        ({"model_type": None, "architectures": ["MambaForCausalLM"]}, "Mamba"),
+    ],
+)
+def test_another_model_type_is_named_with_the_legal_ones(change, wanted):
+    with pytest.raises(UnknownModel) as error:
+        registry.from_config("x", {**TINY, **change})
+    assert f"model_type {wanted!r} is not supported" in str(error.value)
+    assert all(legal in str(error.value) for legal in qwen3_5.MODEL_TYPES)
+
+
+@pytest.mark.parametrize("classes", [None, [], "Qwen3_5ForCausalLM", [3], {}])
+def test_neither_type_nor_architecture_is_refused(classes):
+    with pytest.raises(ConfigError, match="model_type is missing, and architectures is"):
+        registry.from_config("x", {**TINY, "model_type": None, "architectures": classes})
+
+
+def test_families_do_not_claim_the_same_model_type():
+    claimed = [model_type for family in registry.families() for model_type in family.MODEL_TYPES]
+    assert len(claimed) == len(set(claimed))
+    assert [family.FAMILY for family in registry.families()] == ["qwen3_5"]
+
+
+NAMES = st.sampled_from(["full_attention", "linear_attention", "default", "silu"])
+FIELDS = st.sampled_from([*TINY, "text_config", "rope_scaling", "full_attention_interval"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**30) | st.floats() | st.text(max_size=8) | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*TINY, "rope_theta", "rope_type"]), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(changes=st.dictionaries(FIELDS, JSON, min_size=1, max_size=3))
+def test_whatever_a_config_holds_it_is_read_or_refused(changes):
+    """No value of any field makes anything but a model or a ModelError."""
+    with contextlib.suppress(ModelError):
+        assert registry.from_config("x", {**TINY, **changes}).family is qwen3_5
