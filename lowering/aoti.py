@@ -102,9 +102,10 @@ def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: st
 
 def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
     """Inductor's configuration for one compile."""
-    # Generated code names its own source in error messages: with the prefix mapped, no path of this machine is left in it.
+    # Generated code names its own source and torch's headers in error messages: mapped, no path of this machine is left in it.
     # Applied through the architecture flag, the one compiler flag that inductor lets a caller choose; -s strips symbols.
-    level = instruction_set() or "native"
+    prefixes = {cache_dir: ".", Path(torch.__file__).parent: "torch"}
+    mapped = " ".join(f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in prefixes.items())
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(cache_dir / "graphs" / name),
@@ -114,7 +115,7 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
         "aot_inductor.enable_line_tables": False,
         # Torch identifies a precompiled header by running the openssl command.
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,
-        "cpp.march": f"{level} -ffile-prefix-map={shlex.quote(str(cache_dir))}=. -s",
+        "cpp.march": f"{instruction_set() or 'native'} {mapped} -s",
         "cpp.vec_isa_ok": True,
         "cpp.dynamic_threads": threads == 0,
         "cpp.threads": threads or -1,

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..graphs import events
 from ..graphs.alias import owner
 from ..graphs.primitive import of_target
 from ..graphs.text import as_text
@@ -53,6 +54,7 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     A compiler that knows donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
     """
     signature = partitioned.signature
+    events.record("trace")
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
         graph = make_fx(_Inliner(partitioned.graph, backend).run)(*fakes)

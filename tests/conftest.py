@@ -21,16 +21,47 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
 
 
-@pytest.fixture(scope="session")
-def oracle() -> ModuleType:
-    """The file oracle.py beside this one; importlib mode has no sibling imports."""
-    if "oracle" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("oracle", Path(__file__).with_name("oracle.py"))
+def load_beside(name: str) -> ModuleType:
+    """A file of helpers beside this one; importlib mode has no sibling imports."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None
-        sys.modules["oracle"] = module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules["oracle"]
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The file oracle.py beside this one."""
+    return load_beside("oracle")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The file tiny.py beside this one."""
+    return load_beside("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint directory of two layers; not to be changed."""
+    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny: ModuleType, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It, built uncompiled in float32: decode batches 1, 2 and 4, prefill chunks 4 and 16, context 64; not to be changed."""
+    out = tmp_path_factory.mktemp("artifact") / "tiny"
+    tiny.built(tiny.planned(tiny_checkpoint), out)
+    return out
+
+
+@pytest.fixture
+def own_artifact(tiny: ModuleType, tiny_artifact: Path, tmp_path: Path) -> Path:
+    """A copy of it that the test may change, where `npucompile` keeps artifacts with NPUCOMPILE_HOME at the test's directory."""
+    return Path(tiny.copied(tiny_artifact, tmp_path / "artifacts" / "tiny"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from npucompile.graphs import ops
+from npucompile.graphs import events, ops
 from npucompile.graphs.optimise import optimise
 from npucompile.graphs.partition import Partitioned, partition
 from npucompile.graphs.primitive import of_target
@@ -304,6 +304,15 @@ def test_lowering_leaves_the_partitioned_graph_alone(decode: Stages) -> None:
     assert lower_eager(decode.optimised).as_text() == decode.eager.as_text()
     assert lower_inline(decode.optimised, "inductor").as_text() == decode.inductor.as_text()
     assert as_text(decode.optimised.graph, "") == before
+
+
+def test_inlining_is_a_trace_and_counted_as_one() -> None:
+    found = whole(unchanged)
+    before = events.count()
+    lower_eager(found)
+    assert events.count() == before
+    lower_inline(found, "inductor")
+    assert events.count() == before + 1
 
 
 def test_eager_keeps_primitives_and_donates_every_pool(decode: Stages) -> None:

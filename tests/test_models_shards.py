@@ -82,10 +82,13 @@ def test_a_tensor_the_index_forgot_is_not_lost(sharded):
     assert "eight" in shards.open_checkpoint(path).tensors
 
 
-def test_the_index_decides_between_copies(sharded):
+@pytest.mark.parametrize("name, holder, other", [("b", 1, 2), ("a", 2, 1)])
+def test_the_index_decides_between_copies(sharded, name, holder, other):
     path, _ = sharded
-    save_file({"a": torch.zeros(9), **{name: TENSORS[name] for name in ("b", "none", "eight")}}, path / "model-1.safetensors")
-    assert shards.open_checkpoint(path).tensors["a"].shape == (5,)
+    there = {kept: TENSORS[kept] for kept in (("b", "none", "eight") if other == 1 else ("a", "bits"))}
+    save_file({**there, name: torch.zeros(9)}, path / f"model-{other}.safetensors")
+    found = shards.open_checkpoint(path).tensors[name]
+    assert (found.file.name, found.shape) == (f"model-{holder}.safetensors", tuple(TENSORS[name].shape))
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 40, -1])

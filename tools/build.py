@@ -185,7 +185,8 @@ def _weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progr
         return before.weights, digest
     params = checkpoint.load(source, plan.model.params(plan.dtype))
     tensors = {leaf.name: tensor.contiguous() for leaf, (_, tensor) in zip(leaves, tree.flatten(params), strict=True)}
-    progress.say(f"read {sum(t.nbytes for t in tensors.values()) / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
     return writer.add("weights", save(tensors), "safetensors"), digest
 
 

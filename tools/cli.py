@@ -41,10 +41,12 @@ class Home:
 
     @property
     def artifacts(self) -> Path:
+        """Where builds go when nothing else is said."""
         return self.root / "artifacts"
 
     @property
     def cache(self) -> Path:
+        """What may be removed at any time."""
         return self.root / "cache"
 
 
@@ -68,10 +70,14 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; a refusal prints its reason and exits with 1."""
+        """Runs a command; a refusal, ours or that of the file system, prints its reason and exits with 1."""
         try:
             return super().invoke(ctx)
         except NpucompileError as error:
+            raise click.ClickException(str(error)) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
             raise click.ClickException(str(error)) from None
 
 

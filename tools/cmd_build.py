@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from ..graphs.errors import SpecError
 from . import build as building
 from . import plan as planning
 from .cli import Home
-from .notation import BUCKETS_HELP, parse_buckets
+from .notation import BUCKETS_HELP, format_buckets, parse_buckets
 from .progress import Progress
 
 
-class Sizes(click.ParamType):
-    """A list of sizes in the notation of `--buckets`."""
+def read_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Reads a list of sizes in the notation of `--buckets`."""
+    try:
+        return parse_buckets(value)
+    except SpecError as error:
+        raise SpecError(f"{param.opts[0]}: {error}") from None
 
-    name = "list"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Reads the notation; click shows the refusal."""
-        return value if isinstance(value, tuple) else parse_buckets(str(value))
+def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that takes such a list."""
+    return click.option(name, callback=read_sizes, metavar="LIST", default=format_buckets(default), show_default=True, help=text)
 
 
 def plan_lines(plan: planning.Plan) -> list[str]:
@@ -35,8 +40,8 @@ def plan_lines(plan: planning.Plan) -> list[str]:
 
 @click.command("build", epilog=BUCKETS_HELP)
 @click.argument("model")
-@click.option("--buckets", type=Sizes(), default=planning.DEFAULT_BUCKETS, help="Decode batch sizes, e.g. 2,4,...,64.  [default: 1,2,4,...,16]")
-@click.option("--prefill", type=Sizes(), default=planning.DEFAULT_PREFILL, help="Prefill chunk sizes in tokens.  [default: 32,128]")
+@sizes_option("--buckets", planning.DEFAULT_BUCKETS, "Decode batch sizes, e.g. 2,4,...,64.")
+@sizes_option("--prefill", planning.DEFAULT_PREFILL, "Prefill chunk sizes in tokens.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of prompt and output together.  [default: at most 1024]")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight.  [default: the largest bucket]")
 @click.option("--dtype", type=click.Choice(["auto", *planning.DTYPES]), default="auto", show_default=True, help="Computing type.")
@@ -72,6 +77,7 @@ def command(
     plan = planning.plan(planning.Options(model, buckets, prefill, max_model_len, max_num_seqs, dtype, backend))
     for line in plan_lines(plan):
         progress.say(line)
-    report = building.build(plan, out or planning.default_out(home.artifacts, plan.found), home.cache, progress, jobs=jobs, patience=patience)
+    out = out or planning.default_out(home.artifacts, plan.found)
+    report = building.build(plan, out, home.cache, progress, jobs=jobs, patience=patience)
     progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
     click.echo(report.path)

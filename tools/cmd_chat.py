@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..graphs.errors import ProtocolError
 from ..server.client import stream_text
 
 
@@ -37,7 +38,8 @@ def command(prompt: str, url: str, max_tokens: int, temperature: float, top_k: i
 
     try:
         asyncio.run(stream())
-    except OSError as error:
-        raise click.ClickException(f"no server answers at {url} ({error}); start one with `npucompile serve`") from None
+    except ProtocolError as error:
+        hint = "; `npucompile serve` starts a server" if error.code == "connection_failed" else ""
+        raise click.ClickException(f"{error}{hint}") from None
     except KeyboardInterrupt:
         sys.stdout.write("\n")

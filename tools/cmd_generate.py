@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,7 +21,7 @@ from . import build as building
 from . import plan as planning
 from .cli import Home
 from .locate import artifact_path
-from .offline import complete
+from .offline import Completion, complete
 from .progress import Progress
 
 
@@ -58,36 +63,47 @@ def command(
     """
     if (prompt is None) == (token_ids is None):
         raise SpecError("give exactly one of --prompt and --token-ids")
-    artifact = open_or_build(home, artifact_or_model, dtype)
-    manifest = artifact.manifest
-    codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
-    if prompt is not None:
-        if codec is None:
-            raise SpecError(f"{artifact.path} has no tokenizer, so no --prompt; legal is --token-ids")
-        ids = codec.encode(prompt)
-    else:
-        ids = parse_ids(token_ids or "")
+    asked = parse_ids(token_ids) if token_ids is not None else None
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    with opened(home, artifact_or_model, dtype) as artifact:
+        manifest = artifact.manifest
+        codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
+        if prompt is not None and codec is None:
+            raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
+        ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
+        executor = Executor(artifact)
     stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
-    executor = Executor(artifact)
     (done,) = complete(executor, [ids], sampling, max_tokens, stop)
-    text = codec.decode(list(done.token_ids)) if codec else ""
-    if not as_json:
-        click.echo(text)
-        click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
+    text = codec.decode(done.token_ids) if codec else ""
+    if as_json:
+        click.echo(json.dumps(as_dict(done, text, executor)))
         return
-    usage = {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.completion_tokens}
-    usage["total_tokens"] = sum(usage.values())
-    record = {name: getattr(done.record, name) for name in done.record.__dataclass_fields__}
-    told = {
-        "text": text, "token_ids": done.token_ids, "finish_reason": done.reason, "usage": usage,
-        "acceptance_length": done.acceptance_length, "model": manifest.model["name"], "dtype": manifest.dtype,
-        "artifact": artifact.digest, "backends": executor.backends, "record": record,
-    }  # fmt: skip
-    click.echo(json.dumps(told))
+    click.echo(text)
+    click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
 
 
-def parse_ids(text: str) -> list[int]:
+def as_dict(done: Completion, text: str, executor: Executor) -> dict[str, Any]:
+    """What `--json` prints."""
+    manifest = executor.artifact.manifest
+    return {
+        "text": text,
+        "token_ids": list(done.token_ids),
+        "finish_reason": done.reason,
+        "usage": {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.completion_tokens,
+            "total_tokens": done.prompt_tokens + done.completion_tokens,
+        },
+        "acceptance_length": done.acceptance_length,
+        "model": manifest.model["name"],
+        "dtype": manifest.dtype,
+        "artifact": executor.artifact.digest,
+        "backends": executor.backends,
+        "record": asdict(done.record),
+    }
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
     """Reads `1,2,3`.
 
     Raises:
@@ -96,20 +112,29 @@ def parse_ids(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise SpecError(f"--token-ids is {text!r}; legal is a comma-separated list of non-negative integers")
-    return [int(part) for part in parts]
+    return tuple(int(part) for part in parts)
 
 
-def open_or_build(home: Home, name: str, dtype: str | None) -> Artifact:
-    """The artifact of that name, or else the model of that name as an uncompiled artifact in the cache."""
-    if dtype is None:
-        try:
-            artifact = Artifact.open(artifact_path(home.artifacts, name))
-        except ArtifactMissing:
-            pass
-        else:
+@contextmanager
+def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
+    """The artifact of that name; or the model of that name, or of that artifact when a dtype is asked for, built uncompiled.
+
+    What is built here is removed again: it takes as long to find out that it is up to date as to make it.
+    """
+    model = name
+    try:
+        artifact = Artifact.open(artifact_path(home.artifacts, name))
+    except ArtifactMissing:
+        pass
+    else:
+        if dtype is None:
             artifact.check_runnable()
-            return artifact
-    plan = planning.plan(planning.Options(name, buckets=(1,), dtype=dtype or "auto", backend="eager"))
-    out: Path = home.cache / "eager" / f"{plan.found.name}-{planning.dtype_name(plan.dtype)}"
-    building.build(plan, out, home.cache, Progress(quiet=True))
-    return Artifact.open(out)
+            yield artifact
+            return
+        model = artifact.manifest.build_arguments[0]
+    plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager"))
+    home.cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
+        out = Path(scratch) / plan.found.name
+        building.build(plan, out, home.cache, Progress(quiet=True))
+        yield Artifact.open(out)

@@ -57,6 +57,11 @@ def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
     return texts[stage]
 
 
+def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
+    """Name of the backend a bucket runs on now; "null" where the artifact is not made to run."""
+    return manifest.target if manifest.target == "null" else entry.backend
+
+
 def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
     """All of a manifest that is not operand by operand."""
     manifest = artifact.manifest
@@ -83,7 +88,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
                 "kind": entry.bucket.kind,
                 "batch": entry.bucket.batch,
                 "q_len": entry.bucket.q_len,
-                "backend": entry.backend,
+                "backend": runs_on(manifest, entry),
                 "digest": entry.digest,
                 "cost": dict(entry.cost),
                 "memory": dict(entry.memory),
@@ -98,10 +103,10 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
 def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
     """What a person wants to see first."""
     told = as_dict(artifact, entries)
-    memory, limits = told["memory"], told["limits"]
+    model, memory, limits = told["model"], told["memory"], artifact.manifest.limits
     lines = [
-        f"{told['model']['name']} ({told['model']['family']}) for {told['target']}, {told['dtype']}, mesh {told['mesh']}   {told['artifact']}",
-        f"context {limits['max_model_len']}, {limits['num_pages'] - 1} pages of {limits['page_size']} tokens, {limits['num_slots'] - 1} state slots",
+        f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}, mesh {told['mesh']}   {artifact.path}",
+        f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots",
         f"memory: weights {memory['params_bytes'] / 1e6:,.1f} MB, state {memory['state_bytes'] / 1e6:,.1f} MB, "
         f"activations at most {memory['peak_bytes'] / 1e6:,.1f} MB",
         "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),
@@ -110,9 +115,7 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
     ]
     for entry in entries:
         proof = f"{entry.verified['logits_error']:.1e}" if entry.verified else "-"
-        cost, peak = entry.cost, entry.memory["peak_bytes"]
-        lines.append(
-            f"{entry.bucket.name:<20} {entry.backend:<9} {cost['flops'] / 1e6:>9,.1f} {cost['read_bytes'] / 1e6:>9,.2f} {peak / 1e6:>8,.2f}  "
-            f"{proof:<14} {entry.digest[:12]}"
-        )
+        flops, read, peak = entry.cost["flops"] / 1e6, entry.cost["read_bytes"] / 1e6, entry.memory["peak_bytes"] / 1e6
+        numbers = f"{flops:>9,.1f} {read:>9,.2f} {peak:>8,.2f}"
+        lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9} {numbers}  {proof:<14} {entry.digest[:12]}")
     return lines

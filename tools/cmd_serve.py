@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import click
 import torch
@@ -10,18 +12,20 @@ import torch
 from ..graphs.errors import ArtifactMissing
 from ..lowering.artifact import Artifact
 from ..models.presets import BUNDLED
+from ..server.app import WEBSOCKET_PATH
 from ..server.run import serve, websocket_url
 from . import plan as planning
 from .cli import Home
 from .locate import artifact_path, newest_runnable
 from .progress import Progress
-from .serving import PATIENCE, Builder, incomplete, start
+from .serving import Builder, Running, incomplete, start
 
+HOST, PORT = "127.0.0.1", 8000
 
 @click.command("serve")
 @click.argument("artifact_or_model", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swaps.")
@@ -36,33 +40,37 @@ def command(home: Home, artifact_or_model: str | None, host: str, port: int, thr
     if threads:
         torch.set_num_threads(threads)
     progress = Progress()
-    artifact, builder = find_or_build(home, artifact_or_model, no_build, progress)
-    running = start(artifact)
+    with ExitStack() as stack:
+        artifact, builder = find_or_build(home, artifact_or_model, no_build, progress)
+        if builder:
+            stack.callback(builder.stop)
+        running = start(artifact)
+        stack.callback(running.engine.stop, drain=False)
+        serve(running.service, host, port, on_ready=announce(running, artifact, builder is not None, progress))
+
+
+def announce(running: Running, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
+    """What to say once connections are accepted: what is served, and how to talk to it."""
     backends = running.executor.backends
     waiting = [name for name, backend in backends.items() if backend == "eager"]
 
     def ready(address: str, bound: int) -> None:
+        url = websocket_url(address, bound)
         progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(waiting)} uncompiled")
-        if waiting and builder:
+        if waiting and building:
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
-        progress.say(f"  websocket  {websocket_url(address, bound)}   health  http://{address}:{bound}/health")
-        url = "" if (address, bound) == ("127.0.0.1", 8000) else f" --url {websocket_url(address, bound)}"
-        progress.say(f'  talk to it: npucompile chat "In the beginning"{url}')
+        progress.say(f"  websocket  {url}   health  http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}/health")
+        progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
 
-    try:
-        serve(running.service, host, port, on_ready=ready)
-    finally:
-        running.engine.stop(drain=False)
-        if builder:
-            builder.stop()
+    return ready
 
 
 def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, Builder | None]:
     """The artifact to serve, and the build that goes on behind it, if one does.
 
     Raises:
-        ArtifactError: what was named cannot run here.
-        ModelError: what was named is no model either.
+        ArtifactError: what was named cannot run here, or nothing can and nothing may be built.
+        NpucompileError: what was named is no model either, or its build failed.
     """
     if name is None:
         found, skipped = newest_runnable(home.artifacts)
@@ -70,6 +78,8 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
             progress.say(f"passed over: {reason}")
         if found is not None:
             return found, _go_on(home, found, no_build)
+        if no_build:
+            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; `npucompile build MODEL` makes something that can")
         name = BUNDLED[0]
         progress.say(f"nothing built that can run here; building the bundled model {name}")
     else:
@@ -81,9 +91,12 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
             if no_build:
                 raise
     plan = planning.plan(planning.Options(name))
-    out = planning.default_out(home.artifacts, plan.found)
-    builder = Builder([name, "--out", str(out), "--jobs", "1", "--patience", str(PATIENCE)], home.environment)
-    return builder.wait_servable(out), builder
+    builder = Builder([name], planning.default_out(home.artifacts, plan.found), home.environment)
+    try:
+        return builder.wait_servable(), builder
+    except BaseException:
+        builder.stop()
+        raise
 
 
 def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
@@ -91,5 +104,4 @@ def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
     manifest = artifact.manifest
     if no_build or not incomplete(artifact) or not manifest.build_arguments:
         return None
-    background = ["--jobs", "1", "--patience", str(PATIENCE), "--out", str(artifact.path)]
-    return Builder([*manifest.build_arguments, *background], home.environment)
+    return Builder(manifest.build_arguments, artifact.path, home.environment)

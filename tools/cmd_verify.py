@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -24,11 +23,11 @@ def command(home: Home, artifact: str | None, as_json: bool) -> None:
     Checks every file's digest, then compares each bucket's executable with the eager reference: full batches, padded ones,
     and row by row, with all that a live row must not read poisoned with NaN.
     """
-    opened = Artifact.open(Path(artifact_path(home.artifacts, artifact)))
+    opened = Artifact.open(artifact_path(home.artifacts, artifact))
     opened.check_runnable()
     found = verify(opened, Progress())
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
-    for name, measured in found.items():
-        click.echo(f"{name:<20} rows {measured['rows']:>4.0f}   logits {measured['logits_error']:.1e}   state {measured['state_error']:.1e}   ok")
+    for name, told in found.items():
+        click.echo(f"{name:<20} rows {told['rows']:>4.0f}   logits {told['logits_error']:.1e}   state {told['state_error']:.1e}   ok")

@@ -29,7 +29,7 @@ class Job:
         graph: the lowered graph, serialised.
         out_path: executable file to write.
         threads: CPU threads the code is specialised for; 0 asks at run time.
-        patience: added to the process's niceness, so that a server beside it keeps its cores.
+        patience: least niceness of the compiling process, so that a server beside it keeps its cores.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Done:
 def run(job: Job) -> Done:
     """Compiles one job in this process."""
     began = time.monotonic()
-    if job.patience:
-        os.nice(job.patience)
+    if job.patience > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, job.patience)
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     compile_graph = backend(job.backend).compile

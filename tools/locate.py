@@ -31,7 +31,7 @@ def artifact_path(artifacts: Path, given: str | None) -> Path:
 
 
 def newest_runnable(artifacts: Path) -> tuple[Artifact | None, list[str]]:
-    """The newest artifact that this machine can run, and why newer ones were passed over."""
+    """The newest artifact that this machine can run and serve text with, and why newer ones were passed over."""
     skipped = []
     built = sorted(artifacts.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for manifest in built:
@@ -41,8 +41,9 @@ def newest_runnable(artifacts: Path) -> tuple[Artifact | None, list[str]]:
         except ArtifactError as error:
             skipped.append(str(error))
             continue
-        if artifact.manifest.weights is None:
-            skipped.append(f"{manifest.parent} was built without weights")
+        lacking = [name for name in ("weights", "tokenizer") if getattr(artifact.manifest, name) is None]
+        if lacking:
+            skipped.append(f"{manifest.parent} was built without {' and '.join(lacking)}")
             continue
         return artifact, skipped
     return None, skipped

@@ -149,7 +149,7 @@ def _batches(options: Options) -> tuple[list[int], int]:
         raise SpecError("no decode buckets; legal is at least one batch size, as in --buckets 1,2,4")
     sequences = batches[-1] if options.max_num_seqs is None else options.max_num_seqs
     if sequences < batches[-1]:
-        raise SpecError(f"max_num_seqs is {sequences}, and a bucket of {batches[-1]} rows could never be full; legal is at least {batches[-1]}")
+        raise SpecError(f"max_num_seqs is {sequences} and the largest bucket has {batches[-1]} rows; legal is at least that many")
     return batches, sequences
 
 

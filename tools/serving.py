@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..graphs.errors import ArtifactError, ArtifactMissing, NpucompileError
-from ..lowering.artifact import MANIFEST, Artifact
+from ..graphs.errors import ArtifactError, NpucompileError
+from ..lowering.artifact import MANIFEST, Artifact, stamp
 from ..runtime.engine import Engine
 from ..runtime.executor import Executor
 from ..server.service import ServedModel, Service
@@ -60,30 +60,32 @@ def start(artifact: Artifact) -> Running:
 
 
 class Builder:
-    """`npucompile build` in a process of its own.
+    """`npucompile build`, one graph at a time and patiently, in a process of its own.
 
     Args:
-        arguments: of the build command.
+        arguments: of the build command, but for those that say where and how.
+        out: the artifact's directory.
         environment: of that process.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
+        self.out, self._before = out, stamp(out)
         command = [sys.executable, "-m", f"{__package__}.cli", "build", *arguments]
+        command += ["--out", str(out), "--jobs", "1", "--patience", str(PATIENCE)]
         self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
 
-    def wait_servable(self, path: Path) -> Artifact:
-        """The artifact, as soon as the build has published it.
+    def wait_servable(self) -> Artifact:
+        """The artifact, as soon as the build has published it; one that was there before does not count.
 
         Raises:
             NpucompileError: the build ended without one; what it said is on standard error.
         """
         while True:
             ended = self.process.poll()
-            try:
-                return Artifact.open(path)
-            except ArtifactMissing:
-                if ended is not None:
-                    raise NpucompileError(f"the build ended with status {ended} before there was anything to serve") from None
+            if stamp(self.out) not in (None, self._before):
+                return Artifact.open(self.out)
+            if ended is not None:
+                raise NpucompileError(f"the build ended with status {ended} before there was anything to serve; it said why above")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -97,10 +99,3 @@ def incomplete(artifact: Artifact) -> bool:
     """Whether buckets of an artifact still wait for their executables."""
     manifest = artifact.manifest
     return manifest.target not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)
-
-
-def is_checkpoint(name: str) -> bool:
-    """Whether a name is a checkpoint directory rather than an artifact."""
-    return (Path(name).expanduser() / "config.json").is_file()
-
-

@@ -66,7 +66,8 @@ def verify_entry(artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
 
 def _row_by_row(artifact: Artifact, entry: GraphEntry) -> Executable | None:
     """The bucket's step as single unpadded rows of the batch-1 graph; None where the artifact has no such graph."""
-    one = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == Bucket(entry.bucket.kind, 1, entry.bucket.q_len)), None)
+    single = Bucket(entry.bucket.kind, 1, entry.bucket.q_len)
+    one = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == single), None)
     if one is None or entry.bucket.batch == 1:
         return None
     return RowByRow(load_compiled(artifact.path / one.eager, "eager"), entry, artifact)

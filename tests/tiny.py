@@ -1,0 +1,236 @@
+"""A random checkpoint of two layers, plans and a stand-in compiler for it, artifacts that are changed on purpose.
+
+Test files reach it through the fixture `tiny`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.types import Bucket, Limits, Signature
+from npucompile.lowering import backend as backend_table
+from npucompile.lowering.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest
+from npucompile.lowering.backends import eager
+from npucompile.models import checkpoint, registry
+from npucompile.models.params import initialise
+from npucompile.runtime.executor import Executor
+from npucompile.tools import build, stages
+from npucompile.tools.cli import main
+from npucompile.tools.plan import Options, Plan, plan
+from npucompile.tools.progress import Progress
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 260, "hidden_size": 32,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+VOCAB, EOS = 260, 256
+BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
+QUIET = Progress(quiet=True)
+
+
+def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, **changes: Any) -> Path:
+    """A checkpoint in the layout of Hugging Face, with a byte-level tokenizer: ids below 256 are bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = CONFIG | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    params = registry.from_config(directory.name, config).params(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = initialise(params, generator)
+    # Away from zeros and ones, so that no parameter can be dropped without a change of tokens.
+    noisy = tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
+    checkpoint.save(params, noisy, directory)
+    if tokenizer:
+        table = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+        table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        table.decoder = decoders.ByteLevel()
+        table.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def planned(model: Path, **options: Any) -> Plan:
+    """A plan whose every size is small; `options` are fields of Options."""
+    sizes = {"buckets": BUCKETS, "prefill": PREFILL, "max_model_len": CONTEXT, "dtype": "float32", "backend": "eager"}
+    return plan(Options(str(model), **{**sizes, **options}))
+
+
+def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> build.Report:
+    """Builds in this process, one job at a time, and leaves torch's thread count alone; `fresh` traces what was traced before."""
+    threads = torch.get_num_threads()
+    try:
+        with mock.patch.object(build, "stage", stages.stage if fresh else stage_once):
+            return build.build(made, out, out.parent / "cache", progress, jobs=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+_STAGED: dict[object, stages.Staged] = {}
+
+
+def stage_once(made: Plan, bucket: Bucket, *mesh_and_rules: Any) -> stages.Staged:
+    """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
+    key = (made.found.text, made.backend, made.dtype, made.limits, bucket)
+    if key not in _STAGED:
+        _STAGED[key] = stages.stage(made, bucket, *mesh_and_rules)
+    return _STAGED[key]
+
+
+class Stub:
+    """A backend that takes eager graphs for machine code.
+
+    Attributes:
+        compiled: bucket names it was asked for, in order.
+        error: what its executables add to logits.
+        refuses: substring of the names it refuses.
+        version: part of its options; another one is another compiler.
+    """
+
+    name = "stub"
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.error = 0.0
+        self.refuses: str | None = None
+        self.version = 1
+
+    def install(self, monkeypatch: Any) -> Stub:
+        """Makes it known under its name, in this process."""
+        names = (*backend_table.backend_names(), self.name)
+        module = ModuleType(f"npucompile.lowering.backends.{self.name}")
+        module.BACKEND = replace(  # type: ignore[attr-defined]
+            eager.BACKEND, name=self.name, suffix="stub", compile=self.compile, load=self.load, options=self.options
+        )
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(backend_table, "backend_names", lambda: names)
+        return self
+
+    def options(self, threads: int) -> dict[str, Any]:
+        return {"threads": threads, "version": self.version}
+
+    def compile(self, graph: Any, signature: Signature, out_path: Path, **options: Any) -> None:
+        bucket = out_path.name.split(".")[1]
+        self.compiled.append(bucket)
+        if self.refuses and self.refuses in bucket:
+            raise LoweringError(f"the stub does not like {bucket}")
+        eager.compile_graph(graph, signature, out_path, **options)
+
+    def load(self, path: Path) -> Any:
+        run, stub = eager.load(path), self
+
+        class Executable:
+            backend = stub.name
+
+            def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                tokens, logits = run(operands)
+                return [tokens, logits + stub.error]
+
+        return Executable()
+
+
+def cli(home: Path, *arguments: object) -> Result:
+    """Runs `npucompile` in this process; any end but a refusal in its own words is an error of the test."""
+    with mock.patch.object(build, "stage", stage_once):
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments], env={"NPUCOMPILE_HOME": str(home)})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(home: Path, *arguments: object) -> str:
+    """What `npucompile` says on standard error as it exits with 1."""
+    result = cli(home, *arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    return str(result.stderr)
+
+
+def published(path: Path, change: Callable[[Manifest, ArtifactWriter], Manifest]) -> Artifact:
+    """Publishes a changed manifest over the same files, digests and all, as a builder would."""
+    with ArtifactWriter(path) as writer:
+        assert writer.previous is not None
+        before = writer.previous.manifest
+        assert all(writer.keep(name) for name in before.files)
+        writer.publish(change(before, writer))
+    return Artifact.open(path)
+
+
+def with_compiled(path: Path, name: str = "eager", buckets: Sequence[str] | None = None, **fields: Any) -> Artifact:
+    """Publishes eager graphs as executables of backend `name`, for some buckets or all; `fields` change the manifest."""
+
+    def compiled(entry: GraphEntry) -> GraphEntry:
+        wanted = buckets is None or entry.bucket.name in buckets
+        return replace(entry, compiled=Compiled(name, entry.eager, entry.digest)) if wanted else entry
+
+    return published(path, lambda before, _: replace(before, graphs=tuple(map(compiled, before.graphs)), **fields))
+
+
+def copied(path: Path, to: Path) -> Path:
+    """A copy that a test may change."""
+    shutil.copytree(path, to)
+    return to
+
+
+def tampered(file: Path) -> None:
+    """Flips one bit in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a directory, hidden ones too."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+class Narrowed:
+    """An executor with some of its buckets, and perhaps fewer pages and slots than its pools have."""
+
+    def __init__(self, executor: Executor, buckets: Sequence[Bucket], **limits: int) -> None:
+        self.executor, self.buckets = executor, tuple(buckets)
+        self.limits: Limits = replace(executor.limits, **limits)
+        self.vocab_size = executor.vocab_size
+
+    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert bucket in self.buckets
+        return self.executor.run(bucket, inputs)
+
+    def refresh(self) -> bool:
+        return self.executor.refresh()
+
+    def compiles(self) -> int:
+        return self.executor.compiles()
+
+
+def poison(executor: Executor) -> None:
+    """Fills every state pool with NaN: what a request did not write itself must not reach it."""
+    for pool in executor._state:
+        pool.fill_(float("nan"))
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[Path]:
+    """A file with one bit flipped, put right afterwards."""
+    data = path.read_bytes()
+    tampered(path)
+    try:
+        yield path
+    finally:
+        path.write_bytes(data)

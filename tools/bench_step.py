@@ -1,0 +1,208 @@
+"""Turns the executables of an artifact into step times, eager against compiled, beside the time that reading alone takes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..graphs.errors import SpecError
+from ..lowering.artifact import Artifact, GraphEntry, Manifest
+from ..lowering.executable import Executable, check_operands, load_compiled
+from ..runtime.buckets import Row, pack, write_width
+from .bench_machine import Reader, cache_bytes, reader
+from .bench_report import Column, Table, Value
+from .bench_stats import Clock, interleave, ratio, seconds_per_call, spread
+from .progress import Progress
+
+STEPS = 5
+"""Steps in a row whose median is one sample, after one that is not counted: serving repeats one bucket, too."""
+
+SEED = 11
+
+DECODE_COLUMNS = (
+    Column("bucket", "bucket"),
+    Column("context_tokens", "context", 0),
+    Column("eager_ms", "eager ms", 3),
+    Column("compiled_ms", "compiled ms", 3),
+    Column("speedup", "eager / compiled"),
+    Column("read_mb", "MB read"),
+    Column("read_gb_per_s", "GB/s", 1),
+    Column("read_from", "from"),
+    Column("floor_ms", "floor ms", 3),
+    Column("over_floor", "time / floor", 1),
+)
+PREFILL_COLUMNS = (
+    Column("bucket", "bucket"),
+    Column("eager_tokens_per_s", "eager tok/s", 0),
+    Column("compiled_tokens_per_s", "compiled tok/s", 0),
+    Column("speedup", "eager / compiled"),
+    Column("compiled_ms", "compiled ms", 3),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bucket at one context length, ready to run.
+
+    Attributes:
+        rows: live rows; fewer than the batch where the artifact has not the slots for more.
+        executables: "eager", and "compiled" where there is one; all over the same operands.
+        read_bytes: what a step must read.
+    """
+
+    entry: GraphEntry
+    context: int
+    rows: int
+    executables: Mapping[str, Executable]
+    operands: Sequence[torch.Tensor]
+    read_bytes: int
+
+
+def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> Case:
+    """Loads a bucket's executables, and makes a step's operands for rows that have `context` tokens in the cache.
+
+    Raises:
+        ArtifactError: a file is not what the manifest says.
+    """
+    manifest = artifact.manifest
+    executables = {"eager": load_compiled(artifact.path / entry.eager, "eager")}
+    if entry.compiled:
+        executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
+    operands, rows = step_operands(manifest, params, entry, context)
+    check_operands(operands, manifest.signature(entry))
+    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context))
+
+
+def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> tuple[list[torch.Tensor], int]:
+    """Flat operands of a full greedy step, and its live rows.
+
+    Tokens are random. So is all state: pools of zeros that nobody wrote would all be one page in the cache.
+    """
+    limits, bucket = manifest.limits, entry.bucket
+    generator = torch.Generator().manual_seed(SEED)
+    draw = random.Random(SEED)
+    vocab, width, pages = int(manifest.model["vocab_size"]), write_width(bucket), -(-(context + bucket.q_len) // limits.page_size)
+    live = min(bucket.batch, (limits.num_slots - 1) // limits.slots_per_request, (limits.num_pages - 1) // pages)
+    rows = [
+        Row(
+            tokens=[draw.randrange(vocab) for _ in range(bucket.q_len)],
+            start=context,
+            pages=[1 + i * pages + page for page in range(pages)],
+            read_slot=1 + i * limits.slots_per_request,
+            write_slots=[1 + i * limits.slots_per_request] * width,
+        )
+        for i in range(live)
+    ]
+    state = [(0.1 * torch.randn(leaf.aval.shape, generator=generator)).to(leaf.aval.dtype) for leaf in manifest.state]
+    inputs = pack(bucket, rows, limits)
+    return [*params, *state, *(torch.from_numpy(inputs[leaf.name.split(".", 1)[1]]) for leaf in entry.inputs)], live
+
+
+def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
+    """Bytes a step must read: weights it touches, state, and the keys and values of tokens that are there.
+
+    The graph's own count has every row's whole page table in it, which a graph with static shapes does read. A step need not,
+    so the floor does not allow for it.
+    """
+    limits, bucket = manifest.limits, entry.bucket
+    pools = [leaf.aval for leaf in manifest.state if leaf.aval.axes[0] == "pages"]
+    per_token = sum(pool.nbytes for pool in pools) // (limits.num_pages * limits.page_size)
+    beyond = limits.max_model_len - min(limits.max_model_len, context + bucket.q_len)
+    return int(entry.cost["read_bytes"]) - bucket.batch * beyond * per_token
+
+
+def decode_contexts(manifest: Manifest) -> tuple[int, ...]:
+    """A short context, and half of the longest."""
+    longest = manifest.limits.max_model_len
+    return tuple(sorted({min(64, longest // 2), longest // 2}))
+
+
+def decode(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter, cache: int | None = None) -> Table:
+    """Step times of all decode buckets.
+
+    Args:
+        cache: bytes of the last-level cache; None asks the system.
+    """
+    cache = cache_bytes() if cache is None else cache
+    entries, params = _of_kind(artifact, "decode"), _params(artifact)
+    contexts = decode_contexts(artifact.manifest)
+    rows = []
+    with progress.bar("decode", len(entries) * len(contexts)) as bar:
+        for entry in entries:
+            for context in contexts:
+                case = prepare(artifact, params, entry, context)
+                rows.append(decode_row(case, reader(case.read_bytes, cache, clock), repetitions, clock))
+                bar.step(f"{entry.bucket.name} at {context}")
+    notes = (
+        f"every row live; medians (smallest..largest) of {repetitions} repetitions, each the median of {STEPS} steps in a row; "
+        "eager, compiled and the read alternate",
+        "floor: bytes a step must read over the read bandwidth of the same repetition: of a buffer as large where that fits the "
+        "last-level cache (from: cache), else of one that no cache holds (from: memory)",
+        "the graphs have static shapes and read each row's whole context; the floor counts the tokens that are there",
+    )
+    return Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes)
+
+
+def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> dict[str, Value]:
+    """Times one case and, in the same rounds, the reader; the floor and the ratios are taken round by round."""
+    seconds = time_case(case, repetitions, clock, beside)
+    per_byte = [one / beside.nbytes for one in seconds["read"]]
+    floor = [case.read_bytes * one for one in per_byte]
+    served = seconds.get("compiled", seconds["eager"])
+    return {
+        "bucket": case.entry.bucket.name + ("" if case.rows == case.entry.bucket.batch else f" ({case.rows} rows)"),
+        "context_tokens": case.context,
+        **_milliseconds(seconds),
+        "read_mb": case.read_bytes / 1e6,
+        "read_gb_per_s": spread(1 / one / 1e9 for one in per_byte),
+        "read_from": beside.place,
+        "floor_ms": spread(1e3 * one for one in floor),
+        "over_floor": ratio(served, floor),
+    }
+
+
+def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
+    """Tokens a second of all prefill buckets, on the first chunk of a prompt."""
+    entries, params = _of_kind(artifact, "prefill"), _params(artifact)
+    rows = []
+    with progress.bar("prefill", len(entries)) as bar:
+        for entry in entries:
+            seconds = time_case(prepare(artifact, params, entry, 0), repetitions, clock)
+            rates = {f"{name}_tokens_per_s": spread(entry.bucket.tokens / one for one in taken) for name, taken in seconds.items()}
+            rows.append({"bucket": entry.bucket.name, **rates, **_milliseconds(seconds)})
+            bar.step(entry.bucket.name)
+    notes = (f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, eager and compiled in turns",)
+    return Table("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
+
+
+def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None = None) -> dict[str, list[float]]:
+    """Seconds of a step, by executable ("read" is the reader), one value per repetition."""
+    calls = {name: partial(executable, case.operands) for name, executable in case.executables.items()}
+    timed = {name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}
+    if beside is not None:
+        timed["read"] = partial(seconds_per_call, beside.read, clock, calls=STEPS)
+    return interleave(timed, repetitions)
+
+
+def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
+    found: dict[str, Value] = {f"{name}_ms": spread(1e3 * one for one in seconds[name]) for name in ("eager", "compiled") if name in seconds}
+    if "compiled" in seconds:
+        found["speedup"] = ratio(seconds["eager"], seconds["compiled"])
+    return found
+
+
+def _of_kind(artifact: Artifact, kind: str) -> list[GraphEntry]:
+    found = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind), key=lambda entry: entry.bucket)
+    if not found:
+        raise SpecError(f"{artifact.path} has no {kind} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
+    return found
+
+
+def _params(artifact: Artifact) -> list[torch.Tensor]:
+    weights = artifact.load_weights()
+    return [weights[leaf.name] for leaf in artifact.manifest.params]
