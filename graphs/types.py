@@ -103,7 +103,7 @@ class Rules:
 
     @staticmethod
     def of(table: Mapping[str, str | tuple[str, ...]]) -> Rules:
-        return Rules(tuple(sorted((k, (v,) if isinstance(v, str) else v) for k, v in table.items())))
+        return Rules(tuple(sorted((k, (v,) if isinstance(v, str) else tuple(v)) for k, v in table.items())))
 
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         return dict(self.table).get(logical, ()) if logical else ()

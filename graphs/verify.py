@@ -130,5 +130,3 @@ def _values(node: Node) -> list[torch.Tensor]:
 def _aval(node: Node) -> tuple[object, ...]:
     value = node.meta["val"]
     return (*value.shape, value.dtype)
-
-

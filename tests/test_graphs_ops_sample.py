@@ -84,6 +84,12 @@ def test_a_large_vocabulary_keeps_its_tail(top_p: float) -> None:
     assert tokens[2] == pytest.approx(V * top_p - 1, abs=2 if top_p == 1 else V / 1000)
 
 
+def test_top_p_of_one_keeps_what_rounding_cannot_see() -> None:
+    """Beside a token 20 nats more likely the other's share is below f32's last digit of 1, but it is not nothing."""
+    assert draws([0.0, 20.0], 1.0, 2, 1.0, 0.0, torch.tensor([0.0, 1e-8])).tolist() == [0, 1]
+    assert draws([0.0, 20.0], 1.0, 2, 0.99, 0.0, torch.tensor([0.0, 1e-8])).tolist() == [1, 1]
+
+
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert draws([1.0, 2.0, 2.0, 0.0], 0.0, 0, 1.0, 0.0, torch.tensor([0.99])).tolist() == [1]
 

@@ -79,15 +79,15 @@ def test_a_backend_takes_its_own_lowering_or_the_reference(define: Define) -> No
 
 
 def test_the_twin_writes_and_returns_the_rest(define: Define) -> None:
-    bump = define("test_bump", "(Tensor x, Tensor pool, int n) -> (Tensor, Tensor)", "_, _ -> _, _", donates=((1, 1),))
-    bump.abstract(lambda x, pool, n: (torch.empty_like(x), torch.empty_like(pool)))
-    bump.reference(lambda x, pool, n: (x + pool, pool + n))
-    bump.inplace(lambda x, pool, n: (x + pool, pool.add_(n)))
+    bump = define("test_bump", "(Tensor x, Tensor pool, int n) -> (Tensor, Tensor)", "_, _ -> _, _", donates=((1, 0),))
+    bump.abstract(lambda x, pool, n: (torch.empty_like(pool), torch.empty_like(x)))
+    bump.reference(lambda x, pool, n: (pool + n, x + pool))
+    bump.inplace(lambda x, pool, n: (x + pool, pool.add_(n))[::-1])
     x, pool = torch.ones(2), torch.ones(2)
     assert bump.inplace_op(x, pool, 3).tolist() == [2, 2]
     assert (x.tolist(), pool.tolist()) == ([1, 1], [4, 4])
     assert str(bump.inplace_op._schema) == "npuc::test_bump_(Tensor x, Tensor(a!) pool, int n) -> Tensor"
-    assert bump.kept_results == [0]
+    assert bump.kept_results == [1]
     meta = torch.empty(2, device="meta")
     assert bump.inplace_op(meta, meta, 3).device.type == "meta"
 

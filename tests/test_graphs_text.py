@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
@@ -41,6 +42,16 @@ def graph_of(prefix: str, scale: float = 2.0) -> GraphModule:
 
 def test_every_kind_of_line(golden: Callable[[str, str], None]) -> None:
     golden("every_kind_of_line", as_text(graph_of("n"), "every kind of line"))
+
+
+def test_a_difference_from_a_golden_file_is_shown_line_by_line(golden: Callable[[str, str], None], request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--update-golden"):
+        pytest.skip("golden files are being rewritten")
+    changed = as_text(graph_of("n"), "every kind of line").replace("2.0", "2.5")
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)-  %2 = aten.mul.Tensor\(%0, 2.0\).*\n\+  %2 = aten.mul.Tensor\(%0, 2.5\)"):
+        golden("every_kind_of_line", changed)
+    with pytest.raises(pytest.fail.Exception, match=r"nothing_of_that_name.txt does not exist; --update-golden writes it"):
+        golden("nothing_of_that_name", changed)
 
 
 def test_names_do_not_matter() -> None:

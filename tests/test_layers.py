@@ -20,7 +20,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "models": ("graphs",),
     "lowering": ("graphs",),
-    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors"),
+    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors", "graphs.events"),
     "server": ("runtime", "graphs.errors"),
     "tools": ("graphs", "models", "lowering", "runtime", "server"),
 }

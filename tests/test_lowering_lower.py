@@ -11,7 +11,7 @@ import torch
 from npucompile.graphs import events, ops
 from npucompile.graphs.optimise import optimise
 from npucompile.graphs.partition import Partitioned, partition
-from npucompile.graphs.primitive import of_target
+from npucompile.graphs.primitive import TABLE, Cost, Primitive, of_target
 from npucompile.graphs.text import as_text, target_name
 from npucompile.graphs.trace import Traced, trace
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
@@ -235,6 +235,45 @@ def test_what_a_twin_returns_goes_to_its_readers() -> None:
     (y,) = EagerExecutable(lowered.graph)([w, pool, x, *slots])
     assert torch.equal(y, want_y)
     assert torch.equal(pool, want_pool)
+
+
+def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -> None:
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        y, pool = ops.causal_conv(s["pool"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["slots"], i["slots"])
+        return {"y": y}, {"pool": pool}
+
+    params, state = {"w": Aval((5, 3), F32)}, {"pool": Aval((2, 2, 5), F32)}
+    program = Program("conv", Bucket("decode", 2, 2), forward, params, state, {"slots": Aval((2,), I32)})
+    names = calls(lower_eager(optimise(partition(trace(program), Mesh(), Rules()))))
+    assert "npuc.causal_conv" in names
+    assert "aten.copy_" in names
+
+
+def test_every_result_of_a_twin_goes_to_its_reader(request: pytest.FixtureRequest) -> None:
+    """A primitive that returns two values around its pool, so that indices shift when the pool's goes away."""
+    request.addfinalizer(lambda: TABLE.pop("test_three", None))
+    three = Primitive(
+        "test_three", "(Tensor x, Tensor pool) -> (Tensor, Tensor, Tensor)", factors="_ _, _ _ -> _ _, _ _, _ _", donates=((1, 1),)
+    )
+    three.abstract(lambda x, pool: (torch.empty_like(x), torch.empty_like(pool), torch.empty_like(x)))
+    three.reference(lambda x, pool: (x + pool, pool + 1, x * pool))
+    three.inplace(lambda x, pool: (x + pool, pool, x * pool, pool.add_(1))[:3])
+    three.cost(lambda x, pool: Cost())
+
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        total, pool, product = three(i["x"], s["pool"])
+        return {"product": product * 2, "pool": pool * 3, "total": total * 4}, {"pool": pool}
+
+    pool = Aval((2, 3), F32)
+    found = partition(trace(Program("three", Bucket("decode", 2, 1), forward, {}, {"pool": pool}, {"x": pool})), Mesh(), Rules())
+    lowered = lower_eager(optimise(found))
+    assert calls(lowered) == ["npuc.test_three_", "getitem", "getitem", *["aten.mul.Tensor"] * 3]
+    x, held = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    product, new, total = EagerExecutable(lowered.graph)([held, x])
+    assert torch.equal(product, 2 * x)
+    assert torch.equal(new, torch.full((2, 3), 6.0))
+    assert torch.equal(total, 4 * (x + 1))
+    assert torch.equal(held, torch.full((2, 3), 2.0))
 
 
 # --- a whole model: one layer of each kind ---

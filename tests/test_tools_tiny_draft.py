@@ -76,7 +76,7 @@ def test_continuations_are_greedy_in_the_parallel_logits(model, texts):
 
 def test_acceptance_walks_by_accepted_tokens(model, texts, monkeypatch):
     cfg, params = model
-    # The head always drafts token 1; the text repeats 1 1 1 1 0, so walks agree 3, 0-3 drafts at a time.
+    # The head always drafts token 1; the text repeats 1 1 1 1 0, so a step accepts up to three drafts.
     pattern = torch.tensor([1, 1, 1, 1, 0] * 5)[None]
 
     def always_one(cfg, params, texts, bases, *, own_tokens):
@@ -88,7 +88,6 @@ def test_acceptance_walks_by_accepted_tokens(model, texts, monkeypatch):
 
     monkeypatch.setattr(tiny_draft, "unroll", always_one)
     found = tiny_draft.acceptance(cfg, params, pattern, 4)
-    # Bases start at 3: drafts speak of tokens 5 .. 24, in steps 111(1) | (0 after none) ... counted by hand below.
     truth, at, counts = pattern[0].tolist(), 3, []
     while at < 24 - tiny_draft.DEPTH:
         agreed = 0

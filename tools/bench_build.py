@@ -89,8 +89,7 @@ def build(
                     told[kind].append({**report, "process_s": clock() - began})
                     bar.step(f"{kind} {report['build_s']:.1f} s")
     notes = (
-        f"npucompile build {' '.join(arguments)}",
-        f"{rounds} rounds, each in a directory of its own, {jobs} compiling at a time; of a bucket: seconds in its compiler",
+        f"rounds: {rounds}, each in a directory of its own, graphs compiled at a time: {jobs}; of a bucket: seconds in its compiler",
         "cold: neither compiled headers nor probes of the instruction set, but the compiler itself is in the page cache",
     )
     return Table("build", "Build time", COLUMNS, tuple(table_rows(told)), notes)

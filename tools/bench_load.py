@@ -16,14 +16,14 @@ from ..lowering.artifact import Artifact
 from ..runtime.engine import Engine
 from ..runtime.executor import Executor
 from ..runtime.request import Event, Request, TokenEvent
-from .bench_report import Column, Table
+from .bench_report import Column, Table, Value
 from .bench_stats import Clock, spread
 from .progress import Progress
 
 STAGES = {
     "import": "start Python, import torch and the runtime",
     "open": "open the artifact: manifest, every file's digest",
-    "weights": "map the weights",
+    "weights": "load the weights",
     "executables": "load the executables, allocate the state: ready",
     "first_token": "first token",
     "to_first_token": "open to first token",
@@ -127,12 +127,12 @@ def load(
             for stage in STAGES:
                 found[stage] += [times[stage]] if i else []
             bar.step(f"{times['to_first_token']:.1f} ms to the first token")
-    rows = tuple({"stage": text, "ms": spread(found[stage])} for stage, text in STAGES.items())
+    rows: list[dict[str, Value]] = [{"stage": text, "ms": spread(found[stage])} for stage, text in STAGES.items()]
     notes = (
         f"medians (smallest..largest) of {rounds} fresh processes; the files are in the page cache; prompt of {prompt_tokens} tokens",
         "the import is shown apart: it is Python's and torch's, the same for every artifact",
     )
-    return Table("load", "Artifact load to first token", COLUMNS, rows, notes)
+    return Table("load", "Artifact load to first token", COLUMNS, tuple(rows), notes)
 
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -66,7 +66,8 @@ def lines(machine: Machine) -> list[str]:
     cache = f"{machine.cache_bytes / 2**20:.0f} MiB last-level cache" if machine.cache_bytes else "unknown cache"
     return [
         f"{machine.cpu}, {machine.cores} cores, {cache}; {machine.threads} threads",
-        f"npucompile {machine.npucompile}, torch {machine.torch}, Python {machine.python}; {machine.date}, load {machine.load:.1f} at the start",
+        f"npucompile {machine.npucompile}, torch {machine.torch}, Python {machine.python}",
+        f"{machine.date}, load average {machine.load:.1f} at the start",
     ]
 
 

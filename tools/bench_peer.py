@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
 import time
 import warnings
@@ -32,7 +34,7 @@ COLUMNS = (
     Column("first_difference", "first difference", 0),
 )
 
-MISSING = "the peer is transformers, which is not installed here; install the test extra (pip install -e '.[test]'), or leave peer out of --only"
+MISSING = "the peer is transformers, which is not installed; install the test extra (pip install -e '.[test]'), or leave peer out of --only"
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[tuple[int, ...]]]
 """Continues prompts of equal length by so many tokens each, greedily."""
@@ -68,7 +70,8 @@ def checkpoint_dir(manifest: Manifest) -> Path:
         if digest != manifest.source_digest:
             raise ModelError(f"{found} has digest {digest}; the artifact was built from {manifest.source_digest}; build it again")
         return found
-    raise ModelError(f"the checkpoint of {manifest.model['name']!r} is neither bundled nor at {' '.join(manifest.build_arguments[:1]) or 'a known path'}")
+    named = " or ".join(manifest.build_arguments[:1]) or "no path"
+    raise ModelError(f"the artifact was built from {manifest.model['name']!r} at {named}, and no checkpoint is there to compare with")
 
 
 def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
@@ -79,13 +82,12 @@ def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
     """
     if not installed():
         raise SpecError(MISSING)
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    library: Any = importlib.import_module("transformers")
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        model: Any = library.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     # With an end-of-text id, a minimum length would forbid that token; without one, it is a token like any other on both sides.
     model.generation_config.eos_token_id = None
 
@@ -170,13 +172,11 @@ def peer(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progr
             found = interleave(sides, rounds)
             rows.append(row(load, found["ours"], found["peer"]))
             bar.step(f"{load.streams} streams")
-    import transformers
-
     notes = (
         said(rows, manifest.dtype),
-        f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; {manifest.dtype}, greedy, end of text ignored; "
-        f"tok/s over the whole time, prefill included; medians (smallest..largest) of {rounds} rounds, both sides in turns",
-        f"transformers {transformers.__version__} generate on the same checkpoint: one batch without padding, its default attention, "
-        f"{torch.get_num_threads()} threads for both sides; ours arrives as single requests",
+        f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; {manifest.dtype}, greedy, end of text "
+        f"ignored; tok/s over the whole time, prefill included; medians (smallest..largest) of {rounds} rounds, both sides in turns",
+        f"transformers {importlib.metadata.version('transformers')} generate on the same checkpoint: one batch without padding, "
+        f"its default attention, {torch.get_num_threads()} threads for both sides; ours arrives as single requests",
     )
     return Table("peer", "Throughput beside transformers", COLUMNS, tuple(rows), notes)

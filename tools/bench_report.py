@@ -58,8 +58,11 @@ def as_text(table: Table) -> str:
     """Aligned columns: the first to the left, the others to the right."""
     grid = _grid(table)
     widths = [max(len(line[i]) for line in grid) for i in range(len(table.columns))]
-    lines = ["  ".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths, strict=True))) for line in grid]
-    return "\n".join([table.title, "", *(f"  {line.rstrip()}" for line in lines), "", *(f"  {note}" for note in table.notes)]).rstrip() + "\n"
+    lines = []
+    for first, *others in grid:
+        cells = [first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(["", *cells]).rstrip())
+    return "\n".join([table.title, "", *lines, "", *(f"  {note}" for note in table.notes)]).rstrip() + "\n"
 
 
 def as_markdown(table: Table) -> str:

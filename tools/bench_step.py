@@ -14,7 +14,7 @@ from ..graphs.errors import SpecError
 from ..lowering.artifact import Artifact, GraphEntry, Manifest
 from ..lowering.executable import Executable, check_operands, load_compiled
 from ..runtime.buckets import Row, pack, write_width
-from .bench_machine import Reader, cache_bytes, reader
+from .bench_machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
 from .bench_report import Column, Table, Value
 from .bench_stats import Clock, interleave, ratio, seconds_per_call, spread
 from .progress import Progress
@@ -35,6 +35,11 @@ DECODE_COLUMNS = (
     Column("read_from", "from"),
     Column("floor_ms", "floor ms", 3),
     Column("over_floor", "time / floor", 1),
+)
+BANDWIDTH_COLUMNS = (
+    Column("place", "read from"),
+    Column("buffer_mb", "buffer MB", 1),
+    Column("gb_per_s", "GB/s", 1),
 )
 PREFILL_COLUMNS = (
     Column("bucket", "bucket"),
@@ -94,7 +99,7 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
             start=context,
             pages=[1 + i * pages + page for page in range(pages)],
             read_slot=1 + i * limits.slots_per_request,
-            write_slots=[1 + i * limits.slots_per_request] * width,
+            write_slots=[1 + i * limits.slots_per_request + min(j, limits.slots_per_request - 1) for j in range(width)],
         )
         for i in range(live)
     ]
@@ -106,8 +111,7 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
 def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
     """Bytes a step must read: weights it touches, state, and the keys and values of tokens that are there.
 
-    The graph's own count has every row's whole page table in it, which a graph with static shapes does read. A step need not,
-    so the floor does not allow for it.
+    The graph's own count is made before any context is known, and has every row's whole page table in it.
     """
     limits, bucket = manifest.limits, entry.bucket
     pools = [leaf.aval for leaf in manifest.state if leaf.aval.axes[0] == "pages"]
@@ -122,30 +126,55 @@ def decode_contexts(manifest: Manifest) -> tuple[int, ...]:
     return tuple(sorted({min(64, longest // 2), longest // 2}))
 
 
-def decode(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter, cache: int | None = None) -> Table:
-    """Step times of all decode buckets.
+def decode(
+    artifact: Artifact,
+    repetitions: int,
+    progress: Progress,
+    *,
+    clock: Clock = time.perf_counter,
+    cache: int | None = None,
+    memory_buffer_bytes: int = MEMORY_BUFFER_BYTES,
+) -> list[Table]:
+    """Step times of all decode buckets, and the bandwidths of their floors.
 
     Args:
         cache: bytes of the last-level cache; None asks the system.
+        memory_buffer_bytes: size of a buffer that no cache holds.
     """
     cache = cache_bytes() if cache is None else cache
     entries, params = _of_kind(artifact, "decode"), _params(artifact)
     contexts = decode_contexts(artifact.manifest)
+    whole = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
+    beside = {"memory": reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)}
+    if whole <= cache:
+        beside["cache (a buffer as large as all weights)"] = reader(whole, cache, clock)
+    speeds: dict[str, list[float]] = {place: [] for place in beside}
     rows = []
     with progress.bar("decode", len(entries) * len(contexts)) as bar:
         for entry in entries:
             for context in contexts:
                 case = prepare(artifact, params, entry, context)
-                rows.append(decode_row(case, reader(case.read_bytes, cache, clock), repetitions, clock))
+                own = reader(case.read_bytes, cache, clock, memory_buffer_bytes=memory_buffer_bytes)
+                rows.append(decode_row(case, own, repetitions, clock))
+                for place, one in beside.items():
+                    speeds[place].append(one.nbytes / seconds_per_call(one.read, clock, calls=STEPS) / 1e9)
                 bar.step(f"{entry.bucket.name} at {context}")
     notes = (
         f"every row live; medians (smallest..largest) of {repetitions} repetitions, each the median of {STEPS} steps in a row; "
         "eager, compiled and the read alternate",
         "floor: bytes a step must read over the read bandwidth of the same repetition: of a buffer as large where that fits the "
         "last-level cache (from: cache), else of one that no cache holds (from: memory)",
-        "the graphs have static shapes and read each row's whole context; the floor counts the tokens that are there",
+        "time / floor: of the executable that serves the bucket, compiled where there is one",
+        "MB read: what the graph's cost report counts (weights it touches, state, activations), with the keys and values of this context",
     )
-    return Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes)
+    bandwidth: list[dict[str, Value]] = [
+        {"place": place, "buffer_mb": one.nbytes / 1e6, "gb_per_s": spread(speeds[place])} for place, one in beside.items()
+    ]
+    said = ("sampled after every row of the table above; the floors there use what was read in their own rounds",)
+    return [
+        Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
+        Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), said),
+    ]
 
 
 def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> dict[str, Value]:
@@ -190,7 +219,8 @@ def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None 
 
 
 def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
-    found: dict[str, Value] = {f"{name}_ms": spread(1e3 * one for one in seconds[name]) for name in ("eager", "compiled") if name in seconds}
+    executables = [name for name in ("eager", "compiled") if name in seconds]
+    found: dict[str, Value] = {f"{name}_ms": spread(1e3 * one for one in seconds[name]) for name in executables}
     if "compiled" in seconds:
         found["speedup"] = ratio(seconds["eager"], seconds["compiled"])
     return found

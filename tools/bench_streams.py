@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -97,13 +98,16 @@ class Run:
         return 1e3 * statistics.median(stream[0][0] for stream in self.arrivals)
 
     @property
-    def between_ms(self) -> float:
-        """Median time between two tokens of a stream; tokens that arrive together share the time since the last."""
+    def between_ms(self) -> float | None:
+        """Median time between two tokens of a stream; tokens that arrive together share the time since the last.
+
+        None where every stream's tokens arrived at once.
+        """
         gaps = []
         for stream in self.arrivals:
-            for (before, _), (now, count) in zip(stream, stream[1:], strict=False):
+            for (before, _), (now, count) in itertools.pairwise(stream):
                 gaps += [(now - before) / count] * count
-        return 1e3 * statistics.median(gaps) if gaps else 0.0
+        return 1e3 * statistics.median(gaps) if gaps else None
 
 
 class TimedExecutor(Executor):
@@ -219,8 +223,10 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
         "path": path,
         "tokens_per_s": spread(run.tokens_per_s for run in runs),
         "first_token_ms": spread(run.first_ms for run in runs),
-        "between_tokens_ms": spread(run.between_ms for run in runs),
     }
+    gaps = [run.between_ms for run in runs if run.between_ms is not None]
+    if gaps:
+        found["between_tokens_ms"] = spread(gaps)
     if all(run.steps for run in runs):
         found["step_ms"] = spread(1e3 * statistics.median(step for step, _ in run.steps) for run in runs)
         found["executable_ms"] = spread(1e3 * statistics.median(inner for _, inner in run.steps) for run in runs)
@@ -252,7 +258,8 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
     notes = (
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
         f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds, engine and websocket in turns",
-        "websocket: server and client run in one process, all streams on one connection",
-        "host: what the engine does around the executable of a decode step: scheduling, packing, sampling's book-keeping, events",
+        "websocket: server and client run in one process, all streams on one connection; a token that completes no character arrives "
+        "with the next that does",
+        "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
     )
     return Table("streams", "Throughput through the whole engine", COLUMNS, tuple(rows), notes)

@@ -12,12 +12,13 @@ from pathlib import Path
 from safetensors.torch import save
 
 from ..graphs import tree
+from ..graphs.trace import signature_of
 from ..graphs.types import DTYPE_NAMES, Leaf, Mesh, Rules
 from ..lowering.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
 from ..lowering.backend import backend
 from ..lowering.serial import encode
 from ..lowering.toolchain import toolchain
-from ..models import checkpoint, shards
+from ..models import checkpoint, shards, step
 from ..server.text import TextCodec
 from . import verify
 from .compile_pool import Job, run_all
@@ -64,8 +65,10 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
     began = time.monotonic()
     backend(plan.backend).check_target()
     with ArtifactWriter(out) as writer:
+        # Before minutes of tracing: a checkpoint that cannot be used.
+        described = _describe(plan, writer, progress)
         staged = _stage_all(plan, progress)
-        manifest = _describe(plan, staged, writer, progress)
+        manifest = _with_graphs(plan, described, staged, writer)
         made = {entry.bucket: entry.compiled for entry in manifest.graphs if entry.compiled}
         # What was proved with other weights is not served before it is proved with these.
         manifest = writer.publish(replace(manifest, graphs=tuple(e if e.verified else replace(e, compiled=None) for e in manifest.graphs)))
@@ -94,15 +97,15 @@ def _stage_all(plan: Plan, progress: Progress) -> list[Staged]:
     return staged
 
 
-def _describe(plan: Plan, staged: list[Staged], writer: ArtifactWriter, progress: Progress) -> Manifest:
-    """Stores weights, tokenizer and eager graphs; the manifest has the executables of the previous artifact that still fit."""
-    signature = staged[0].partitioned.signature
+def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest:
+    """Stores weights and tokenizer; the manifest has no graphs yet."""
+    signature = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype))
     weights, source = _weights(plan, signature.params, writer, progress)
     tokenizer = None
     if plan.found.tokenizer:
         TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
         tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
-    described = Manifest(
+    return Manifest(
         model={
             "name": plan.found.name,
             "family": plan.model.family.FAMILY,
@@ -127,6 +130,10 @@ def _describe(plan: Plan, staged: list[Staged], writer: ArtifactWriter, progress
         source_digest=source,
         build_arguments=plan.arguments,
     )
+
+
+def _with_graphs(plan: Plan, described: Manifest, staged: list[Staged], writer: ArtifactWriter) -> Manifest:
+    """Stores eager graphs; the manifest has them, and the executables of the previous artifact that still fit."""
     entries = [_entry(plan, one, described, writer) for one in staged]
     served, references = entries[: len(plan.buckets)], entries[len(plan.buckets) :]
     return replace(described, graphs=tuple(served), references=tuple(replace(e, compiled=None, verified={}) for e in references))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import click
@@ -24,38 +24,8 @@ FIGURES = ("build", "load", "decode", "prefill", "streams", "peer")
 SLOW = ("build",)
 """Figures that are measured only when named."""
 
-
-class Words(click.ParamType):
-    """A comma-separated list out of some words."""
-
-    name = "list"
-
-    def __init__(self, legal: tuple[str, ...]) -> None:
-        self.legal = legal
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """The words, in the order of the legal ones."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in str(value).split(",")]
-        if unknown := [word for word in words if word not in self.legal]:
-            self.fail(f"{unknown[0]!r} is none; legal is a comma-separated list of {', '.join(self.legal)}", param, ctx)
-        return tuple(word for word in self.legal if word in words)
-
-
-class Counts(click.ParamType):
-    """A comma-separated list of counts."""
-
-    name = "list"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The counts as given."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-            self.fail(f"{value!r} is none; legal is a comma-separated list of integers of at least 1, as in 1,4,16", param, ctx)
-        return tuple(map(int, parts))
+BUSY = 0.5
+"""Load average above which a machine is not quiet."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +49,12 @@ class Settings:
 
 @click.command("bench")
 @click.argument("artifact_or_model", required=False)
-@click.option("--only", type=Words(FIGURES), help=f"Figures: {','.join(FIGURES)}.  [default: all but {','.join(SLOW)}]")
-@click.option("--streams", type=Counts(), default=(1, 4, 16), help="Concurrent requests.  [default: 1,4,16]")
+@click.option("--only", metavar="LIST", help=f"Figures: {','.join(FIGURES)}.  [default: all but {','.join(SLOW)}]")
+@click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Concurrent requests.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each prompt.")
 @click.option("--repetitions", type=click.IntRange(1), default=20, show_default=True, help="Repetitions of a step.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of a load: fresh processes, streams, peer.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams and peer.")
 @click.option("--builds", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of a build.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
@@ -94,8 +64,8 @@ class Settings:
 def command(
     home: Home,
     artifact_or_model: str | None,
-    only: tuple[str, ...] | None,
-    streams: tuple[int, ...],
+    only: str | None,
+    streams: str,
     tokens: int,
     prompt_tokens: int,
     repetitions: int,
@@ -117,22 +87,52 @@ def command(
         raise SpecError("give at most one of --json and --markdown")
     if threads:
         torch.set_num_threads(threads)
-    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in streams), repetitions, rounds, builds, jobs)
+    wanted = figure_names(only) if only is not None else None
+    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in counts(streams)), repetitions, rounds, builds, jobs)
     progress = Progress()
     machine = bench_machine.describe()
-    subject, tables = measure(home, artifact_or_model, only, settings, progress)
+    if machine.load > BUSY:
+        progress.say(f"the load average is {machine.load:.1f}: what else runs here will show in the figures")
+    subject, tables = measure(home, artifact_or_model, wanted, settings, progress)
     if as_json:
         told = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
         click.echo(json.dumps(told, indent=1))
         return
     heading = [*bench_machine.lines(machine), ", ".join(f"{name} {value}" for name, value in subject.items())]
-    draw = as_markdown if markdown else as_text
-    end = "  " if markdown else ""
-    click.echo("\n".join([*(line + end for line in heading), "", *(draw(table) for table in tables)]), nl=False)
+    draw, end = (as_markdown, "  ") if markdown else (as_text, "")
+    click.echo("\n".join(line + end for line in heading))
+    for table in tables:
+        click.echo("\n" + draw(table), nl=False)
 
 
-def measure(home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress) -> tuple[dict[str, str], list[Table]]:
-    """What was measured, and the figures that were asked for, in their order.
+def figure_names(text: str) -> tuple[str, ...]:
+    """Reads `decode,peer`; the figures in their own order.
+
+    Raises:
+        SpecError: on anything else.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in FIGURES]:
+        raise SpecError(f"--only has {unknown[0]!r}; legal is a comma-separated list of {', '.join(FIGURES)}")
+    return tuple(figure for figure in FIGURES if figure in words)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Reads `1,4,16`.
+
+    Raises:
+        SpecError: on anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise SpecError(f"--streams is {text!r}; legal is a comma-separated list of integers of at least 1, as in 1,4,16")
+    return tuple(map(int, parts))
+
+
+def measure(
+    home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress
+) -> tuple[dict[str, str], Iterator[Table]]:
+    """What is measured, and the figures that were asked for, each as soon as it is there.
 
     Raises:
         NpucompileError: what was named cannot be measured, or not in this way.
@@ -143,34 +143,41 @@ def measure(home: Home, name: str | None, only: tuple[str, ...] | None, settings
             raise SpecError(bench_peer.MISSING)
         progress.say(f"no peer: {bench_peer.MISSING}")
         wanted = tuple(figure for figure in wanted if figure != "peer")
-    tables = []
     subject: dict[str, str] = {}
-    if "build" in wanted:
-        arguments = build_arguments(home, name)
-        subject = {"build": " ".join(arguments)}
-        tables.append(bench_build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress))
+    sources: dict[str, Callable[[], list[Table]]] = {}
     if wanted != ("build",):
         artifact = find_or_build(home, name, progress)
+        if {"load", "streams", "peer"} & set(wanted):
+            for load in settings.loads:
+                load.check(artifact.manifest.limits.max_model_len)
         subject = describe(artifact)
-        tables += [figure() for key, figure in figures(artifact, home, settings, progress).items() if key in wanted]
-    return subject, tables
+        sources = figures(artifact, home, settings, progress)
+    if "build" in wanted:
+        arguments = build_arguments(home, name)
+        subject["npucompile build"] = " ".join(arguments)
+        sources["build"] = lambda: [
+            bench_build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
+        ]
+    return subject, (table for figure in wanted for table in sources[figure]())
 
 
-def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], Table]]:
+def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], list[Table]]]:
     """How each figure of an artifact is measured."""
     return {
-        "load": lambda: bench_load.load(
-            artifact.path,
-            prompt_tokens=settings.loads[0].prompt_tokens,
-            rounds=settings.rounds,
-            threads=torch.get_num_threads(),
-            environment=home.environment,
-            progress=progress,
-        ),
+        "load": lambda: [
+            bench_load.load(
+                artifact.path,
+                prompt_tokens=settings.loads[0].prompt_tokens,
+                rounds=settings.rounds,
+                threads=torch.get_num_threads(),
+                environment=home.environment,
+                progress=progress,
+            )
+        ],
         "decode": lambda: bench_step.decode(artifact, settings.repetitions, progress),
-        "prefill": lambda: bench_step.prefill(artifact, settings.repetitions, progress),
-        "streams": lambda: bench_streams.streams(artifact, settings.loads, settings.rounds, progress),
-        "peer": lambda: bench_peer.peer(artifact, settings.loads, settings.rounds, progress),
+        "prefill": lambda: [bench_step.prefill(artifact, settings.repetitions, progress)],
+        "streams": lambda: [bench_streams.streams(artifact, settings.loads, settings.rounds, progress)],
+        "peer": lambda: [bench_peer.peer(artifact, settings.loads, settings.rounds, progress)],
     }
 
 

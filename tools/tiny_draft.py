@@ -165,6 +165,13 @@ def acceptance(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, prompt: i
     return Acceptance(1 + sum(counts) / len(counts), rates, len(counts))
 
 
+@torch.no_grad()
+def agreement(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor) -> float:
+    """Share of positions of given texts [B, Q+1] at which the first draft is the model's own best token."""
+    out = unroll(cfg, params, texts, torch.zeros(texts.shape[0], 1, dtype=torch.int64), own_tokens=False, depth=1)
+    return (out.first[:, :-1].argmax(-1) == out.target[:, 1:].argmax(-1)).float().mean().item()
+
+
 def random_bases(rows: int, length: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """int64 [rows, count] positions whose DEPTH drafts all have a target within `length` tokens."""
     return torch.randint(0, length - 1 - DEPTH, (rows, count), generator=generator)

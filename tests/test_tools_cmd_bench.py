@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.lowering.artifact import Artifact
+from npucompile.tools import bench_build, bench_machine, bench_peer, cmd_bench
+from npucompile.tools.bench_report import Column, Table
+from npucompile.tools.bench_streams import Load
+
+LITTLE = ("--repetitions", 1, "--rounds", 1, "--streams", "1,2", "--tokens", 4, "--prompt-tokens", 6)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every figure of an artifact is a table with one cell; the names of those that are measured."""
+    measured: list[str] = []
+
+    def figures(artifact: Artifact, *_: Any) -> dict[str, Any]:
+        def figure(name: str) -> list[Table]:
+            measured.append(name)
+            return [Table(name, f"The {name}", (Column("x", "x"),), ({"x": 1.5},))]
+
+        return {name: (lambda name=name: figure(name)) for name in cmd_bench.FIGURES if name != "build"}
+
+    monkeypatch.setattr(cmd_bench, "figures", figures)
+    return measured
+
+
+def test_figures_and_counts_are_read() -> None:
+    assert cmd_bench.figure_names("peer, decode,decode") == ("decode", "peer")
+    assert cmd_bench.counts("1, 4,16") == (1, 4, 16)
+
+
+@pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peer"])
+def test_other_figures_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, peer"):
+        cmd_bench.figure_names(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "-1", "1.5", "many", "²"])
+def test_other_counts_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="legal is a comma-separated list of integers of at least 1"):
+        cmd_bench.counts(text)
+
+
+def test_the_cheap_figures_of_a_built_model(tiny: ModuleType, own_artifact: Path, tmp_path: Path) -> None:
+    result = tiny.cli(tmp_path, "bench", "tiny", "--only", "prefill,streams", "--json", *LITTLE)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["subject"]["model"] == "tiny"
+    assert told["machine"]["cores"] >= 1
+    assert [table["figure"] for table in told["figures"]] == ["prefill", "streams"]
+    rows = told["figures"][1]["rows"]
+    assert [(row["streams"], row["path"]) for row in rows] == [(1, "engine"), (1, "websocket"), (2, "engine"), (2, "websocket")]
+    assert all(row["tokens_per_s"]["median"] > 0 for row in rows)
+
+
+def test_text_and_markdown_hold_the_same_figures(tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str]) -> None:
+    text = tiny.cli(tmp_path, "bench", "tiny", "--only", "decode,load", *LITTLE).stdout
+    markdown = tiny.cli(tmp_path, "bench", "tiny", "--only", "decode,load", "--markdown", *LITTLE).stdout
+    assert pretended == ["load", "decode"] * 2
+    assert text.index("The load\n") < text.index("The decode\n")
+    assert "| 1.50 |" in markdown
+    assert "**The load**" in markdown
+    for said in (text, markdown):
+        assert " cores, " in said
+        assert "model tiny, dtype f32" in said
+        assert "buckets 5 (0 compiled by eager)" in said
+
+
+def test_every_figure_of_an_artifact_can_be_measured(tiny_artifact: Path) -> None:
+    settings = cmd_bench.Settings((Load(1, 6, 4),), 1, 1, 1, 1)
+    home = cmd_bench.Home(Path("home"), {})
+    assert ("build", *cmd_bench.figures(Artifact.open(tiny_artifact), home, settings, cmd_bench.Progress(quiet=True))) == cmd_bench.FIGURES
+
+
+def test_builds_are_measured_only_when_named(tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str]) -> None:
+    assert tiny.cli(tmp_path, "bench", *LITTLE).exit_code == 0
+    assert pretended == ["load", "decode", "prefill", "streams", "peer"]
+
+
+def test_a_missing_peer_is_left_out_or_refused(
+    tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_peer, "installed", lambda: False)
+    result = tiny.cli(tmp_path, "bench", *LITTLE)
+    assert "no peer: the peer is transformers" in result.stderr
+    assert pretended == ["load", "decode", "prefill", "streams"]
+    assert "transformers, which is not installed" in tiny.refused(tmp_path, "bench", "--only", "decode,peer")
+    assert pretended == ["load", "decode", "prefill", "streams"]
+
+
+def test_a_busy_machine_is_told(tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(bench_machine.os, "getloadavg", lambda: (3.5, 0.0, 0.0))
+    assert "load average is 3.5" in tiny.cli(tmp_path, "bench", "--only", "load", *LITTLE).stderr
+    monkeypatch.setattr(bench_machine.os, "getloadavg", lambda: (0.1, 9.0, 9.0))
+    assert "load average" not in tiny.cli(tmp_path, "bench", "--only", "load", *LITTLE).stderr
+
+
+def test_a_build_is_measured_with_the_arguments_that_made_the_artifact(
+    tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+
+    def build(arguments: tuple[str, ...], **options: Any) -> Table:
+        asked.append((arguments, options))
+        return Table("build", "The build", (Column("x", "x"),), ())
+
+    monkeypatch.setattr(bench_build, "build", build)
+    result = tiny.cli(tmp_path, "bench", "tiny", "--only", "build", "--builds", 3, "--jobs", 1)
+    assert "The build" in result.stdout
+    (arguments, options) = asked[0]
+    assert arguments == Artifact.open(own_artifact).manifest.build_arguments
+    assert (options["rounds"], options["jobs"]) == (3, 1)
+    assert options["environment"]["NPUCOMPILE_HOME"] == str(tmp_path)
+    # What is no artifact is a model, with the build's own defaults; nothing else is built for it.
+    tiny.cli(tmp_path, "bench", "some-model", "--only", "build")
+    assert asked[1][0] == ("some-model",)
+    assert pretended == []
+
+
+def test_a_model_that_is_not_built_is_built_first(
+    tiny: ModuleType, tiny_checkpoint: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cmd_bench.planning, "plan", lambda options: tiny.planned(Path(options.model)))
+    result = tiny.cli(tmp_path, "bench", tiny_checkpoint, "--only", "decode")
+    assert result.exit_code == 0, result.output
+    assert pretended == ["decode"]
+    assert (tmp_path / "artifacts" / "tiny" / "manifest.msgpack").is_file()
+
+
+def test_nothing_to_measure_and_two_formats_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    assert "no artifact under" in tiny.refused(tmp_path, "bench")
+    assert "no artifact under" in tiny.refused(tmp_path, "bench", "--only", "build")
+    assert "'neither-nor' is neither a preset nor a directory" in tiny.refused(tmp_path, "bench", "neither-nor")
+    assert "at most one of --json and --markdown" in tiny.refused(tmp_path, "bench", "--json", "--markdown")
+
+
+def test_a_figure_that_fails_does_not_take_the_others_along(
+    tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cmd_bench.figures
+
+    def broken() -> list[Table]:
+        raise SpecError("no streams today")
+
+    monkeypatch.setattr(cmd_bench, "figures", lambda *given: {**made(*given), "streams": broken})
+    result = tiny.cli(tmp_path, "bench", "tiny", *LITTLE)
+    assert result.exit_code == 1
+    assert "The prefill\n" in result.stdout
+    assert "no streams today" in result.stderr
+
+
+def test_a_load_beyond_the_context_is_refused_before_anything_is_measured(
+    tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str]
+) -> None:
+    assert "context of 64" in tiny.refused(tmp_path, "bench", "tiny")
+    assert pretended == []
+    assert tiny.cli(tmp_path, "bench", "tiny", "--only", "decode").exit_code == 0
+
+
+def test_loads_are_what_the_options_say(tiny: ModuleType, own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[cmd_bench.Settings] = []
+
+    def figures(artifact: Artifact, home: Any, settings: cmd_bench.Settings, progress: Any) -> dict[str, Any]:
+        seen.append(settings)
+        return {"streams": list}
+
+    monkeypatch.setattr(cmd_bench, "figures", figures)
+    tiny.cli(tmp_path, "bench", "--only", "streams", *LITTLE)
+    assert seen[0] == cmd_bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
