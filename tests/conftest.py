@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")

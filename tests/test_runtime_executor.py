@@ -110,7 +110,7 @@ bucket_lists = st.sampled_from([ALL, (ALL[0], ALL[4]), (ALL[1], ALL[3]), (ALL[2]
 page_counts = st.sampled_from([17, 6])
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(requests, bucket_lists, page_counts)
 def test_whatever_shares_the_batch_and_whichever_buckets_run_it(tiny, executor, alone, mix, buckets, pages):
     """Pools are poisoned: what a request did not write itself, it must not read."""

@@ -78,7 +78,7 @@ def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket) -> None:
     check.judge(exact, check.TOLERANCES[torch.float32], "toy")
     for fault in ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong"):
         seen = check.compare(Toy(bucket), Toy(bucket, fault), scenes, sign)
-        with pytest.raises(VerifyError, match="toy: (logits|state|tokens) differ by"):
+        with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
             check.judge(seen, check.TOLERANCES[torch.float32], "toy")
 
 
