@@ -26,14 +26,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top_k", self.top_k, 0, 2**31 - 1),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise RequestError(f"{name} is {value!r}; legal is a number from {low} to {high}", param=name)
+        if type(self.top_k) is not int or not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k is {self.top_k!r}; legal is a whole number from 0 to {2**31 - 1}", param="top_k")
+        for name, value, high in (("temperature", self.temperature, 100.0), ("top_p", self.top_p, 1.0), ("min_p", self.min_p, 1.0)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= high:
+                raise RequestError(f"{name} is {value!r}; legal is a number from 0.0 to {high}", param=name)
         if self.top_p == 0.0:
             raise RequestError("top_p is 0; legal is above 0 up to 1", param="top_p")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

@@ -28,9 +28,9 @@ def command(home: Home, artifact: str | None, bucket: str | None, stage: str | N
     """
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     manifest = opened.manifest
-    entries = [find(manifest, bucket)] if bucket else list(manifest.graphs)
+    entries = [find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
     if stage:
-        if not bucket:
+        if bucket is None:
             raise SpecError(f"--stage prints one graph; name it with --bucket, one of {', '.join(e.bucket.name for e in manifest.graphs)}")
         click.echo(stage_text(opened, entries[0], stage), nl=False)
     elif as_json:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import click
 import torch
 
-from ..graphs.errors import ArtifactMissing
+from ..graphs.errors import ArtifactMissing, ModelError
 from ..lowering.artifact import Artifact
 from ..models.presets import BUNDLED
 from ..server.app import WEBSOCKET_PATH
@@ -91,6 +91,8 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
             if no_build:
                 raise
     plan = planning.plan(planning.Options(name))
+    if plan.found.tokenizer is None:
+        raise ModelError(f"{plan.found.checkpoint_dir} has no tokenizer.json, and serving text needs one")
     builder = Builder([name], planning.default_out(home.artifacts, plan.found), home.environment)
     try:
         return builder.wait_servable(), builder

@@ -89,20 +89,28 @@ def _chunked(
     """
     row = torch.arange(chunk, device=q.device)
     visible, before = row[:, None] >= row[None, :], row[:, None] > row[None, :]
+    qc, kc, vc, bc = (x.unflatten(2, (-1, chunk)) for x in (q, k, v, beta[..., None]))
+    total = g.unflatten(2, (-1, chunk)).cumsum(-1)
+    fade = torch.where(visible, (total[..., :, None] - total[..., None, :]).clamp(max=0.0).exp(), 0.0)
+    keys = kc.transpose(-1, -2)
+    identity = (row[:, None] == row[None, :]).to(q.dtype)
+    solve = _unit_lower_inverse(torch.where(before, (kc * bc) @ keys * fade, 0.0) + identity)
+    grown = total.exp()[..., None]
+    left = (total[..., -1:] - total).exp()[..., None]
+    # All that does not depend on the state is one product over all chunks; only the state goes from chunk to chunk.
+    parts = (
+        solve @ (vc * bc),
+        solve @ (kc * bc * grown),
+        qc * grown,
+        qc @ keys * fade,
+        (kc * left).transpose(-1, -2),
+        total[..., -1:, None].exp(),
+    )
     outs = []
-    for at in range(0, q.shape[2], chunk):
-        span = slice(at, at + chunk)
-        qc, kc, vc, bc = q[:, :, span], k[:, :, span], v[:, :, span], beta[:, :, span, None]
-        total = g[:, :, span].cumsum(-1)
-        fade = torch.where(visible, (total[..., :, None] - total[..., None, :]).clamp(max=0.0).exp(), 0.0)
-        mixed = (kc * bc) @ kc.transpose(-1, -2) * fade
-        identity = (row[:, None] == row[None, :]).to(q.dtype)
-        solve = _unit_lower_inverse(torch.where(before, mixed, 0.0) + identity)
-        grown = total.exp()[..., None]
-        delta = solve @ (vc * bc) - (solve @ (kc * bc * grown)) @ state
-        outs.append((qc * grown) @ state + (qc @ kc.transpose(-1, -2) * fade) @ delta)
-        left = (total[..., -1:] - total).exp()[..., None]
-        state = state * total[..., -1].exp()[..., None, None] + (kc * left).transpose(-1, -2) @ delta
+    for value, seen, reach, attend, keep, decay in zip(*(part.unbind(2) for part in parts), strict=True):
+        delta = value - seen @ state
+        outs.append(reach @ state + attend @ delta)
+        state = state * decay + keep @ delta
     return torch.cat(outs, 2), state
 
 

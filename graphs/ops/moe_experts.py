@@ -33,11 +33,11 @@ def moe_experts_reference(
         [T, M], dtype of x.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(gate_up.shape[0]):
+    for expert, (widen, narrow) in enumerate(zip(gate_up.flatten(1, 2).unbind(), down.unbind(), strict=True)):
         rows, choice = torch.nonzero(ids == expert, as_tuple=True)
         if rows.numel():
-            gate, up = torch.nn.functional.linear(x[rows], gate_up[expert].flatten(0, 1)).chunk(2, -1)
-            out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[expert])
+            gate, up = torch.nn.functional.linear(x.index_select(0, rows), widen).chunk(2, -1)
+            out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, narrow)
             total = total.index_add(0, rows, out.float() * weights[rows, choice].float()[:, None])
     return total.to(x.dtype)
 

@@ -1,0 +1,151 @@
+"""tools/cmd_generate.py: prompts in text or ids, from an artifact or a model, and every refusal in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.lowering.artifact import Artifact
+from npucompile.runtime.executor import Executor
+from npucompile.runtime.request import Sampling
+from npucompile.server.text import TextCodec
+from npucompile.tools.cmd_generate import parse_ids
+from npucompile.tools.offline import complete
+
+PROMPT = "in the"
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_artifact):
+    """What six tokens after the prompt are."""
+    artifact = Artifact.open(tiny_artifact)
+    codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
+    ids = codec.encode(PROMPT)
+    (done,) = complete(Executor(artifact), [ids], Sampling(), 6, frozenset())
+    return ids, done.token_ids, codec.decode(done.token_ids)
+
+
+def generated(tiny, tmp_path, *arguments):
+    result = tiny.cli(tmp_path, "generate", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_says_all_there_is(tiny, tmp_path, tiny_artifact, expected):
+    ids, tokens, text = expected
+    told = generated(tiny, tmp_path, tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    artifact = Artifact.open(tiny_artifact)
+    record = told.pop("record")
+    assert told == {
+        "text": text, "token_ids": list(tokens), "finish_reason": "length",
+        "usage": {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6},
+        "acceptance_length": 1.0, "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
+        "backends": {entry.bucket.name: "eager" for entry in artifact.manifest.graphs},
+    }  # fmt: skip
+    assert record["prefill_chunks"] == ["prefill-b1-q16"]
+    assert record["decode_steps"] == [["decode-b1-q1", 5]]
+    assert record["padded_rows"] == record["preemptions"] == 0
+
+
+def test_plain_output_is_the_text_and_the_ids_stay_out_of_it(tiny, tmp_path, tiny_artifact, expected):
+    _, tokens, text = expected
+    result = tiny.cli(tmp_path, "generate", tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    assert result.stdout == text + "\n"
+    assert result.stderr == f"token ids: {','.join(map(str, tokens))}\n"
+
+
+def test_ids_are_taken_as_they_are(tiny, tmp_path, tiny_artifact, expected):
+    ids, tokens, _ = expected
+    told = generated(tiny, tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
+    assert told["token_ids"] == list(tokens)
+
+
+def test_the_end_of_text_ends_it_unless_it_is_ignored(tiny, own_artifact, tmp_path, expected):
+    _, tokens, _ = expected
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, model={**manifest.model, "eos_ids": [tokens[2]]}))
+    arguments = ("tiny", "--prompt", PROMPT, "--max-tokens", 6)
+    stopped = generated(tiny, tmp_path, *arguments)
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (list(tokens[: tokens.index(tokens[2])]), "stop")
+    assert generated(tiny, tmp_path, *arguments, "--ignore-eos")["token_ids"] == list(tokens)
+
+
+def test_sampling_options_reach_the_sampler(tiny, tmp_path, tiny_artifact, expected):
+    hot = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6, "--temperature", 50)
+    _, tokens, _ = expected
+    first = generated(tiny, tmp_path, *hot, "--seed", 1)["token_ids"]
+    assert first == generated(tiny, tmp_path, *hot, "--seed", 1)["token_ids"]
+    assert first != generated(tiny, tmp_path, *hot, "--seed", 2)["token_ids"]
+    for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
+        assert generated(tiny, tmp_path, *hot, "--seed", 1, *narrow)["token_ids"] == list(tokens)
+
+
+def test_a_model_is_traced_and_run_and_leaves_nothing(tiny, tmp_path, tiny_checkpoint, expected):
+    _, tokens, _ = expected
+    told = generated(tiny, tmp_path, tiny_checkpoint, "--prompt", PROMPT, "--max-tokens", 6, "--dtype", "float32")
+    assert told["token_ids"] == list(tokens)
+    assert set(told["backends"].values()) == {"eager"}
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_built_model_in_another_dtype_is_its_model_built_again(tiny, tmp_path, own_artifact):
+    told = generated(tiny, tmp_path, "tiny", "--token-ids", "1,2", "--max-tokens", 3, "--dtype", "bfloat16")
+    assert told["dtype"] == "bf16"
+    assert told["usage"]["completion_tokens"] == 3
+    assert told["artifact"] != Artifact.open(own_artifact).digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give exactly one of --prompt and --token-ids"),
+        (("--prompt", "a", "--token-ids", "1"), "give exactly one of --prompt and --token-ids"),
+        (("--token-ids", "1,x"), "--token-ids is '1,x'; legal is a comma-separated list"),
+        (("--token-ids", "1,260"), "prompt has token id 260; legal is an integer from 0 to 259"),
+        (("--prompt", ""), "the prompt has 0 tokens; legal is 1 to 63"),
+        (("--prompt", "x" * 64), "the prompt has 64 tokens; legal is 1 to 63 (max_model_len 64 less one token to generate)"),
+        (("--prompt", "a", "--temperature", "-1"), "temperature is -1.0; legal is a number from 0.0 to 100.0"),
+        (("--prompt", "a", "--top-p", "0"), "top_p is 0; legal is above 0"),
+    ],
+)
+def test_refusals_name_what_is_legal(tiny, tmp_path, tiny_artifact, arguments, said):
+    assert said in tiny.refused(tmp_path, "generate", tiny_artifact, *arguments)
+
+
+def test_what_is_neither_artifact_nor_model_is_named(tiny, tmp_path):
+    assert "'nothing' is neither a preset nor a directory" in tiny.refused(tmp_path, "generate", "nothing", "--prompt", "a")
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not(tiny, own_artifact, tmp_path):
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
+    assert "tiny has no tokenizer, so no --prompt; legal is --token-ids" in tiny.refused(tmp_path, "generate", "tiny", "--prompt", "a")
+    told = generated(tiny, tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2)
+    assert (told["text"], len(told["token_ids"])) == ("", 2)
+
+
+def test_a_stale_artifact_is_refused_with_the_field(tiny, own_artifact, tmp_path):
+    toolchain = {**Artifact.open(own_artifact).manifest.toolchain, "torch": "2.0.0"}
+    tiny.with_compiled(own_artifact, toolchain=toolchain)
+    said = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
+    assert "torch was '2.0.0' and is" in said
+    assert "build it again here" in said
+
+
+def test_a_tampered_file_is_refused_by_its_name(tiny, own_artifact, tmp_path):
+    for name in tiny.contents(own_artifact):
+        with tiny.damaged(own_artifact / name):
+            assert str(own_artifact / name) in tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
+    assert tiny.cli(tmp_path, "generate", "tiny", "--token-ids", "1", "--max-tokens", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(("text", "ids"), [("1", (1,)), (" 1, 22 ,3", (1, 22, 3)), ("0", (0,))])
+def test_ids_are_read(text, ids):
+    assert parse_ids(text) == ids
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,", "-1", "1.0", "²", "0x1"])
+def test_what_is_no_list_of_ids_is_refused(text):
+    with pytest.raises(SpecError, match="non-negative integers"):
+        parse_ids(text)
