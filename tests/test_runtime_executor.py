@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from npucompile.graphs import events
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, LoweringError, SpecError
 from npucompile.graphs.types import Bucket, Mesh, Rules
+from npucompile.lowering import artifact as artifact_module
 from npucompile.lowering.artifact import Artifact
 from npucompile.runtime import executor as module
 from npucompile.runtime.buckets import Row, pack
@@ -200,6 +201,21 @@ def test_refresh_without_news_changes_nothing(tiny, own_artifact, stub):
     assert not executor.refresh()
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="other"))
     assert not executor.refresh()
+
+
+def test_what_is_published_while_the_artifact_is_opened_is_seen_later(tiny, own_artifact, stub, monkeypatch):
+    read = artifact_module.decode
+
+    def publish_meanwhile(data, where):
+        monkeypatch.setattr(artifact_module, "decode", read)
+        tiny.with_compiled(own_artifact, "stub")
+        return read(data, where)
+
+    monkeypatch.setattr(artifact_module, "decode", publish_meanwhile)
+    executor = Executor(Artifact.open(own_artifact))
+    assert set(executor.backends.values()) == {"eager"}
+    assert executor.refresh()
+    assert set(executor.backends.values()) == {"stub"}
 
 
 def test_prefer_eager_stays_eager(tiny, own_artifact, stub):
