@@ -38,7 +38,7 @@ ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unse
 HARD_LIMIT_LINES = 450
 
 # Folders that are tables: one parametrised test walks all their files.
-TABLE_TESTS = {"graphs/ops": "tests/test_graphs_ops.py"}
+TABLE_TESTS = {"graphs/ops": "tests/test_graphs_ops.py", "graphs/passes": "tests/test_graphs_passes.py"}
 
 # Files without a test file of their own, and why.
 UNTESTED = {
