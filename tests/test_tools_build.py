@@ -114,7 +114,7 @@ def test_of_two_builds_at_once_the_second_is_refused_with_the_first_ones_process
 
 def test_every_bucket_is_compiled_proved_and_published(tiny, tmp_path, tiny_checkpoint, stub):
     report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
-    assert stub.compiled == ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
+    assert stub.compiled == ["decode-b1-q1", "decode-b2-q1", "prefill-b1-q4"]
     assert sorted(report.compiled) == BUCKETS
     assert report.reused == ()
     assert report.seconds >= report.ready_seconds
@@ -206,16 +206,16 @@ def test_an_executable_that_disagrees_is_not_published(tiny, tmp_path, tiny_chec
 def test_a_build_that_fails_half_way_goes_on_where_it_was(tiny, tmp_path, tiny_checkpoint, stub):
     out = tmp_path / "out"
     made = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
-    stub.refuses = "decode-b2"
-    with pytest.raises(LoweringError, match="does not like decode-b2-q1"):
+    stub.refuses = "prefill-b1"
+    with pytest.raises(LoweringError, match="does not like prefill-b1-q4"):
         tiny.built(made, out)
     assert {entry.bucket.name: entry.backend for entry in Artifact.open(out).manifest.graphs} == {
-        "prefill-b1-q4": "stub", "decode-b1-q1": "stub", "decode-b2-q1": "eager",
+        "prefill-b1-q4": "eager", "decode-b1-q1": "stub", "decode-b2-q1": "stub",
     }  # fmt: skip
     stub.refuses = None
     stub.compiled.clear()
-    assert sorted(tiny.built(made, out).reused) == ["decode-b1-q1", "prefill-b1-q4"]
-    assert stub.compiled == ["decode-b2-q1"]
+    assert sorted(tiny.built(made, out).reused) == ["decode-b1-q1", "decode-b2-q1"]
+    assert stub.compiled == ["prefill-b1-q4"]
 
 
 def test_a_damaged_executable_is_compiled_again(tiny, tmp_path, tiny_checkpoint, stub):
@@ -274,4 +274,4 @@ def test_progress_says_when_it_can_serve_and_how_well_it_is_proved(tiny, tmp_pat
     said = io.StringIO()
     tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out", progress=Progress(said))
     assert re.search(r"out can serve \(\d+\.\d s\); compiling 3 of 3 buckets", said.getvalue())
-    assert re.search(r"compile and verify \(stub\) 3/3 decode-b2-q1 \d+\.\d s, logits within \d", said.getvalue())
+    assert re.search(r"compile and verify \(stub\) 3/3 prefill-b1-q4 \d+\.\d s, logits within \d", said.getvalue())

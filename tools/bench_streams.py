@@ -7,7 +7,8 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -216,6 +217,10 @@ async def through_socket(url: str, load: Load, vocab: int, clock: Clock = time.p
     return Run(seconds, tuple(ids for ids, _ in found), tuple(arrivals for _, arrivals in found))
 
 
+def _socket_round(url: str, load: Load, vocab: int) -> Run:
+    return asyncio.run(through_socket(url, load, vocab))
+
+
 def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
     """The rounds of one load on one path."""
     found: dict[str, Value] = {
@@ -235,29 +240,42 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
 
 
 def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progress) -> Table:
-    """Tokens a second of each load, through the engine and through the server in turns.
+    """Tokens a second of each load, through the engine and then through the server.
+
+    Each path has a thread of its own for its tensor work, and the first is gone before the second begins: with two, OpenMP
+    would have more workers than cores, and both would be slower than either is when it serves.
 
     Raises:
         ArtifactError: the artifact cannot be served.
     """
-    executor = TimedExecutor(artifact)
-    running = services.start(artifact)
-    rows = []
-    try:
-        with serving(running.service) as url, progress.bar("streams", len(loads)) as bar:
+    for load in loads:
+        load.check(artifact.manifest.limits.max_model_len)
+    found: dict[tuple[int, str], dict[str, Value]] = {}
+    with progress.bar("streams", 2 * len(loads)) as bar:
+
+        def engine_rounds() -> None:
+            executor = TimedExecutor(artifact)
             for load in loads:
-                load.check(executor.limits.max_model_len)
-                paths: dict[str, Callable[[], Run]] = {
-                    "engine": partial(through_engine, executor, executor.calls, load),
-                    "websocket": lambda load=load: asyncio.run(through_socket(url, load, executor.vocab_size)),  # type: ignore[misc]
-                }
-                rows += [row(load, path, runs) for path, runs in interleave(paths, rounds).items()]
-                bar.step(f"{load.streams} streams")
-    finally:
-        running.engine.stop(drain=False)
+                runs = interleave({"engine": partial(through_engine, executor, executor.calls, load)}, rounds)
+                found[load.streams, "engine"] = row(load, "engine", runs["engine"])
+                bar.step(f"{load.streams} streams through the engine")
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(engine_rounds).result()
+        running = services.start(artifact)
+        try:
+            with serving(running.service) as url:
+                for load in loads:
+                    one = partial(_socket_round, url, load, int(artifact.manifest.model["vocab_size"]))
+                    found[load.streams, "websocket"] = row(load, "websocket", interleave({"websocket": one}, rounds)["websocket"])
+                    bar.step(f"{load.streams} streams through the websocket")
+        finally:
+            running.engine.stop(drain=False)
+    rows = [found[load.streams, path] for load in loads for path in ("engine", "websocket")]
     notes = (
         f"{loads[0].prompt_tokens} prompt tokens and {loads[0].tokens} generated, each stream; greedy, end of text ignored; tok/s over "
-        f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds, engine and websocket in turns",
+        f"the whole time, prefill included; medians (smallest..largest) of {rounds} rounds",
+        "first all rounds through the engine, then all through the websocket: each with the tensor work on one thread of its own",
         "websocket: server and client run in one process, all streams on one connection; a token that completes no character arrives "
         "with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",

@@ -211,7 +211,7 @@ def _compile(
     made = backend(plan.backend)
     scratch = writer.root / "graphs"
     todo = []
-    for entry in sorted((e for e in manifest.graphs if e.compiled is None), key=lambda e: (e.bucket.kind == "decode", e.bucket.tokens)):
+    for entry in sorted((e for e in manifest.graphs if e.compiled is None), key=lambda e: (e.bucket.kind != "decode", e.bucket.tokens)):
         target = staged[entry.bucket.name].target
         assert target is not None
         part = scratch / f".{entry.bucket.name}.{made.suffix}"

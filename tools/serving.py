@@ -40,8 +40,15 @@ def start(artifact: Artifact) -> Running:
     manifest = artifact.manifest
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    executor = Executor(artifact)
-    engine = Engine(executor)
+    codec = TextCodec.load(artifact.path / manifest.tokenizer)
+    loaded: list[Executor] = []
+
+    def load() -> Executor:
+        loaded.append(Executor(artifact))
+        return loaded[0]
+
+    engine = Engine.launch(load)
+    (executor,) = loaded
     model = ServedModel(
         name=str(manifest.model["name"]),
         max_model_len=manifest.limits.max_model_len,
@@ -55,8 +62,7 @@ def start(artifact: Artifact) -> Running:
         compiled = sum(name != "eager" for name in executor.backends.values())
         return {"status": "ok", "buckets": len(executor.backends), "compiled_buckets": compiled}
 
-    engine.start()
-    return Running(Service(engine, TextCodec.load(artifact.path / manifest.tokenizer), model, readiness=readiness), engine, executor)
+    return Running(Service(engine, codec, model, readiness=readiness), engine, executor)
 
 
 class Builder:
