@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import RequestError, SpecError
+from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.pages import OwnershipError
@@ -731,3 +731,33 @@ def test_the_oracle_catches(spoil):
         engine.submit(request, sink)
     drain(engine)
     assert [sink.tokens for sink in sinks] != [alone(request, 32)[0] for request in requests]
+
+
+def test_launch_makes_the_executor_on_the_thread_that_serves():
+    threads = set()
+    _, toy = make(on_run=lambda *_: threads.add(threading.current_thread()))
+
+    def load():
+        threads.add(threading.current_thread())
+        return toy
+
+    engine = Engine.launch(load)
+    toy.pools = (engine._pages, engine._slots)
+    finished = threading.Event()
+    tokens = []
+    request = ask(max_tokens=4)
+    engine.submit(request, lambda event: tokens.extend(event.token_ids) if isinstance(event, TokenEvent) else finished.set())
+    assert finished.wait(60)
+    engine.stop()
+    assert tokens == alone(request, toy.limits.max_model_len)[0]
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    assert not threads.pop().is_alive()
+
+
+def test_launch_raises_what_loading_raises():
+    def load():
+        raise ArtifactError("no weights")
+
+    with pytest.raises(ArtifactError, match="no weights"):
+        Engine.launch(load)
