@@ -98,3 +98,20 @@ def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
     assert check.difference(torch.tensor([8.0]), torch.tensor([4.0])) == 0.5
     assert check.difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == float("inf")
     assert check.difference(torch.empty(0), torch.empty(0)) == 0.0
+
+
+def test_deviation_is_an_average_and_infinite_for_nan() -> None:
+    assert check.deviation(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0.0
+    assert check.deviation(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0])) == 1.0
+    assert check.deviation(torch.ones(100), torch.cat([torch.ones(99), torch.zeros(1)])) == pytest.approx(0.1)
+    assert check.deviation(torch.ones(2), torch.tensor([1.0, float("nan")])) == float("inf")
+    assert check.deviation(torch.empty(0), torch.empty(0)) == 0.0
+
+
+@pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
+def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
+    bucket, tolerance = Bucket("decode", 4, 1), check.TOLERANCES[torch.bfloat16]
+    sign = signature(bucket)
+    scenes = [check.scene(bucket, sign, LIMITS, [torch.zeros(2, 2)], VOCAB, 4, torch.Generator().manual_seed(s)) for s in range(4)]
+    with pytest.raises(VerifyError):
+        check.judge(check.compare(Toy(bucket), Toy(bucket, fault), scenes, sign, tolerance.measure), tolerance, "toy")

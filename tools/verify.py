@@ -57,10 +57,10 @@ def verify_entry(artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
     eager = load_compiled(artifact.path / entry.eager, "eager")
     ours = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
     what = f"{entry.bucket.name} ({entry.backend})"
-    verdict = judge(compare(eager, ours, scenes, signature), tolerance, f"{what} against the eager graph")
+    verdict = judge(compare(eager, ours, scenes, signature, tolerance.measure), tolerance, f"{what} against the eager graph")
     alone = _row_by_row(artifact, entry)
     if alone is not None:
-        verdict = judge(compare(alone, ours, scenes, signature), tolerance, f"{what} against eager rows run alone")
+        verdict = judge(compare(alone, ours, scenes, signature, tolerance.measure), tolerance, f"{what} against eager rows run alone")
     return {name: float(value) for name, value in asdict(verdict).items()}
 
 
