@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .errors import InvariantError
+from .flatten import bodies
 from .partition import Partitioned
 from .passes import PASSES, Pass
 from .verify import check
@@ -20,12 +21,15 @@ def optimise(partitioned: Partitioned, passes: Sequence[Pass] = PASSES) -> Parti
     """
     check(partitioned.graph, partitioned.signature, "partition")
     graph = copy.deepcopy(partitioned.graph)
+    parts = [graph, *bodies(graph).values()]
     for step in passes:
-        step.run(graph)
-        try:
-            graph.graph.lint()
-        except RuntimeError as error:
-            raise InvariantError(f"after pass {step.name!r} the graph is not well formed: {error}") from error
+        for part in parts:
+            step.run(part)
+            try:
+                part.graph.lint()
+            except RuntimeError as error:
+                raise InvariantError(f"after pass {step.name!r} the graph is not well formed: {error}") from error
         check(graph, partitioned.signature, f"pass {step.name!r}")
-    graph.recompile()
+    for part in parts:
+        part.recompile()
     return replace(partitioned, graph=graph)

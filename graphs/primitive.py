@@ -155,6 +155,15 @@ class Primitive:
         kept = ["Tensor"] * len(self.kept_results)
         return f"({', '.join(arguments)}) -> {kept[0] if len(kept) == 1 else '(' + ', '.join(kept) + ')'}"
 
+    def together(self, fn: Rule) -> Rule:
+        """Decorates the meaning of a primitive that communicates: the calls of all devices of a group -> their results.
+
+        The rule takes a list of argument tuples, one a device in the order of the group, and returns a list of results. A
+        schema of such a primitive has an argument `group`, the symbolic name of the group.
+        """
+        self._rules["together"] = fn
+        return fn
+
     def cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
         """Decorates the cost rule: operands as given, tensors may be meta; returns a Cost."""
         self._rules["cost"] = fn

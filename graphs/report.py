@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from .alias import is_view, owner, shares
+from .flatten import bodies
 from .primitive import Cost, nbytes, of_target
 from .types import Signature
 from .verify import results_of
@@ -37,10 +38,13 @@ class Memory:
 
 def cost(graph: GraphModule) -> Cost:
     """Sum over all nodes: a primitive's own rule; matrix products by torch's formulas; else one operation per result element."""
+    inner = {name: cost(body) for name, body in bodies(graph).items()}
     total = Cost()
     for node in graph.graph.nodes:
         if node.op == "call_function":
             total = total + node_cost(node)
+        elif node.op == "call_module":
+            total = total + inner[str(node.target)]
     return total
 
 
@@ -64,20 +68,36 @@ def memory(graph: GraphModule, signature: Signature) -> Memory:
     """Static memory of a graph run node by node, freeing every value after its last reader."""
     params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
     donated = set(results_of(graph)[len(signature.outputs) :])
+    return Memory(params, state, inputs, _peak(graph, donated))
+
+
+def _peak(graph: GraphModule, donated: set[Node]) -> int:
+    """Largest sum of values that live at the same time; a call needs what its body needs, and then holds its results."""
     sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
-    # A value lives as long as anything that looks into it; one that nobody reads ends where it begins.
+    inside: dict[Node, int] = {}
+    for name, body in bodies(graph).items():
+        calls = [node for node in graph.graph.nodes if node.op == "call_module" and node.target == name]
+        pools = {int(str(n.args[1])) for n in donated if n.args and n.args[0] in calls}
+        results = results_of(body)
+        peak = _peak(body, {results[i] for i in pools})
+        kept = sum(nbytes(results[i].meta["val"]) for i in range(len(results)) if i not in pools)
+        sizes.update(dict.fromkeys(calls, kept))
+        inside.update(dict.fromkeys(calls, peak))
+    # A value lives as long as anything that looks into it; one that nobody reads ends where it begins. What replaces a pool lives
+    # there, and does not keep alive what was made beside it.
     last = {node: node for node in sizes}
     for node in graph.graph.nodes:
-        last.update({owner(source): node for source in node.all_input_nodes})
+        last.update({owner(source): node for source in node.all_input_nodes if source not in donated})
     ends: dict[Node, list[Node]] = {}
     for source, reader in last.items():
         ends.setdefault(reader, []).append(source)
     live = peak = 0
     for node in graph.graph.nodes:
+        peak = max(peak, live + inside.get(node, 0))
         live += sizes.get(node, 0)
         peak = max(peak, live)
         live -= sum(sizes.get(source, 0) for source in ends.get(node, ()))
-    return Memory(params, state, inputs, peak)
+    return peak
 
 
 def _own_bytes(node: Node, donated: set[Node]) -> int:

@@ -32,3 +32,16 @@ def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> t
     if write.shape[1] == q_len:
         return torch.arange(1, q_len + 1, dtype=torch.int32, device=write.device).expand(write.shape)
     return lengths[:, None]
+
+
+def write_slots_npu(pool: torch.Tensor, write: torch.Tensor, states: torch.Tensor) -> None:
+    """Stores states in their slots, in place, by an operator of the NPU.
+
+    GE orders it after the reads of the pool that the states were computed from, and after no other.
+
+    Args:
+        pool: [S, ...].
+        write: [B, W] slots.
+        states: [B*W, ...], any float dtype.
+    """
+    torch.ops.npu.npu_scatter_nd_update_(pool, write.reshape(-1, 1), states.to(pool.dtype))

@@ -7,16 +7,24 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .flatten import bodies
 from .types import DTYPE_NAMES, Aval
 
 
 def as_text(graph: GraphModule, title: str) -> str:
     """One line a node: `%7 = npuc.linear(%5, %2) : bf16[4,64]`; operands carry their leaf names.
 
+    Bodies that the graph calls follow it, each once.
+
     Args:
         graph: a traced, partitioned or lowered graph.
         title: first line.
     """
+    parts = [_lines(graph, title), *(_lines(body, f"body {name}") for name, body in bodies(graph).items())]
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
+def _lines(graph: GraphModule, title: str) -> list[str]:
     numbers: dict[Node, str] = {}
     lines = [title]
     for node in graph.graph.nodes:
@@ -29,8 +37,9 @@ def as_text(graph: GraphModule, title: str) -> str:
             continue
         given = [_argument(a, numbers) for a in node.args]
         given += [f"{k}={_argument(v, numbers)}" for k, v in sorted(node.kwargs.items())]
-        lines.append(f"  {numbers[node]} = {target_name(node.target)}({', '.join(given)}) : {_type(node)}")
-    return "\n".join(lines) + "\n"
+        called = f"call {node.target}" if node.op == "call_module" else target_name(node.target)
+        lines.append(f"  {numbers[node]} = {called}({', '.join(given)}) : {_type(node)}")
+    return lines
 
 
 def target_name(target: Any) -> str:

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import events, tree
 from . import ops as ops
+from .block import collecting
 from .errors import GraphError
 from .types import Aval, Leaf, Program, Signature
 
@@ -89,7 +90,7 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
 def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> GraphModule:
     """make_fx of a flat function over fake CPU tensors, gradients off."""
     events.record("trace")
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), torch.no_grad(), collecting():
         fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
         graph = make_fx(fn, tracing_mode="real")(*fakes)
     graph.graph.eliminate_dead_code()

@@ -60,6 +60,13 @@ class Aval:
         return f"{DTYPE_NAMES.get(self.dtype, self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
+MESH_AXES = ("dp", "tp")
+"""Legal axes of a mesh: groups that serve requests of their own, and the devices of a group."""
+
+MANUAL_AXIS = "dp"
+"""A program is written and traced for one group; only explicit regions talk across groups."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named device axes in row-major order, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device."""

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .errors import InvariantError
+from .flatten import bodies
 from .primitive import NAMESPACE, TABLE
 from .types import Signature
 
@@ -39,9 +40,9 @@ def results_follow_signature(graph: GraphModule, signature: Signature) -> Iterat
 
 
 def nothing_from_the_air(graph: GraphModule, signature: Signature) -> Iterator[str]:
-    """Everything a graph reads is an operand: no captured tensor, no submodule."""
+    """Everything a graph reads is an operand: no captured tensor, no module but the bodies of blocks."""
     for node in graph.graph.nodes:
-        if node.op in ("get_attr", "call_module", "call_method"):
+        if node.op in ("get_attr", "call_method") or (node.op == "call_module" and not _is_body(graph, node)):
             yield f"{node.name} is a {node.op} of {node.target!r}; everything a graph reads must be an operand"
 
 
@@ -76,14 +77,18 @@ def nothing_depends_on_the_host(graph: GraphModule, signature: Signature) -> Ite
             yield f"{node.name} calls {node.target}, which draws random numbers; they are inputs"
 
 
-def state_is_replaced_not_mutated(graph: GraphModule, signature: Signature) -> Iterator[str]:
-    """The graph is functional: no operator writes an operand, and every state leaf has its own result."""
-    for node in _calls(graph):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            yield f"{node.name} calls {node.target}, which writes its operand"
+def state_is_replaced(graph: GraphModule, signature: Signature) -> Iterator[str]:
+    """Every state leaf has its own result."""
     stored = results_of(graph)[len(signature.outputs) :]
     if len(set(stored)) != len(stored):
         yield "two state leaves end as the same value; each needs a result of its own"
+
+
+def nothing_is_mutated(graph: GraphModule, signature: Signature) -> Iterator[str]:
+    """The graph is functional: no operator writes an operand."""
+    for node in _calls(graph):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            yield f"{node.name} calls {node.target}, which writes its operand"
 
 
 INVARIANTS: tuple[Invariant, ...] = (
@@ -93,9 +98,13 @@ INVARIANTS: tuple[Invariant, ...] = (
     operators_are_known,
     shapes_are_static,
     nothing_depends_on_the_host,
-    state_is_replaced_not_mutated,
+    nothing_is_mutated,
+    state_is_replaced,
 )
 """What a legal partitioned graph looks like, as data."""
+
+OF_BODIES = INVARIANTS[2:7]
+"""Those that hold for every body as well, which has a calling convention of its own."""
 
 
 def check(graph: GraphModule, signature: Signature, after: str) -> None:
@@ -108,6 +117,10 @@ def check(graph: GraphModule, signature: Signature, after: str) -> None:
         InvariantError: listing every breach.
     """
     broken = [f"{rule.__name__}: {what}" for rule in INVARIANTS for what in rule(graph, signature)]
+    for name, body in bodies(graph).items():
+        # What is no body, `nothing_from_the_air` has said by now.
+        rules = OF_BODIES if hasattr(body, "graph") else ()
+        broken += [f"{rule.__name__}: in {name}: {what}" for rule in rules for what in rule(body, signature)]
     if broken:
         raise InvariantError(f"after {after} the graph is not legal:\n  " + "\n  ".join(broken))
 
@@ -116,6 +129,10 @@ def results_of(graph: GraphModule) -> list[Node]:
     """Nodes a graph returns, in order."""
     (output,) = (n for n in graph.graph.nodes if n.op == "output")
     return list(output.args[0])
+
+
+def _is_body(graph: GraphModule, node: Node) -> bool:
+    return isinstance(getattr(graph, str(node.target), None), GraphModule)
 
 
 def _calls(graph: GraphModule) -> Iterator[Node]:

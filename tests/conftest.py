@@ -11,11 +11,22 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from hypothesis import settings
+
+# Before torch: with torch_npu installed and no CANN its import would fail (npucompile/__init__.py does the same for users).
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+import torch
+from transformers.utils import import_utils
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
+
+# Where torch_npu is installed without CANN, transformers would import it and fail; here it is the oracle on the CPU.
+_found = import_utils._is_package_available
+import_utils._is_package_available = lambda name, *rest, **named: (
+    (False, "N/A") if name == "torch_npu" else _found(name, *rest, **named)
+)
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
@@ -45,6 +56,18 @@ def tiny() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def ranks(tiny: ModuleType) -> ModuleType:
+    """The file ranks.py beside this one."""
+    return load_beside("ranks")
+
+
+@pytest.fixture(scope="session")
+def fleets() -> ModuleType:
+    """The file fleets.py beside this one."""
+    return load_beside("fleets")
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint directory of two layers; not to be changed."""
     return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny"))
@@ -56,6 +79,21 @@ def tiny_artifact(tiny: ModuleType, tiny_checkpoint: Path, tmp_path_factory: pyt
     out = tmp_path_factory.mktemp("artifact") / "tiny"
     tiny.built(tiny.planned(tiny_checkpoint), out)
     return out
+
+
+@pytest.fixture(scope="session")
+def sharded(tiny: ModuleType, ranks: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of one random checkpoint by mesh, "" being one device; built once, not to be changed."""
+    root = tmp_path_factory.mktemp("sharded")
+    checkpoint = tiny.write_checkpoint(root / "checkpoint", **ranks.SIZES)
+    made: dict[str, Path] = {}
+
+    def find(mesh: str) -> Path:
+        if mesh not in made:
+            made[mesh] = ranks.build(tiny, checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
+        return made[mesh]
+
+    return find
 
 
 @pytest.fixture

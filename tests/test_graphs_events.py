@@ -24,7 +24,11 @@ def test_tracing_and_partitioning_count() -> None:
     before = events.count()
     traced = trace(Program("toy", Bucket("decode", 2, 1), forward, {}, {}, {"x": Aval((2,), torch.float32)}))
     assert events.count() == before + 1
-    partition(traced, Mesh(), Rules())
+    one = partition(traced, Mesh(), Rules())
+    assert events.count() == before + 1, "a mesh of one device takes what was traced"
+    partition(traced.program, Mesh(), Rules())
     assert events.count() == before + 2
-    traced.graph(torch.ones(2))
-    assert events.count() == before + 2
+    partition(traced, Mesh.parse("dp=2,tp=2"), Rules())
+    assert events.count() == before + 3
+    one.graph(torch.ones(2))
+    assert events.count() == before + 3

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement
 
 from npucompile.graphs import ops
 from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
+from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.sharding import strategies
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,11 +56,42 @@ def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor) -> tup
 def delta(r: Draw, B: int, Q: int, write: torch.Tensor, lengths: torch.Tensor, chunk: int) -> tuple[Any, ...]:
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
     g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)
-    return q, k, v, g, beta, r.f32(9, 4, 3, 5), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), lengths, chunk
+    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), lengths, chunk
 
 
 def experts(r: Draw, T: int, M: int, E: int, F: int) -> tuple[Any, ...]:
     return r(T, M), r.uniform(T, 2).to(r.dtype), r.below(E, T, 2), r(E, 2, F, M), r(E, M, F)
+
+
+def elsewhere(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with some experts on other devices, before and after those here."""
+    x, weights, ids, *rest = operands
+    ids = ids.clone()
+    ids[0, 0], ids[-1, 1], ids[1] = -1, rest[0].shape[0], 1000
+    return x, weights, ids, *rest
+
+
+def grouped_weights(r: Draw, E: int, M: int, F: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return r(E, M, 2 * F), r(E, F, M)
+
+
+def quantised(r: Draw, counts: tuple[int, ...], M: int, F: int, quantise: Callable[..., Any]) -> tuple[Any, ...]:
+    """Operands of the experts' products over 7 rows."""
+    weights = [part for weight in grouped_weights(r, len(counts), M, F) for part in quantise(weight)]
+    return *quantise_rows(r(7, M)), torch.tensor(counts), *weights, r.dtype
+
+
+def distinct(*rows: tuple[int, ...]) -> torch.Tensor:
+    """Choices that name no expert twice in a row, those of the last row the largest: its rows are last when sorted."""
+    assert all(len(set(row)) == len(row) for row in rows)
+    return ints(*(list(row) for row in rows))
+
+
+def dispatched(r: Draw) -> tuple[Any, ...]:
+    """Operands of combining what the only device of a group sent itself."""
+    ids = distinct((0, 3), (3, 1), (5, 4))
+    _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, ints(0), 6, "world", 1, False)
+    return r(6, 5), ids, r.uniform(3, 2).to(r.dtype), assist, received, ints(0), 6, "world", 1
 
 
 def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
@@ -105,16 +137,48 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 3, 7), r(5, 3, 7), r(7), 1e-6),
         "even": lambda r: (r(4, 2, 5), r(4, 2, 5), r(5), 1e-6),
     },
+    "grouped_experts": {
+        "rows of nobody": lambda r: (r(7, 5), torch.tensor([3, 0, 2]), *grouped_weights(r, 3, 5, 4)),
+        "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
+    },
+    "grouped_experts_w4a8": {
+        "rows of nobody": lambda r: quantised(r, (3, 0, 2), 8, 4, quantise_w4),
+        "all rows": lambda r: quantised(r, (1, 6), 16, 8, quantise_w4),
+    },
+    "grouped_experts_w8a8": {
+        "rows of nobody": lambda r: quantised(r, (3, 0, 2), 5, 3, quantise_w8),
+        "all rows": lambda r: quantised(r, (1, 6), 6, 4, quantise_w8),
+    },
     "l2_norm": {"odd": lambda r: (r(3, 1, 5, 7), 1e-6, 0.5), "even": lambda r: (r(2, 4, 2, 5), 1e-6, 1.0)},
     "last_rows": {"odd": lambda r: (r(9, 5), ints(3, 0, 2)), "even": lambda r: (r(6, 4), ints(1, 3))},
     "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
+    "moe_combine": {"alone": dispatched},
+    "moe_dispatch": {
+        "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), ints(0), 6, "world", 1, False),
+        "int8": lambda r: (r(2, 5), distinct((2, 0, 1), (1, 2, 3)), ints(0), 4, "world", 1, True),
+    },
     "moe_experts": {
         "every expert": lambda r: experts(r, 5, 7, 4, 6),
         "few choices": lambda r: experts(r, 1, 6, 9, 4),
+        "elsewhere": lambda r: elsewhere(experts(r, 5, 7, 4, 6)),
+        "few elsewhere": lambda r: elsewhere(experts(r, 3, 6, 20, 4)),
     },
     "moe_route": {"odd": lambda r: (r(5, 7), 3, True), "even": lambda r: (r(6, 4), 2, False)},
+    "moe_sort": {
+        "all here": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), 6, 6, False),
+        "elsewhere": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, False),
+        "int8": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, True),
+    },
+    "moe_unsort": {
+        "all here": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(4, 2, 0, 1, 3, 5)),
+        "elsewhere": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(-1, 2, -1, -1, 0, 1)),
+    },
     "paged_attention": {"grouped": attention},
     "positions": {"odd": lambda r: (ints(6, 0, 11), 3)},
+    "quant_linear": {
+        "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
+        "even": lambda r: (torch.cat([r(3, 6), r(1, 6) * 0]), *quantise_w8(r(6, 2))),
+    },
     "rms_norm": {
         "rows": lambda r: (r(5, 7), r(7), 1e-6, 1.0),
         "heads": lambda r: (r(4, 2, 8), r(8), 1e-5, 0.0),
@@ -129,8 +193,11 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
 }
 
-# Where no gradient goes: integers, and the thresholds and random numbers of sampling.
-WITHOUT_GRADIENT = ("cache_slots", "positions", "rope_angles", "sample")
+# Where no gradient goes: integers, what is rounded to them, and the thresholds and random numbers of sampling.
+WITHOUT_GRADIENT = (
+    *("cache_slots", "positions", "rope_angles", "sample"),
+    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+)
 
 # Reads the same pages once for every row that shares them, so more bytes than its operands hold.
 REREADS = ("paged_attention",)
@@ -192,12 +259,17 @@ def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [donated[i] if i in donated else next(returned) for i in range(len(primitive.op._schema.returns))]
 
 
+def lowerings(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Those in torch's own operators; test_lowering_ge_*.py run the others."""
+    for facet, fn in primitive._rules.items():
+        if facet.startswith("lowering:") and facet != "lowering:ge":
+            yield facet, fn
+
+
 def implementations(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every way a backend may run a node, beside the reference itself."""
     yield "operator", primitive.op
-    for facet, fn in primitive._rules.items():
-        if facet.startswith("lowering:"):
-            yield facet, fn
+    yield from lowerings(primitive)
     if primitive.has("inplace"):
         yield "inplace", lambda *args: donating(primitive, clone(args))
 
@@ -394,7 +466,7 @@ def test_sharded_by_any_letter_is_the_whole(name: str) -> None:
         want = primitive.rule("reference")(*case.args)
         for letter, strategy in by_letter(primitive, case.args).items():
             letters.add(letter)
-            for run in (primitive.rule("reference"), *(fn for facet, fn in primitive._rules.items() if facet.startswith("lowering:"))):
+            for run in (primitive.rule("reference"), *(fn for _, fn in lowerings(primitive))):
                 got = sharded(run, primitive, case.args, [strategy])
                 if got is not None:
                     halved.add(letter)
@@ -452,7 +524,7 @@ def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, lengths: tuple[int, ...
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
     g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4)
     tokens, slots = (q, k, v, g, beta), (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*lengths), chunk)
-    pool, padding = r.f32(9, 4, 3, 5), [(b, slice(length, None)) for b, length in enumerate(lengths)]
+    pool, padding = r.f32(9, 4, 5, 3), [(b, slice(length, None)) for b, length in enumerate(lengths)]
     used = write[:, -1].tolist()[: 2 if B == 3 else B]
     spoiled = (*(poison(x, *padding) for x in tokens), poison(pool, 0, 8), *slots)
     return (*tokens, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][2]]
@@ -487,6 +559,29 @@ def poisoned_few_choices(r: Draw) -> tuple[Any, Any, Live]:
     return clean, (poison(clean[0], -1), poison(clean[1], -1), *clean[2:]), lambda t: [x[:-1] for x in t]
 
 
+def poisoned_after_groups(r: Draw, name: str) -> tuple[Any, Any, Live]:
+    """Rows from the sum of the counts on hold anything."""
+    clean = EXAMPLES[name]["rows of nobody"](r)
+    return clean, tuple(poison(a, slice(5, None)) if i == name.endswith("a8") else a for i, a in enumerate(clean)), lambda t: [t[0][:5]]
+
+
+def poisoned_last_sorted(r: Draw, name: str, label: str, live: int) -> tuple[Any, Any, Live]:
+    """The last token is padding, and its rows come after those of the others."""
+    clean = EXAMPLES[name][label](r)
+    return clean, (poison(clean[0], -1), *clean[1:]), lambda t: [t[0][:live], t[1][:live], *t[2:]]
+
+
+def poisoned_unsort(r: Draw) -> tuple[Any, Any, Live]:
+    """Rows that no choice points at hold anything."""
+    clean = EXAMPLES["moe_unsort"]["elsewhere"](r)
+    return clean, (poison(clean[0], slice(3, None)), *clean[1:]), lambda t: t
+
+
+def poisoned_combine(r: Draw) -> tuple[Any, Any, Live]:
+    clean = dispatched(r)
+    return clean, (poison(clean[0], -1, -2), clean[1], poison(clean[2], -1), *clean[3:]), lambda t: [t[0][:-1]]
+
+
 def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any, Any, Live]:
     """The last row of those operands is padding."""
     clean = EXAMPLES[name][label](r)
@@ -512,16 +607,28 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_delta(r, 8, ints([3], [5], [0]), (3, 8, 0), 4),
     ],
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
+    "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
+    "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
+    "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],
     "last_rows": [poisoned_last_rows],
     "linear": [lambda r: rows(r, "linear", "odd", (0,))],
+    "moe_combine": [poisoned_combine],
+    "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
     "moe_experts": [
         lambda r: rows(r, "moe_experts", "every expert", (0, 1)),
         poisoned_few_choices,
     ],
     "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
+    "moe_sort": [
+        lambda r: poisoned_last_sorted(r, "moe_sort", "all here", 4),
+        lambda r: poisoned_last_sorted(r, "moe_sort", "elsewhere", 2),
+        lambda r: poisoned_last_sorted(r, "moe_sort", "int8", 2),
+    ],
+    "moe_unsort": [poisoned_unsort],
     "paged_attention": [poisoned_attention],
     "positions": [],
+    "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
     "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],
     "rope_angles": [],

@@ -17,7 +17,7 @@ def draw(B: int, Q: int, Hk: int, H: int, Dk: int, Dv: int, seed: int = 0) -> Op
     r = torch.Generator().manual_seed(seed)
     q, k = (torch.nn.functional.normalize(torch.randn(B, Q, Hk, Dk, generator=r), dim=-1) for _ in range(2))
     g, beta = -torch.rand(B, Q, H, generator=r), torch.rand(B, Q, H, generator=r)
-    state = torch.randn(B, H, Dk, Dv, generator=r)
+    state = torch.randn(B, H, Dv, Dk, generator=r)
     return {"q": q, "k": k, "v": torch.randn(B, Q, H, Dv, generator=r), "g": g, "beta": beta, "state": state}
 
 
@@ -25,7 +25,8 @@ def run(x: Operands, chunk: int, lengths: list[int] | None = None, fresh: bool =
     """Outputs [B, Q, H, Dv] and the stored states: [B, Q, ...] token by token, [B, 1, ...] in chunks."""
     B, Q = x["g"].shape[:2]
     W = 1 if chunk else Q
-    pool = torch.cat([torch.full_like(x["state"][:1], float("nan")), x["state"], torch.zeros(B * W, *x["state"].shape[1:])])
+    one = torch.zeros_like(x["state"][:1])
+    pool = torch.cat([one + float("nan"), x["state"], one.expand(B * W, -1, -1, -1)])
     read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * W, dtype=torch.int32).view(B, W)
     starts = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
     valid = torch.tensor(lengths or [Q] * B, dtype=torch.int32)
@@ -34,9 +35,11 @@ def run(x: Operands, chunk: int, lengths: list[int] | None = None, fresh: bool =
 
 
 def oracle(rule: Any, x: Operands, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers scales queries by 1/sqrt(Dk) itself; ours come scaled."""
-    scale = x["q"].shape[-1] ** 0.5
-    return rule(x["q"] * scale, x["k"], x["v"], g=x["g"], beta=x["beta"], output_final_state=True, **options)
+    """transformers scales queries by 1/sqrt(Dk) itself, ours come scaled; its states are [.., Dk, Dv], ours the other way."""
+    scale, start = x["q"].shape[-1] ** 0.5, options.pop("initial_state")
+    turned = None if start is None else start.transpose(-1, -2)
+    out, after = rule(x["q"] * scale, x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=turned, output_final_state=True, **options)
+    return out, after.transpose(-1, -2)
 
 
 SIZES = [(1, 1, 1, 1, 1, 1), (2, 3, 2, 4, 3, 5), (3, 5, 1, 3, 8, 7), (1, 4, 2, 2, 16, 8)]
@@ -88,9 +91,9 @@ def exact(x: Operands) -> torch.Tensor:
     for t in range(q.shape[1]):
         qt, kt = (y[:, t].repeat_interleave(share, 1) for y in (q, k))
         state = g[:, t].exp()[..., None, None] * state
-        change = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, kt))
-        state = state + torch.einsum("bhk,bhv->bhkv", kt, change)
-        outs.append(torch.einsum("bhkv,bhk->bhv", state, qt))
+        change = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhvk,bhk->bhv", state, kt))
+        state = state + torch.einsum("bhv,bhk->bhvk", change, kt)
+        outs.append(torch.einsum("bhvk,bhk->bhv", state, qt))
     return torch.stack(outs, 1)
 
 
@@ -125,3 +128,15 @@ def test_going_on_from_a_slot_is_never_having_gone_further() -> None:
         _, alone = run(short, 0)
         one, other = (run({**future, "state": state}, 0)[0] for state in (states[:, j], alone[:, -1]))
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_a_bf16_pool_rounds_states_only_where_they_are_stored(chunk: int) -> None:
+    x = draw(2, 8, 2, 4, 6, 5)
+    x["state"] = x["state"].bfloat16().float()
+    out, states = run(x, chunk)
+    x["state"] = x["state"].bfloat16()
+    rounded_out, rounded = run(x, chunk)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded_out, out)
+    assert torch.equal(rounded, states.bfloat16())

@@ -7,7 +7,9 @@ import torch
 from torch.fx import GraphModule
 
 from npucompile.graphs import ops
+from npucompile.graphs.block import block
 from npucompile.graphs.errors import InvariantError
+from npucompile.graphs.flatten import bodies
 from npucompile.graphs.optimise import optimise
 from npucompile.graphs.partition import Partitioned, partition
 from npucompile.graphs.passes import PASSES
@@ -87,3 +89,52 @@ def test_a_graph_that_came_broken_is_no_pass_s_fault(partitioned: Partitioned) -
     captures(partitioned.graph)
     with pytest.raises(InvariantError, match=r"after partition .*\n  nothing_from_the_air"):
         optimise(partitioned)
+
+
+# --- bodies ---
+
+
+def layer(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.sigmoid(ops.linear(x, w)) + torch.sigmoid(ops.linear(x, w))
+    return y @ torch.ones(5, 3), y.sum(0)
+
+
+def stacked(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    x = i["x"]
+    for _ in range(2):
+        x, _ = block("layer", layer, (), p["w"], x)
+    return {"y": x}, {"s": s["s"] + x.sum()}
+
+
+@pytest.fixture
+def layered() -> Partitioned:
+    f32 = torch.float32
+    program = Program("toy", Bucket("decode", 2, 1), stacked, {"w": Aval((5, 3), f32)}, {"s": Aval((4,), f32)}, {"x": Aval((2, 3), f32)})
+    return partition(trace(program), Mesh(), Rules())
+
+
+def test_bodies_become_smaller_once_for_all_their_calls(layered: Partitioned) -> None:
+    before = as_text(layered.graph, "")
+    smaller = optimise(layered)
+    assert as_text(layered.graph, "") == before, "works on a copy, of bodies too"
+    ((name, body),) = bodies(smaller.graph).items()
+    assert name == "layer"
+    operations = [line.split("= ")[1].split("(")[0] for line in as_text(body, "").splitlines() if "(" in line]
+    assert operations == ["npuc.linear", "aten.sigmoid", "aten.add.Tensor", "aten.ones", "aten.mm"], "and the sum that nobody reads is gone"
+    operands = [torch.randn(leaf.aval.shape, generator=torch.Generator().manual_seed(0)) for leaf in layered.signature.operands]
+    for got, want in zip(smaller.graph(*operands), layered.graph(*operands), strict=True):
+        assert torch.equal(got, want)
+
+
+def breaks_a_body(graph: GraphModule) -> None:
+    if bodies(graph):
+        return
+    (*_, output) = graph.graph.nodes
+    with graph.graph.inserting_before(output):
+        graph.graph.call_function(torch.relu, (output.args[0][0],)).meta["val"] = output.args[0][0].meta["val"]
+
+
+def test_the_pass_that_broke_a_body_is_named(layered: Partitioned) -> None:
+    saboteur = Pass("saboteur", breaks_a_body, changes_numerics=False)
+    with pytest.raises(InvariantError, match=r"after pass 'saboteur' .*\n  operators_are_known: in layer: "):
+        optimise(layered, [*PASSES, saboteur])

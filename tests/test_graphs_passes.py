@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from npucompile.graphs.passes import PASSES, drop_dead, drop_noops, merge_equal
+from npucompile.graphs.block import block
+from npucompile.graphs.flatten import bodies
+from npucompile.graphs.passes import PASSES, drop_dead, drop_noops, drop_unread, merge_equal
 from npucompile.graphs.passes.base import Pass
 from npucompile.graphs.text import target_name
+from npucompile.graphs.trace import trace
+from npucompile.graphs.types import Aval, Bucket, Program, Tree
 
 aten = torch.ops.aten
 X = torch.arange(6.0).view(2, 3)
@@ -152,11 +157,73 @@ def test_writes_stay() -> None:
     assert "copy_" in calls(after(drop_dead.PASS, fn, X, X.clone()))
 
 
+# --- drop_unread ---
+
+
+def three(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.relu(x), torch.sin(x) * 2, x + 1
+
+
+def called(*reads: tuple[int, ...]) -> GraphModule:
+    """Calls of `three`, one after the other; each sums the results it reads, which the next call is given."""
+
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        x = i["x"]
+        for wanted in reads:
+            results = block("three", three, (), x)
+            x = sum((results[n] for n in wanted), x)
+        return {"y": x}, s
+
+    return trace(Program("toy", Bucket("decode", 2, 1), forward, {}, {}, {"x": Aval((2, 3), torch.float32)})).graph
+
+
+def unread_dropped(*reads: tuple[int, ...]) -> GraphModule:
+    graph = called(*reads)
+    want = graph(X)
+    drop_unread.run(graph)
+    graph.graph.lint()
+    for part in (graph, *bodies(graph).values()):
+        part.recompile()
+        sizes = [len(n.meta["val"]) for n in part.graph.nodes if n.op == "call_module"]
+        assert len(set(sizes)) <= 1
+    for got, expected in zip(graph(X), want, strict=True):
+        assert torch.equal(got, expected)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("reads", "left"),
+    [
+        ([(0,)], ["relu"]),
+        ([(1,)], ["sin", "mul.Tensor"]),
+        ([(2, 0)], ["relu", "add.Tensor"]),
+        ([(0,), (2,)], ["relu", "add.Tensor"]),
+        ([(0, 1, 2)], ["relu", "sin", "mul.Tensor", "add.Tensor"]),
+    ],
+)
+def test_bodies_lose_what_no_call_reads(reads: list[tuple[int, ...]], left: list[str]) -> None:
+    graph = unread_dropped(*reads)
+    body = bodies(graph)["three"]
+    assert calls(body) == left
+    kept = len({n for one in reads for n in one})
+    assert len(body.graph.output_node().args[0]) == kept
+    assert {len(n.meta["val"]) for n in graph.graph.nodes if n.op == "call_module"} == {kept}
+
+
+def test_a_result_that_only_dead_nodes_unpack_is_unread() -> None:
+    graph = called((0,))
+    call = next(n for n in graph.graph.nodes if n.op == "call_module")
+    with graph.graph.inserting_after(call):
+        graph.graph.call_function(operator.getitem, (call, 1))
+    drop_unread.run(graph)
+    assert calls(bodies(graph)["three"]) == ["relu"]
+
+
 # --- all of them ---
 
 
 def test_passes_are_ordered_named_and_exact() -> None:
-    assert [step.name for step in PASSES] == ["drop_noops", "merge_equal", "drop_dead"]
+    assert [step.name for step in PASSES] == ["drop_unread", "drop_noops", "merge_equal", "drop_dead"]
     assert not any(step.changes_numerics for step in PASSES)
 
 

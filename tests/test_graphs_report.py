@@ -173,3 +173,65 @@ def test_donated_pools_are_counted_once() -> None:
     memory = report.memory(b.end(y, new_k, moved), signature)
     assert memory == report.Memory(params_bytes=2048, state_bytes=2 * 36 * 1024, inputs_bytes=3 * 1024 + 12, peak_bytes=3 * 1024)
     assert memory.total_bytes == 2048 + 72 * 1024 + 3 * 1024 + 12 + 3 * 1024
+
+
+# --- bodies ---
+
+
+def body(inside: int) -> tuple[GraphModule, list[torch.Tensor]]:
+    """(x, 3 KiB) -> (1 KiB, 3 KiB): before the results there is a value of `inside` KiB."""
+    b = Build()
+    x, pool = b.operand(1, 256), b.operand(3, 256)
+    wide = b.call(aten.add.Tensor, x, x, val=kib(inside))
+    results = [b.call(aten.add.Tensor, wide, wide, val=kib(1)), b.call(aten.add.Tensor, pool, 1, val=kib(3))]
+    return b.end(*results), [kib(1), kib(3)]
+
+
+def calls(times: int, inside: int = 7) -> tuple[GraphModule, Signature]:
+    """`times` calls, each with a pool of its own."""
+    b = Build()
+    x, *pools = b.operand(1, 256), *(b.operand(3, 256) for _ in range(times))
+    layer, vals = body(inside)
+    stored, value = [], x
+    for pool in pools:
+        call = b._add(b.graph.call_module("layer", (value, pool)), tuple(vals))
+        value = b.call(operator.getitem, call, 0, val=kib(1))
+        stored.append(b.call(operator.getitem, call, 1, val=kib(3)))
+    b.graph.output((value, *stored))
+    root = torch.nn.Module()
+    root.layer = layer
+    signature = Signature((), leaves("state", *pools), leaves("inputs", x), leaves("outputs", value))
+    return GraphModule(root, b.graph), signature
+
+
+def test_a_body_costs_at_every_call() -> None:
+    one, three = report.cost(calls(1)[0]), report.cost(calls(3)[0])
+    assert one == report.cost(body(7)[0])
+    assert three == one + one + one
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_a_call_needs_what_its_body_needs_and_keeps_its_results(times: int) -> None:
+    """7 and 1 within; from the second call on there is also the 1 it is given, and no earlier call's: pools keep nothing alive."""
+    graph, signature = calls(times)
+    memory = report.memory(graph, signature)
+    assert memory.state_bytes == times * 3 * 1024
+    assert memory.peak_bytes == (8 if times == 1 else 9) * 1024
+
+
+def test_results_of_a_call_that_replace_no_pool_are_kept() -> None:
+    graph, donated = calls(1, inside=2)
+    kept = Signature((), (), (*donated.inputs, *donated.state), (*donated.outputs, *donated.state))
+    assert report.memory(graph, donated).peak_bytes == 3 * 1024, "2 and 1 within"
+    assert report.memory(graph, kept).peak_bytes == 4 * 1024, "1 and 3"
+
+
+def test_what_is_made_beside_a_pool_ends_with_its_reader() -> None:
+    b = Build()
+    x, pool = b.operand(1, 256), b.operand(3, 256)
+    both = b.call(ops.add_rms_norm.op, x, x, x, 1e-6, 1.0, val=(kib(2), kib(3)))
+    y, new = (b.call(operator.getitem, both, i, val=kib(2 + i)) for i in range(2))
+    z = b.call(aten.add.Tensor, y, 1, val=kib(1))
+    end = b.call(aten.add.Tensor, z, 1, val=kib(4))
+    signature = Signature((), leaves("state", pool), leaves("inputs", x), leaves("outputs", end))
+    assert report.memory(b.end(end, new), signature).peak_bytes == 6 * 1024, "2 and its 3, which an operator allocates; 2 and 1; 1 and 4"

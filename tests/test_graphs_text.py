@@ -10,7 +10,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from npucompile.graphs import ops
+from npucompile.graphs.block import block
 from npucompile.graphs.text import as_text, target_name
+from npucompile.graphs.trace import trace
+from npucompile.graphs.types import Aval, Bucket, Program, Tree
 
 aten = torch.ops.aten
 
@@ -68,3 +71,28 @@ def test_target_names() -> None:
     assert target_name(ops.linear.op) == "npuc.linear"
     assert target_name(operator.getitem) == "getitem"
     assert target_name("relu") == "relu"
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_call_names_its_body_which_follows_once() -> None:
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        return {"y": block("twice", doubled, (), block("twice", doubled, (), i["x"]))}, s
+
+    graph = trace(Program("toy", Bucket("decode", 2, 1), forward, {}, {}, {"x": Aval((2, 3), torch.float32)})).graph
+    assert as_text(graph, "toy").splitlines() == [
+        "toy",
+        "  %0 = operand inputs.x : f32[2,3]",
+        "  %1 = call twice(%0) : f32[2,3]",
+        "  %2 = getitem(%1, 0) : f32[2,3]",
+        "  %3 = call twice(%2) : f32[2,3]",
+        "  %4 = getitem(%3, 0) : f32[2,3]",
+        "  return [%4]",
+        "",
+        "body twice",
+        "  %0 = operand arg0_1 : f32[2,3]",
+        "  %1 = aten.mul.Tensor(%0, 2) : f32[2,3]",
+        "  return [%1]",
+    ]

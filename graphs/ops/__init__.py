@@ -7,13 +7,18 @@ from .delta_decay import delta_decay
 from .embed import embed
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
+from .grouped_experts import grouped_experts
 from .l2_norm import l2_norm
 from .last_rows import last_rows
 from .linear import linear
+from .moe_exchange import moe_combine, moe_dispatch
 from .moe_experts import moe_experts
 from .moe_route import moe_route
+from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
 from .positions import cache_slots, positions
+from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
+from .quant_linear import quant_linear
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles
 from .sample import sample
@@ -28,13 +33,21 @@ __all__ = [
     "embed",
     "gated_delta",
     "gated_rms_norm",
+    "grouped_experts",
+    "grouped_experts_w4a8",
+    "grouped_experts_w8a8",
     "l2_norm",
     "last_rows",
     "linear",
+    "moe_combine",
+    "moe_dispatch",
     "moe_experts",
     "moe_route",
+    "moe_sort",
+    "moe_unsort",
     "paged_attention",
     "positions",
+    "quant_linear",
     "rms_norm",
     "rope",
     "rope_angles",

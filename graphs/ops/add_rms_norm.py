@@ -1,9 +1,11 @@
 """Turns a residual stream and an addend into their sum and the sum's RMS norm."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
-from .rms_norm import rms_norm_reference
+from .rms_norm import npu_gamma, rms_norm_reference
 
 add_rms_norm = Primitive(
     "add_rms_norm",
@@ -35,6 +37,12 @@ def add_rms_norm_reference(
     """
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset), total
+
+
+@add_rms_norm.lowering("ge")
+def _npu(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> Any:
+    normed, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, npu_gamma(x, weight, offset), eps)
+    return normed, total
 
 
 @add_rms_norm.cost

@@ -1,5 +1,7 @@
 """Turns new keys and values into entries of the paged KV pool."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -48,6 +50,11 @@ def _inplace(
     k_cache.view(-1, *k.shape[1:]).index_put_(at, k)
     v_cache.view(-1, *v.shape[1:]).index_put_(at, v)
     return k_cache, v_cache
+
+
+@cache_write.lowering("ge")
+def _npu(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
+    return torch.ops.npu.npu_scatter_pa_kv_cache_functional(k, v, k_cache, v_cache, slots, cache_mode="Norm")
 
 
 @cache_write.cost

@@ -1,9 +1,11 @@
 """Turns raw channels into causally convolved, activated channels, with a pool of past inputs."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
-from ..slots import read_slots, states_to_write
+from ..slots import read_slots, states_to_write, write_slots_npu
 
 causal_conv = Primitive(
     "causal_conv",
@@ -87,6 +89,34 @@ def _inplace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, windows = _convolve(x, weight, state, read, write, starts, lengths)
     return out, state.index_put_((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+
+
+@causal_conv.lowering("ge")
+def _npu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Any:
+    """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
+    B, Q, C = x.shape
+    past = weight.shape[1] - 1
+    window = torch.cat([read_slots(state, read, starts), x], 1)
+    if write.shape[1] == Q:
+        windows = torch.stack([window[:, 1 + tap : 1 + tap + Q] for tap in range(past)], 2)
+    else:
+        first = torch.arange(B, dtype=torch.int32, device=x.device) * (Q + past) + lengths
+        rows = first[:, None] + torch.arange(past, dtype=torch.int32, device=x.device)
+        windows = window.view(-1, C).index_select(0, rows.view(-1))
+    write_slots_npu(state, write, windows.view(-1, past, C))
+    wide, taps = window.float(), weight.float().unbind(-1)
+    total = wide[:, :Q] * taps[0]
+    for tap in range(1, past + 1):
+        total = total + wide[:, tap : tap + Q] * taps[tap]
+    return torch.nn.functional.silu(total).to(x.dtype), state
 
 
 @causal_conv.cost

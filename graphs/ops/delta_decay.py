@@ -1,5 +1,7 @@
 """Turns a projection into the log decay of a gated DeltaNet layer."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -24,6 +26,13 @@ def delta_decay_reference(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.T
         [B, Q, H] f32, at most 0.
     """
     return -a_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
+
+
+@delta_decay.lowering("ge")
+def _npu(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> Any:
+    """No softplus there: `log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)`."""
+    x = a.float() + dt_bias
+    return -a_log.exp() * (x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs())))
 
 
 @delta_decay.cost

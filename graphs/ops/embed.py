@@ -1,5 +1,7 @@
 """Turns token ids into rows of the embedding table."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -24,6 +26,11 @@ def embed_reference(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         [T, M].
     """
     return torch.nn.functional.embedding(tokens, table)
+
+
+@embed.lowering("ge")
+def _npu(tokens: torch.Tensor, table: torch.Tensor) -> Any:
+    return torch.ops.aten.embedding(table, tokens)
 
 
 @embed.cost

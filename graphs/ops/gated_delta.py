@@ -1,9 +1,17 @@
 """Turns queries, keys, values and gates into the outputs of a gated delta rule, with a pool of recurrent states."""
 
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
 import torch
 
+from ..errors import PrimitiveError
 from ..primitive import Cost, Primitive, nbytes
-from ..slots import read_slots
+from ..slots import read_slots, write_slots_npu
+
+Parts = tuple[torch.Tensor, ...]
+Carry = Callable[[Parts, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 gated_delta = Primitive(
     "gated_delta",
@@ -40,22 +48,22 @@ def _per_value_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 def _recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token; all f32, q, k [B,H,Q,Dk], v [B,H,Q,Dv], g, beta [B,H,Q], state [B,H,Dk,Dv].
+    """Token by token; all f32, q, k [B,H,Q,Dk], v [B,H,Q,Dv], g, beta [B,H,Q], state [B,H,Dv,Dk].
 
-    The old state is read once a token: with a = S'k and e = S'q of the old state, d = beta (v - e^g a) and o = e^g e + (q.k) d.
+    The old state is read once a token: with a = S k and e = S q of the old state, d = beta (v - e^g a) and o = e^g e + (q.k) d.
 
     Returns:
-        o [B, H, Q, Dv] and the states after each token [B, Q, H, Dk, Dv].
+        o [B, H, Q, Dv] and the states after each token [B, Q, H, Dv, Dk].
     """
     outs, states = [], []
     for t in range(q.shape[2]):
         qt, kt, vt = q[:, :, t], k[:, :, t], v[:, :, t]
         decay = g[:, :, t].exp()[..., None]
-        seen_k = (state * kt[..., None]).sum(-2)
-        seen_q = (state * qt[..., None]).sum(-2)
+        seen_k = (state * kt[..., None, :]).sum(-1)
+        seen_q = (state * qt[..., None, :]).sum(-1)
         delta = beta[:, :, t, None] * (vt - decay * seen_k)
         outs.append(decay * seen_q + (qt * kt).sum(-1, keepdim=True) * delta)
-        state = state * decay[..., None] + kt[..., None] * delta[:, :, None, :]
+        state = state * decay[..., None] + delta[..., None] * kt[..., None, :]
         states.append(state)
     return torch.stack(outs, 2), torch.stack(states, 1)
 
@@ -69,23 +77,25 @@ def _unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     """
     C = lower.shape[-1]
     row = torch.arange(C, device=lower.device)
-    inverse = (row[:, None] == row[None, :]).to(lower.dtype).expand(lower.shape)
-    size = 1
-    while size < C:
+
+    def corners(size: int) -> torch.Tensor:
         block = row // size
-        corner = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
-        inverse = inverse - inverse @ (lower * corner) @ inverse
+        return torch.where((block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1), lower, 0.0)
+
+    inverse = (row[:, None] == row[None, :]).to(lower.dtype) - corners(1)
+    size = 2
+    while size < C:
+        inverse = inverse - inverse @ corners(size) @ inverse
         size *= 2
     return inverse
 
 
-def _chunked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same rule a chunk of tokens at a time (arXiv:2412.06464, section 3.3); shapes as _recurrent, Q a multiple of chunk.
+def _chunk_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk: int) -> Parts:
+    """All of the chunked rule that no state enters, at once for N chunks of C tokens; Q a multiple of C, shapes as _recurrent.
 
     Returns:
-        o [B, H, Q, Dv] and the last state [B, H, Dk, Dv].
+        value [B,H,N,C,Dv], seen, reach and keep [B,H,N,C,Dk], attend [B,H,N,C,C] and decay [B,H,N,1,1]: with the state S before a
+        chunk and d = value - seen S', its outputs are reach S' + attend d, and the state after it is decay S + d' keep.
     """
     row = torch.arange(chunk, device=q.device)
     visible, before = row[:, None] >= row[None, :], row[:, None] > row[None, :]
@@ -97,21 +107,44 @@ def _chunked(
     solve = _unit_lower_inverse(torch.where(before, (kc * bc) @ keys * fade, 0.0) + identity)
     grown = total.exp()[..., None]
     left = (total[..., -1:] - total).exp()[..., None]
-    # All that does not depend on the state is one product over all chunks; only the state goes from chunk to chunk.
-    parts = (
-        solve @ (vc * bc),
-        solve @ (kc * bc * grown),
-        qc * grown,
-        qc @ keys * fade,
-        (kc * left).transpose(-1, -2),
-        total[..., -1:, None].exp(),
-    )
+    return solve @ (vc * bc), solve @ (kc * bc * grown), qc * grown, kc * left, qc @ keys * fade, total[..., -1:, None].exp()
+
+
+def _in_turn(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the state [B, H, Dv, Dk] from chunk to chunk.
+
+    Returns:
+        o [B, H, Q, Dv] and the last state.
+    """
     outs = []
-    for value, seen, reach, attend, keep, decay in zip(*(part.unbind(2) for part in parts), strict=True):
-        delta = value - seen @ state
-        outs.append(reach @ state + attend @ delta)
-        state = state * decay + keep @ delta
+    for value, seen, reach, keep, attend, decay in zip(*(part.unbind(2) for part in parts), strict=True):
+        turned = state.transpose(-1, -2)
+        delta = value - seen @ turned
+        outs.append(reach @ turned + attend @ delta)
+        state = state * decay + delta.transpose(-1, -2) @ keep
     return torch.cat(outs, 2), state
+
+
+def _at_once(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in log2(N) rounds over all chunks, for a machine whose products are large or late.
+
+    A chunk turns S into `S turn + grow`; two such steps after each other are one. Round by round each chunk takes in twice as many
+    chunks before it, until it has them all.
+    """
+    value, seen, reach, keep, attend, decay = parts
+    row = torch.arange(keep.shape[-1], device=keep.device)
+    turn = torch.where(row[:, None] == row[None, :], decay, 0.0) - seen.transpose(-1, -2) @ keep
+    grow = value.transpose(-1, -2) @ keep
+    state = state[:, :, None]
+    grow = torch.cat([state @ turn[:, :, :1] + grow[:, :, :1], grow[:, :, 1:]], 2)
+    taken = 1
+    while taken < keep.shape[2]:
+        grow = torch.cat([grow[:, :, :taken], grow[:, :, :-taken] @ turn[:, :, taken:] + grow[:, :, taken:]], 2)
+        turn = torch.cat([turn[:, :, :taken], turn[:, :, :-taken] @ turn[:, :, taken:]], 2)
+        taken *= 2
+    turned = torch.cat([state, grow[:, :, :-1]], 2).transpose(-1, -2)
+    out = reach @ turned + attend @ (value - seen @ turned)
+    return out.flatten(2, 3), grow[:, :, -1]
 
 
 def _step(
@@ -126,8 +159,9 @@ def _step(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     chunk: int,
+    carry: Carry = _in_turn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, Q, H, Dv] and the states [B*W, H, Dk, Dv] that go to the write slots."""
+    """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
     Q, H = g.shape[1:]
     first = read_slots(state, read, starts).float()
     if chunk:
@@ -138,8 +172,7 @@ def _step(
     q, k = _per_value_head(q.float(), H), _per_value_head(k.float(), H)
     wide, g, beta = v.float().transpose(1, 2), g.float().transpose(1, 2), beta.float().transpose(1, 2)
     if chunk:
-        out, last = _chunked(q, k, wide, g, beta, first, chunk)
-        after = last
+        out, after = carry(_chunk_parts(q, k, wide, g, beta, chunk), first)
     else:
         out, states = _recurrent(q, k, wide, g, beta, first)
         after = states.flatten(0, 1)
@@ -160,14 +193,14 @@ def gated_delta_reference(
     lengths: torch.Tensor,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per value head: `S = e^g S; d = beta (v - S'k); S = S + k d'; o = S'q`, in f32 (arXiv:2412.06464).
+    """Per value head: `S = e^g S; d = beta (v - S k); S = S + d k'; o = S q`, in f32 (arXiv:2412.06464).
 
     Args:
         q, k: [B, Q, Hk, Dk], unit length (and q scaled) already; key head j serves value heads j*r .. j*r+r-1.
         v: [B, Q, H, Dv].
         g: [B, Q, H] f32 log decay, at most 0.
         beta: [B, Q, H] in [0, 1].
-        state: [S, H, Dk, Dv] pool.
+        state: [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32.
         read: [B] slot each row starts from; a row with starts == 0 starts from zeros.
         write: [B, W] slots: with chunk == 0, W == Q and the state after every token is stored; else W == 1 and the state
             after the last valid token is.
@@ -197,6 +230,71 @@ def _inplace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
     return out, state.index_put_((write.flatten().long(),), after)
+
+
+NPU_TOKENS = 8
+"""Tokens a row may have in one step of the NPU's recurrent kernel."""
+
+NPU_CHUNK = 64
+"""Tokens a chunk there: a tile of its matrix unit or several, and half the chunks, hence states in memory, of a CPU's 32."""
+
+
+@gated_delta.lowering("ge")
+def _npu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    chunk: int,
+) -> Any:
+    """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
+
+    The kernel starts a row from one of the slots it writes, whatever `starts` is: token by token, `read` must be one of a row's
+    `write` slots and hold a state.
+
+    Raises:
+        PrimitiveError: a row has more tokens than the kernel takes.
+    """
+    if chunk:
+        chunk = max(chunk, gcd(g.shape[1], NPU_CHUNK))
+        out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk, _at_once)
+        write_slots_npu(state, write, after)
+        return out, state
+    B, Q, H = g.shape
+    if state.dtype != v.dtype:
+        raise PrimitiveError(
+            f"gated_delta token by token has a state of {state.dtype} and values of {v.dtype}; the NPU's kernel takes equal types"
+        )
+    if Q > NPU_TOKENS:
+        raise PrimitiveError(f"gated_delta token by token has {Q} tokens a row; the NPU's kernel takes at most {NPU_TOKENS}")
+    out, after = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(
+        q.to(v.dtype).flatten(0, 1),
+        k.to(v.dtype).flatten(0, 1),
+        v.reshape(B * Q, H, -1),
+        state,
+        beta=beta.to(v.dtype).reshape(B * Q, H),
+        scale=1.0,
+        actual_seq_lengths=torch.full((B,), Q, dtype=torch.int32, device=q.device),
+        ssm_state_indices=write.reshape(-1),
+        num_accepted_tokens=_accepted(read, write),
+        g=g.float().reshape(B * Q, H),
+    )
+    return out.to(v.dtype).view(v.shape), after
+
+
+def _accepted(read: torch.Tensor, write: torch.Tensor) -> torch.Tensor | None:
+    """1 + where `read` [B] is in `write` [B, Q], int32 [B]; within 1..Q even for padding, whose slots are all the same."""
+    Q = write.shape[1]
+    if Q == 1:
+        return None
+    place = torch.arange(1, Q + 1, dtype=torch.int32, device=write.device)
+    return ((write == read[:, None]).to(torch.int32) * place).sum(-1, dtype=torch.int32).clamp(1, Q)
 
 
 @gated_delta.cost

@@ -1,5 +1,7 @@
 """Turns per-head outputs and a gate into normalised, gated outputs."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -29,6 +31,12 @@ def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.
     wide = x.float()
     unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(gate.dtype)
     return ((weight * unit).float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
+
+
+@gated_rms_norm.lowering("ge")
+def _npu(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]
+    return (unit.float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
 
 
 @gated_rms_norm.cost

@@ -1,5 +1,7 @@
 """Turns vectors into unit vectors, in f32."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -24,6 +26,13 @@ def l2_norm_reference(x: torch.Tensor, eps: float, scale: float) -> torch.Tensor
     """
     wide = x.float()
     return wide * (torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + eps) * scale)
+
+
+@l2_norm.lowering("ge")
+def _npu(x: torch.Tensor, eps: float, scale: float) -> Any:
+    wide = x.float()
+    inverse = torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)
+    return wide * (inverse if scale == 1.0 else inverse * scale)
 
 
 @l2_norm.cost

@@ -28,6 +28,9 @@ def last_rows_reference(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, first + (lengths - 1).clamp(min=0))
 
 
+last_rows.lowering("ge")(last_rows_reference)
+
+
 @last_rows.cost
 def _cost(x: torch.Tensor, lengths: torch.Tensor) -> Cost:
     moved = lengths.shape[0] * x.shape[1] * x.dtype.itemsize

@@ -1,5 +1,7 @@
 """Turns activations into activations through one weight matrix."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -24,6 +26,12 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [T, N].
     """
     return torch.nn.functional.linear(x, weight)
+
+
+@linear.lowering("ge")
+def _npu(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """One matrix product that takes the weight as it lies, without a transposed copy."""
+    return torch.ops.npu.npu_linear(x, weight)
 
 
 @linear.cost

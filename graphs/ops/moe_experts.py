@@ -3,6 +3,8 @@
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
+from .grouped_experts import grouped_experts_ge
+from .moe_sort import moe_sort_ge, moe_unsort_ge
 
 moe_experts = Primitive(
     "moe_experts",
@@ -25,7 +27,7 @@ def moe_experts_reference(
     Args:
         x: [T, M].
         weights: [T, X].
-        ids: [T, X] int32 in [0, E).
+        ids: [T, X] int32; a choice outside [0, E) is another device's expert and adds nothing.
         gate_up: [E, 2, F, M], gate then up.
         down: [E, M, F].
 
@@ -53,18 +55,34 @@ def moe_experts_static(
     """
     experts, choices = gate_up.shape[0], ids.numel()
     if 2 * choices <= experts:
-        flat = ids.flatten()
+        local = (ids >= 0) & (ids < experts)
+        flat = torch.where(local, ids, 0).flatten()
         rows = x[:, None, :].expand(-1, ids.shape[1], -1).reshape(choices, -1, 1)
         gate, up = torch.bmm(gate_up.flatten(1, 2).index_select(0, flat), rows).squeeze(-1).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         out = torch.bmm(down.index_select(0, flat), hidden[:, :, None]).view(*ids.shape, -1)
-        return (out.float() * weights.float()[:, :, None]).sum(1).to(x.dtype)
+        return torch.where(local[:, :, None], out.float() * weights.float()[:, :, None], 0).sum(1).to(x.dtype)
     gate, up = torch.nn.functional.linear(x, gate_up.flatten(0, 2)).view(x.shape[0], experts, 2, -1).unbind(2)
     hidden = (torch.nn.functional.silu(gate) * up).transpose(0, 1)
     out = torch.bmm(hidden, down.transpose(1, 2))
     chosen = ids[:, :, None] == torch.arange(experts, dtype=torch.int32, device=ids.device)
     share = torch.where(chosen, weights.float()[:, :, None], 0.0).sum(1)
     return (out.float() * share.t()[:, :, None]).sum(0).to(x.dtype)
+
+
+@moe_experts.lowering("ge")
+def moe_experts_ge(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert, two grouped products, rows put back; one expert more stands for those of other devices.
+
+    The kernels want [E, M, 2F] and [E, F, M] weights, so these are turned at each call: a program for the device stores them so
+    and uses the primitives this one is made of.
+    """
+    experts = gate_up.shape[0]
+    shifted = ids.masked_fill((ids < 0) | (ids >= experts), experts)
+    rows, _, counts, index = moe_sort_ge(x, shifted, experts, experts + 1, False)
+    out = grouped_experts_ge(rows, counts, gate_up.flatten(1, 2).transpose(1, 2), down.transpose(1, 2))
+    total: torch.Tensor = moe_unsort_ge(out, weights, index)
+    return total
 
 
 @moe_experts.cost

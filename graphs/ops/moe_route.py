@@ -36,6 +36,15 @@ def moe_route_reference(logits: torch.Tensor, experts_per_token: int, renormalis
     return weights.to(logits.dtype), ids.to(torch.int32)
 
 
+@moe_route.lowering("ge")
+def moe_route_ge(logits: torch.Tensor, experts_per_token: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel, in f32 as above; after a softmax it never makes the weights sum to 1."""
+    weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(logits.float(), experts_per_token)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
 @moe_route.cost
 def _cost(logits: torch.Tensor, experts_per_token: int, renormalise: bool) -> Cost:
     return Cost(5 * logits.numel(), nbytes(logits), logits.shape[0] * experts_per_token * (logits.dtype.itemsize + 4))

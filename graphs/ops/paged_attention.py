@@ -1,5 +1,7 @@
 """Turns queries and a paged KV pool into attention outputs."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -85,6 +87,58 @@ def paged_attention_reference(
 # The longest live context decides how much is gathered, which only the values tell: a compiled CPU graph calls the node as it
 # is, and a request of 60 tokens does not pay for a page table of 1,024.
 paged_attention.keep("inductor")
+
+
+# Of the kernel's layouts, the one that takes a step's rows as they lie. Its documentation names head widths 128 and 192 for it,
+# not 256; "BSND" is the other that this lowering can write.
+NPU_LAYOUT = "TND"
+
+# Side of the causal mask the kernel asks for, whatever the lengths are: it looks at it through a window.
+_MASK = 2048
+
+
+@paged_attention.lowering("ge")
+def _npu(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> Any:
+    """The fused kernel over the page table; lengths are operands, so one graph serves all of them.
+
+    Its mask is aligned to the last key: query t of Q sees keys up to `Lkv - Q + t`. With Lkv = starts + Q that is the reference
+    for every row, however many of its queries are valid; a row of padding sees Q keys of the null page. Keys at and beyond
+    starts + lengths weigh nothing for valid queries but are read, so pools must hold finite values throughout.
+    """
+    B, Q, H, D = q.shape
+    pages, P, G, _ = k_cache.shape
+    mask, table = None, page_table
+    if Q > 1:
+        at = torch.arange(_MASK, dtype=torch.int32, device=q.device)
+        mask = at[None, :] > at[:, None]
+        # Invalid queries at the end of a full context have keys beyond the table; the kernel finds the null page for them.
+        table = torch.nn.functional.pad(page_table, (0, -(-(Q - 1) // P)))
+    packed = NPU_LAYOUT == "TND"
+    ends = torch.arange(1, B + 1, dtype=torch.int64, device=q.device) * Q if packed else None
+    out, _ = torch.ops.air.npu_fused_infer_attention_score(
+        q.view(B * Q, H, D) if packed else q,
+        k_cache.view(pages, P, G * D),
+        v_cache.view(pages, P, G * D),
+        atten_mask=mask,
+        block_table=table,
+        actual_seq_lengths=ends,
+        actual_seq_lengths_kv=(starts + Q).to(torch.int64),
+        num_heads=H,
+        num_key_value_heads=G,
+        scale=scale,
+        input_layout=NPU_LAYOUT,
+        sparse_mode=0 if mask is None else 3,
+        block_size=P,
+    )
+    return out.view(B, Q, H, D)
 
 
 @paged_attention.cost

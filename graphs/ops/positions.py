@@ -1,5 +1,7 @@
 """Turns where each row starts into its tokens' positions, and those into slots of the paged KV pool."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -27,6 +29,9 @@ def positions_reference(starts: torch.Tensor, q_len: int) -> torch.Tensor:
         [T] int32, `starts[b] + t`.
     """
     return (starts[:, None] + torch.arange(q_len, dtype=starts.dtype, device=starts.device)).reshape(-1)
+
+
+positions.lowering("ge")(positions_reference)
 
 
 @positions.cost
@@ -59,6 +64,15 @@ def cache_slots_reference(
     entry = torch.div(at, page_size, rounding_mode="floor").clamp(max=page_table.shape[1] - 1)
     page = torch.where(step < lengths[:, None], page_table.gather(1, entry.long()), 0)
     return (page * page_size + at % page_size).reshape(-1)
+
+
+@cache_slots.lowering("ge")
+def _slots_npu(starts: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, page_size: int, q_len: int) -> Any:
+    step = torch.arange(q_len, dtype=starts.dtype, device=starts.device)
+    at = starts[:, None] + step
+    entry = (at // page_size).clamp(max=page_table.shape[1] - 1)
+    valid = (step < lengths[:, None]).to(starts.dtype)
+    return (page_table.gather(1, entry.long()) * valid * page_size + at % page_size).reshape(-1)
 
 
 @cache_slots.cost

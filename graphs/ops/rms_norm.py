@@ -1,5 +1,7 @@
 """Turns activations into activations of unit root mean square, scaled per channel."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -27,6 +29,16 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset
     wide = x.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (unit * (offset + weight.float())).to(x.dtype)
+
+
+def npu_gamma(x: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """The scale [M] that the NPU's norms multiply by, in the dtype of x, which they ask for."""
+    return (weight + offset if offset else weight).to(x.dtype)
+
+
+@rms_norm.lowering("ge")
+def _npu(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> Any:
+    return torch.ops.npu.npu_rms_norm(x, npu_gamma(x, weight, offset), eps)[0]
 
 
 @rms_norm.cost

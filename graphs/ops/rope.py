@@ -1,5 +1,7 @@
 """Turns queries or keys into rotated ones, and positions into the angles they are rotated by."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -32,6 +34,9 @@ def rope_angles_reference(positions: torch.Tensor, width: int, theta: float) -> 
     return angles.cos(), angles.sin()
 
 
+rope_angles.lowering("ge")(rope_angles_reference)
+
+
 @rope_angles.cost
 def _angles_cost(positions: torch.Tensor, width: int, theta: float) -> Cost:
     values = positions.shape[0] * width // 2
@@ -59,6 +64,15 @@ def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     low, high = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
     return torch.cat([turned, x[..., 2 * half :]], -1)
+
+
+@rope.lowering("ge")
+def _rope_npu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """The rotated part alone goes through the kernel, whose angles are as wide as its operand and of its dtype."""
+    width = 2 * cos.shape[1]
+    wide_cos, wide_sin = (torch.cat([part, part], -1).to(x.dtype)[None, :, None, :] for part in (cos, sin))
+    turned = torch.ops.npu.npu_rotary_mul(x[None, ..., :width], wide_cos, wide_sin).squeeze(0)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
 
 
 @rope.cost

@@ -1,5 +1,7 @@
 """Turns logits and random numbers into tokens."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -84,6 +86,53 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 # Greedy steps need no sort and no random number, which only the values tell: a compiled CPU graph calls the node as it is.
 sample.keep("inductor")
+
+
+@sample.lowering("ge")
+def _npu(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> Any:
+    """Every row goes both ways, and its temperature picks one.
+
+    Probabilities are summed in f32, not f64, which the device has not: a draw within rounding of the border between two tokens
+    may take the other one.
+    """
+    hot = temperature > 0
+    heat = torch.where(hot, temperature, 1.0)[:, None, None]
+    weights = torch.softmax((logits - logits.max(-1, keepdim=True)[0]) / heat, -1)
+    kept = weights >= min_p[:, None, None] * weights.max(-1, keepdim=True)[0]
+    kept = kept & _leading(weights, top_k[:, None, None], top_p[:, None, None])
+    weights = torch.where(kept, weights, 0.0)
+    mass = weights.cumsum(-1)
+    picked = (mass <= uniform[..., None] * mass[..., -1:]).to(torch.int32).sum(-1, dtype=torch.int32)
+    # The maximum is taken in f32, which holds every id of a vocabulary, since the device has none of integers.
+    ids = torch.arange(logits.shape[-1], dtype=torch.float32, device=logits.device)
+    last = torch.where(weights > 0, ids, 0.0).max(-1)[0].to(torch.int32)
+    return torch.where(hot[:, None], torch.minimum(picked, last), logits.argmax(-1).to(torch.int32))
+
+
+def _leading(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Which of weights [B, Q, V] top_k and top_p [B, 1, 1] keep.
+
+    They keep the n largest. The device's sort promises no order among equals, so the smallest kept weight is looked up instead
+    of the kept ids, and of those that equal it the lower ids come first.
+    """
+    ranked = torch.sort(weights, dim=-1, descending=True)[0]
+    rank = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
+    within = (rank < top_k) | (top_k <= 0)
+    share = torch.where(within, ranked, 0.0)
+    share = share / share.sum(-1, keepdim=True)
+    within = within & ((share.cumsum(-1) - share < top_p) | (top_p >= 1))
+    count = within.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+    least = ranked.gather(-1, (count - 1).clamp(min=0).to(torch.int64))
+    above, equal = weights > least, weights == least
+    room = count - above.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+    return above | (equal & (equal.to(torch.int32).cumsum(-1, dtype=torch.int32) <= room))
 
 
 @sample.cost

@@ -1,5 +1,7 @@
 """Turns activations into gated activations: the first half of a SwiGLU feed-forward."""
 
+from typing import Any
+
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
@@ -27,6 +29,12 @@ def swiglu_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     """
     gate, up = torch.nn.functional.linear(x, weight.flatten(0, 1)).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+@swiglu_linear.lowering("ge")
+def _npu(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    npu = torch.ops.npu
+    return npu.npu_swiglu(npu.npu_linear(x, weight.flatten(0, 1)))
 
 
 @swiglu_linear.cost

@@ -1,0 +1,50 @@
+"""Turns a graph that calls bodies into the flat graph it stands for, and names the bodies of one."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module
+
+
+def bodies(graph: GraphModule) -> dict[str, GraphModule]:
+    """The bodies that a graph calls, by name, in the order of their first calls."""
+    names = dict.fromkeys(str(node.target) for node in graph.graph.nodes if node.op == "call_module")
+    return {name: graph.get_submodule(name) for name in names}  # type: ignore[misc]
+
+
+def flatten(graph: GraphModule) -> GraphModule:
+    """A new graph without calls: every call is a copy of its body's nodes."""
+    flat, values = Graph(), dict[Node, Node]()
+    unpacked: dict[Node, tuple[Node, ...]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            unpacked[node] = _inline(flat, graph.get_submodule(str(node.target)), [values[a] for a in node.args])  # type: ignore[arg-type]
+        elif node.target is operator.getitem and node.args[0] in unpacked:
+            values[node] = unpacked[node.args[0]][node.args[1]]
+        elif node.op == "output":
+            flat.output(torch.fx.node.map_arg(node.args[0], values.__getitem__))
+        else:
+            values[node] = _copy(flat, node, values)
+    return _make_graph_module(torch.nn.Module(), flat)
+
+
+def _inline(flat: Graph, body: GraphModule, given: list[Node]) -> tuple[Node, ...]:
+    values: dict[Node, Node] = {}
+    operands = iter(given)
+    for node in flatten(body).graph.nodes if bodies(body) else body.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(operands)
+        elif node.op == "output":
+            return tuple(values[result] for result in node.args[0])
+        else:
+            values[node] = _copy(flat, node, values)
+    raise AssertionError("a graph has an output")
+
+
+def _copy(flat: Graph, node: Node, values: dict[Node, Node]) -> Node:
+    made = flat.node_copy(node, values.__getitem__)
+    made.meta = dict(node.meta)
+    return made

@@ -1,0 +1,113 @@
+"""Turns float activations and weights into the integers that quantised primitives multiply, and int4 back."""
+
+import torch
+
+from .errors import CheckpointError
+
+INT8_MAX = 127
+INT4_MAX = 7
+NIBBLES = 8
+"""int4 values in one int32."""
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds each row to int8 by its own scale, `amax / 127`, half to even; a row of zeros has scale 0.
+
+    Args:
+        x: [T, K].
+
+    Returns:
+        [T, K] int8 and the scales [T] f32: `x` is about `rows * scale[:, None]`.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / INT8_MAX
+    divisor = torch.where(scale > 0, scale, 1.0)
+    return torch.round(wide / divisor[:, None]).to(torch.int8), scale
+
+
+def quantise_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds a weight to int8, one scale an output channel.
+
+    Args:
+        weight: [..., K, N], contraction first; a checkpoint's [N, K] is transposed before.
+
+    Returns:
+        [..., K, N] int8 and the scales [..., N] f32.
+    """
+    values, scale = _symmetric(weight, INT8_MAX)
+    return values.to(torch.int8), scale
+
+
+def quantise_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds a weight to int4, one scale an output channel.
+
+    Args:
+        weight: [..., K, N], contraction first, N a multiple of 8.
+
+    Returns:
+        what `pack_w4` gives, `scale_bits` of the scales, and their `assist_w4`.
+
+    Raises:
+        CheckpointError: N is not a multiple of 8.
+    """
+    values, scale = _symmetric(weight, INT4_MAX)
+    values = values.to(torch.int8)
+    return pack_w4(values), scale_bits(scale), assist_w4(values, scale)
+
+
+def _symmetric(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = weight.float()
+    scale = (wide.abs().amax(-2) / largest).clamp(min=torch.finfo(torch.float32).eps)
+    return torch.round(wide / scale[..., None, :]).clamp(-largest - 1, largest), scale
+
+
+def pack_w4(values: torch.Tensor) -> torch.Tensor:
+    """Packs 8 neighbouring output channels into one int32, the first in the lowest bits.
+
+    Args:
+        values: [..., K, N] int8 in [-8, 7], N a multiple of 8.
+
+    Returns:
+        [..., K, N / 8] int32.
+
+    Raises:
+        CheckpointError: N is not a multiple of 8.
+    """
+    if values.shape[-1] % NIBBLES:
+        raise CheckpointError(f"int4 weight {list(values.shape)}: {values.shape[-1]} output channels; {NIBBLES} share one int32")
+    nibbles = (values.to(torch.int64) & 0xF).view(*values.shape[:-1], -1, NIBBLES)
+    return (nibbles << _shifts(values)).sum(-1).to(torch.int32)
+
+
+def unpack_w4(packed: torch.Tensor) -> torch.Tensor:
+    """The [..., K, N] int8 values of an int32 [..., K, N / 8]."""
+    nibbles = (packed[..., None] >> _shifts(packed)) & 0xF
+    return ((nibbles ^ 8) - 8).flatten(-2).to(torch.int8)
+
+
+def _shifts(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32, device=like.device)
+
+
+def scale_bits(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as int4 kernels read them: [..., N] f32 becomes [..., 1, N] int64, the 32 bits with zeros above."""
+    return (scale.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF)[..., None, :]
+
+
+def bits_scale(bits: torch.Tensor) -> torch.Tensor:
+    """The [..., N] f32 scales of `scale_bits`."""
+    # Scales are positive, so the sign bit that int32 would misread is never set.
+    return bits.squeeze(-2).to(torch.int32).view(torch.float32)
+
+
+def assist_w4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What int4 kernels add: they multiply the halves `x // 16` and `x % 16 - 8` of an int8 x, so 8 times every weight is missing.
+
+    Args:
+        values: [..., K, N] int8 in [-8, 7].
+        scale: [..., N] f32.
+
+    Returns:
+        [..., N] f32, `8 * sum_k values * scale`.
+    """
+    return 8 * values.float().sum(-2) * scale.float()
