@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.utils._pytree as pytree
 
 from ..graphs import ops
 from ..graphs.types import Aval, Bucket, Limits, Tree
@@ -67,3 +68,14 @@ class Batch:
         cos, sin = ops.rope_angles(ops.positions(inputs["starts"], Q), rotary_dim, rope_theta)
         names = ("page_table", "starts", "lengths", "read_slots", "write_slots")
         return Batch(B, Q, inputs["tokens"].reshape(-1), cos, sin, **{name: inputs[name] for name in names})
+
+
+_TENSORS = ("tokens", "cos", "sin", "page_table", "starts", "lengths", "read_slots", "write_slots")
+
+# A batch is an operand of a layer's body: its tensors are leaves, its sizes are part of what the body is.
+pytree.register_pytree_node(
+    Batch,
+    lambda batch: ([getattr(batch, name) for name in _TENSORS], (batch.size, batch.q_len)),
+    lambda leaves, sizes: Batch(*sizes, *leaves),
+    serialized_type_name="npucompile.models.batch.Batch",
+)

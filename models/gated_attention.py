@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 
 from ..graphs import ops
-from ..graphs.layout import constrain
 from ..graphs.types import Aval, Limits, Tree
+from . import quant, rows
 from .batch import Batch
 from .params import Param, Source
+from .variant import Variant
 
 
 class Sizes(Protocol):
@@ -26,22 +27,27 @@ class Sizes(Protocol):
     def head_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
     """Parameters of one layer; `at` is its prefix in a checkpoint. Query rows are q then gate, head by head."""
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    copies, quantise = cfg.variant.kv_repeat, quant.LINEAR[cfg.variant.attention]
 
     def join(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.stack([k.view(G, D, M), v.view(G, D, M)], 1).reshape(2 * G * D, M)
+        heads = torch.stack([k.view(G, D, M), v.view(G, D, M)], 1)
+        return heads.repeat_interleave(copies, 0).reshape(-1, M)
 
     def split(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(part.reshape(G * D, M) for part in kv.view(G, 2, D, M).unbind(1))
+        return tuple(part.reshape(G * D, M) for part in kv.view(G, copies, 2, D, M)[:, 0].unbind(1))
 
-    kv = Source((at + "k_proj.weight", at + "v_proj.weight"), ((G * D, M),) * 2, join, split)
+    q = Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((at + "q_proj.weight",), ((2 * H * D, M),)))
+    kv_source = Source((at + "k_proj.weight", at + "v_proj.weight"), ((G * D, M),) * 2, join, split)
     return {
-        "q": Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((at + "q_proj.weight",), ((2 * H * D, M),))),
-        "kv": Param(Aval((2 * G * D, M), dtype, ("kv_heads", None)), kv),
+        "q": quantise(q),
+        "kv": quantise(Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv_source)),
         "q_norm": Param(Aval((D,), dtype), Source((at + "q_norm.weight",), ((D,),)), "zeros"),
         "k_norm": Param(Aval((D,), dtype), Source((at + "k_norm.weight",), ((D,),)), "zeros"),
         "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((at + "o_proj.weight",), ((M, H * D),))),
@@ -50,7 +56,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
 
 def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     """Paged pools of one layer: keys and values, each [pages, P, G, D]."""
-    shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads, cfg.head_dim)
+    shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim)
     pool = Aval(shape, dtype, ("pages", None, "kv_heads", None))
     return {"k": pool, "v": pool}
 
@@ -59,21 +65,23 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     """Attention whose output is gated, head by head, by a sigmoid of its own projection (arXiv:2505.06708).
 
     Args:
-        x: [T, M] normalised input.
+        x: [T, M] normalised input, laid out as the stream (rows.py), padding rows included.
 
     Returns:
-        [T, M] before the residual, and the new state.
+        the same before the residual, and the new state.
     """
-    B, Q, H, G, D = batch.size, batch.q_len, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    q, gate = ops.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
-    k, v = ops.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
+    B, Q, H, D = batch.size, batch.q_len, cfg.num_attention_heads, cfg.head_dim
+    G = cfg.num_key_value_heads * cfg.variant.kv_repeat
+    x = rows.whole(x, B * Q)
+    q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
+    k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
     q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
     k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
     slots = ops.cache_slots(batch.starts, batch.lengths, batch.page_table, state["k"].shape[1], Q)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
     out = ops.paged_attention(q.view(B, Q, H, D), k_cache, v_cache, batch.page_table, batch.starts, batch.lengths, D**-0.5)
     gated = out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D))
-    return constrain(ops.linear(gated, weights["out"]), None, None), {"k": k_cache, "v": v_cache}
+    return rows.project(gated, weights["out"]), {"k": k_cache, "v": v_cache}
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

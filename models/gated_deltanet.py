@@ -8,13 +8,18 @@ from typing import Protocol
 import torch
 
 from ..graphs import ops
-from ..graphs.layout import constrain
 from ..graphs.types import Aval, Limits, Tree
+from . import rows as stream
 from .batch import Batch
 from .params import Param, Source
+from .variant import Variant
 
-PREFILL_CHUNK = 32
-"""Tokens a chunk of the chunked rule: the smallest that keeps its matrix products larger than their overhead."""
+PREFILL_CHUNK, LONG_CHUNK = 32, 64
+"""Tokens a chunk of the chunked rule: the smallest that keeps its matrix products larger than their overhead; long prompts take
+twice that, for a graph holds every chunk."""
+
+LONG = 1024
+"""Tokens of a long prefill."""
 
 
 class Sizes(Protocol):
@@ -34,6 +39,8 @@ class Sizes(Protocol):
     def linear_conv_kernel_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 def rows_per_key_head(cfg: Sizes) -> tuple[int, int, int, int]:
@@ -95,12 +102,12 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
 
 
 def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
-    """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, `delta` [S, Hv, Dk, Dv] f32."""
+    """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, `delta` [S, Hv, Dv, Dk]."""
     channels = cfg.linear_num_key_heads * sum(rows_per_key_head(cfg)[:3])
-    matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+    matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_value_head_dim, cfg.linear_key_head_dim)
     return {
         "conv": Aval((limits.num_slots, cfg.linear_conv_kernel_dim - 1, channels), dtype, ("slots", None, "delta_heads")),
-        "delta": Aval(matrix, torch.float32, ("slots", "delta_heads", None, None)),
+        "delta": Aval(matrix, cfg.variant.recurrent, ("slots", "delta_heads", None, None)),
     }
 
 
@@ -108,13 +115,13 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     """Causal convolution, gated delta rule, gated norm (arXiv:2412.06464).
 
     Args:
-        x: [T, M] normalised input.
+        x: [T, M] normalised input, laid out as the stream (rows.py), padding rows included.
 
     Returns:
-        [T, M] before the residual, and the new state.
+        the same before the residual, and the new state.
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows = rows_per_key_head(cfg)
+    rows, x = rows_per_key_head(cfg), stream.whole(x, B * Q)
     raw, z = ops.linear(x, weights["qkvz"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), rows[3]], -1)
     b, a = ops.linear(x, weights["ba"]).view(B, Q, Hk, -1).chunk(2, -1)
     slots = (batch.read_slots, batch.write_slots, batch.starts, batch.lengths)
@@ -124,7 +131,7 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     k = ops.l2_norm(k, 1e-6, 1.0)
     g = ops.delta_decay(a.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
     v, beta = v.reshape(B, Q, Hv, -1), torch.sigmoid(b.reshape(B, Q, Hv))
-    chunk = 0 if batch.write_slots.shape[1] == Q else gcd(Q, PREFILL_CHUNK)
+    chunk = 0 if batch.write_slots.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
-    return constrain(ops.linear(gated.view(B * Q, -1), weights["out"]), None, None), {"conv": conv, "delta": delta}
+    return stream.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from ..graphs import ops
+from ..graphs.block import block
 from ..graphs.errors import ConfigError
-from ..graphs.layout import constrain
 from ..graphs.types import Aval, Limits, Tree
-from . import feed_forward, gated_attention, gated_deltanet
+from . import feed_forward, gated_attention, gated_deltanet, rows
 from .batch import Batch
 from .config import Fields
 from .params import Param, Source
+from .variant import PLAIN, Variant
 
 FAMILY = "qwen3_5"
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -42,7 +43,8 @@ _LEGAL: dict[str, tuple[bool | str, ...]] = {
 class Config:
     """Sizes of a Qwen3.5 text model; field names follow its config.json.
 
-    num_experts == 0 is the dense model (intermediate_size counts), else MoE (moe_ and shared_ sizes count).
+    num_experts == 0 is the dense model (intermediate_size counts), else MoE (moe_ and shared_ sizes count). `variant` is not of
+    the file: it says how a deployment holds the parameters.
     """
 
     vocab_size: int
@@ -67,11 +69,16 @@ class Config:
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
     mtp_num_hidden_layers: int = 0
+    variant: Variant = PLAIN
 
     def __post_init__(self) -> None:
         rotary = "head_dim * partial_rotary_factor"
         checks = [
             (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (
+                self.num_attention_heads % (self.num_key_value_heads * self.variant.kv_repeat),
+                f"num_attention_heads must be a multiple of num_key_value_heads times their {self.variant.kv_repeat} copies",
+            ),
             (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
             (not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2, f"{rotary} must be even, positive, at most head_dim"),
             (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
@@ -197,16 +204,17 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         inputs: tree of `batch.abstract_inputs`.
 
     Returns:
-        hidden [T, M] after the final norm, the new state, and each MoE layer's router logits [T, E].
+        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and each MoE layer's router logits
+        [T, E].
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-    stream = ops.embed(batch.tokens, params["embed"])
+    stream = rows.embed(batch.tokens, params["embed"])
     layers = params["layers"]
     norms = [*(layer["input_norm"] for layer in layers[1:]), params["norm"]]
     x = ops.rms_norm(stream, layers[0]["input_norm"], cfg.rms_norm_eps, 1.0)
     pools, routers = [], []
     for kind, layer, pool, next_norm in zip(cfg.layer_types, layers, state["layers"], norms, strict=True):
-        x, stream, pool, logits = _layer(cfg, kind, layer, pool, batch, x, stream, next_norm)
+        x, stream, pool, logits = block(kind, _layer, (cfg, kind), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)
     return x, {**state, "layers": pools}, routers
@@ -224,15 +232,15 @@ def _layer(
         x, logits = feed_forward.moe(cfg, layer["mlp"], x)
         routers.append(logits)
     else:
-        x = feed_forward.dense(layer["mlp"], x)
+        x = feed_forward.dense(layer["mlp"], x, batch.size * batch.q_len)
     x, stream = ops.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, 1.0)
     return x, stream, pool, routers
 
 
 def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits of final hidden states: [T, M] -> [T, V] f32."""
-    table = params["embed"] if cfg.tie_word_embeddings else params["head"]
-    return constrain(ops.linear(hidden, table), None, None).float()
+    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
+    logits: torch.Tensor = ops.linear(hidden, params["embed"] if cfg.tie_word_embeddings else params["head"])
+    return logits
 
 
 def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor) -> tuple[torch.Tensor, Tree]:
@@ -248,9 +256,9 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Te
         hidden [T, M] (feed it to `head`, or to the next draft step) and the new state.
     """
     mtp, batch = params["mtp"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-    token = ops.rms_norm(ops.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
+    token = ops.rms_norm(rows.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = ops.linear(torch.cat([token, seen], -1), mtp["fc"])
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    x, _, pool, _ = _layer(cfg, FULL, mtp["layer"], state["mtp"], batch, x, stream, mtp["norm"])
+    x, _, pool, _ = block("mtp", _layer, (cfg, FULL), mtp["layer"], state["mtp"], batch, x, stream, mtp["norm"])
     return x, {**state, "mtp": pool}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from ..graphs import ops
-from ..graphs.layout import constrain
+from ..graphs.layout import constrain, ways
+from ..graphs.region import all_to_all, shard_map
 from ..graphs.types import Bucket, Limits, Program, Tree
+from . import rows
 from .batch import abstract_inputs
 from .params import avals
 
@@ -29,6 +32,10 @@ class Model:
     family: ModuleType
     config: Any
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Modules do not cross to other processes; their names do.
+        return _remade, (self.name, self.family.__name__.rpartition(".")[2], self.config)
+
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read; the draft head's are left out while nothing drafts."""
         tree: dict[str, Any] = dict(self.family.abstract_params(self.config, dtype))
@@ -42,20 +49,34 @@ class Model:
         return tree
 
 
-def program(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype) -> Program:
+def _remade(name: str, family: str, config: Any) -> Model:
+    return Model(name, importlib.import_module(f".{family}", __package__), config)
+
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
+
+
+def program(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True) -> Program:
     """The program of a bucket: `(params, state, inputs) -> ({"tokens": [B, W] i32, "logits": [B, W, V] f32}, state)`.
 
     Decode speaks after every token (W = Q), prefill after each row's last valid one (W = 1).
+
+    Args:
+        emit_logits: logits are among the outputs; without them no device ever holds those of the whole vocabulary for all rows.
     """
 
     def forward(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         hidden, new_state, _ = model.family.forward(model.config, params, state, inputs)
+        hidden = rows.whole(hidden, bucket.tokens)
         if bucket.kind == "prefill":
             hidden = ops.last_rows(hidden, inputs["lengths"])
-        logits = model.family.head(model.config, params, hidden).view(*inputs["uniform"].shape, -1)
-        logits = constrain(logits, None, None, None)
-        sampling = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform"))
-        return {"tokens": ops.sample(logits, *sampling), "logits": logits}, new_state
+        logits = model.family.head(model.config, params, hidden)
+        B, W = inputs["uniform"].shape
+        if not emit_logits and B % ways("vocab") == 0:
+            return {"tokens": _sample_shares(logits, inputs)}, new_state
+        logits = constrain(logits, None, None).view(B, W, -1).float()
+        tokens = ops.sample(logits, *(inputs[name] for name in SAMPLING))
+        return {"tokens": tokens, **({"logits": logits} if emit_logits else {})}, new_state
 
     return Program(
         f"{model.name}/{bucket.name}",
@@ -67,3 +88,12 @@ def program(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype) ->
     )
 
 
+def _sample_shares(logits: torch.Tensor, inputs: Tree) -> torch.Tensor:
+    """Tokens [B, W] of logits [B*W, V] split over the vocabulary: each device gets all logits of its share of the requests.
+
+    That moves as many bytes as a device holds; gathering the vocabulary on every device would move as many as all hold.
+    """
+    shares = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], ("sampled_rows", None))
+    mine = {name: constrain(inputs[name], "sampled_rows", *(None,) * (inputs[name].dim() - 1)) for name in SAMPLING}
+    logits = shares.view(*inputs["uniform"].shape, -1).float()
+    return constrain(ops.sample(logits, *mine.values()), None, None)

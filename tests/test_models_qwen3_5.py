@@ -176,7 +176,7 @@ def test_state_is_one_pool_a_layer(oracle):
     assert sorted(state["mtp"]) == ["k", "v"]
     shapes = {path: (aval.shape, aval.dtype) for path, aval in tree.flatten(state)}
     assert shapes["layers.0.conv"] == ((13, 3, 2 * 2 * 8 + 4 * 12), torch.bfloat16)
-    assert shapes["layers.0.delta"] == ((13, 4, 8, 12), torch.float32)
+    assert shapes["layers.0.delta"] == ((13, 4, 12, 8), torch.float32)
     assert shapes["layers.3.k"] == shapes["mtp.v"] == ((41, 8, 1, 18), torch.bfloat16)
 
 

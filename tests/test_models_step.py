@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -172,3 +174,25 @@ def test_the_draft_head_is_left_out_of_programs(oracle):
     assert "mtp" in model.family.abstract_params(model.config, torch.float32)
     assert "mtp" not in model.params(torch.float32)
     assert "mtp" not in model.state(oracle.LIMITS, torch.float32)
+
+
+def test_a_model_crosses_to_other_processes_by_the_name_of_its_family(oracle):
+    model = oracle.case("moe").model
+    again = pickle.loads(pickle.dumps(model))
+    assert again == model
+    assert again.family is model.family
+
+
+@torch.no_grad()
+def test_without_logits_the_tokens_are_the_same(oracle):
+    random = oracle.case("moe")
+    for bucket in (Bucket("prefill", 1, 32), decode(2, 3)):
+        given = oracle.inputs(bucket, [oracle.Row(random.prompt(bucket.q_len), 0, [1, 2, 3, 4], 1, [1])])
+        said = []
+        for emit in (True, False):
+            program = step.program(random.model, bucket, oracle.LIMITS, torch.float32, emit_logits=emit)
+            weights = {key: random.weights[key] for key in program.params}
+            said.append(program.forward(weights, oracle.poisoned(program.state), given)[0])
+        assert sorted(said[0]) == ["logits", "tokens"]
+        assert sorted(said[1]) == ["tokens"]
+        assert torch.equal(said[0]["tokens"][:1], said[1]["tokens"][:1])

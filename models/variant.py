@@ -1,0 +1,55 @@
+"""Turns a deployment's choices into how one model holds its parameters: repeated key heads, quantised matrices, state types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..graphs.errors import SpecError
+
+# Which matrices a published recipe quantises; everything else stays in the computing type.
+SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a8", "w8a8"), "w4a8": ("w8a8", "w4a8")}
+"""Quantisation name to the formats of the attention projections (query, key, value) and of the routed experts."""
+
+
+MOST_DISPATCHED = 256
+"""Above the largest decode step of a device in any published deployment, and below any prefill chunk: the exchange window grows with it
+(9 GiB at 512 tokens for 512 experts of width 4096). The NPU's operator takes at most 512 (aclnnMoeDistributeDispatchV2, constraints)."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How parameters and state are held. It changes layouts and, where it quantises, digits; never what a model computes.
+
+    Attributes:
+        kv_repeat: copies of each key-value head, side by side: more devices than heads each hold one.
+        attention: "plain", or "w8a8": int8 matrices [K, N] with f32 scales [N], int8 activations scaled per token.
+        experts: "plain" ([E, 2, F, M], fused for one device), "grouped" ([E, M, 2F], as grouped products read them),
+            "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
+        recurrent: type of the recurrent state pools.
+        most_dispatched: tokens a device may send in one dispatch to the experts' devices; more are gathered instead. 0 never
+            dispatches.
+    """
+
+    kv_repeat: int = 1
+    attention: str = "plain"
+    experts: str = "plain"
+    recurrent: torch.dtype = torch.float32
+    most_dispatched: int = MOST_DISPATCHED
+
+    @staticmethod
+    def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
+        """The variant of a named scheme; `grouped` says that experts are spread over devices.
+
+        Raises:
+            SpecError: there is no such scheme.
+        """
+        if quantization not in SCHEMES:
+            raise SpecError(f"quantization is {quantization!r}; legal are {', '.join(SCHEMES)}")
+        attention, experts = SCHEMES[quantization]
+        return Variant(kv_repeat, attention, "grouped" if grouped and experts == "plain" else experts, recurrent)
+
+
+PLAIN = Variant()
+"""Parameters as a checkpoint holds them."""

@@ -1,0 +1,167 @@
+"""docs/sharding.md: every layout communicates as often as its table says, and moves as many bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from npucompile.graphs.flatten import bodies
+from npucompile.graphs.optimise import optimise
+from npucompile.graphs.partition import Partitioned, collective_group, partition
+from npucompile.graphs.types import Aval, Bucket, Limits, Mesh
+from npucompile.lowering import certificate
+from npucompile.lowering.lockstep import groups
+from npucompile.models import registry, step
+from npucompile.models.layout import rules
+from npucompile.models.variant import Variant
+from npucompile.tools.roofline import moved_bytes
+
+M, V, X, LAYERS = 64, 256, 2, ("linear_attention",) * 3 + ("full_attention",)
+CONFIG = {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": V, "hidden_size": M,
+    "num_hidden_layers": 4, "layer_types": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": X, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "eos_token_id": 255, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+DENSE = {"model_type": "qwen3_5_text", "num_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the document's table, in its words."""
+
+    name: str
+    mesh: str
+    step: str
+    layer: str
+    layer_bytes: str
+    rest: str
+    rest_bytes: str
+
+
+SCATTERED = "all_gather tp, reduce_scatter tp"
+EMBEDDED = "reduce_scatter tp, all_gather tp"
+EXPERTS = "dispatch world, combine world"
+GATHERED = "all_gather world, reduce_scatter world"
+STREAM, SENT = "2*S*(n-1)/n", "2*X*S/n*(w-1)/w"
+# Collectives of a layer and their bytes, collectives beside the layers and theirs.
+SPLIT = ("all_reduce tp, all_reduce tp", "4*S*(n-1)/n")
+SPREAD = (f"{SCATTERED}, {EXPERTS}", f"{STREAM} + {SENT}")
+SAMPLED = (f"{EMBEDDED}, all_to_all tp, all_gather tp", f"{STREAM} + (L/n + K)*(n-1)/n")
+SUMMED = ("all_reduce tp, all_to_all tp, all_gather tp", f"{STREAM} + (L/n + K)*(n-1)/n")
+ALL_LOGITS = (f"{EMBEDDED}, all_gather tp", f"{STREAM} + L*(n-1)/n")
+WHOLE = ("all_reduce tp, all_gather tp", f"{STREAM} + L*(n-1)/n")
+NONE = ("none", "0")
+LAYOUTS = [
+    Layout("dense", "tp=4", "decode 8x2", *SPLIT, *SUMMED),
+    Layout("dense, few tokens", "tp=4", "decode 1x1", "all_reduce tp, all_reduce tp", "4*S*(n-1)/n", *WHOLE),
+    Layout("dense, groups alone", "dp=4", "decode 8x2", *NONE, *NONE),
+    Layout("experts split", "tp=4", "decode 8x2", *SPLIT, *SUMMED),
+    Layout("experts spread", "tp=4", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, few tokens", "tp=4", "decode 1x1", f"all_reduce tp, {EXPERTS}", f"{STREAM} + 2*X*S*(w-1)/w", *WHOLE),
+    Layout("experts spread, fewer kv heads", "tp=4", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, groups", "dp=2,tp=2", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, groups, odd batch", "dp=2,tp=2", "decode 3x1", *SPREAD, *ALL_LOGITS),
+    Layout(
+        "experts spread, groups, many tokens",
+        "dp=2,tp=2",
+        "prefill 1x2048",
+        f"{SCATTERED}, {GATHERED}",
+        f"{STREAM} + 2*S/n*(w-1)",
+        *ALL_LOGITS,
+    ),
+    Layout("experts spread, groups of one", "dp=4", "decode 8x2", EXPERTS, "2*X*S*(w-1)/w", *NONE),
+    Layout("experts spread, groups of one, many tokens", "dp=4", "prefill 1x1024", GATHERED, "2*S*(w-1)", *NONE),
+]
+MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_heads": 2}}
+
+
+def partitioned(layout: Layout, **options: bool) -> Partitioned:
+    """The layout's step of the small model, as a build would partition it."""
+    changes = next((change for name, change in MODELS.items() if layout.name.startswith(name)), {})
+    values = CONFIG | changes
+    mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
+    bucket = Bucket(kind, int(B), int(Q))
+    spread = layout.name.startswith("experts spread")
+    copies = max(1, mesh.axis("tp") // values["num_key_value_heads"])
+    model = registry.from_config("small", values)
+    variant = Variant.of("none", grouped=spread, kv_repeat=copies, recurrent=torch.bfloat16)
+    model = replace(model, config=replace(model.config, variant=variant))
+    slots = bucket.q_len if kind == "decode" else 1
+    program = step.program(model, bucket, Limits(128, 17, 1 + 8 * slots, 4096, slots), torch.bfloat16, **{"emit_logits": False} | options)
+    table = rules(mesh, experts=values["num_experts"], expert_parallel=spread, tokens=bucket.tokens)
+    return optimise(partition(program, mesh, table))
+
+
+def talks(nodes: Iterable[torch.fx.Node]) -> list[certificate.Collective]:
+    """Collectives among the nodes themselves, without those of bodies they call."""
+    found = []
+    for node in nodes:
+        if (group := collective_group(node)) is not None:
+            value = node.meta["val"]
+            first = value[0] if isinstance(value, tuple | list) else value
+            found.append((node.target._opname, group, str(Aval(tuple(first.shape), first.dtype))))
+    return found
+
+
+def words(collectives: Iterable[certificate.Collective], mesh: Mesh) -> list[tuple[str, object]]:
+    """Collectives in the document's words, with the groups as sets of ranks: with one axis its group is the world."""
+    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+    return [(names.get(name, name.removeprefix("moe_")), groups(mesh)[group]) for name, group, _ in collectives]
+
+
+def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
+    found = [part.split(" ") for part in cell.split(", ") if part != "none"]
+    return [(name, groups(mesh)[group]) for name, group in found]
+
+
+def sizes(layout: Layout) -> dict[str, float]:
+    """The letters of the document's formulas."""
+    mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
+    n, tokens = mesh.axis("tp"), int(B) * int(Q)
+    rows = tokens if tokens < n else -(-tokens // n) * n
+    spoken = tokens if kind == "decode" else int(B)
+    return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "X": X, "n": n, "w": mesh.size}
+
+
+def in_document() -> list[Layout]:
+    text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    lines = text.split("<!-- layouts -->")[1].strip().splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
+        "layout", "mesh", "step", "collectives a layer", "bytes a layer", "others a step", "their bytes",
+    ]  # fmt: skip
+    return [Layout(*(cell.strip().strip("`") for cell in line.strip("|").split("|"))) for line in lines[2:]]
+
+
+def test_the_document_says_what_is_tested():
+    assert in_document() == LAYOUTS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
+def test_a_layout_has_the_collectives_it_needs_and_no_more(layout):
+    made, mesh = partitioned(layout), Mesh.parse(layout.mesh)
+    kinds = bodies(made.graph)
+    assert sorted(kinds) == sorted(set(LAYERS))
+    for body in kinds.values():
+        held = talks(body.graph.nodes)
+        assert words(held, mesh) == stated(layout.layer, mesh)
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(layout.layer_bytes, sizes(layout))
+    rest = talks(made.graph.graph.nodes)
+    assert words(rest, mesh) == stated(layout.rest, mesh)
+    assert sum(moved_bytes(rest, mesh, X).values()) == eval(layout.rest_bytes, sizes(layout))
+    assert len(made.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh))
+    certificate.check_ranks(certificate.expand(made.collectives, mesh))
+
+
+def test_asking_for_logits_gathers_them_and_nothing_else():
+    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
+    made, mesh = partitioned(layout, emit_logits=True), Mesh.parse(layout.mesh)
+    assert words(talks(made.graph.graph.nodes), mesh) == stated(f"{EMBEDDED}, all_gather tp", mesh)
+    assert made.collectives[-1][2] == "bf16[32,128]"
