@@ -2,7 +2,7 @@
 
     manifest.msgpack             what everything is (lowering/manifest.py)
     graphs/<digest>.graph        eager graph of a bucket
-    graphs/<digest>.pt2          its executable, once compiled
+    graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
     stages/<digest>.json.z       texts of its stages
     weights/<digest>.safetensors parameters, named as the graphs' operands
     tokenizer/<digest>.json      tokenizer.json of the checkpoint

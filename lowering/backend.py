@@ -53,6 +53,7 @@ class Backend:
         check_target: raises LoweringError when this machine cannot compile for the backend, saying what is missing.
         compile: makes an executable file; None where there is nothing to compile.
         load: reads that file; None where there is nothing to run.
+        prepare: makes a process ready to lower and compile, given a directory that outlives it; called once, before either.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Backend:
     check_target: Callable[[], None]
     compile: Compile | None
     load: Callable[[Path], Executable] | None
+    prepare: Callable[[Path], None] = lambda cache_dir: None
 
 
 def backend_names() -> tuple[str, ...]:

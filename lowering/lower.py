@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..graphs import events
 from ..graphs.alias import owner
+from ..graphs.flatten import flatten
 from ..graphs.primitive import of_target
 from ..graphs.text import as_text
 from ..graphs.trace import name_placeholders
@@ -43,7 +44,7 @@ class Lowered:
 
 def lower_eager(partitioned: Partitioned) -> Lowered:
     """Keeps primitives whole and lets those that update a pool write it in place."""
-    graph = _copy(partitioned.graph)
+    graph = flatten(partitioned.graph)
     donate(graph, partitioned.signature)
     return Lowered(partitioned.program.bucket, "eager", graph, partitioned.signature)
 
@@ -57,7 +58,7 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     events.record("trace")
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
-        graph = make_fx(_Inliner(partitioned.graph, backend).run)(*fakes)
+        graph = make_fx(_Inliner(flatten(partitioned.graph), backend).run)(*fakes)
     graph.graph.eliminate_dead_code()
     donate(graph, signature)
     name_placeholders(graph, signature)
@@ -152,12 +153,3 @@ def _apart(graph: GraphModule, node: Node) -> Node:
     copy.meta["val"] = node.meta["val"]
     return copy
 
-
-def _copy(graph: GraphModule) -> GraphModule:
-    copied = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
-    values: dict[Node, Node] = {}
-    output = copied.graph.graph_copy(graph.graph, values)
-    copied.graph.output(output)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-    return copied

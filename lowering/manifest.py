@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-from ..graphs.errors import ArtifactStale, ArtifactTampered
+from ..graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ..graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GraphEntry:
 
     Attributes:
         inputs, outputs: its step's inputs and outputs; params and state are the artifact's.
-        eager: path of the eager graph, always there.
+        eager: path of the eager graph; None where the artifact is for a device that no eager graph runs on.
         stages: path of the compressed texts of its stages.
         digest: `artifact.graph_key` of what the build compiles: lowered text, backend, options and toolchain.
         compiled: its executable; None while there is none.
@@ -56,12 +56,14 @@ class GraphEntry:
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes.
         collectives: (collective, group, type) in program order.
         verified: what comparing the executable with the reference measured; empty while there is none.
+        plan: digest of all that decided this bucket before it was traced; equal plans need not be traced again.
+        census: operators of the executable by type, where its backend tells.
     """
 
     bucket: Bucket
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
-    eager: str
+    eager: str | None
     stages: str
     digest: str
     compiled: Compiled | None
@@ -69,6 +71,21 @@ class GraphEntry:
     memory: Mapping[str, int]
     collectives: tuple[tuple[str, str, str], ...]
     verified: Mapping[str, float]
+    plan: str = ""
+    census: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """Path of the eager graph.
+
+        Raises:
+            ArtifactError: nothing of the bucket runs on this machine.
+        """
+        if self.eager is None:
+            raise ArtifactError(
+                f"{self.bucket.name} was built for another kind of device and nothing of it runs here; legal is a build with --target cpu"
+            )
+        return self.eager
 
     @property
     def backend(self) -> str:
@@ -95,6 +112,9 @@ class Manifest:
         cpu_features: what they need of a CPU, by torch's names.
         source_digest: what the weights were read from.
         build_arguments: command line that builds this again.
+        quantization: name of the scheme that parameters are held in; "none" where they are floats.
+        deployment: id of the named deployment it was built for, or "".
+        memory: plan of each device's memory (tools.memory), where the target has a limit of its own.
     """
 
     model: Mapping[str, Any]
@@ -114,6 +134,9 @@ class Manifest:
     cpu_features: tuple[str, ...]
     source_digest: str
     build_arguments: tuple[str, ...]
+    quantization: str = "none"
+    deployment: str = ""
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     def signature(self, entry: GraphEntry) -> Signature:
         """Calling convention of one graph."""
@@ -151,6 +174,17 @@ def decode(data: bytes, where: str) -> Manifest:
     if manifest is None:
         raise ArtifactTampered(f"{where} has sha256 {digest} inside; it says {expected}")
     return manifest
+
+
+def plain_entry(entry: GraphEntry) -> dict[str, Any]:
+    """An entry in values that msgpack packs."""
+    packed: dict[str, Any] = _plain(entry)
+    return packed
+
+
+def entry_of(plain: dict[str, Any]) -> GraphEntry:
+    """The entry of `plain_entry`."""
+    return _entry(plain)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from collections.abc import Iterable, Mapping
 
@@ -24,10 +25,18 @@ def differences(built: Mapping[str, str]) -> list[tuple[str, str, str]]:
     running = toolchain()
     found = []
     for name in sorted({*built, *running}):
-        old, new = built.get(name, "not recorded"), running.get(name, "unknown")
+        old, new = built.get(name, "not recorded"), running.get(name) or _installed(name)
         if old != new:
             found.append((name, old, new))
     return found
+
+
+def _installed(name: str) -> str:
+    """Version of a distribution that only some backends build with."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def missing_features(needed: Iterable[str]) -> list[str]:

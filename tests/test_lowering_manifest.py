@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npucompile.graphs.errors import ArtifactStale, ArtifactTampered
+from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from npucompile.graphs.types import DTYPES, Aval, Bucket, Leaf, Limits
-from npucompile.lowering.manifest import FORMAT, Compiled, FileRecord, GraphEntry, Manifest, decode, encode
+from npucompile.lowering.manifest import FORMAT, Compiled, FileRecord, GraphEntry, Manifest, decode, encode, entry_of, plain_entry
 
 ENTRY = GraphEntry(
     bucket=Bucket("decode", 4, 1),
@@ -68,6 +68,37 @@ def test_a_bucket_runs_on_eager_until_compiled() -> None:
     assert (ENTRY.backend, replace(ENTRY, compiled=None).backend) == ("inductor", "eager")
 
 
+DEVICE_ENTRY = replace(
+    ENTRY, eager=None, compiled=Compiled("ge", "graphs/c.ge", "k" * 64), verified={}, plan="p" * 64, census={"MatMul": 3, "Add": 1}
+)
+DEVICE = replace(
+    MANIFEST,
+    target="ascend-a3",
+    graphs=(DEVICE_ENTRY,),
+    references=(),
+    weights=None,
+    quantization="w4a8",
+    deployment="a-row",
+    memory={"target": "ascend-a3", "parts": [{"name": "KV pages", "nbytes": 2**36, "why": "9 pages"}], "fits": True},
+)
+
+
+def test_what_is_for_a_device_reads_back_equal() -> None:
+    assert decode(encode(DEVICE), "m") == DEVICE
+    assert encode(decode(encode(DEVICE), "m")) == encode(DEVICE)
+
+
+def test_an_entry_alone_is_plain_and_reads_back_equal() -> None:
+    for entry in (ENTRY, DEVICE_ENTRY, replace(DEVICE_ENTRY, compiled=None)):
+        assert entry_of(msgpack.unpackb(msgpack.packb(plain_entry(entry)))) == entry
+
+
+def test_a_bucket_for_a_device_has_no_graph_that_runs_here_and_says_so() -> None:
+    assert ENTRY.reference == ENTRY.eager
+    with pytest.raises(ArtifactError, match=r"decode-b4-q1 was built for another kind of device.*legal is a build with --target cpu"):
+        _ = DEVICE_ENTRY.reference
+
+
 NAMES = st.text("abcdef.", min_size=1, max_size=8)
 LEAVES = st.lists(
     st.builds(
@@ -91,7 +122,7 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
 def test_any_manifest_reads_back_equal(
     params: tuple[Leaf, ...], state: tuple[Leaf, ...], inputs: tuple[Leaf, ...], model: dict[str, Any], verified: dict[str, float]
 ) -> None:
-    entry = replace(ENTRY, inputs=inputs, verified=verified)
+    entry = replace(ENTRY, inputs=inputs, verified=verified, eager=None, census={name: 1 for name in verified})
     manifest = replace(MANIFEST, params=params, state=state, model=model, graphs=(entry, ENTRY))
     again = decode(encode(manifest), "m")
     assert again == manifest

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 
 import pytest
 import torch
 
 import npucompile
+from npucompile.lowering import toolchain as module
 from npucompile.lowering.toolchain import differences, missing_features, toolchain
 
 
@@ -27,7 +29,19 @@ def test_a_difference_is_named(field: str) -> None:
 def test_fields_of_one_side_only_differ() -> None:
     built = toolchain()
     del built["torch"]
-    assert differences({**built, "cann": "8.5"}) == [("cann", "8.5", "unknown"), ("torch", "not recorded", str(torch.__version__))]
+    assert differences({**built, "cann": "8.5"}) == [("cann", "8.5", "not installed"), ("torch", "not recorded", str(torch.__version__))]
+
+
+def test_what_only_some_backends_build_with_is_compared_with_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = importlib.metadata.version("protobuf")
+    assert differences({**toolchain(), "protobuf": here}) == []
+    assert differences({**toolchain(), "protobuf": "1.0"}) == [("protobuf", "1.0", here)]
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.importlib.metadata, "version", absent)
+    assert differences({**toolchain(), "torch_npu": "2.13.0"}) == [("torch_npu", "2.13.0", "not installed")]
 
 
 def test_features_of_this_cpu_are_not_missing() -> None:

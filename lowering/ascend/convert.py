@@ -1,0 +1,219 @@
+"""Turns one flat body of NPU operators into the GE operators that torchair makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ...graphs.errors import LoweringError
+from ...graphs.types import DTYPE_NAMES
+from .collectives import register
+from .container import GROUP, GROUPS, RANK, parse
+from .fuse import register as register_fused
+from .harness import Torchair
+from .inspect_ge import follow
+
+GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
+    torch.float32: ("DT_FLOAT", 0),
+    torch.float16: ("DT_FLOAT16", 1),
+    torch.bfloat16: ("DT_BF16", 27),
+    torch.int8: ("DT_INT8", 2),
+    torch.uint8: ("DT_UINT8", 4),
+    torch.int32: ("DT_INT32", 3),
+    torch.int64: ("DT_INT64", 9),
+    torch.bool: ("DT_BOOL", 12),
+}
+"""Name of a dtype in GE's messages, and its number in GE itself, which is another one."""
+# Options that say something of operands and results one by one; a graph of several bodies has its own.
+POSITIONAL = (
+    "ge.exec.outputReuseMemIndexes",
+    "ge.exec.outputReuseInputMemIndexes",
+    "ge.inputHintShape",
+    "frozenInput",
+)
+_GROUP_ATTRS, _RANK_ATTR = ("group", "group_ep", "group_tp"), "ep_rank_id"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One result of an operator: its tensor (`name:port`) and its abstract value."""
+
+    tensor: str
+    val: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Body:
+    """GE operators of one body, without those for its operands and results.
+
+    Attributes:
+        ops: OpDef messages, each after those it reads.
+        feeds: tensor -> operand, for the operands that are read.
+        results: one for each result of the body; its tensor is in `feeds` where the result is an operand.
+        written: operand -> its value after the body, for operands that the body writes.
+        donated: those of `written` that an output must carry home: the value has memory of its own, or nobody else reads it.
+        control: `name:-1` of operators that must run although nobody reads them.
+        patches: (operator, attribute, kind) of what differs between ranks.
+        options: compile options that hold for the body, less `POSITIONAL`.
+        engine: options of the engine.
+    """
+
+    ops: tuple[Any, ...]
+    feeds: Mapping[str, int]
+    results: tuple[Port, ...]
+    written: Mapping[int, Port]
+    donated: frozenset[int]
+    control: tuple[str, ...]
+    patches: tuple[tuple[str, str, str], ...]
+    options: Mapping[str, str]
+    engine: Mapping[str, str]
+
+
+def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
+    """Runs torchair on one body.
+
+    Args:
+        gm: flat tensor placeholders with fake `meta["val"]` on device meta, of one FakeTensorMode; a tuple of results.
+        ta: torchair, loaded.
+        name: what errors call it.
+
+    Raises:
+        LoweringError: torchair refuses the body, or a form is outside what the house lowers; names the body.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    vals = [_operand(name, node) for node in placeholders]
+    returned: Any = gm.graph.output_node().args[0]
+    if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
+        raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
+    register(ta)
+    register_fused(ta)
+    runner = _run(name, gm, vals, ta)
+    if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
+        # What shares memory with an operand is for torchair no result of the graph.
+        runner = _run(name, _marked(gm, missing, ta), vals, ta)
+    if lost := [str(returned[i]) for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
+        raise LoweringError(f"{name}: results {lost} are no tensors with elements; nothing else crosses the border of a body")
+    operands = {str(node.target): i for i, node in enumerate(placeholders)}
+    return _body(name, runner, operands, vals, [node.meta["val"] for node in returned], _values(gm))
+
+
+def shape_of(val: torch.Tensor) -> str:
+    """Type and sizes as in `bf16[16,2,256]`."""
+    return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]"
+
+
+def _operand(name: str, node: fx.Node) -> FakeTensor:
+    val = node.meta.get("val")
+    if not isinstance(val, FakeTensor) or val.device.type != "meta" or not val.is_contiguous():
+        raise LoweringError(f"{name}: operand {node.name} is {val!r}; legal are contiguous fake tensors on device meta")
+    if val.dtype not in GE_DTYPES:
+        raise LoweringError(f"{name}: operand {node.name} has dtype {val.dtype}; legal are {', '.join(map(str, GE_DTYPES))}")
+    return val
+
+
+def _run(name: str, gm: fx.GraphModule, vals: list[FakeTensor], ta: Torchair) -> Any:
+    config: Any = ta.CompilerConfig()
+    # The house emits fused operators itself: what a bare pattern becomes must not depend on torchair's release.
+    config.experimental_config.pattern_fusion_pass = False
+    mode = vals[0].fake_mode if vals else FakeTensorMode()
+    try:
+        with mode:
+            return ta.get_compiler(config)(gm, vals).runner
+    except Exception as error:
+        raise LoweringError(f"torchair cannot convert {name}: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """What went wrong and at which node; torchair and torch add their tracebacks to the message."""
+    text = str(error).split("\nOriginal traceback")[0].split("\nTraceback")[0]
+    return f"{type(error).__name__}: " + " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """To torchair a new tensor, to GE the same one."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _marked(gm: fx.GraphModule, results: list[int], ta: Torchair) -> fx.GraphModule:
+    ta.register_converter(_apart)(lambda x: x)
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    returned: Any = graph.graph_copy(gm.graph, copied)
+    nodes = list(returned)
+    for i in results:
+        nodes[i] = graph.call_function(_apart, (nodes[i],))
+    graph.output(tuple(nodes))
+    return fx.GraphModule(gm, graph)
+
+
+def _values(gm: fx.GraphModule) -> dict[str, Any]:
+    return {node.name: node.meta.get("val") for node in gm.graph.nodes if node.op == "call_function"}
+
+
+def _body(
+    name: str, runner: Any, operands: Mapping[str, int], vals: list[FakeTensor], results: list[torch.Tensor], values: Mapping[str, Any]
+) -> Body:
+    graph = parse(runner.graph.SerializeToString()).graph[0]
+    by_index = {op.attr["index"].i: operands[op.name] for op in graph.op if op.type == "Data"}
+    feeds = {f"{op.name}:0": by_index[op.attr["index"].i] for op in graph.op if op.type == "Data"}
+    ops = tuple(op for op in graph.op if op.type not in ("Data", "NetOutput"))
+    outputs = next(op for op in graph.op if op.type == "NetOutput")
+    tensors = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
+    flow = follow(ops, feeds)
+    if flow.breaches:
+        raise LoweringError(f"{name}: " + "; ".join(flow.breaches))
+    carried = {by_index[index]: tensors[output] for output, index in runner._graph_output_ref_input.items()}
+    written = {i: flow.latest[i] for i in flow.writers} | carried
+    for op in ops:
+        _tidy(op, values)
+    local, engine = runner._normalize_ge_option()
+    return Body(
+        ops=ops,
+        feeds=feeds,
+        results=tuple(Port(tensors[runner._fx_outputs_mapping[i]], val) for i, val in enumerate(results)),
+        written={i: Port(tensor, vals[i]) for i, tensor in written.items()},
+        donated=frozenset(carried),
+        control=tuple(tensor for tensor in outputs.input if tensor.endswith(":-1")),
+        patches=tuple(patch for op in ops for patch in _patches(name, op)),
+        options={key: value for key, value in local.items() if key not in POSITIONAL},
+        engine=dict(engine),
+    )
+
+
+def _tidy(op: Any, values: Mapping[str, Any]) -> None:
+    """Leaves on each output the shape it has; torchair leaves there that of the last view of it, and the names of nodes."""
+    for desc in op.input_desc:
+        for key in ("_meta", "_fx_tensor_name"):
+            if key in desc.attr:
+                del desc.attr[key]
+    for desc in op.output_desc:
+        origin = desc.attr["_fx_tensor_name"].s.decode() if "_fx_tensor_name" in desc.attr else ""
+        val = _value(values, origin)
+        for key in ("_meta", "_fx_tensor_name"):
+            if key in desc.attr:
+                del desc.attr[key]
+        if isinstance(val, torch.Tensor):
+            desc.attr["_meta"].s = shape_of(val).encode()
+
+
+def _value(values: Mapping[str, Any], origin: str) -> Any:
+    """Value of an output called `node-target.OUTPUT.index`, where the node is still there."""
+    found = re.fullmatch(r"(\w+)-.*\.OUTPUT\.(\d+)", origin)
+    val = values.get(found[1]) if found else None
+    return val[int(found[2])] if found and isinstance(val, tuple | list) else val
+
+
+def _patches(name: str, op: Any) -> list[tuple[str, str, str]]:
+    found = [(op.name, _RANK_ATTR, RANK)] if _RANK_ATTR in op.attr else []
+    for key in _GROUP_ATTRS:
+        if group := op.attr[key].s.decode() if key in op.attr else "":
+            if group not in GROUPS:
+                raise LoweringError(f"{name}: {op.name} has {key} {group!r}; legal are {', '.join(GROUPS)}")
+            found.append((op.name, key, GROUP))
+    return found

@@ -1,0 +1,289 @@
+"""Turns the bytes of a GE graph into counts, into text, and into a proof that donated memory is written in place."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...graphs.errors import LoweringError
+from ...graphs.types import Leaf, Signature
+from .container import Container, messages, parse
+
+IN_PLACE: dict[str, dict[int, int]] = {
+    "Scatter": {0: 0},
+    "QuantUpdateScatter": {0: 0},
+    "ScatterNdUpdate": {0: 0},
+    "ScatterPaKvCache": {0: 1, 1: 4},
+    "KvRmsNormRopeCache": {0: 5, 1: 6},
+    "QkvRmsNormRopeCache": {0: 6, 1: 7, 2: 8},
+    "MlaPrologV3": {2: 9, 3: 10},
+    "RecurrentGatedDeltaRule": {1: 4},
+    "GatherSelectionKvCache": {0: 0, 1: 1, 2: 2, 3: 3},
+}
+"""Output -> input that it overwrites, by type of operator."""
+VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "UnsqueezeV2", "SqueezeV2", "Flatten", "FlattenV2", "Bitcast"}
+"""Operators whose output may be the memory of their first input."""
+COPIES = {"TensorMove", "Assign", "Identity", "Cast", "Transpose", "TransData"}
+"""Operators that write as much as they read."""
+# Positions of actual_seq_lengths and actual_seq_lengths_kv: as constants they would be those of the trace, for ever.
+_LENGTHS = {"FusedInferAttentionScore": (5, 6)}
+_DTYPES = {
+    "DT_FLOAT": "f32",
+    "DT_FLOAT16": "f16",
+    "DT_BF16": "bf16",
+    "DT_INT8": "i8",
+    "DT_UINT8": "u8",
+    "DT_INT32": "i32",
+    "DT_INT64": "i64",
+    "DT_BOOL": "bool",
+}
+_HIDDEN = re.compile(r"_(in|out)put_name_(key|value)|_readable_value|value|index")
+
+
+@dataclass
+class Flow:
+    """Which memory of an operand each tensor is, while operators are read in order.
+
+    Attributes:
+        operand: tensor -> operand whose memory it is; its view or its value after writing in place included.
+        version: tensor -> how often the operand had been written when the tensor came to be.
+        latest: operand -> tensor with its newest value, as it was before any view.
+        writers: operand -> operators that wrote it in place, in order.
+        readers: (operand, version) -> operators that read it.
+    """
+
+    operand: dict[str, int]
+    version: dict[str, int] = field(default_factory=dict)
+    latest: dict[int, str] = field(default_factory=dict)
+    writers: dict[int, list[Any]] = field(default_factory=dict)
+    readers: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    viewed: set[str] = field(default_factory=set)
+    breaches: list[str] = field(default_factory=list)
+
+
+def follow(ops: Iterable[Any], data: Mapping[str, int]) -> Flow:
+    """Follows operands through views and through operators that write in place.
+
+    Args:
+        ops: OpDef messages, each after those it reads.
+        data: tensor -> operand, for the operands of interest.
+    """
+    flow = Flow(operand=dict(data), version=dict.fromkeys(data, 0), latest={operand: tensor for tensor, operand in data.items()})
+    for op in ops:
+        written = IN_PLACE.get(op.type, {})
+        for tensor in op.input:
+            if tensor in flow.operand:
+                flow.readers.setdefault((flow.operand[tensor], flow.version[tensor]), []).append(op)
+        for port, position in written.items():
+            if position < len(op.input) and op.input[position] in flow.operand:
+                _write(flow, op, op.input[position], f"{op.name}:{port}")
+        if op.type in VIEWS and op.input[0] in flow.operand:
+            out = f"{op.name}:0"
+            flow.operand[out], flow.version[out] = flow.operand[op.input[0]], flow.version[op.input[0]]
+            flow.viewed.add(out)
+    return flow
+
+
+def _write(flow: Flow, op: Any, old: str, new: str) -> None:
+    operand = flow.operand[old]
+    writers = flow.writers.setdefault(operand, [])
+    if flow.version[old] != len(writers):
+        flow.breaches.append(f"{op.name} overwrites {old}, which {writers[-1].name} has overwritten before")
+    if old in flow.viewed:
+        flow.breaches.append(f"{op.name} writes operand {operand} through the view {old}, which may be a copy")
+    writers.append(op)
+    flow.operand[new], flow.version[new], flow.latest[operand] = operand, len(writers), new
+
+
+def census(graph: bytes) -> dict[str, int]:
+    """Operators by type.
+
+    Raises:
+        LoweringError: the bytes are no GE model.
+    """
+    return dict(sorted(Counter(op.type for op in parse(graph).graph[0].op).items()))
+
+
+def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
+    """Operators by type, for each prefix of their names; "" has the operators of the main graph.
+
+    Raises:
+        LoweringError: the bytes are no GE model.
+    """
+    counts: dict[str, Counter[str]] = {}
+    for op in parse(graph).graph[0].op:
+        counts.setdefault(op.name.rpartition("/")[0], Counter())[op.type] += 1
+    return {prefix: dict(sorted(found.items())) for prefix, found in counts.items()}
+
+
+def text(graph: bytes) -> str:
+    """One line an operator: `name = Type(inputs) attribute=value : results`.
+
+    Raises:
+        LoweringError: the bytes are no GE model.
+    """
+    return "\n".join(_line(op) for op in parse(graph).graph[0].op) + "\n"
+
+
+def _line(op: Any) -> str:
+    attrs = [f"{key}={shown}" for key, value in sorted(op.attr.items()) if not _HIDDEN.fullmatch(key) and (shown := _attr(value))]
+    if op.type in ("Data", "Const"):
+        attrs.insert(0, _attr(op.attr["index"]) if op.type == "Data" else op.attr["_readable_value"].s.decode())
+    inputs = ", ".join(op.input).rstrip(", ")
+    shapes = ", ".join(shape(desc) for desc in op.output_desc)
+    return " ".join([f"{op.name} = {op.type}({inputs})", *attrs]) + (f" : {shapes}" if shapes else "")
+
+
+def shape(desc: Any) -> str:
+    """Type and sizes of a tensor, as in `bf16[16,2,256]`; sizes that conversion leaves to GE are `bf16[?]`."""
+    if "_meta" in desc.attr:
+        return str(desc.attr["_meta"].s.decode())
+    return f"{_dtypes().get(desc.dtype, '?')}[{','.join(map(str, desc.shape.dim)) or '?'}]"
+
+
+@functools.cache
+def _dtypes() -> dict[int, str]:
+    return {messages().DataType.Value(long): short for long, short in _DTYPES.items()}
+
+
+def _attr(value: Any) -> str:
+    kind = value.WhichOneof("value")
+    if kind == "s":
+        return repr(value.s.decode(errors="replace"))
+    if kind == "list":
+        held = value.list
+        return str([x.decode(errors="replace") for x in held.s] or list(held.i) or [round(x, 6) for x in held.f] or list(held.b))
+    if kind == "f":
+        return f"{value.f:.6g}"
+    return str(getattr(value, kind)).replace("\n", " ") if kind else ""
+
+
+def check(container: Container, signature: Signature) -> None:
+    """Proves what torchair and GE leave unchecked.
+
+    Names are unique, inputs exist, data are numbered from 0; every state operand that the graph takes is written in its own memory by
+    an operator that GE keeps, never copied whole, and not read after it was written; attention lengths are no constants.
+
+    Args:
+        container: of the graph.
+        signature: of the program; its state is what is donated.
+
+    Raises:
+        LoweringError: names every breach.
+    """
+    ops = list(parse(container.graph).graph[0].op)
+    breaches = [*_form(ops, container), *_lengths(ops)]
+    if not breaches:
+        breaches = _donation(ops, container, signature)
+    if breaches:
+        raise LoweringError(f"the GE graph has {len(breaches)} breaches: " + "; ".join(breaches))
+
+
+def _form(ops: list[Any], container: Container) -> list[str]:
+    breaches, ports = [], {"": 0}
+    for op in ops:
+        if op.name in ports:
+            breaches.append(f"two operators are called {op.name}")
+        for tensor in op.input:
+            producer, _, port = tensor.rpartition(":")
+            if not tensor:
+                continue
+            if producer not in ports or (port != "-1" and not 0 <= int(port or -2) < ports[producer]):
+                breaches.append(f"{op.name} reads {tensor}, which no operator before it gives")
+        ports[op.name] = len(op.output_desc)
+    indices = [op.attr["index"].i for op in ops if op.type == "Data"]
+    if sorted(indices) != list(range(len(container.data))):
+        breaches.append(f"data are numbered {indices}; legal is each of 0 to {len(container.data) - 1} once")
+    results = [[t for t in op.input if not t.endswith(":-1")] for op in ops if op.type == "NetOutput"]
+    wanted = container.outputs + len(container.donations)
+    if not results or ops[-1].type != "NetOutput":
+        breaches.append("the last operator is not NetOutput")
+    if [len(found) for found in results] != [wanted] or [o for o, _ in container.donations] != [*range(container.outputs, wanted)]:
+        held = f"{container.outputs} results and donations {container.donations}"
+        breaches.append(f"NetOutput has {[len(found) for found in results]} inputs for {held}; legal is one for each, results first")
+    return breaches
+
+
+def _lengths(ops: list[Any]) -> list[str]:
+    kinds = {op.name: op.type for op in ops}
+    return [
+        f"{op.name} has the constant {op.input[position]} as lengths; legal is a tensor of the step"
+        for op in ops
+        for position in _LENGTHS.get(op.type, ())
+        if position < len(op.input) and kinds.get(op.input[position].rpartition(":")[0]) == "Const"
+    ]
+
+
+def _donation(ops: list[Any], container: Container, signature: Signature) -> list[str]:
+    first = len(signature.params)
+    state = {first + i: leaf for i, leaf in enumerate(signature.state)}
+    data = {f"{op.name}:0": container.data[op.attr["index"].i] for op in ops if op.type == "Data"}
+    flow = follow(ops, {tensor: operand for tensor, operand in data.items() if operand in state})
+    outputs = next(op for op in ops if op.type == "NetOutput")
+    results = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
+    given = {operand: results[output] for output, operand in container.donations}
+    order = {op.name: i for i, op in enumerate(ops)}
+    breaches = [*flow.breaches, *_copies(ops, flow, state), *_dead(ops, order, flow, state)]
+    for operand in sorted(set(flow.latest) & set(state)):
+        leaf, value = state[operand], given.get(operand)
+        writers = list(flow.writers.get(operand, ()))
+        if not writers and value is None:
+            breaches.append(f"{leaf.name} is not written in place, and no output is bound to its memory")
+        if value is not None and flow.operand.get(value) != operand:
+            writers.append(ops[order[value.rpartition(":")[0]]])
+        for version, writer in enumerate(writers):
+            readers = flow.readers.get((operand, version), [])
+            breaches += _late(ops, order, leaf, writer, [op for op in readers if op.type not in VIEWS and op.name != writer.name])
+        if results[: container.outputs].count(flow.latest[operand]):
+            breaches.append(f"{leaf.name} is a result of the program and its own next state")
+    strangers = sorted({*given, *container.bound, *flow.writers} - set(state))
+    breaches += [f"operand {operand} ({signature.operands[operand].name}) is written and is no state" for operand in strangers]
+    if claimed := sorted(set(container.bound) - set(flow.writers)):
+        breaches.append(f"operands {claimed} are said to be written in place, and no operator does")
+    return breaches
+
+
+def _copies(ops: list[Any], flow: Flow, state: Mapping[int, Leaf]) -> list[str]:
+    found = []
+    for op in ops:
+        for tensor in op.input[: 2 if op.type == "Assign" else 1] if op.type in COPIES else ():
+            if tensor in flow.operand:
+                leaf = state[flow.operand[tensor]]
+                found.append(f"{op.name} copies all {math.prod(leaf.aval.shape)} elements of {leaf.name}")
+    return found
+
+
+def _dead(ops: list[Any], order: Mapping[str, int], flow: Flow, state: Mapping[int, Leaf]) -> list[str]:
+    live = _before(ops, order, ops[-1], 0)
+    return [
+        f"{op.name} writes {state[operand].name}, but no result waits for it: GE drops it"
+        for operand, writers in flow.writers.items()
+        for op in writers
+        if op.name not in live
+    ]
+
+
+def _before(ops: list[Any], order: Mapping[str, int], last: Any, floor: int) -> set[str]:
+    """Names of the operators for which `last` waits, itself included, from position `floor` on."""
+    seen, queue = {last.name}, [last]
+    while queue:
+        for tensor in queue.pop().input:
+            name = tensor.rpartition(":")[0]
+            if name and name not in seen and order[name] >= floor:
+                seen.add(name)
+                queue.append(ops[order[name]])
+    return seen
+
+
+def _late(ops: list[Any], order: Mapping[str, int], leaf: Leaf, writer: Any, readers: list[Any]) -> list[str]:
+    """Readers of the old value on which the writer does not wait: GE may run them after it."""
+    if not readers:
+        return []
+    # Operators come after what they read, so nothing before the first reader can lead to one.
+    seen = _before(ops, order, writer, min(order[op.name] for op in readers))
+    return [f"{op.name} reads {leaf.name}, and {writer.name} overwrites it without waiting" for op in readers if op.name not in seen]

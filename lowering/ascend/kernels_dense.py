@@ -1,0 +1,147 @@
+"""Turns the operands of the NPU's row-wise and dense operators into their documented results on a CPU.
+
+Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu). Everything is computed in float32 or wider
+and rounded once, to the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .kernels_common import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape
+
+
+def _normed(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    over = tuple(range(-gamma.dim(), 0))
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)
+    return wide * rstd * gamma.float(), rstd
+
+
+def npu_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., M] and gamma [M] -> y like x, and rstd f32 [..., 1]."""
+    require_shape("npu_rms_norm", "gamma", gamma, x.shape[x.dim() - gamma.dim() :])
+    y, rstd = _normed(require("npu_rms_norm", "input", x, FLOATS), gamma, epsilon)
+    return y.to(x.dtype), rstd
+
+
+def npu_add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x1, x2 [..., M] -> y of the sum, rstd f32 [..., 1], and the sum rounded to their dtype."""
+    total = _sum("npu_add_rms_norm", x1, x2)
+    y, rstd = npu_rms_norm(total, gamma, epsilon)
+    return y, rstd, total
+
+
+def _sum(op: str, x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+    require(op, "x2", x2, (require(op, "x1", x1, FLOATS).dtype,))
+    require_shape(op, "x2", x2, x1.shape)
+    return x1 + x2
+
+
+def npu_add_rms_norm_dynamic_quant(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    *,
+    smooth_scale1: torch.Tensor | None = None,
+    smooth_scale2: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x1, x2 [..., M] -> int8 q1 [..., M], q2, the sum, f32 scales s1 [...], s2; the pair that is off is empty.
+
+    The norm is quantised from float32: it is never rounded to the activations' dtype in between.
+    """
+    op = "npu_add_rms_norm_dynamic_quant"
+    refuse_options(op, options, y_dtype=1)
+    total = _sum(op, x1, x2)
+    wide, _ = _normed(total, gamma, epsilon)
+    both = smooth_scale1 is not None and smooth_scale2 is not None
+    wanted = (True, both) if output_mask is None else tuple(output_mask)
+    q1, s1 = _smoothed(wide, smooth_scale1, wanted[0])
+    q2, s2 = _smoothed(wide, smooth_scale2, wanted[1])
+    return q1, q2, total, s1, s2
+
+
+def _smoothed(wide: torch.Tensor, smooth: torch.Tensor | None, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if not wanted:
+        return torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.float32)
+    return quantise_rows(wide if smooth is None else wide * smooth.float())
+
+
+def npu_swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """[..., 2F] -> [..., F]: silu of the first half times the second."""
+    gate, up = require("npu_swiglu", "input", x, FLOATS).float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def npu_rotary_mul(x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", **options: Any) -> torch.Tensor:
+    """x [B, Q, H, D] (or another order of four) with cos r1, sin r2 of the same rank, broadcast -> x * cos + (-x2, x1) * sin."""
+    op = "npu_rotary_mul"
+    refuse_options(op, options | {"rotary_mode": rotary_mode}, rotary_mode="half")
+    for name, angle in (("r1", r1), ("r2", r2)):
+        require(op, name, angle, FLOATS, (x.dim(),))
+        require_shape(op, name, angle, [a if a == 1 else b for a, b in zip(angle.shape, x.shape, strict=True)])
+    wide = require(op, "input", x, FLOATS, (4,)).float()
+    first, second = wide.chunk(2, -1)
+    return (wide * r1.float() + torch.cat((-second, first), -1) * r2.float()).to(x.dtype)
+
+
+def npu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] by weight [N, K] -> [T, N], summed in float32."""
+    require("npu_linear", "weight", weight, (require("npu_linear", "input", x, FLOATS, (2,)).dtype,), (2,))
+    require_shape("npu_linear", "weight", weight, (weight.shape[0], x.shape[1]))
+    y = x.float() @ weight.float().t()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def npu_dynamic_quant(x: torch.Tensor, *, smooth_scales: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] -> int8 [..., K] and f32 [...]: t = max|x| / 127 a row, round to nearest even; a zero row has t = 0."""
+    op = "npu_dynamic_quant"
+    refuse_options(op, options, dst_type=1, quant_mode="pertoken")
+    wide = require(op, "input", x, FLOATS).float()
+    if smooth_scales is not None:
+        require_shape(op, "smooth_scales", smooth_scales, x.shape[-1:])
+        wide = wide * smooth_scales.float()
+    return quantise_rows(wide)
+
+
+def npu_quant_matmul(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: int | torch.dtype | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """int8 [M, K] by int8 [K, N], scale [N] or [1], pertoken_scale f32 [M] -> [M, N] of output_dtype.
+
+    An int32 bias is added to the integer sum, another one after the scales.
+
+    Raises:
+        LoweringError: also without output_dtype: the operator would then give int8.
+    """
+    op = "npu_quant_matmul"
+    refuse_options(op, options)
+    require(op, "x1", x1, (torch.int8,), (2,))
+    require(op, "x2", x2, (torch.int8,), (2,))
+    require_shape(op, "x2", x2, (x1.shape[1], x2.shape[1]))
+    if scale.shape != (1,):
+        require_shape(op, "scale", scale, x2.shape[1:])
+    total = int_matmul(x1, x2)
+    if bias is not None and bias.dtype == torch.int32:
+        total = total + bias.double()
+    y = total * float_scale(scale).double()
+    if pertoken_scale is not None:
+        require_shape(op, "pertoken_scale", require(op, "pertoken_scale", pertoken_scale, (torch.float32,)), x1.shape[:1])
+        y = y * pertoken_scale.double()[:, None]
+    if bias is not None and bias.dtype != torch.int32:
+        y = y + bias.double()
+    return y.to(dtype_of(op, output_dtype))
