@@ -7,58 +7,27 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import Queue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError, RequestError
-from ..graphs.types import Bucket, Limits
 from . import scheduler
-from .buckets import Row, pack, write_width
+from .buckets import write_width
+from .device import Executor as Executor
+from .device import Outputs, group_count, run_step
+from .holdings import Holdings
+from .job import RankError
 from .metrics import Metrics
-from .pages import OwnershipError, PagePool, SlotPool
 from .request import Event, FinishEvent, Request, TokenEvent
-from .scheduler import Policy, State, Step, Turn
-from .uniform import uniform
+from .scheduler import Policy, State, Step
 
 log = logging.getLogger(__name__)
 
 Sink = Callable[[Event], None]
-
-
-class Executor(Protocol):
-    """Device state and one executable per bucket. `backends` (bucket name -> backend name) may be offered as well."""
-
-    @property
-    def limits(self) -> Limits:
-        """Sizes that every bucket was built for."""
-        ...
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What `run` takes; the same for the executor's lifetime, whichever backend runs them."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V: token ids are 0 to V-1."""
-        ...
-
-    def run(self, bucket: Bucket, inputs: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Runs one step on inputs as `buckets.pack` makes them; returns at least `tokens` int32 [B,W]."""
-        ...
-
-    def refresh(self) -> bool:
-        """Loads executables that were finished meanwhile; returns whether any bucket changed."""
-        ...
-
-    def compiles(self) -> int:
-        """Traces and compiles in this process since it was ready."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +45,9 @@ class Engine:
     """The serving loop. `submit`, `cancel`, `stop` and `stats` may be called from any thread.
 
     Sinks are called from the thread that steps, never with a lock held. A sink that raises loses its request.
+
+    With several dp groups each has its own requests, pages and slots; all of them run every step together, in one bucket. A new
+    request goes to the group with the fewest.
 
     Args:
         executor: what runs the steps; only the stepping thread calls it, but for `compiles` and `backends`.
@@ -98,15 +70,16 @@ class Engine:
         limits = executor.limits
         self._executor = executor
         self._clock = clock
-        self._state = State(Policy(limits, executor.buckets, prefill_burst))
-        self._pages = PagePool(limits.num_pages)
-        self._slots = SlotPool(limits.num_slots, limits.slots_per_request)
+        groups = range(group_count(executor))
+        self._states = tuple(State(Policy(limits, executor.buckets, prefill_burst)) for _ in groups)
+        self._holdings = tuple(Holdings(limits) for _ in groups)
+        self._group_of: dict[str, int] = {}
         self._metrics = Metrics()
         self._refresh_every_s = refresh_every_s
         self._refreshed_s = clock()
         self._inbox: deque[_Submit | _Cancel] = deque()
         self._sinks: dict[str, Sink] = {}
-        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) state.
+        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) states.
         self._wake = threading.Condition()
         self._refusal: str | None = None
         self._checked = True
@@ -146,19 +119,24 @@ class Engine:
         """Handles what came in and runs at most one step; returns whether there was anything to do."""
         received = self._receive()
         self._refresh_when_due()
-        step = scheduler.plan(self._state)
-        if step is None:
+        steps = scheduler.plan_together(self._states)
+        if steps is None:
             self._check_when_idle()
             return received
         self._checked = False
-        self._run(step)
+        self._run(steps)
         return True
 
     def run_forever(self) -> None:
-        """Steps until `stop`, and then until nothing is live; waits without polling while there is nothing to do."""
+        """Steps until `stop`, and then until nothing is live; waits without polling while there is nothing to do.
+
+        A job that lost a rank ends everything like a defect of the engine does, but is not raised: who made the job is told by it.
+        """
         try:
             while self._step_or_wait():
                 pass
+        except RankError as error:
+            self._abandon(str(error))
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
@@ -215,11 +193,12 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Gauges and counters of this moment, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
         with self._wake:
-            state, live, counters = self._state, len(self._sinks), self._metrics.snapshot()
+            states, live, counters = self._states, len(self._sinks), self._metrics.snapshot()
+        running = sum(len(state.running) for state in states)
         return {
-            "num_requests_running": len(state.running),
-            "num_requests_waiting": live - len(state.running),
-            "kv_cache_usage_perc": state.used_pages / (state.policy.limits.num_pages - 1),
+            "num_requests_running": running,
+            "num_requests_waiting": live - running,
+            "kv_cache_usage_perc": sum(state.used_pages for state in states) / sum(s.policy.limits.num_pages - 1 for s in states),
             **counters,
             "compiles_after_ready_total": self._executor.compiles(),
             "backends": dict(getattr(self._executor, "backends", {})),
@@ -231,16 +210,8 @@ class Engine:
         Raises:
             OwnershipError: on a leak, a double owner, or counts other than the scheduler's.
         """
-        self._pages.check()
-        self._slots.check()
-        state = self._state
-        running = frozenset(live.id for live in state.running)
-        for pool, free in ((self._pages, state.free_pages), (self._slots, state.free_slots)):
-            if pool.owners() != running or pool.free_count != free:
-                raise OwnershipError(
-                    f"the pool has {pool.free_count} free and owners {sorted(pool.owners())}; "
-                    f"the scheduler has {free} free and running requests {sorted(running)}"
-                )
+        for holdings, state in zip(self._holdings, self._states, strict=True):
+            holdings.check(state)
 
     def _now_ms(self) -> float:
         return self._clock() * 1e3
@@ -266,10 +237,15 @@ class Engine:
             self._inbox.clear()
         for message in messages:
             if isinstance(message, _Submit):
-                self._publish(scheduler.submit(self._state, message.request, message.submitted_ms), ())
-            else:
-                self._publish(*scheduler.cancel(self._state, message.request_id, self._now_ms()))
+                group = self._group_of[message.request.id] = scheduler.least_loaded(self._states)
+                self._publish(self._with(group, scheduler.submit(self._states[group], message.request, message.submitted_ms)), ())
+            elif (found := self._group_of.get(message.request_id)) is not None:
+                state, events = scheduler.cancel(self._states[found], message.request_id, self._now_ms())
+                self._publish(self._with(found, state), events)
         return bool(messages)
+
+    def _with(self, group: int, state: State) -> tuple[State, ...]:
+        return (*self._states[:group], state, *self._states[group + 1 :])
 
     def _refresh_when_due(self) -> None:
         if self._refresh_every_s is None:
@@ -281,6 +257,8 @@ class Engine:
         try:
             if self._executor.refresh():
                 log.info("new executables were swapped in")
+        except RankError:
+            raise
         except Exception:
             log.exception("refresh failed; the executables stay as they are")
 
@@ -289,41 +267,25 @@ class Engine:
             self.check()
             self._checked = True
 
-    def _run(self, step: Step) -> None:
+    def _run(self, steps: Sequence[Step | None]) -> None:
         started_ms = self._now_ms()
-        for request_id in step.preempted:
-            self._release(request_id)
-        if step.admitted is not None:
-            self._slots.allocate_group(step.admitted)
-        inputs = pack(step.bucket, [self._row(turn) for turn in step.turns], self._executor.limits)
+        (bucket,) = {step.bucket for step in steps if step is not None}
+        inputs = [holdings.inputs(bucket, step) for holdings, step in zip(self._holdings, steps, strict=True)]
         try:
-            tokens = self._sampled(step, self._executor.run(step.bucket, inputs))
+            tokens = [self._sampled(*one) for one in zip(steps, run_step(self._executor, bucket, inputs), strict=True)]
+        except RankError:
+            raise
         except Exception as error:
-            log.exception("a step of %s failed", step.bucket.name)
-            message = f"{step.bucket.name}: {type(error).__name__}: {error}"
-            self._publish(*scheduler.fail(self._state, step, message, self._now_ms()), failed=step)
+            log.exception("a step of %s failed", bucket.name)
+            message = f"{bucket.name}: {type(error).__name__}: {error}"
+            self._publish(*scheduler.fail_together(self._states, steps, message, self._now_ms()), failed=steps)
         else:
-            self._publish(*scheduler.commit(self._state, step, tokens, started_ms=started_ms, now_ms=self._now_ms()), ran=step)
+            now_ms = self._now_ms()
+            self._publish(*scheduler.commit_together(self._states, steps, tokens, started_ms=started_ms, now_ms=now_ms), ran=steps)
 
-    def _row(self, turn: Turn) -> Row:
-        request_id, sampling = turn.request.id, turn.request.sampling
-        held = self._pages.owned(request_id)
-        if len(held) < turn.pages:
-            self._pages.allocate(turn.pages - len(held), request_id)
-            held = self._pages.owned(request_id)
-        group = self._slots.owned(request_id)
-        width = len(turn.write_indices) if sampling.temperature else 0
-        return Row(
-            tokens=turn.tokens,
-            start=turn.start,
-            pages=held,
-            read_slot=group[turn.read_index],
-            write_slots=[group[i] for i in turn.write_indices],
-            sampling=sampling,
-            uniforms=[uniform(sampling.seed or 0, turn.sample_index + i) for i in range(width)],
-        )
-
-    def _sampled(self, step: Step, outputs: Mapping[str, npt.NDArray[Any]]) -> Sequence[Sequence[int]]:
+    def _sampled(self, step: Step | None, outputs: Outputs) -> Sequence[Sequence[int]]:
+        if step is None:
+            return ()
         array = np.asarray(outputs["tokens"])
         shape, vocab = (step.bucket.batch, write_width(step.bucket)), self._executor.vocab_size
         if array.shape != shape or array.dtype.kind != "i":
@@ -334,17 +296,15 @@ class Engine:
                 raise NpucompileError(f"the executor returned token ids {row} for {turn.request.id!r}; legal is 0 to {vocab - 1}")
         return tokens
 
-    def _release(self, request_id: str) -> None:
-        self._pages.free(request_id)
-        self._slots.free(request_id)
-
-    def _publish(self, state: State, events: Sequence[Event], *, ran: Step | None = None, failed: Step | None = None) -> None:
-        """Makes a new state the current one, with its counters, and then tells the clients."""
+    def _publish(
+        self, states: tuple[State, ...], events: Sequence[Event], *, ran: Sequence[Step | None] = (), failed: Sequence[Step | None] = ()
+    ) -> None:
+        """Makes new states the current ones, with their counters, and then tells the clients."""
         ended = [event for event in events if isinstance(event, FinishEvent)]
         for event in ended:
-            self._release(event.request_id)
+            self._holdings[self._group_of.pop(event.request_id)].release(event.request_id)
         with self._wake:
-            self._state = state
+            self._states = states
             self._count(events, ran, failed)
             deliveries = [(self._sinks[event.request_id], event) for event in events]
             for event in ended:
@@ -352,13 +312,15 @@ class Engine:
         for sink, delivered in deliveries:
             self._deliver(sink, delivered)
 
-    def _count(self, events: Sequence[Event], ran: Step | None, failed: Step | None) -> None:
+    def _count(self, events: Sequence[Event], ran: Sequence[Step | None], failed: Sequence[Step | None]) -> None:
         metrics = self._metrics
-        if ran is not None:
-            metrics.count_step(ran.bucket, len(ran.turns))
-            metrics.prompt_tokens += sum(len(t.request.prompt) for t in ran.turns if t.samples and t.sample_index == 0)
-        metrics.failed_steps += failed is not None
-        metrics.preemptions += sum(len(step.preempted) for step in (ran, failed) if step is not None)
+        steps = [step for step in ran if step is not None]
+        if steps:
+            metrics.count_step(steps[0].bucket, sum(len(step.turns) for step in steps), len(ran))
+        for step in steps:
+            metrics.prompt_tokens += sum(len(t.request.prompt) for t in step.turns if t.samples and t.sample_index == 0)
+        metrics.failed_steps += bool(failed)
+        metrics.preemptions += sum(len(step.preempted) for step in (*ran, *failed) if step is not None)
         for event in events:
             if isinstance(event, TokenEvent):
                 metrics.generation_tokens += len(event.token_ids)
@@ -392,4 +354,6 @@ class Engine:
         with self._wake:
             self._refusal = message
         self._receive()
-        self._publish(*scheduler.fail_all(self._state, message, self._now_ms()))
+        for group in range(len(self._states)):
+            state, events = scheduler.fail_all(self._states[group], message, self._now_ms())
+            self._publish(self._with(group, state), events)

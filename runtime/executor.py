@@ -12,14 +12,18 @@ import torch
 
 from ..graphs import events
 from ..graphs.errors import SpecError
-from ..graphs.types import Bucket, Limits, Signature
+from ..graphs.types import Bucket, Limits, Rules, Signature
 from ..lowering.artifact import Artifact, GraphEntry
 from ..lowering.executable import Executable, check_operands, load_compiled
+from ..lowering.shards import coordinates, load_shard, local_leaves, local_signature, mesh_of
 
 log = logging.getLogger(__name__)
 
 COMPILERS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process loads only in order to compile."""
+
+COORDS = "coords"
+"""Input of a sharded graph that the rank itself knows: its indices on dp and tp, int32 [2]."""
 
 
 class Executor:
@@ -28,26 +32,36 @@ class Executor:
     A bucket runs its compiled executable where the artifact has one that is loaded, else the eager reference graph of the
     same step; `backends` says which. Pools are allocated once; every bucket runs over the same ones.
 
+    Of an artifact for several devices it holds and runs the part of one rank. Its steps meet those of the other ranks in
+    collectives, so all ranks run the same buckets in the same order, over groups that are bound (`process_groups.Groups`).
+
     Args:
         artifact: opened and checked.
         prefer_eager: never load compiled executables.
+        rank: which part; None where there is only one.
 
     Raises:
         ArtifactError: when a file is missing or is not what the manifest says.
+        SpecError: when the artifact is for several devices and no rank is given, or has no such rank.
     """
 
-    def __init__(self, artifact: Artifact, *, prefer_eager: bool = False) -> None:
+    def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:
         self.artifact = artifact
+        mesh, rules = mesh_of(artifact.manifest), Rules.of(artifact.manifest.rules)
+        if rank is None and mesh.size > 1:
+            raise SpecError(f"{artifact.path} is for mesh {mesh}: it runs as {mesh.size} ranks, a process each, and not in this one alone")
+        at = coordinates(mesh, rank or 0)
         self.limits: Limits = artifact.manifest.limits
         self.vocab_size = int(artifact.manifest.model["vocab_size"])
         self.backends: dict[str, str] = {}
         self._prefer_eager = prefer_eager
         self._held = _operands(artifact)
-        params = artifact.load_weights()
+        params = load_shard(artifact, rank or 0)
         self._params = [params[leaf.name] for leaf in artifact.manifest.params]
-        self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in artifact.manifest.state]
+        self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in local_leaves(artifact.manifest.state, mesh, rules)]
+        self._own = {COORDS: torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)}
         self._entries = {entry.bucket: entry for entry in artifact.manifest.graphs}
-        self._signatures = {bucket: artifact.manifest.signature(entry) for bucket, entry in self._entries.items()}
+        self._signatures = {bucket: local_signature(artifact.manifest, entry) for bucket, entry in self._entries.items()}
         self._names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}
         self._outputs = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
@@ -74,7 +88,7 @@ class Executor:
         """
         if bucket not in self._executables:
             raise SpecError(f"no bucket {bucket.name}; the artifact has {', '.join(b.name for b in self.buckets)}")
-        given = [torch.from_numpy(inputs[name]) for name in self._names[bucket]]
+        given = [self._own[name] if name in self._own else torch.from_numpy(inputs[name]) for name in self._names[bucket]]
         results = self._executables[bucket]([*self._params, *self._state, *given])
         return {name: value.numpy() for name, value in zip(self._outputs[bucket], results, strict=True)}
 
@@ -126,7 +140,7 @@ class Executor:
 
     def _open(self, entry: GraphEntry) -> Executable:
         if entry.compiled is None or self._prefer_eager:
-            return load_compiled(self.artifact.path / entry.eager, "eager")
+            return load_compiled(self.artifact.path / entry.reference, "eager")
         return load_compiled(self.artifact.path / entry.compiled.file, entry.compiled.backend)
 
     @staticmethod
@@ -137,4 +151,4 @@ class Executor:
 def _operands(artifact: Artifact) -> tuple[object, ...]:
     """What an executor holds between steps; executables over anything else would misread it."""
     manifest = artifact.manifest
-    return manifest.weights, manifest.params, manifest.state, manifest.limits
+    return manifest.weights, manifest.params, manifest.state, manifest.limits, manifest.mesh, manifest.rules

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..graphs.types import Bucket
-from .buckets import padded_rows
 from .request import FINISH_REASONS
 
 
@@ -21,10 +20,10 @@ class Metrics:
         self.bucket_steps: dict[str, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
-    def count_step(self, bucket: Bucket, live_rows: int) -> None:
-        """Counts a step that ran."""
+    def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
+        """Counts a step that ran, with its live rows in all of so many dp groups."""
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
-        self.padded_rows += padded_rows(bucket, live_rows)
+        self.padded_rows += groups * bucket.batch - live_rows
 
     def snapshot(self) -> dict[str, Any]:
         """All counters by public name; nothing in it is shared with this object.

@@ -13,6 +13,9 @@ Policy:
     A decode step that lacks pages preempts the youngest running request until it has them; that one goes back to the
     front of the queue and later prefills its prompt and what it had generated.
 
+Groups that step together (`plan_together`) each follow this policy over their own requests, pages and slots, but for one thing: when
+any of them may prefill, all of them prefill or rest, and `prefill_burst` counts the steps of all.
+
 No deadlock: the oldest running request is never preempted while another runs, and alone it fits (see `Policy`).
 """
 
@@ -148,13 +151,37 @@ def cancel(state: State, request_id: str, now_ms: float) -> tuple[State, tuple[E
 
 
 def plan(state: State) -> Step | None:
-    """The next step; None exactly when no request is live."""
-    decoding = any(live.decoding for live in state.running)
-    if not decoding or state.burst < state.policy.prefill_burst:
-        step = _plan_prefill(state)
-        if step is not None:
-            return step
-    return _plan_decode(state) if decoding else None
+    """The next step of a group by itself; None exactly when no request is live."""
+    (step,) = plan_together((state,)) or (None,)
+    return step
+
+
+def plan_together(states: Sequence[State]) -> tuple[Step | None, ...] | None:
+    """The next step of groups that run every step together, in one bucket; None exactly when no request is live in any.
+
+    Args:
+        states: of all groups; they have one policy and one `burst`.
+
+    Returns:
+        For each group its turns, all in the same bucket; None for a group that runs a batch of padding.
+    """
+    decoding = [any(live.decoding for live in state.running) for state in states]
+    steps: list[Step | None] = [None] * len(states)
+    if not any(decoding) or states[0].burst < states[0].policy.prefill_burst:
+        steps = [_plan_prefill(state) for state in states]
+    if not any(steps):
+        steps = [_plan_decode(state) if some else None for state, some in zip(states, decoding, strict=True)]
+    wanted = [step.bucket for step in steps if step is not None]
+    if not wanted:
+        return None
+    # A group's turns fit any larger bucket as they are: in its own one, its rows and its tokens are all there are.
+    bucket = max(wanted, key=lambda b: (b.q_len, b.batch))
+    return tuple(step and replace(step, bucket=bucket) for step in steps)
+
+
+def least_loaded(states: Sequence[State]) -> int:
+    """Which group a new request goes to: that with the fewest live requests; among those, the fewest pages in use."""
+    return min(range(len(states)), key=lambda i: (len(states[i].running) + len(states[i].waiting), states[i].used_pages, i))
 
 
 def _plan_prefill(state: State) -> Step | None:
@@ -255,6 +282,36 @@ def commit(
             events.append(live.finished(reason, now_ms))
     burst = 0 if decode else state.burst + 1
     return replace(state, running=tuple(running), turns=state.turns + len(step.turns), burst=burst), tuple(events)
+
+
+def commit_together(
+    states: Sequence[State], steps: Sequence[Step | None], tokens: Sequence[Sequence[Sequence[int]]], *, started_ms: float, now_ms: float
+) -> tuple[tuple[State, ...], tuple[Event, ...]]:
+    """What `commit` says of every group, after a step of `plan_together`; `tokens` has an item per group, unread where it had no turns."""
+    decode = any(step.bucket.kind == "decode" for step in steps if step is not None)
+    committed: list[State] = []
+    events: list[Event] = []
+    for state, step, sampled in zip(states, steps, tokens, strict=True):
+        if step is None:
+            committed.append(replace(state, burst=0 if decode else state.burst + 1))
+            continue
+        after, new = commit(state, step, sampled, started_ms=started_ms, now_ms=now_ms)
+        committed.append(after)
+        events += new
+    return tuple(committed), tuple(events)
+
+
+def fail_together(
+    states: Sequence[State], steps: Sequence[Step | None], message: str, now_ms: float
+) -> tuple[tuple[State, ...], tuple[Event, ...]]:
+    """What `fail` says of every group, after a step of `plan_together` that could not run."""
+    failed: list[State] = []
+    events: list[Event] = []
+    for state, step in zip(states, steps, strict=True):
+        after, new = fail(state, step, message, now_ms) if step is not None else (state, ())
+        failed.append(after)
+        events += new
+    return tuple(failed), tuple(events)
 
 
 def fail(state: State, step: Step, message: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.job import RankError
 from npucompile.runtime.pages import OwnershipError
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.uniform import uniform
@@ -162,12 +163,16 @@ class Toy:
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
+def pools(engine, group=0):
+    return engine._holdings[group].pages, engine._holdings[group].slots
+
+
 def make(limits=None, buckets=None, *, fail_at=(), on_run=None, **options):
     limits = limits or Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=32)
     buckets = buckets or (Bucket("prefill", 1, 8), Bucket("prefill", 1, 3), Bucket("decode", 2, 1), Bucket("decode", 4, 1))
     toy = Toy(limits, tuple(buckets), fail_at=frozenset(fail_at), on_run=on_run)
     engine = Engine(toy, clock=options.pop("clock", Clock()), **options)
-    toy.pools = (engine._pages, engine._slots)
+    toy.pools = pools(engine)
     return engine, toy
 
 
@@ -262,8 +267,8 @@ def test_whatever_shares_the_engine_each_request_gets_what_it_gets_alone(world):
     finally:
         logging.disable(logging.NOTSET)
     engine.check()
-    assert engine._pages.free_count == limits.num_pages - 1
-    assert engine._slots.free_count == limits.num_slots - 1
+    assert engine._holdings[0].pages.free_count == limits.num_pages - 1
+    assert engine._holdings[0].slots.free_count == limits.num_slots - 1
     for visit in visits:
         compare_with_alone(visit, sinks[visit.request.id], limits, fail_at)
     reconcile(engine.stats(), [sinks[visit.request.id] for visit in visits], toy)
@@ -356,6 +361,138 @@ def test_greedy_needs_no_randomness_and_seeds_matter():
     assert tokens(seed=1, temperature=1.0) != tokens(seed=2, temperature=1.0)
     # No seed: each submission draws its own.
     assert tokens(seed=None, temperature=1.0) != tokens(seed=None, temperature=1.0)
+
+
+# Groups.
+
+
+@dataclass
+class ToyGroups:
+    """A toy for each dp group. They have nothing in common but the bucket of the step."""
+
+    toys: list
+    lost_at: int = 0
+    runs: int = 0
+
+    def __post_init__(self):
+        self.groups, (first, *_) = len(self.toys), self.toys
+        self.limits, self.buckets, self.vocab_size = first.limits, first.buckets, first.vocab_size
+
+    def refresh(self):
+        if self.lost_at and self.runs >= self.lost_at:
+            raise RankError("rank 1 died")
+        return False
+
+    def compiles(self):
+        return 0
+
+    def run(self, bucket, inputs):
+        raise AssertionError("several groups are run together")
+
+    def run_groups(self, bucket, inputs):
+        self.runs += 1
+        if self.runs == self.lost_at:
+            raise RankError("rank 1 died")
+        return [toy.run(bucket, one) for toy, one in zip(self.toys, inputs, strict=True)]
+
+
+def make_groups(groups, limits=None, buckets=None, lost_at=0, **options):
+    limits = limits or Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=32)
+    buckets = buckets or (Bucket("prefill", 1, 8), Bucket("prefill", 1, 3), Bucket("decode", 2, 1), Bucket("decode", 4, 1))
+    toys = ToyGroups([Toy(limits, tuple(buckets)) for _ in range(groups)], lost_at)
+    engine = Engine(toys, clock=Clock(), **options)
+    for group, toy in enumerate(toys.toys):
+        toy.pools = pools(engine, group)
+    return engine, toys
+
+
+@settings(max_examples=50, deadline=None)
+@given(worlds(), st.integers(2, 3))
+def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(world, groups):
+    limits, buckets, burst, visits, _ = world
+    engine, toys = make_groups(groups, limits, buckets, prefill_burst=burst)
+    sinks = {visit.request.id: Collect() for visit in visits}
+    for now in range(45):
+        for visit in visits:
+            if visit.arrives == now:
+                engine.submit(visit.request, sinks[visit.request.id])
+            if visit.cancelled == now:
+                engine.cancel(visit.request.id)
+        engine.step()
+        engine.check()
+    drain(engine, (burst + 1) * limits.num_slots * limits.max_model_len * len(visits))
+    engine.check()
+    for visit in visits:
+        compare_with_alone(visit, sinks[visit.request.id], limits, set())
+    stats, rows = engine.stats(), Counter()
+    for toy in toys.toys:
+        rows += toy.rows
+        assert toy.runs == toys.runs == stats["steps_total"]
+    batch = {bucket.name: bucket.batch for bucket in buckets}
+    assert stats["padded_rows_total"] == groups * sum(batch[name] * n for name, n in stats["bucket_steps"].items()) - rows.total()
+    assert stats["requests_total"] == len(visits)
+    assert stats["kv_cache_usage_perc"] == stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+
+
+def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding():
+    engine, toys = make_groups(3)
+    sinks = [Collect() for _ in range(4)]
+    for i, sink in enumerate(sinks):
+        engine.submit(ask(f"r{i}", (i, 1), 4, seed=i), sink)
+    engine.step()
+    assert [sorted(live.id for live in (*state.running, *state.waiting)) for state in engine._states] == [["r0", "r3"], ["r1"], ["r2"]]
+    assert engine.stats()["num_requests_running"] == 3
+    drain(engine)
+    engine.submit(ask("alone", (5,), 3), last := Collect())
+    before = [toy.rows.total() for toy in toys.toys]
+    drain(engine)
+    assert [toy.rows.total() - had for toy, had in zip(toys.toys, before, strict=True)] == [3, 0, 0]
+    assert last.tokens == alone(ask("alone", (5,), 3), 32)[0]
+    assert [sink.tokens for sink in sinks] == [alone(ask(f"r{i}", (i, 1), 4, seed=i), 32)[0] for i in range(4)]
+
+
+def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(caplog):
+    engine, toys = make_groups(2)
+    toys.toys[1].fail_at = frozenset({2})
+    sinks = [Collect(), Collect()]
+    for name, sink in zip("ab", sinks, strict=True):
+        engine.submit(ask(name), sink)
+    drain(engine)
+    assert [sink.end.reason for sink in sinks] == ["error", "error"]
+    assert engine.stats()["steps_failed_total"] == 1
+    # What the other group wrote in that step is nobody's.
+    engine.submit(ask("c"), last := Collect())
+    drain(engine)
+    assert last.tokens == alone(ask("c"), 32)[0]
+
+
+def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_thread():
+    engine, _ = make_groups(2, lost_at=3)
+    engine.submit(ask("a"), a := Collect())
+    engine.submit(ask("b"), b := Collect())
+    engine.start()
+    engine._thread.join(WAIT_S)
+    assert not engine._thread.is_alive()
+    assert [(sink.end.reason, sink.end.message) for sink in (a, b)] == [("error", "rank 1 died")] * 2
+    assert engine.stats()["num_requests_running"] == 0
+    with pytest.raises(RequestError, match="takes no new requests: rank 1 died"):
+        engine.submit(ask("c"), Collect())
+    engine.stop()
+
+
+def test_a_lost_rank_is_noticed_while_idle():
+    engine, toys = make_groups(2, lost_at=99, refresh_every_s=0.01)
+    toys.runs = 99
+    engine.start()
+    engine._thread.join(WAIT_S)
+    assert not engine._thread.is_alive()
+
+
+def test_a_lost_rank_is_raised_to_whoever_steps_by_hand():
+    engine, _ = make_groups(2, lost_at=1)
+    engine.submit(ask("a"), Collect())
+    with pytest.raises(RankError, match="rank 1 died"):
+        engine.step()
 
 
 # Refusals.
@@ -553,7 +690,7 @@ def test_a_leak_is_found_when_idle():
     engine, _ = make()
     engine.submit(ask(), Collect())
     engine.step()
-    engine._pages.allocate(1, "thief")
+    engine._holdings[0].pages.allocate(1, "thief")
     with pytest.raises(OwnershipError, match="thief"):
         drain(engine)
 
@@ -562,7 +699,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     engine, _ = make()
     engine.submit(ask("a"), a := Collect())
     engine.step()
-    engine._slots.free("a")
+    engine._holdings[0].slots.free("a")
     engine.submit(ask("b"), b := Collect())
     with pytest.raises(IndexError):
         engine.run_forever()
@@ -742,7 +879,7 @@ def test_launch_makes_the_executor_on_the_thread_that_serves():
         return toy
 
     engine = Engine.launch(load)
-    toy.pools = (engine._pages, engine._slots)
+    toy.pools = pools(engine)
     finished = threading.Event()
     tokens = []
     request = ask(max_tokens=4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs import events
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, LoweringError, SpecError
-from npucompile.graphs.types import Bucket, Mesh, Rules
+from npucompile.graphs.types import Bucket
 from npucompile.lowering import artifact as artifact_module
 from npucompile.lowering.artifact import Artifact
 from npucompile.runtime import executor as module
@@ -303,7 +303,7 @@ def test_the_counter_sees_a_trace(tiny, tiny_checkpoint, tiny_artifact):
     executor = Executor(Artifact.open(tiny_artifact))
     step(executor, ALL[0])
     assert executor.compiles() == 0
-    tiny.stages.stage(made, ALL[0], Mesh(), Rules())
+    tiny.stages.stage(made, ALL[0])
     assert executor.compiles() > 0
     assert Executor(executor.artifact).compiles() == 0
 
@@ -318,3 +318,40 @@ def test_the_counter_sees_a_compile_and_a_compiler(monkeypatch, executor):
     assert fresh.compiles() == 0
     monkeypatch.setitem(sys.modules, module.COMPILERS[0], torch)
     assert fresh.compiles() == 1
+
+
+# --- one rank of several ---
+
+
+def test_an_artifact_for_several_devices_needs_a_rank(sharded):
+    artifact = Artifact.open(sharded("dp=2,tp=2"))
+    with pytest.raises(SpecError, match=r"is for mesh dp=2,tp=2: it runs as 4 ranks, a process each, and not in this one alone"):
+        Executor(artifact)
+    with pytest.raises(SpecError, match=r"rank 4 of mesh dp=2,tp=2; legal is 0 to 3"):
+        Executor(artifact, rank=4)
+
+
+def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
+    artifact, alone = Artifact.open(sharded("dp=2,tp=2")), Executor(Artifact.open(sharded("")))
+    held = [Executor(artifact, rank=rank) for rank in range(4)]
+    assert [one._own["coords"].tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    # Each dp group has pools of its own; within a group they are split by heads.
+    assert {one.state_bytes for one in held} == {alone.state_bytes // 2}
+    whole = artifact.load_weights()
+    names = [leaf.name for leaf in artifact.manifest.params]
+    experts = next(leaf.name for leaf in artifact.manifest.params if leaf.aval.axes[0] == "experts")
+    parts, rows = ([one._params[names.index(name)] for one in held] for name in (experts, "params.embed"))
+    assert torch.equal(torch.cat(parts), whole[experts])
+    assert torch.equal(torch.cat(rows[:2]), whole["params.embed"])
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_where_a_rank_is_reaches_its_graph(sharded):
+    executor = Executor(Artifact.open(sharded("tp=2")), rank=1)
+    seen = []
+    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1)]
+    step(executor, ALL[0])
+    assert executor._names[ALL[0]][-1] == "coords"
+    assert seen[0].tolist() == [0, 1]
+    assert seen[0].dtype == torch.int32

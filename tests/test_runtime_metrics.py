@@ -18,3 +18,9 @@ def test_counts_and_shares_nothing():
     assert {r: snapshot[f"requests_finished_{r}"] for r in FINISH_REASONS} == {"stop": 2, "length": 0, "cancelled": 0, "error": 1}
     snapshot["bucket_steps"]["decode-b4-q1"] = 99
     assert metrics.snapshot()["bucket_steps"]["decode-b4-q1"] == 2
+
+
+def test_padding_of_all_groups_is_counted():
+    metrics = Metrics()
+    metrics.count_step(Bucket("decode", 4, 1), 5, groups=3)
+    assert (metrics.snapshot()["padded_rows_total"], metrics.snapshot()["steps_total"]) == (7, 1)

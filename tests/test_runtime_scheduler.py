@@ -7,7 +7,20 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.request import FinishEvent, Request, TokenEvent
-from npucompile.runtime.scheduler import Policy, State, cancel, commit, fail, fail_all, plan, submit
+from npucompile.runtime.scheduler import (
+    Policy,
+    State,
+    cancel,
+    commit,
+    commit_together,
+    fail,
+    fail_all,
+    fail_together,
+    least_loaded,
+    plan,
+    plan_together,
+    submit,
+)
 
 
 def policy(decode=(1, 2, 4), prefill=(4, 8), burst=1, pages=9, slots=9, group=1, page_size=2, length=8):
@@ -280,3 +293,144 @@ def checked_step(state, waited):
             waited[name] = 0 if name in ids(step) or name in step.preempted else waited.get(name, 0) + 1
             assert waited[name] <= -(-state.policy.limits.num_slots // largest)
     return commit(state, step, [[1]] * len(step.turns), started_ms=0.0, now_ms=0.0)
+
+
+# Groups that step together.
+
+
+def advance_all(states, token=1):
+    steps = plan_together(states)
+    tokens = [[[token]] * len(step.turns) if step else () for step in steps]
+    states, events = commit_together(states, steps, tokens, started_ms=1.0, now_ms=2.0)
+    return states, steps, events
+
+
+def test_a_group_that_may_prefill_makes_all_prefill_or_rest():
+    rules = policy(prefill=(2, 4), pages=40, length=40)
+    states = (fresh(rules, request("a", prompt=1, max_tokens=9)), fresh(rules, request("b", prompt=2)), fresh(rules))
+    states, steps, events = advance_all(states)
+    assert [step and (step.bucket.name, len(step.turns[0].tokens)) for step in steps] == [("prefill-b1-q2", 1), ("prefill-b1-q2", 2), None]
+    assert [event.request_id for event in events] == ["a", "b"]
+    states = (*states[:2], submit(states[2], request("c", prompt=7), 0.0))
+    # All decode in between, as the burst of one says, and then the others rest while "c" prefills.
+    states, steps, _ = advance_all(states)
+    assert [step and step.bucket.name for step in steps] == ["decode-b1-q1", "decode-b1-q1", None]
+    states, steps, _ = advance_all(states)
+    assert [step and (step.bucket.name, len(step.turns[0].tokens)) for step in steps] == [None, None, ("prefill-b1-q4", 4)]
+    states, steps, _ = advance_all(states)
+    assert [step and step.bucket.kind for step in steps] == ["decode", "decode", None]
+
+
+def test_all_prefill_in_the_largest_size_that_one_of_them_wants():
+    rules = policy(prefill=(2, 4, 8), pages=40, length=40)
+    states = tuple(fresh(rules, request(name, prompt=size)) for name, size in (("a", 1), ("b", 7), ("c", 3)))
+    _, steps, _ = advance_all(states)
+    assert [(step.bucket.name, len(step.turns[0].tokens), step.turns[0].samples) for step in steps] == [
+        ("prefill-b1-q8", 1, True),
+        ("prefill-b1-q8", 7, True),
+        ("prefill-b1-q8", 3, True),
+    ]
+
+
+def test_all_decode_in_the_smallest_bucket_that_holds_every_groups_rows():
+    rules = policy(decode=(1, 2, 4), pages=40, length=40)
+    a, *b = (request(name, prompt=1, max_tokens=9) for name in ("a", "b0", "b1", "b2"))
+    states = (fresh(rules, a), fresh(rules, *b))
+    while any(state.waiting for state in states) or (steps := plan_together(states))[0].bucket.kind == "prefill":
+        states, _, _ = advance_all(states)
+    assert [(step.bucket.name, len(step.turns)) for step in steps] == [("decode-b4-q1", 1), ("decode-b4-q1", 3)]
+    before = states[0].running[0].padded_rows
+    states, _, _ = advance_all(states)
+    assert states[0].running[0].padded_rows == before + 3
+
+
+def test_long_prompts_of_one_group_do_not_starve_the_streams_of_another():
+    rules = policy(prefill=(2,), pages=60, length=60, decode=(4,))
+    states = (fresh(rules, request("stream", prompt=1, max_tokens=40)), fresh(rules))
+    states, _, _ = advance_all(states)
+    states = (states[0], submit(submit(states[1], request("long", prompt=40), 0.0), request("longer", prompt=41), 0.0))
+    kinds = ""
+    for _ in range(12):
+        states, steps, _ = advance_all(states)
+        kinds += next(step for step in steps if step).bucket.kind[0]
+    assert kinds == "dpdpdpdpdpdp"
+
+
+def test_a_step_that_fails_ends_the_requests_of_all_groups_in_it():
+    rules = policy(pages=40)
+    states = (fresh(rules, request("a"), request("later")), fresh(rules, request("b")), fresh(rules))
+    steps = plan_together(states)
+    states, events = fail_together(states, steps, "boom", 3.0)
+    assert [(event.request_id, event.reason, event.message) for event in events] == [("a", "error", "boom"), ("b", "error", "boom")]
+    assert [live.id for live in states[0].waiting] == ["later"]
+
+
+def test_a_new_request_goes_where_least_is_to_do():
+    rules = policy(pages=40, length=8)
+    empty, one = fresh(rules), fresh(rules, request("a"))
+    assert least_loaded([one, empty, empty]) == 1
+    ran, _, _ = advance(one)
+    assert ran.used_pages > 0
+    assert least_loaded([ran, one]) == 1
+    assert least_loaded([ran, fresh(rules, request("b"), request("c"))]) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(policies(), st.integers(1, 3), st.data())
+def test_any_history_of_groups_keeps_the_promises_and_ends(rules, groups, data):
+    names, names_in = (f"r{i}" for i in itertools.count()), []
+    states, events = tuple(State(rules) for _ in range(groups)), []
+    for action in data.draw(st.lists(st.sampled_from("sssrrrrrcf"), max_size=40)):
+        if action == "s":
+            prompt = data.draw(st.integers(1, rules.limits.max_model_len - 1))
+            chosen = least_loaded(states)
+            names_in.append(next(names))
+            new = submit(states[chosen], request(names_in[-1], prompt, data.draw(st.integers(1, 20))), 0.0)
+            states = (*states[:chosen], new, *states[chosen + 1 :])
+        elif action == "c" and names_in:
+            gone = data.draw(st.sampled_from(names_in))
+            cancelled = [cancel(state, gone, 0.0) for state in states]
+            states, events = tuple(state for state, _ in cancelled), events + [e for _, new in cancelled for e in new]
+        elif action == "f" and (steps := plan_together(states)) is not None:
+            states, new = fail_together(states, steps, "boom", 0.0)
+            events += new
+        else:
+            states, new = checked_step_of_all(states)
+            events += new
+    most = (rules.prefill_burst + 1) * rules.limits.num_slots * rules.limits.max_model_len
+    for _ in range(most * sum(len(state.running) + len(state.waiting) for state in states)):
+        if plan_together(states) is None:
+            break
+        states, new = checked_step_of_all(states)
+        events += new
+    assert plan_together(states) is None
+    assert sorted(e.request_id for e in events if isinstance(e, FinishEvent)) == sorted(names_in)
+
+
+def checked_step_of_all(states):
+    """One committed step of all groups, its promises checked."""
+    steps = plan_together(states)
+    assert steps == plan_together(states)
+    assert (steps is None) == (not any(state.running or state.waiting for state in states))
+    if steps is None:
+        return states, ()
+    ran = [step for step in steps if step is not None]
+    (bucket,) = {step.bucket for step in ran}
+    for state, step in zip(states, steps, strict=True):
+        if step is not None:
+            check_step(state, step)
+        if bucket.kind == "decode":
+            assert (step is None) == (not any(live.decoding for live in state.running))
+    decoding = any(live.decoding for state in states for live in state.running)
+    if bucket.kind == "prefill":
+        assert not decoding or states[0].burst < states[0].policy.prefill_burst
+    # No larger than one of them needs.
+    smaller = [b for b in states[0].policy.buckets if b.kind == bucket.kind and (b.q_len, b.batch) < (bucket.q_len, bucket.batch)]
+    for other in smaller:
+        assert any(len(step.turns) > other.batch or any(len(turn.tokens) > other.q_len for turn in step.turns) for step in ran)
+    tokens = [[[1]] * len(step.turns) if step else () for step in steps]
+    states, events = commit_together(states, steps, tokens, started_ms=0.0, now_ms=0.0)
+    assert len({state.burst for state in states}) == 1
+    for state in states:
+        check_state(state)
+    return states, events
