@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact import Artifact
-from npucompile.tools import cmd_build
+from npucompile.tools import build_all, cmd_build, deployments
+from npucompile.tools.report import Report
 
 SMALL = ("--prefill", "4", "--max-model-len", "16", "--dtype", "float32", "--backend", "eager")
 
@@ -68,7 +74,141 @@ def test_a_place_that_cannot_be_written_is_named(tiny, tmp_path, tiny_checkpoint
 
 def test_the_plan_says_why(tiny, tmp_path):
     model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=5000)
-    lines = cmd_build.plan_lines(tiny.planned(model, max_model_len=None))
+    lines = build_all.plan_lines(tiny.planned(model, max_model_len=None))
     assert lines[0].startswith("long: 5 buckets for eager (prefill-b1-q4,")
     assert lines[1].endswith("context 1024, 4 requests in flight")
     assert "context 1024 of 5000 tokens" in lines[2]
+
+
+# --- for NPUs ---
+
+SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Plans that were to be built for NPUs, and where; nothing is built."""
+    plans = []
+
+    def build_device(plan, out, cache, progress, *, jobs):
+        plans.append((plan, out, jobs))
+        return stand_in(plan, out)
+
+    monkeypatch.setattr(build_all, "build_device", build_device)
+    return plans
+
+
+def stand_in(plan, out, *_, **__):
+    """A build that leaves next to nothing."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "manifest.msgpack").write_bytes(b"stands for one")
+    return Report(out, 1.0, 1.0, {bucket.name: 0.5 for bucket in plan.buckets}, ())
+
+
+def examples(text):
+    """Command lines of `npucompile build` in a help text."""
+    return re.findall(r"npucompile build ([^`\n]+)", text)
+
+
+def test_every_example_of_the_help_is_understood_and_planned(tiny, tmp_path, asked, monkeypatch):
+    lines = examples(cmd_build.command.help)
+    assert len(lines) == 3
+    shown = " ".join(tiny.cli(tmp_path, "build", "--help").stdout.split())
+    assert all(" ".join(line.split()) in shown for line in lines)
+    monkeypatch.setattr(build_all.building, "build", stand_in)
+    for number, line in enumerate(lines):
+        result = tiny.cli(tmp_path / str(number), "build", *shlex.split(line))
+        assert result.exit_code == 0, result.output
+    assert [(str(plan.mesh), plan.quantization, plan.deployment != "") for plan, _, _ in asked] == [
+        ("dp=8,tp=2", "w4a8", True), ("dp=4,tp=4", "w8a8", False),
+    ]  # fmt: skip
+    assert [bucket.batch for bucket in asked[0][0].buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
+
+
+def test_a_deployment_is_said_and_goes_where_its_model_does(tiny, tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--jobs", "3")
+    assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b'}\n"
+    ((plan, out, jobs),) = asked
+    assert (out, jobs) == (tmp_path / "artifacts" / "qwen3.5-397b", 3)
+    assert (plan.deployment, plan.phase) == (deployments.DEFAULT["qwen3.5-397b"], "mixed")
+    for part in (
+        "qwen3.5-397b: 18 buckets for ge (prefill-b1-q3584, decode of 2,4,6,8,12,...,48,50,52,54 requests, 4 tokens each)",
+        "target ascend-a3, mesh dp=8,tp=2 (16 ranks), quantization w4a8, 3 drafts",
+        "a device; context 5120, 54 requests in flight in each of 8 groups",
+        "deployment qwen35-397b-a3x8-in3k5-out1k5-50ms, mixed",
+        "built in 1.0 s: 18 compiled, 0 up to date",
+    ):
+        assert part in result.stderr
+
+
+def test_a_deployment_of_two_sides_is_two_artifacts(tiny, tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT)
+    outs = [tmp_path / "artifacts" / f"qwen3.5-397b-{phase}" for phase in ("prefill", "decode")]
+    assert result.stdout == "".join(f"{out}\n" for out in outs)
+    assert [(plan.phase, str(plan.mesh), out) for plan, out, _ in asked] == [
+        ("prefill", "dp=8,tp=2", outs[0]), ("decode", "dp=16,tp=2", outs[1]),
+    ]  # fmt: skip
+
+
+def test_one_side_alone_is_where_both_put_it(tiny, tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill")
+    assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b-prefill'}\n"
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill", "--out", tmp_path / "here")
+    assert result.stdout == f"{tmp_path / 'here'}\n"
+    assert [plan.phase for plan, _, _ in asked] == ["prefill", "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--deployment", "qwen35-397b-a3x8-in3k5-out1k5"), "is not known; near are qwen35-397b-a3x8-in3k5-out1k5-50ms"),
+        (("--deployment", SPLIT, "--target", "cpu"), f"deployment {SPLIT} is for ascend-a3, the target is cpu"),
+        (("--phase", "decode"), "has no phase 'decode'; legal are mixed"),
+        (("--target", "ascend-a3", "--phase", "decode"), "--phase decode is one side of a deployment that splits them; name it"),
+        (("--target", "ascend-a3", "--mesh", "dp=8;tp=2"), "mesh 'dp=8;tp=2': 'dp=8;tp=2' is not NAME=SIZE with SIZE at least 1"),
+        (("--target", "ascend-a3", "--mesh", "dp=3,tp=2"), "512 experts over the 6 devices of mesh dp=3,tp=2"),
+        (("--target", "ascend-a3", "--backend", "inductor"), "--backend inductor makes nothing that ascend-a3 runs; legal are ge and null"),
+        (("--max-model-len", "5000"), "max_model_len is 5000; legal for qwen3.5-397b on ascend-a3 is a multiple of 128 up to 262144"),
+        (("--mesh", "dp=8,tp=2"), "a build for NPUs (--target ascend-a3 --mesh tp=2, or a --deployment)"),
+    ],
+)
+def test_what_npus_cannot_have_is_said_before_anything_is_built(tiny, tmp_path, asked, arguments, said):
+    assert said in tiny.refused(tmp_path, "build", "qwen3.5-397b", *arguments)
+    assert asked == []
+    assert not (tmp_path / "artifacts").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--target", "ascend-a4"), "'ascend-a4' is not one of 'cpu', 'ascend-a3', 'ascend-a2'"),
+        (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w4a8'"),
+        (("--phase", "both"), "'both' is not one of 'prefill', 'decode'"),
+        (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
+        (("--jobs", "0"), "0 is not in the range x>=1"),
+        (("--deploy", SPLIT), "No such option"),
+    ],
+)
+def test_a_choice_that_is_none_is_a_usage_error_with_the_choices(tiny, tmp_path, arguments, said):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr or said == "No such option"
+
+
+def test_a_build_with_nothing_to_do_plans_nothing(tiny, tmp_path, asked, monkeypatch):
+    arguments = ("build", "qwen3.5-397b", "--buckets", "2")
+    first = tiny.cli(tmp_path, *arguments)
+    assert len(asked) == 1
+    loaded = []
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: loaded.append(name) or real(name, *rest))
+    again = tiny.cli(tmp_path, *arguments)
+    assert again.stdout == first.stdout
+    assert "is up to date: the same options, sources, checkpoint and toolchain" in again.stderr
+    assert ".build_all" not in loaded
+    assert len(asked) == 1
+    Path(first.stdout.strip(), "manifest.msgpack").write_bytes(b"another")
+    assert "2 compiled, 0 up to date" in tiny.cli(tmp_path, *arguments).stderr
+    assert ".build_all" in loaded
+    assert len(asked) == 2

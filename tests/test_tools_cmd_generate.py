@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact import Artifact
@@ -149,3 +151,48 @@ def test_ids_are_read(text, ids):
 def test_what_is_no_list_of_ids_is_refused(text):
     with pytest.raises(SpecError, match="non-negative integers"):
         parse_ids(text)
+
+
+# --- several ranks ---
+
+SHARDED = ("--token-ids", "1,2,3,4,5,6,7", "--max-tokens", 8, "--ignore-eos")
+
+
+def test_ranks_that_it_starts_say_what_one_device_says(tiny, tmp_path, sharded):
+    threads = torch.get_num_threads()
+    try:
+        alone, together = (generated(tiny, tmp_path, sharded(mesh), *SHARDED) for mesh in ("", "tp=2"))
+    finally:
+        torch.set_num_threads(threads)
+    assert together["token_ids"] == alone["token_ids"]
+    assert together["record"]["decode_steps"] == [["decode-b1-q1", 7]]
+    assert together["artifact"] == Artifact.open(sharded("tp=2")).digest
+
+
+def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tiny, tmp_path, ranks, sharded):
+    alone = generated(tiny, tmp_path, sharded(""), *SHARDED)["token_ids"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "npucompile.tools.cli"]
+    process = ranks.spawn([*run, "generate", sharded("tp=2"), *SHARDED, "--json"], ranks.environment(tmp_path))
+    status, out, said = ranks.finished(process)
+    assert status == 0, said
+    assert json.loads(out)["token_ids"] == alone
+
+
+def test_a_launcher_that_starts_ranks_of_different_artifacts_is_told_by_both(tiny, tmp_path, ranks, sharded):
+    other = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    processes = [
+        ranks.spawn(ranks.command("generate", path, *SHARDED), ranks.environment(tmp_path, RANK=str(rank), **place))
+        for rank, path in enumerate((sharded("tp=2"), other.path))
+    ]
+    expected = f"artifact is {other.digest} on rank 1 and {Artifact.open(sharded('tp=2')).digest} on rank 0"
+    for status, out, said in [ranks.finished(process) for process in processes]:
+        assert (status, out) == (1, "")
+        assert expected in said
+        assert "Traceback" not in said
+
+
+def test_ranks_of_a_launcher_do_not_build(tiny, tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "is neither an artifact directory nor a built model" in tiny.refused(tmp_path, "generate", "qwen3.5-tiny", "--token-ids", "1")

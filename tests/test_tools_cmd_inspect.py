@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import replace
 
 import pytest
 
-from npucompile.lowering.artifact import Artifact
+from npucompile.graphs.types import Limits
+from npucompile.lowering.artifact import Artifact, Compiled
+from npucompile.lowering.ascend.container import Container, encode, messages
+from npucompile.tools.memory import GIB, MemoryPlan, Part
 from npucompile.tools.stages import STAGES
 
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q1", "decode-b2-q1", "decode-b4-q1"]
@@ -99,3 +103,91 @@ def test_what_was_built_elsewhere_can_still_be_looked_at(tiny, own_artifact, tmp
 
 def test_nothing_to_inspect_is_said(tiny, tmp_path):
     assert "`npucompile build MODEL` makes one" in tiny.refused(tmp_path, "inspect")
+
+
+# --- artifacts for NPUs ---
+
+
+TALKS = (("all_reduce", "tp", "bf16[4,64]"), ("all_reduce", "tp", "bf16[4,64]"))
+PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, Limits(128, 2, 2, 128))
+
+
+@pytest.fixture
+def npu(tiny, own_artifact):
+    """The tiny artifact, told to be one for NPUs; its graphs are two all-reduces."""
+    model = messages().ModelDef()
+    ops = model.graph.add(name="main").op
+    ops.add(name="x", type="Data").attr["index"].i = 0
+    for i, before in enumerate(("x", "body/talk0")):
+        op = ops.add(name=f"body/talk{i}", type="HcomAllReduce")
+        op.input.append(f"{before}:0")
+        op.attr["group"].s = b"tp"
+        op.output_desc.add().attr["_meta"].s = b"bf16[4,64]"
+    data = encode(Container(model.SerializeToString(), {}, (), (), 1, 0, ()))
+
+    def change(manifest, writer):
+        made = Compiled("ge", writer.add("graphs", data, "ge"), "key")
+        stages = writer.add("stages", zlib.compress(json.dumps({"partitioned": "p\n", "lowered": "l\n"}).encode()), "json.z")
+        told = {"compiled": made, "stages": stages, "collectives": TALKS, "census": {"Data": 1, "HcomAllReduce": 2}, "eager": None}
+        graphs = tuple(replace(entry, **told) for entry in manifest.graphs)
+        about = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w4a8", "deployment": "row-1", "memory": PLAN.as_dict()}
+        return replace(manifest, graphs=graphs, references=(), **about)
+
+    tiny.published(own_artifact, change)
+    return own_artifact
+
+
+def test_an_artifact_for_npus_says_what_it_is_for(tiny, tmp_path, npu):
+    lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
+    assert lines[0].startswith("tiny (qwen3_5) for ascend-a3, f32, w4a8, mesh dp=2,tp=2 ")
+    assert lines[1] == "deployment row-1"
+    assert lines[3] == "memory of a rank: 3.0 of 64.0 GiB (--memory shows its parts)"
+    assert [line.split()[:2] for line in lines[7:]] == [[name, "ge"] for name in NAMES]
+    everything = told(tiny, tmp_path)
+    assert (everything["deployment"], everything["quantization"]) == ("row-1", "w4a8")
+    assert everything["buckets"][0]["census"] == {"Data": 1, "HcomAllReduce": 2}
+
+
+def test_the_graph_an_npu_compiles_is_a_stage(tiny, tmp_path, npu):
+    shown = tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "ge").stdout
+    assert shown == "".join(line + "\n" for line in [
+        "x = Data() 0",
+        "body/talk0 = HcomAllReduce(x:0) group='tp' : bf16[4,64]",
+        "body/talk1 = HcomAllReduce(body/talk0:0) group='tp' : bf16[4,64]",
+    ])  # fmt: skip
+    as_json = told(tiny, tmp_path, "--bucket", "4", "--stage", "ge")
+    assert (as_json["bucket"], as_json["stage"], as_json["text"], as_json["inputs"]) == ("decode-b4-q1", "ge", shown, 1)
+
+
+def test_a_stage_that_is_not_there_is_named_beside_those_that_are(tiny, tmp_path, npu, tiny_artifact):
+    said = tiny.refused(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "traced")
+    assert "decode-b4-q1 has no stage 'traced' on mesh dp=2,tp=2; it has partitioned, lowered, ge" in said
+    assert tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "lowered").stdout == "l\n"
+    assert "is not compiled; --stage ge shows" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--bucket", "4", "--stage", "ge")
+
+
+@pytest.mark.parametrize("view", ["collectives", "census"])
+def test_views_are_of_one_bucket_or_of_all(tiny, tmp_path, npu, view):
+    lines = tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", f"--{view}").stdout.splitlines()
+    assert lines[0].startswith("decode-b4-q1: ")
+    assert told(tiny, tmp_path, "--bucket", "4", f"--{view}")["bucket"] == "decode-b4-q1"
+    assert [part.split(":")[0] for part in tiny.cli(tmp_path, "inspect", f"--{view}").stdout.split("\n\n")] == NAMES
+    assert [one["bucket"] for one in told(tiny, tmp_path, f"--{view}")] == NAMES
+
+
+def test_collectives_have_every_rank_in_json(tiny, tmp_path, npu):
+    shown = told(tiny, tmp_path, "--bucket", "4", "--collectives")
+    assert [one["rank"] for one in shown["ranks"]] == [0, 1, 2, 3]
+    assert shown["ranks"][3]["collectives"] == [["all_reduce", [2, 3], "bf16[4,64]"]] * 2
+    assert shown["folded"] == [{"times": 2, "collectives": [["all_reduce", "tp", "bf16[4,64]"]]}]
+
+
+def test_memory_is_a_table_and_a_plan(tiny, tmp_path, npu, tiny_artifact):
+    assert tiny.cli(tmp_path, "inspect", "tiny", "--memory").stdout == PLAN.as_table() + "\n"
+    assert MemoryPlan.from_dict(told(tiny, tmp_path, "--memory")) == PLAN
+    assert "has no plan of a rank's memory" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--memory")
+
+
+def test_one_thing_is_shown_at_a_time(tiny, tmp_path, npu):
+    said = tiny.refused(tmp_path, "inspect", "tiny", "--memory", "--census")
+    assert "--memory and --census are asked for together; legal is one of --stage, --collectives, --memory, --census" in said

@@ -9,20 +9,25 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, SpecError, UnknownModel
+from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, RequestError, SpecError, UnknownModel
 from npucompile.lowering.artifact import Artifact
 from npucompile.models.presets import BUNDLED
+from npucompile.runtime.executor import Executor
+from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.tools import cmd_serve
 from npucompile.tools.cli import Home
 from npucompile.tools.cmd_serve import announce, find_or_build
+from npucompile.tools.offline import complete
 from npucompile.tools.progress import Progress
+from npucompile.tools.serving import incomplete
 
 
 class Builder:
@@ -158,10 +163,10 @@ def test_a_build_behind_what_cannot_be_served_is_stopped(tiny, tmp_path, own_art
 # --- what is said ---
 
 
-def announced(backends, building, host, port):
+def announced(backends, building, host, port, mesh="1"):
     said = io.StringIO()
     running = SimpleNamespace(executor=SimpleNamespace(backends=backends), service=SimpleNamespace(model=SimpleNamespace(name="m")))
-    announce(running, SimpleNamespace(path="/a"), building, Progress(said))(host, port)
+    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(said))(host, port)
     return said.getvalue().splitlines()
 
 
@@ -177,6 +182,7 @@ def test_how_to_talk_to_it_is_said():
     assert "until the build behind this server has compiled them" in lines[1]
     assert lines[2].endswith("ws://[::1]:9/v1/responses   health  http://[::1]:9/health")
     assert lines[3].endswith("--url ws://[::1]:9/v1/responses")
+    assert announced({"a": "eager"}, False, "127.0.0.1", 8000, "dp=2,tp=4")[1] == "  8 ranks of mesh dp=2,tp=4, a process each"
 
 
 # --- all of it ---
@@ -217,3 +223,104 @@ async def ask_many(url):
             client.create([7 + i] * (1 + 9 * i), max_output_tokens=8 + i, ignore_eos=True, **chosen) for i, chosen in enumerate(options)
         ]
         return await asyncio.gather(*(stream.completion() for stream in streams))
+
+
+# --- several ranks ---
+
+
+def test_no_build_goes_on_behind_ranks(tiny, tmp_path, sharded, builder):
+    path = tiny.copied(sharded("tp=2"), tmp_path / "artifacts" / "two")
+    tiny.published(path, lambda manifest, _: replace(manifest, target="stub"))
+    assert incomplete(Artifact.open(path))
+    assert find_or_build(Home(tmp_path, {}), "two", False, Progress(quiet=True))[1] is None
+    assert builder.latest is None
+
+
+class Server:
+    """`npucompile serve` of an artifact for several ranks, in processes of its own."""
+
+    def __init__(self, ranks, artifact, *options):
+        self.ranks = ranks
+        self.process = ranks.spawn(ranks.command("serve", artifact, "--port", 0, "--threads", 1, *options), ranks.environment())
+        self.said = ""
+        while "talk to it" not in self.said:
+            line = self.process.stderr.readline()
+            assert line, self.said
+            self.said += line
+        self.url = re.search(r"ws://\S+", self.said).group()
+        self.others = ranks.children_of(self.process.pid)
+
+    async def ask(self, tokens):
+        async with await Client.connect(self.url) as client:
+            return (await client.create([7, 8, 9], max_output_tokens=tokens, ignore_eos=True).completion()).token_ids
+
+    def ended(self, within_s=10):
+        began = time.monotonic()
+        status, _, said = self.ranks.finished(self.process, 60)
+        assert time.monotonic() - began < within_s
+        assert "Traceback" not in said
+        return status, said
+
+
+@pytest.fixture
+def server(ranks):
+    made = []
+
+    def start(*arguments):
+        made.append(Server(ranks, *arguments))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):
+    one, alone = server(sharded("tp=2")), Executor(Artifact.open(sharded("")))
+    assert "2 ranks of mesh tp=2, a process each" in one.said
+    (expected,) = complete(alone, [[7, 8, 9]], Sampling(), 12, frozenset())
+    assert asyncio.run(one.ask(12)) == expected.token_ids
+    (victim,) = one.others
+    died = f"rank 1 of mesh tp=2 died: process {victim} was killed by signal 9 (SIGKILL); all ranks end"
+
+    async def kill_within():
+        async with await Client.connect(one.url) as client:
+            streams = [client.create([7, 8, 9], max_output_tokens=28, ignore_eos=True) for _ in range(20)]
+            asyncio.get_running_loop().call_later(0.3, os.kill, victim, signal.SIGKILL)
+            return await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
+
+    ends = asyncio.run(kill_within())
+    assert any(isinstance(end, RequestError) and died in str(end) for end in ends)
+    assert one.ended() == (1, f"Error: {died}\n")
+
+
+def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
+    one = server(sharded("tp=2"))
+    os.kill(one.others[0], signal.SIGKILL)
+    died = f"rank 1 of mesh tp=2 died: process {one.others[0]} was killed by signal 9 (SIGKILL); all ranks end"
+    assert one.ended() == (1, f"Error: {died}\n")
+
+
+def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others_along(server, ranks, sharded):
+    one, two = server(sharded("tp=2")), server(sharded("tp=2"))
+    for pid in (one.process.pid, *one.others):
+        os.kill(pid, signal.SIGINT)
+    assert one.ended() == (0, "")
+    two.process.kill()
+    ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in two.others), 10)
+
+
+def test_a_rank_that_stands_still_is_named(server, sharded):
+    one = server(sharded("tp=2"), "--step-timeout", 6)
+    os.kill(one.others[0], signal.SIGSTOP)
+
+    async def ask():
+        with pytest.raises(RequestError, match="rank 1 of mesh tp=2 was lost: it has been silent for"):
+            await one.ask(12)
+
+    asyncio.run(ask())
+    status, said = one.ended(20)
+    assert status == 1
+    assert "rank 1 of mesh tp=2 was lost: it has been silent for" in said
+    assert not os.path.exists(f"/proc/{one.others[0]}")

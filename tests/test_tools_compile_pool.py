@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.types import Bucket, Mesh, Rules
+from npucompile.graphs.types import Bucket
 from npucompile.lowering.executable import load_compiled
 from npucompile.lowering.serial import encode
 from npucompile.tools import compile_pool
@@ -26,7 +26,7 @@ def _threads():
 @pytest.fixture
 def jobs(tiny, tiny_checkpoint, tmp_path):
     made = tiny.planned(tiny_checkpoint)
-    one = tiny.stage_once(made, Bucket("decode", 1, 1), Mesh(), Rules())
+    one = tiny.stage_once(made, Bucket("decode", 1, 1))
     graph, signature = encode(one.eager.graph), one.eager.signature
     return [Job(name, graph, signature, "eager", tmp_path / f"{name}.graph", tmp_path, 0) for name in ("a", "b", "c")]
 

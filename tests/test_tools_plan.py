@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npucompile.graphs.errors import SpecError, UnknownModel
-from npucompile.graphs.types import Bucket, Limits
+from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
+from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.models import registry
-from npucompile.tools import cmd_build, plan
+from npucompile.models.variant import MOST_DISPATCHED
+from npucompile.tools import cmd_build, deployments, plan
 from npucompile.tools.plan import Options
 
 
@@ -127,6 +128,11 @@ def options_of(arguments):
     return Options(**{name: given[name] for name in Options.__dataclass_fields__})
 
 
+def same(one, other):
+    """Whether two plans are equal but for where their model was found."""
+    return replace(other, found=one.found, model=replace(other.model, name=one.model.name)) == one
+
+
 OTHER = {"buckets": (2, 3), "prefill": (4, 5, 7), "max_num_seqs": 9, "dtype": "bfloat16", "backend": "null"}
 
 
@@ -157,3 +163,203 @@ def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentione
 
 def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
     assert plan.default_out(tmp_path, registry.find(tiny_checkpoint)) == tmp_path / "tiny"
+
+
+# --- several ranks on this machine ---
+
+
+def test_a_mesh_on_this_machine_runs_uncompiled(tiny, tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
+    assert (made.backend, made.target.name, str(made.mesh), made.on_device) == ("eager", "cpu", "dp=2,tp=1", False)
+    assert made.model.config.variant.experts == "grouped"
+    assert tiny.planned(tiny_checkpoint, backend=None).model.config.variant.experts == "plain"
+    with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
+        tiny.planned(tiny_checkpoint, backend="inductor", mesh="dp=2")
+
+
+def test_more_ranks_than_key_value_heads_hold_copies(tiny, tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    model = tiny.write_checkpoint(tmp_path / "model", **sizes)
+    copies = {mesh: tiny.planned(model, mesh=mesh).model.config.variant.kv_repeat for mesh in ("", "tp=2", "tp=4", "dp=4,tp=1")}
+    assert copies == {"": 1, "tp=2": 1, "tp=4": 2, "dp=4,tp=1": 1}
+
+
+ODD = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "shared_expert_intermediate_size": 18, "vocab_size": 264,
+}  # fmt: skip
+
+
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "error", "message"),
+    [
+        ("tp=2", ODD, SpecError, r"2 ranks of a group share 3 key-value heads; legal are multiples or divisors of 3"),
+        ("tp=2", {**EVEN, "vocab_size": 261}, PartitionError, r"axis 'vocab' of size 261 does not divide by 2 \(\('tp',\) of mesh tp=2\)"),
+        (
+            "tp=4",
+            {**ODD, "num_key_value_heads": 2},
+            SpecError,
+            "tp=4: 4 ranks of a group cannot share num_attention_heads 6; legal are divisors of 6",
+        ),
+        ("tp=6", ODD, SpecError, r"6 ranks of a group cannot share linear_num_key_heads 2; legal are divisors of 2"),
+        (
+            "tp=4",
+            {**ODD, "num_attention_heads": 12, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+            SpecError,
+            r"mesh tp=4: 4 ranks of a group share 3 key-value heads; legal are multiples or divisors of 3",
+        ),
+        ("dp=3", {}, PartitionError, r"4 experts over the 3 devices of mesh dp=3: .* legal are meshes whose size divides 4"),
+        ("dp=8", {}, PartitionError, r"4 experts over the 8 devices of mesh dp=8: .* legal are meshes whose size divides 4"),
+        ("ep=2", {}, SpecError, r"mesh ep=2: unknown axis 'ep'; legal are dp and tp"),
+        ("tp=2,dp=2", {}, SpecError, r"axes are tp,dp; legal is each of dp,tp at most once, in this order"),
+        ("dp=65", {}, SpecError, r"mesh dp=65 has 65 ranks and cpu at most 64"),
+        ("dp=0", {}, SpecError, r"'dp=0' is not NAME=SIZE with SIZE at least 1"),
+    ],
+)
+def test_a_mesh_the_model_does_not_spread_over_is_refused_before_anything_is_traced(tiny, tmp_path, mesh, sizes, error, message):
+    model = tiny.write_checkpoint(tmp_path / "model", **sizes)
+    with pytest.raises(error, match=message):
+        tiny.planned(model, mesh=mesh)
+
+
+# --- builds for NPUs ---
+
+BIG = "qwen3.5-397b"
+SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
+ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
+
+
+def options_for(row, phase):
+    return Options(BIG, deployment=row, phase=None if phase == "mixed" else phase)
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+def test_every_published_deployment_of_the_big_model_plans_as_published(name, phase):
+    made, row = plan.plan(options_for(name, phase)), deployments.deployment(name)
+    part = row.phase(phase)
+    assert (made.backend, made.target.name, made.mesh, made.phase, made.deployment) == ("ge", row.target, part.mesh, phase, name)
+    assert (made.quantization, made.dtype, made.on_device) == (row.quantization, torch.bfloat16, True)
+    assert made.limits == deployments.limits_for(row, part, 128)
+    width = part.num_speculative_tokens + 1
+    decode = [Bucket("decode", batch, width) for batch in part.buckets]
+    prefill = [] if phase == "decode" else [Bucket("prefill", 1, deployments.prefill_chunk(row))]
+    assert made.buckets == (*prefill, *decode)
+    variant, tp = made.model.config.variant, made.mesh.axis("tp")
+    assert variant.kv_repeat == max(1, tp // 2)
+    assert (variant.attention, variant.experts) == ("w8a8", row.quantization)
+    assert variant.recurrent == torch.bfloat16
+    assert variant.most_dispatched == (MOST_DISPATCHED if row.target == "ascend-a3" else 0)
+    assert dict(made.rules().table)["experts"] == ("dp", "tp")
+    assert made.params_bytes + made.state_bytes < 50 * 2**30
+
+
+def test_the_big_model_alone_is_its_default_deployment():
+    made = plan.plan(Options(BIG))
+    assert made == plan.plan(Options(BIG, deployment=deployments.DEFAULT[BIG])) == plan.plan(Options(BIG, backend="ge"))
+    assert (str(made.mesh), made.quantization, made.limits.slots_per_request) == ("dp=8,tp=2", "w4a8", 4)
+    more = plan.plan(Options(BIG, buckets=tuple(range(2, 65, 2))))
+    assert [bucket.batch for bucket in more.buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
+    assert (more.limits.num_slots - 1) // 4 == 64
+    assert more.limits.num_pages == made.limits.num_pages
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 200}, {"max_model_len": 1024, "prefill": (128, 512), "quantization": "w8a8"}])
+def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
+    made = plan.plan(replace(options_for(name, phase), **changes))
+    assert plan.plan(options_of(made.arguments)) == made
+
+
+@pytest.mark.parametrize("changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}])
+def test_arguments_of_a_target_make_the_same_plan(tiny, tmp_path, changes):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
+    assert same(made, plan.plan(options_of(made.arguments)))
+
+
+def test_what_a_target_alone_leaves_open_is_chosen(tiny, tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "model", **{**tiny.NPU_SIZES, "max_position_embeddings": 300})
+    made = plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
+    assert made.limits == Limits(page_size=128, num_pages=1 + 16 * 2, num_slots=17, max_model_len=256)
+    assert [bucket.name for bucket in made.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q1" for n in (1, 2, 4, 8, 16))]
+    assert (made.quantization, made.phase, made.deployment, made.published) == ("none", "mixed", "", False)
+
+
+def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
+    made = plan.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
+    assert made.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {4}
+    assert made.deployment == ""
+    fewer = plan.plan(Options(BIG, num_speculative_tokens=1))
+    assert (fewer.limits.slots_per_request, fewer.limits.num_slots) == (2, 1 + 54 * 2)
+
+
+def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():
+    made = plan.plan(options_for(SPLIT, "prefill"))
+    assert [bucket.kind for bucket in made.buckets] == ["prefill"]
+    assert made.limits.slots_per_request == 1
+    assert plan.plan(replace(options_for(SPLIT, "prefill"), max_num_seqs=3)).limits.num_slots == 4
+    assert plan.plan(options_for(SPLIT, None)).phase == "decode"
+
+
+def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
+    made = plan.plan(Options(BIG, max_model_len=1024))
+    assert made.buckets[0] == Bucket("prefill", 1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"deployment": "dsr1-a3x8-mix-2k-2k-50ms"}, SpecError, r"dsr1-a3x8-mix-2k-2k-50ms is of deepseek-r1, the model is qwen3.5-397b"),
+        ({"deployment": "qwen35-397b-a3x9"}, SpecError, r"deployment 'qwen35-397b-a3x9' is not known; near are .*lists all 52"),
+        ({"deployment": SPLIT, "target": "cpu"}, SpecError, SPLIT + r" is for ascend-a3, the target is cpu"),
+        ({"deployment": SPLIT, "phase": "mixed"}, SpecError, SPLIT + r" has no phase 'mixed'; legal are prefill, decode"),
+        ({"phase": "decode"}, SpecError, r"in3k5-out1k5-50ms has no phase 'decode'; legal are mixed"),
+        ({"phase": "decode", "target": "ascend-a3"}, SpecError, r"--phase decode is one side of a deployment that splits them; name it"),
+        ({"phase": "decode", "backend": "null"}, SpecError, r"--phase decode is one side of a deployment that splits them; name it"),
+        ({"target": "ascend-a4"}, SpecError, r"target 'ascend-a4' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3"),
+        ({"target": "cpu", "backend": "ge"}, SpecError, r"--backend ge is for NPUs; name a --deployment, or a --target"),
+        ({"target": "ascend-a3", "backend": "inductor"}, SpecError, r"--backend inductor makes nothing that ascend-a3 runs; legal are ge"),
+        ({"backend": "eager", "deployment": SPLIT}, SpecError, r"--backend eager makes nothing that ascend-a3 runs; legal are ge and null"),
+        ({"target": "ascend-a3", "mesh": "dp=3,tp=2"}, PartitionError, r"512 experts over the 6 devices of mesh dp=3,tp=2"),
+        ({"target": "ascend-a3", "mesh": "dp=768"}, PartitionError, r"512 experts over the 768 devices of mesh dp=768"),
+        ({"target": "ascend-a3", "mesh": "dp=1024"}, SpecError, r"mesh dp=1024 has 1024 ranks and ascend-a3 at most 768"),
+        (
+            {"target": "ascend-a3", "mesh": "tp=3"},
+            SpecError,
+            r"mesh tp=3: 3 ranks of a group cannot share num_attention_heads 32; legal are",
+        ),
+        ({"target": "ascend-a3", "mesh": "tp=64"}, SpecError, r"64 ranks of a group cannot share num_attention_heads 32"),
+        ({"target": "ascend-a3", "mesh": "tp=32"}, SpecError, r"32 ranks of a group cannot share linear_num_key_heads 16"),
+        ({"target": "ascend-a2", "mesh": "tp=16"}, SpecError, r"tp is 16 and a node of ascend-a2 has 8 NPUs; legal is tp up to 8"),
+        ({"mesh": "pp=2", "deployment": SPLIT}, SpecError, r"mesh pp=2: unknown axis 'pp'; legal are dp and tp"),
+        ({"mesh": "tp", "target": "ascend-a3"}, SpecError, r"'tp' is not NAME=SIZE"),
+        ({"quantization": "w2a8"}, SpecError, r"quantization is 'w2a8'; legal are none, w8a8, w4a8"),
+        ({"num_speculative_tokens": 8}, SpecError, r"speculative tokens is 8; legal are 0 to 7"),
+        ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),
+        ({"dtype": "float64"}, SpecError, r"dtype is 'float64'; legal are auto, float32, bfloat16"),
+        ({"max_model_len": 1000}, SpecError, r"max_model_len is 1000; .* on ascend-a3 is a multiple of 128 up to 262144"),
+        ({"max_model_len": 2**20}, SpecError, r"max_model_len is 1048576; .*up to 262144"),
+        ({"max_num_seqs": 10}, SpecError, r"max_num_seqs is 10 and the largest bucket has 54 rows"),
+        ({"buckets": ()}, SpecError, r"no decode buckets; legal is at least one"),
+        ({"prefill": (8192,)}, SpecError, r"no prefill chunk of \(8192,\) fits max_model_len 5120"),
+    ],
+)
+def test_what_npus_cannot_have_is_refused_by_name(options, error, message):
+    with pytest.raises(error, match=message):
+        plan.plan(Options(BIG, **options))
+
+
+def test_graphs_here_verify_no_drafts_and_say_so(tiny_checkpoint):
+    with pytest.raises(SpecError, match=r"--speculative-tokens 2: .*legal is 0"):
+        plan.plan(Options(str(tiny_checkpoint), num_speculative_tokens=2))
+
+
+def test_rules_are_of_the_bucket(tiny, tmp_path):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), mesh="tp=2")
+    split, whole = made.rules(Bucket("decode", 1, 2)), made.rules(Bucket("decode", 1, 1))
+    assert dict(split.table)["tokens"] == ("tp",)
+    assert "tokens" not in dict(whole.table)
+    assert made.mesh == Mesh.parse("tp=2")

@@ -6,22 +6,18 @@ import math
 
 import pytest
 
-from npucompile.graphs.types import Bucket, Mesh, Rules
+from npucompile.graphs.types import Bucket
 from npucompile.tools import stages
 
 DECODE, PREFILL = Bucket("decode", 2, 1), Bucket("prefill", 1, 4)
 
 
-def staged(made, bucket):
-    return stages.stage(made, bucket, Mesh(), Rules())
-
-
 @pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=lambda b: b.name)
 def test_stages_are_told_apart_and_told_alike(tiny, tiny_checkpoint, bucket):
     made = tiny.planned(tiny_checkpoint)
-    first, second = staged(made, bucket), staged(made, bucket)
+    first, second = stages.stage(made, bucket), stages.stage(made, bucket)
     assert first.texts == second.texts
-    assert tuple(first.texts) == stages.STAGES
+    assert set(first.texts) == set(stages.STAGES)
     assert len(set(first.texts.values())) == 3
     for stage, text in first.texts.items():
         assert f"{bucket.name} {stage}" in text.splitlines()[0]
@@ -30,7 +26,7 @@ def test_stages_are_told_apart_and_told_alike(tiny, tiny_checkpoint, bucket):
 
 def test_numbers_are_those_of_the_plan(tiny, tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint)
-    decode, prefill = tiny.stage_once(made, DECODE, Mesh(), Rules()), tiny.stage_once(made, PREFILL, Mesh(), Rules())
+    decode, prefill = tiny.stage_once(made, DECODE), tiny.stage_once(made, PREFILL)
     for one in (decode, prefill):
         assert one.memory["params_bytes"] == made.params_bytes
         assert one.memory["state_bytes"] == made.state_bytes
@@ -43,10 +39,38 @@ def test_numbers_are_those_of_the_plan(tiny, tiny_checkpoint):
 
 
 def test_the_eager_form_is_always_there_and_the_target_only_beside_it(tiny, tiny_checkpoint):
-    eager = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE, Mesh(), Rules())
+    eager = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE)
     assert eager.target is None
     assert eager.texts["lowered"] == eager.eager.as_text()
-    null = staged(tiny.planned(tiny_checkpoint, backend="null"), DECODE)
+    null = stages.stage(tiny.planned(tiny_checkpoint, backend="null"), DECODE)
     assert null.target.backend == "null"
     assert null.eager.as_text() == eager.eager.as_text()
     assert null.texts["lowered"] == null.target.as_text()
+
+
+def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny, tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, mesh="dp=2,tp=1")
+    one = stages.stage(made, DECODE)
+    assert set(one.texts) == {"partitioned", "lowered"}
+    assert "over mesh dp=2,tp=1" in one.texts["partitioned"].splitlines()[0]
+    assert one.partitioned.signature.inputs[-1].name == "inputs.coords"
+    assert {group for _, group, _ in one.partitioned.collectives} <= {"dp", "tp", "world"}
+    assert one.memory["params_bytes"] == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
+
+
+def test_what_is_for_npus_has_no_eager_form_and_gives_tokens_alone(tiny, tmp_path):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), backend="null")
+    one = stages.stage(made, made.buckets[-1])
+    assert one.eager is None
+    assert one.texts["lowered"] == one.target.as_text()
+    assert [leaf.name for leaf in one.partitioned.signature.outputs] == ["outputs.tokens"]
+    assert one.memory["state_bytes"] == made.state_bytes
+
+
+def test_a_bucket_is_partitioned_as_it_is_staged(tiny, tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint)
+    traced, partitioned = stages.partition_bucket(made, DECODE)
+    one = tiny.stage_once(made, DECODE)
+    assert traced is not None
+    assert partitioned.signature == one.partitioned.signature
+    assert stages.partition_bucket(tiny.planned(tiny_checkpoint, mesh="dp=2"), DECODE)[0] is None

@@ -75,7 +75,7 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
         ArtifactError: a file is not what the manifest says.
     """
     manifest = artifact.manifest
-    executables = {"eager": load_compiled(artifact.path / entry.eager, "eager")}
+    executables = {"eager": load_compiled(artifact.path / entry.reference, "eager")}
     if entry.compiled:
         executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
     operands, rows = step_operands(manifest, params, entry, context)

@@ -6,14 +6,14 @@ import json
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save
 
 from ..graphs import tree
 from ..graphs.trace import signature_of
-from ..graphs.types import DTYPE_NAMES, Leaf, Mesh, Rules
+from ..graphs.types import DTYPE_NAMES, Leaf
 from ..lowering.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
 from ..lowering.backend import backend
 from ..lowering.serial import encode
@@ -24,28 +24,11 @@ from . import verify
 from .compile_pool import Job, run_all
 from .plan import Plan
 from .progress import Progress
+from .report import Report
 from .stages import Staged, stage
 
 THREADS = 0
 """Compiled code asks the process for its thread count, so that one artifact serves machines of any size."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a build did.
-
-    Attributes:
-        seconds: wall time of all of it.
-        ready_seconds: wall time until the artifact could serve, eagerly at least.
-        compiled: bucket name to compile seconds, for graphs that were compiled now.
-        reused: names of buckets whose executables were up to date.
-    """
-
-    path: Path
-    seconds: float
-    ready_seconds: float
-    compiled: Mapping[str, float]
-    reused: tuple[str, ...]
 
 
 def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, patience: int = 0) -> Report:
@@ -92,7 +75,7 @@ def _stage_all(plan: Plan, progress: Progress) -> list[Staged]:
     buckets = (*plan.buckets, *plan.references)
     with progress.bar("trace, partition, lower", len(buckets)) as bar:
         for bucket in buckets:
-            staged.append(stage(plan, bucket, Mesh(), Rules()))
+            staged.append(stage(plan, bucket))
             bar.step(bucket.name)
     return staged
 
@@ -114,8 +97,8 @@ def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifes
             "eos_ids": list(plan.eos_ids),
         },
         dtype=DTYPE_NAMES[plan.dtype],
-        mesh="1",
-        rules={},
+        mesh=str(plan.mesh),
+        rules=dict(plan.rules().table),
         target=plan.backend,
         limits=plan.limits,
         params=signature.params,
@@ -129,6 +112,8 @@ def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifes
         cpu_features=backend(plan.backend).cpu_features(),
         source_digest=source,
         build_arguments=plan.arguments,
+        quantization=plan.quantization,
+        deployment=plan.deployment,
     )
 
 
@@ -140,6 +125,7 @@ def _with_graphs(plan: Plan, described: Manifest, staged: list[Staged], writer: 
 
 
 def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) -> GraphEntry:
+    assert one.eager is not None
     key = graph_key(one.texts["lowered"], plan.backend, backend(plan.backend).options(THREADS), manifest.toolchain)
     eager = writer.add("graphs", encode(one.eager.graph), "graph")
     compiled, verified = _previous(writer, manifest, one.bucket.name, key, eager)

@@ -23,6 +23,8 @@ COMMANDS = {
     "inspect": "Show an artifact's graphs, costs and memory.",
     "verify": "Repeat the build's proof that every bucket equals the reference.",
     "bench": "Measure builds, steps and throughput.",
+    "deployments": "List published deployments that can be built by name.",
+    "doctor": "Say what this machine can build and run, and what it lacks.",
     "models": "List the models that can be named.",
 }
 

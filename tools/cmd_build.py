@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..graphs.errors import SpecError
-from . import build as building
-from . import plan as planning
+from . import choices, uptodate
 from .cli import Home
 from .notation import BUCKETS_HELP, format_buckets, parse_buckets
 from .progress import Progress
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def read_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+
+def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """Reads a list of sizes in the notation of `--buckets`."""
+    if value is None:
+        return None
     try:
         return parse_buckets(value)
     except SpecError as error:
@@ -25,59 +30,52 @@ def read_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[
 
 def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """An option that takes such a list."""
-    return click.option(name, callback=read_sizes, metavar="LIST", default=format_buckets(default), show_default=True, help=text)
-
-
-def plan_lines(plan: planning.Plan) -> list[str]:
-    """What will be built, as a person reads it."""
-    sizes = f"{plan.params_bytes / 1e6:,.1f} MB of weights, {plan.state_bytes / 1e6:,.1f} MB of state"
-    return [
-        f"{plan.found.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(b.name for b in plan.buckets)})",
-        f"  {sizes}; context {plan.limits.max_model_len}, {plan.limits.num_slots - 1} requests in flight",
-        *(f"  {note}" for note in plan.notes),
-    ]
+    said = f"{text}  [default: {format_buckets(default)}, or the deployment's]"
+    return click.option(name, callback=read_sizes, metavar="LIST", help=said)
 
 
 @click.command("build", epilog=BUCKETS_HELP)
 @click.argument("model")
-@sizes_option("--buckets", planning.DEFAULT_BUCKETS, "Decode batch sizes, e.g. 2,4,...,64.")
-@sizes_option("--prefill", planning.DEFAULT_PREFILL, "Prefill chunk sizes in tokens.")
+@sizes_option("--buckets", choices.DEFAULT_BUCKETS, "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
+@sizes_option("--prefill", choices.DEFAULT_PREFILL, "Prefill chunk sizes in tokens.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of prompt and output together.  [default: at most 1024]")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight.  [default: the largest bucket]")
-@click.option("--dtype", type=click.Choice(["auto", *planning.DTYPES]), default="auto", show_default=True, help="Computing type.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight, per dp group.  [default: the largest bucket]")
+@click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
-    "--backend", type=click.Choice(["inductor", "eager", "null"]), default="inductor", show_default=True,
-    help="inductor compiles for this CPU; eager serves uncompiled; null reports cost and memory only.",
+    "--backend", type=click.Choice(["inductor", "eager", "null", "ge"]),
+    help="inductor compiles for this CPU; eager serves uncompiled; ge lowers for NPUs; null reports cost and memory only.  "
+    "[default: the target's]",
 )  # fmt: skip
+@click.option("--target", type=click.Choice(choices.TARGETS), help="Machine to build for; none of it is needed here.  [default: cpu]")
+@click.option("--mesh", help="Ranks: dp groups of tp ranks, as in dp=8,tp=2.  [default: one, or the deployment's]")
+@click.option("--deployment", metavar="ID", help="A published deployment: target, mesh and sizes (`npucompile deployments` lists them).")
+@click.option("--phase", type=click.Choice(["prefill", "decode"]), help="One side of a deployment that splits them.  [default: both]")
+@click.option("--quantization", type=click.Choice(choices.SCHEMES), help="How parameters are held.  [default: none, or the deployment's]")
+@click.option("--speculative-tokens", "num_speculative_tokens", type=click.IntRange(0, 7), help="Drafts that a decode step verifies.")
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--patience", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj
-def command(
-    home: Home,
-    model: str,
-    buckets: tuple[int, ...],
-    prefill: tuple[int, ...],
-    max_model_len: int | None,
-    max_num_seqs: int | None,
-    dtype: str,
-    backend: str,
-    out: Path | None,
-    jobs: int,
-    patience: int,
-) -> None:
+def command(home: Home, /, model: str, out: Path | None, jobs: int, patience: int, **asked: Any) -> None:
     """Build MODEL, a preset (see `npucompile models`) or a Hugging Face checkpoint directory, into an artifact.
 
-    The artifact can serve as soon as its graphs are traced; executables are added as they are compiled and proved equal to
-    the eager reference. Building again compiles only what changed.
+    For this machine: the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
+    proved equal to the eager reference. For NPUs: every bucket becomes a GE graph for all ranks, checked here, with no device.
+    Building again compiles only what changed.
 
-    Example: npucompile build qwen3.5-tiny --buckets 2,4,...,16
+    \b
+    Examples: npucompile build qwen3.5-tiny --buckets 2,4,...,16
+              npucompile build qwen3.5-397b --buckets 2,4,...,64
+              npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
-    progress = Progress()
-    plan = planning.plan(planning.Options(model, buckets, prefill, max_model_len, max_num_seqs, dtype, backend))
-    for line in plan_lines(plan):
-        progress.say(line)
-    out = out or planning.default_out(home.artifacts, plan.found)
-    report = building.build(plan, out, home.cache, progress, jobs=jobs, patience=patience)
-    progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
-    click.echo(report.path)
+    place = out or home.artifacts / "-".join(filter(None, (Path(model).name, asked["phase"])))
+    known = uptodate.fingerprint({**asked, "model": model, "out": str(place)}, ROOT, [Path(model)])
+    if uptodate.matches(place, known):
+        Progress().say(f"{place} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
+        click.echo(place)
+        return
+    # Not imported above: a build that finds nothing to do is done before torch would be loaded.
+    build_all = importlib.import_module(".build_all", __package__).build_all
+    for path in build_all(model, asked, out, home.artifacts, home.cache, jobs, patience):
+        uptodate.write(path, known, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()])
+        click.echo(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from ..graphs.errors import ArtifactMissing, SpecError
 from ..lowering.artifact import Artifact
 from ..runtime.executor import Executor
 from ..runtime.request import Sampling
+from ..runtime.sharded import ShardedExecutor
 from ..server.text import TextCodec
 from . import build as building
 from . import plan as planning
 from .cli import Home
+from .launch import Settings, follow, leading, named, place_of
 from .locate import artifact_path
 from .offline import Completion, complete
 from .progress import Progress
@@ -65,15 +67,21 @@ def command(
         raise SpecError("give exactly one of --prompt and --token-ids")
     asked = parse_ids(token_ids) if token_ids is not None else None
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    with opened(home, artifact_or_model, dtype) as artifact:
+    settings, place = Settings(), place_of(home.environment)
+    with ExitStack() as stack:
+        if place and place.rank:
+            follow(named(home, artifact_or_model), place, settings)
+            return
+        artifact = named(home, artifact_or_model) if place else stack.enter_context(opened(home, artifact_or_model, dtype))
         manifest = artifact.manifest
         codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
-        executor = Executor(artifact)
-    stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
-    (done,) = complete(executor, [ids], sampling, max_tokens, stop)
+        team = stack.enter_context(leading(artifact, place, settings, home.environment))
+        executor = team.executor() if team else Executor(artifact)
+        stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
+        (done,) = complete(executor, [ids], sampling, max_tokens, stop)
     text = codec.decode(done.token_ids) if codec else ""
     if as_json:
         click.echo(json.dumps(as_dict(done, text, executor)))
@@ -82,7 +90,7 @@ def command(
     click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
 
 
-def as_dict(done: Completion, text: str, executor: Executor) -> dict[str, Any]:
+def as_dict(done: Completion, text: str, executor: Executor | ShardedExecutor) -> dict[str, Any]:
     """What `--json` prints."""
     manifest = executor.artifact.manifest
     return {

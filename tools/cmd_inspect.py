@@ -10,33 +10,71 @@ import click
 
 from ..graphs.errors import SpecError
 from ..lowering.artifact import Artifact, GraphEntry, Manifest
+from . import views
 from .cli import Home
 from .locate import artifact_path
+from .memory import GIB
 from .stages import STAGES
+
+SHOWN = (*STAGES, views.GE)
 
 
 @click.command("inspect")
 @click.argument("artifact", required=False)
 @click.option("--bucket", help="One bucket: its name, or the batch of a decode bucket.")
-@click.option("--stage", type=click.Choice(STAGES), help="Print a bucket's graph at this stage.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything but graphs as JSON.")
+@click.option("--stage", type=click.Choice(SHOWN), help="Print a bucket's graph at this stage; ge is the graph an NPU compiles.")
+@click.option("--collectives", is_flag=True, help="Print what ranks wait for in each bucket, in order, and check it again.")
+@click.option("--memory", is_flag=True, help="Print the plan of a rank's memory.")
+@click.option("--census", is_flag=True, help="Print operators by type and body, costs, and a roofline estimate.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; with no other option, everything but graphs.")
 @click.pass_obj
-def command(home: Home, artifact: str | None, bucket: str | None, stage: str | None, as_json: bool) -> None:
+def command(
+    home: Home, artifact: str | None, bucket: str | None, stage: str | None, collectives: bool, memory: bool, census: bool, as_json: bool
+) -> None:
     """Show ARTIFACT (a directory or a built model's name; the newest when none is given).
 
-    Example: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
+    \b
+    Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
+              npucompile inspect qwen3.5-397b --bucket 8 --collectives
     """
+    asked = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--census": census}
+    if sum(asked.values()) > 1:
+        raise SpecError(
+            f"{' and '.join(name for name, given in asked.items() if given)} are asked for together; legal is one of {', '.join(asked)}"
+        )
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     manifest = opened.manifest
     entries = [find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
     if stage:
         if bucket is None:
             raise SpecError(f"--stage prints one graph; name it with --bucket, one of {', '.join(e.bucket.name for e in manifest.graphs)}")
-        click.echo(stage_text(opened, entries[0], stage), nl=False)
+        show([_stage(opened, entries[0], stage)], as_json, one=True)
+    elif collectives:
+        show([views.collectives(opened, entry) for entry in entries], as_json, one=bucket is not None)
+    elif census:
+        show([views.census(opened, entry) for entry in entries], as_json, one=bucket is not None)
+    elif memory:
+        show([views.memory(manifest)], as_json, one=True)
     elif as_json:
         click.echo(json.dumps(as_dict(opened, entries), indent=1))
     else:
         click.echo("\n".join(table(opened, entries)))
+
+
+def show(shown: list[views.View], as_json: bool, *, one: bool) -> None:
+    """Prints views, one below the other; as JSON a list of them, or the only one."""
+    if as_json:
+        told = [view.told for view in shown]
+        click.echo(json.dumps(told[0] if one else told))
+    else:
+        click.echo("\n\n".join("\n".join(view.lines) for view in shown))
+
+
+def _stage(artifact: Artifact, entry: GraphEntry, stage: str) -> views.View:
+    if stage == views.GE:
+        return views.ge_graph(artifact, entry)
+    text = stage_text(artifact, entry, stage)
+    return views.View({"bucket": entry.bucket.name, "stage": stage, "text": text}, tuple(text.splitlines()))
 
 
 def find(manifest: Manifest, wanted: str) -> GraphEntry:
@@ -52,14 +90,21 @@ def find(manifest: Manifest, wanted: str) -> GraphEntry:
 
 
 def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
-    """The stored text of a graph at one stage."""
+    """The stored text of a graph at one stage.
+
+    Raises:
+        SpecError: it has none; naming those it has.
+    """
     texts: dict[str, str] = json.loads(zlib.decompress((artifact.path / entry.stages).read_bytes()))
+    if stage not in texts:
+        there = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
+        raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(there)}")
     return texts[stage]
 
 
 def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
     """Name of the backend a bucket runs on now; "null" where the artifact is not made to run."""
-    return manifest.target if manifest.target == "null" else entry.backend
+    return "null" if manifest.target == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
 
 
 def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
@@ -73,6 +118,8 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "mesh": manifest.mesh,
         "target": manifest.target,
+        "deployment": manifest.deployment,
+        "quantization": manifest.quantization,
         "limits": {name: getattr(manifest.limits, name) for name in manifest.limits.__dataclass_fields__},
         "memory": {
             "params_bytes": sum(leaf.aval.nbytes for leaf in manifest.params),
@@ -94,6 +141,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
                 "memory": dict(entry.memory),
                 "collectives": [list(c) for c in entry.collectives],
                 "verified": dict(entry.verified),
+                "census": dict(entry.census),
             }
             for entry in entries
         ],
@@ -104,18 +152,30 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
     """What a person wants to see first."""
     told = as_dict(artifact, entries)
     model, memory, limits = told["model"], told["memory"], artifact.manifest.limits
+    held = f", {told['quantization']}" if told["quantization"] != "none" else ""
     lines = [
-        f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}, mesh {told['mesh']}   {artifact.path}",
+        f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}{held}, mesh {told['mesh']}   {artifact.path}",
+        *([f"deployment {told['deployment']}"] if told["deployment"] else []),
         f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots",
-        f"memory: weights {memory['params_bytes'] / 1e6:,.1f} MB, state {memory['state_bytes'] / 1e6:,.1f} MB, "
-        f"activations at most {memory['peak_bytes'] / 1e6:,.1f} MB",
+        _memory_line(artifact.manifest, memory),
         "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),
         "",
-        f"{'bucket':<20} {'backend':<9} {'MFLOP':>9} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest",
+        f"{'bucket':<20} {'backend':<9} {'MFLOP':>12} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest",
     ]
     for entry in entries:
-        proof = f"{entry.verified['logits_error']:.1e}" if entry.verified else "-"
+        proof = f"{entry.verified['logits_error']:.1e}" if "logits_error" in entry.verified else "-"
         flops, read, peak = entry.cost["flops"] / 1e6, entry.cost["read_bytes"] / 1e6, entry.memory["peak_bytes"] / 1e6
-        numbers = f"{flops:>9,.1f} {read:>9,.2f} {peak:>8,.2f}"
+        numbers = f"{flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
         lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9} {numbers}  {proof:<14} {entry.digest[:12]}")
     return lines
+
+
+def _memory_line(manifest: Manifest, memory: dict[str, int]) -> str:
+    """The plan's total where there is one; else the sums of what all graphs share."""
+    if manifest.memory:
+        total, limit = manifest.memory["total_bytes"] / GIB, manifest.memory["limit_bytes"] / GIB
+        return f"memory of a rank: {total:,.1f} of {limit:,.1f} GiB (--memory shows its parts)"
+    return (
+        f"memory: weights {memory['params_bytes'] / 1e6:,.1f} MB, state {memory['state_bytes'] / 1e6:,.1f} MB, "
+        f"activations at most {memory['peak_bytes'] / 1e6:,.1f} MB"
+    )

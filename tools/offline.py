@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..graphs.errors import NpucompileError
-from ..runtime.engine import Engine, Executor
+from ..runtime.device import Executor
+from ..runtime.engine import Engine
 from ..runtime.request import Event, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent
 
 

@@ -14,8 +14,10 @@ from ..graphs.errors import ArtifactError, NpucompileError
 from ..lowering.artifact import MANIFEST, Artifact, stamp
 from ..runtime.engine import Engine
 from ..runtime.executor import Executor
+from ..runtime.sharded import ShardedExecutor
 from ..server.service import ServedModel, Service
 from ..server.text import TextCodec
+from .launch import Team
 
 POLL_S = 0.1
 PATIENCE = 10
@@ -28,23 +30,27 @@ class Running:
 
     service: Service
     engine: Engine
-    executor: Executor
+    executor: Executor | ShardedExecutor
 
 
-def start(artifact: Artifact) -> Running:
+def start(artifact: Artifact, team: Team | None = None) -> Running:
     """Loads an artifact and starts its engine; from here on this process traces and compiles nothing.
+
+    Args:
+        team: the other ranks, for an artifact of several.
 
     Raises:
         ArtifactError: it cannot run here.
+        RankError: another rank cannot run it.
     """
     manifest = artifact.manifest
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     codec = TextCodec.load(artifact.path / manifest.tokenizer)
-    loaded: list[Executor] = []
+    loaded: list[Executor | ShardedExecutor] = []
 
-    def load() -> Executor:
-        loaded.append(Executor(artifact))
+    def load() -> Executor | ShardedExecutor:
+        loaded.append(team.executor() if team else Executor(artifact))
         return loaded[0]
 
     engine = Engine.launch(load)

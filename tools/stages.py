@@ -8,8 +8,8 @@ from ..graphs import report
 from ..graphs.optimise import optimise
 from ..graphs.partition import Partitioned, partition
 from ..graphs.text import as_text
-from ..graphs.trace import trace
-from ..graphs.types import Bucket, Mesh, Rules
+from ..graphs.trace import Traced, trace
+from ..graphs.types import Bucket
 from ..lowering.backend import backend
 from ..lowering.lower import Lowered
 from ..models import step
@@ -24,38 +24,51 @@ class Staged:
 
     Attributes:
         partitioned: after all passes.
-        eager: the reference form.
+        eager: the reference form; None where nothing of the plan runs on this machine.
         target: the form of the plan's backend; None where that is the eager one.
-        texts: stage name to stable text.
+        texts: stage name to stable text; on a mesh of several devices no device's graph is traced before it is partitioned.
         cost: flops, read_bytes, write_bytes of one step.
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes of one device.
     """
 
     bucket: Bucket
     partitioned: Partitioned
-    eager: Lowered
+    eager: Lowered | None
     target: Lowered | None
     texts: dict[str, str]
     cost: dict[str, int]
     memory: dict[str, int]
 
 
-def stage(plan: Plan, bucket: Bucket, mesh: Mesh, rules: Rules) -> Staged:
+def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partitioned]:
+    """A bucket's traced graph, where one device runs it, and its partitioned one after all passes.
+
+    Raises:
+        GraphError: naming the stage or pass that cannot go on.
+    """
+    program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=not plan.on_device)
+    traced = trace(program) if plan.mesh.size == 1 else None
+    return traced, optimise(partition(traced or program, plan.mesh, plan.rules(bucket)))
+
+
+def stage(plan: Plan, bucket: Bucket) -> Staged:
     """Takes a bucket from its program to its lowered graphs; nothing is allocated.
 
     Raises:
         GraphError: naming the stage or pass that cannot go on.
     """
-    traced = trace(step.program(plan.model, bucket, plan.limits, plan.dtype))
-    partitioned = optimise(partition(traced, mesh, rules))
-    eager = backend("eager").lower(partitioned)
+    traced, partitioned = partition_bucket(plan, bucket)
+    eager = None if plan.on_device else backend("eager").lower(partitioned)
     target = backend(plan.backend).lower(partitioned) if plan.backend != "eager" else None
+    lowered = target or eager
+    assert lowered is not None
     cost, memory = report.cost(partitioned.graph), report.memory(partitioned.graph, partitioned.signature)
     texts = {
-        "traced": as_text(traced.graph, f"{bucket.name} traced"),
-        "partitioned": as_text(partitioned.graph, f"{bucket.name} partitioned over mesh {mesh}"),
-        "lowered": (target or eager).as_text(),
+        "partitioned": as_text(partitioned.graph, f"{bucket.name} partitioned over mesh {plan.mesh}"),
+        "lowered": lowered.as_text(),
     }
+    if traced:
+        texts["traced"] = as_text(traced.graph, f"{bucket.name} traced")
     return Staged(
         bucket,
         partitioned,

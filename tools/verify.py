@@ -54,7 +54,7 @@ def verify_entry(artifact: Artifact, entry: GraphEntry) -> Mapping[str, float]:
         for live in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch})
         for seed in range(SEEDS)
     ]
-    eager = load_compiled(artifact.path / entry.eager, "eager")
+    eager = load_compiled(artifact.path / entry.reference, "eager")
     ours = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
     what = f"{entry.bucket.name} ({entry.backend})"
     verdict = judge(compare(eager, ours, scenes, signature, tolerance.measure), tolerance, f"{what} against the eager graph")
@@ -70,7 +70,7 @@ def _row_by_row(artifact: Artifact, entry: GraphEntry) -> Executable | None:
     one = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == single), None)
     if one is None or entry.bucket.batch == 1:
         return None
-    return RowByRow(load_compiled(artifact.path / one.eager, "eager"), entry, artifact)
+    return RowByRow(load_compiled(artifact.path / one.reference, "eager"), entry, artifact)
 
 
 class RowByRow:

@@ -1,0 +1,209 @@
+"""tools/verify_device.py: an artifact for NPUs is proved, and every way of spoiling its pipeline that was thought of is found."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npucompile.graphs.errors import LoweringError, VerifyError
+from npucompile.graphs.partition import partition
+from npucompile.graphs.primitive import TABLE
+from npucompile.lowering.ascend.container import decode, operators, parse
+from npucompile.lowering.ascend.inspect_ge import shape
+from npucompile.lowering.backends import ge
+from npucompile.models import feed_forward
+from npucompile.tools import replay, verify_device
+from npucompile.tools.rehearse import Expected, Script, Turn
+from npucompile.tools.verify_device import describe, excerpts, is_for_device
+
+DECODE, BOTH = ("decode",), ("prefill", "decode")
+
+
+def beside(name):
+    """A file of helpers beside this one; importlib mode has no sibling imports."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+images = beside("small_images")
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny, ranks, tmp_path_factory):
+    return images.shipped(tiny, ranks.SIZES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def prove(tiny, artifact, tmp_path_factory):
+    """Proves the artifact, or a part of it, in this process, and leaves torch's threads as they were."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(kinds=DECODE, steps=1, **fields):
+        graphs = tuple(entry for entry in artifact.manifest.graphs if entry.bucket.kind in kinds)
+        threads = torch.get_num_threads()
+        try:
+            changed = SimpleNamespace(path=artifact.path, manifest=replace(artifact.manifest, graphs=graphs, **fields))
+            return verify_device.verify_device(changed, cache, tiny.QUIET, steps=steps)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+def lowered_otherwise(monkeypatch, name, change):
+    """Another lowering for NPUs of a primitive: `change` of the right one's result."""
+    right = TABLE[name].rule("lowering:ge")
+    monkeypatch.setitem(TABLE[name]._rules, "lowering:ge", lambda *args: change(right(*args)))
+
+
+def test_every_check_is_told_with_what_it_measured(prove):
+    told = prove(BOTH, steps=2)
+    assert list(told) == [
+        "manifest",
+        "prefill-b1-q16 shipped",
+        "decode-b4-q2 shipped",
+        "ranks",
+        "small model",
+        "lowered f32",
+        "GE f32",
+        "lowered f32, logits in shares",
+        "prefill-b1-q16 small",
+        "decode-b4-q2 small",
+        "GE bf16 as lowered",
+    ]
+    assert told["small model"] == {"ranks": 4, "layers": 4, "experts": 8, "buckets": 2} | {
+        name: told["small model"][name] for name in ("steps", "results")
+    }
+    assert told["lowered f32"]["rows"] == 2 * told["small model"]["results"]
+    assert 0 < told["lowered f32"]["logits_error"] < verify_device.FLOAT.worst / 10
+    assert told["GE f32"] == told["lowered f32"]
+    assert told["GE bf16 as lowered"]["tokens"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_decay", lambda g: g * 1.2)],
+    ids=["sign", "scale", "decay"],
+)
+def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): logits differ"):
+        prove()
+
+
+def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatch):
+    lowered_otherwise(monkeypatch, "grouped_experts_w8a8", lambda out: out * 1.2)
+    monkeypatch.setattr(verify_device.verify_shipped, "check_manifest", lambda manifest: {})
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: (half of all )?logits differ"):
+        prove(quantization="w8a8")
+
+
+def test_a_collective_of_another_group_is_found(prove, monkeypatch):
+    def swapped(*args):
+        made = partition(*args)
+        for body in (made.graph, *made.graph.children()):
+            for node in body.graph.nodes if hasattr(body, "graph") else ():
+                if "reduce_scatter" in str(node.target):
+                    node.args = (*node.args[:-1], "dp")
+        return made
+
+    monkeypatch.setattr(verify_device, "partition", swapped)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0"):
+        prove()
+
+
+def test_experts_of_another_device_are_found(prove, monkeypatch):
+    right = feed_forward.axis_index
+    monkeypatch.setattr(feed_forward, "axis_index", lambda axis: (right(axis) + 1) % 4)
+    # This target gathers tokens, and each device picks those of its own experts.
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove(target="ascend-a2")
+
+
+def test_weights_of_another_rank_are_found(prove, monkeypatch):
+    right = replay.local_slice
+    monkeypatch.setattr(
+        replay,
+        "local_slice",
+        lambda aval, mesh, rules, rank: right(aval, mesh, rules, rank ^ 1 if "ffn" in str(aval.axes) or "experts" in aval.axes else rank),
+    )
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def spoiled(monkeypatch, change):
+    """GE graphs that were changed between conversion and interpretation."""
+
+    def read(data):
+        container = decode(data)
+        model = parse(container.graph)
+        change(list(operators(model)))
+        return replace(container, graph=model.SerializeToString(deterministic=True))
+
+    monkeypatch.setattr(verify_device, "decode", read)
+
+
+def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
+    def elsewhere(found):
+        for op in found:
+            if op.type == "HcomReduceScatter":
+                op.attr["group"].s = b"dp"
+
+    spoiled(monkeypatch, elsewhere)
+    with pytest.raises(VerifyError, match=r"GE f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):
+    def duller(found):
+        for op in found:
+            if op.type == "AddRmsNorm" and shape(op.output_desc[0]).startswith("bf16"):
+                op.attr["epsilon"].f = 0.1
+
+    spoiled(monkeypatch, duller)
+    with pytest.raises(VerifyError, match=r"GE bf16 against lowered bf16, rank 0 .*, step 0 \(decode-b4-q2\): "):
+        prove()
+
+
+def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
+    def refusing(*args):
+        raise LoweringError("no such thing")
+
+    monkeypatch.setattr(verify_device.GeInterpreter, "__call__", refusing)
+    with pytest.raises(VerifyError, match="GE f32: no such thing"):
+        prove()
+
+
+def test_a_machine_without_torch_npu_says_so(prove, monkeypatch):
+    monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
+    with pytest.raises(LoweringError, match="torch_npu is not installed"):
+        prove()
+
+
+def test_targets_decide_which_proof_it_is(artifact):
+    def of(target):
+        return is_for_device(SimpleNamespace(manifest=replace(artifact.manifest, target=target)))
+
+    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu", "eager", "inductor", "null")] == [True, True, *[False] * 4]
+
+
+def test_excerpts_have_every_case_at_its_fullest_and_its_last():
+    def turn(case, *valid):
+        nothing = torch.zeros(0)
+        return Turn(case, (), tuple(Expected((), (n,), (), nothing, nothing) if n else None for n in valid))
+
+    script = Script((turn("a", 1, 0), turn("a", 3, 1), turn("a", 2, 1), turn("b", 1), turn("b", 5), turn("c", 1)), (), (), (), (), ())
+    assert excerpts(script) == (1, 2, 4, 5)
+
+
+def test_what_was_measured_is_told_in_few_digits():
+    assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"

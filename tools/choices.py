@@ -1,0 +1,9 @@
+"""Turns what options may say into constants that a command line reads without loading torch; tests hold them to what they name."""
+
+from __future__ import annotations
+
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
+DEFAULT_PREFILL = (32, 128)
+DTYPES = ("float32", "bfloat16")
+TARGETS = ("cpu", "ascend-a3", "ascend-a2")
+SCHEMES = ("none", "w8a8", "w4a8")
