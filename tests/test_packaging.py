@@ -51,6 +51,9 @@ def files_under(folder: Path) -> set[str]:
 def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
     expected = {p.relative_to(ROOT).as_posix() for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")} | {"__init__.py"}
     expected |= {f"models/{p}" for p in files_under(ROOT / "models") if p.startswith("bundled/")}
+    tables = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tools").glob("*.json")}
+    assert tables
+    expected |= tables
     found = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
     assert expected - found == set()
 

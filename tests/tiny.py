@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from npucompile.lowering.backends import eager
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.runtime.executor import Executor
-from npucompile.tools import build, stages
+from npucompile.tools import build, build_device, device_pool, stages
 from npucompile.tools.cli import main
 from npucompile.tools.plan import Options, Plan, plan
 from npucompile.tools.progress import Progress
@@ -42,6 +43,14 @@ CONFIG: dict[str, Any] = {
     "shared_expert_intermediate_size": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+NPU_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+"""Changes to it that four NPUs can share and their kernels' packed weights can hold."""
+
 VOCAB, EOS = 260, 256
 BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
 QUIET = Progress(quiet=True)
@@ -85,12 +94,45 @@ def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QU
 _STAGED: dict[object, stages.Staged] = {}
 
 
-def stage_once(made: Plan, bucket: Bucket, *mesh_and_rules: Any) -> stages.Staged:
+def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
-    key = (made.found.text, made.backend, made.dtype, made.limits, bucket)
+    key = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.mesh, made.target, bucket)
     if key not in _STAGED:
-        _STAGED[key] = stages.stage(made, bucket, *mesh_and_rules)
+        _STAGED[key] = stages.stage(made, bucket)
     return _STAGED[key]
+
+
+def planned_device(model: Path, **options: Any) -> Plan:
+    """A plan for four NPUs whose every size is small; `options` are fields of Options."""
+    place = {"target": "ascend-a3", "mesh": "dp=2,tp=2", "num_speculative_tokens": 1}
+    sizes = {"buckets": (2, 4), "prefill": (4,), "max_model_len": 256, "max_num_seqs": 4}
+    return plan(Options(str(model), **{**place, **sizes, **options}))
+
+
+_LOWERED: dict[str, tuple[device_pool.Done, bytes]] = {}
+_lower = device_pool.run
+
+
+def lower_once(job: device_pool.Job) -> device_pool.Done:
+    """`device_pool.run`, whose result its plan's key decides, called once for equal ones; most tests are not about lowering."""
+    key = build_device.plan_key(job.plan, job.bucket)
+    if key not in _LOWERED:
+        done = quietly(_lower, job)
+        _LOWERED[key] = done, job.out_path.read_bytes() if job.out_path.exists() else b""
+    done, graph = _LOWERED[key]
+    if graph:
+        job.out_path.write_bytes(graph)
+    return replace(done, job=job)
+
+
+def quietly(run: Callable[[device_pool.Job], device_pool.Done], job: device_pool.Job) -> device_pool.Done:
+    """Lowers in this process as one of the pool's does, and leaves torch's threads and log as they were."""
+    threads, level = torch.get_num_threads(), logging.getLogger("torch").level
+    try:
+        return run(job)
+    finally:
+        torch.set_num_threads(threads)
+        logging.getLogger("torch").setLevel(level)
 
 
 class Stub:
