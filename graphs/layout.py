@@ -53,7 +53,7 @@ def partitioning(at: Place) -> Iterator[None]:
 def ways(logical: str) -> int:
     """Number of shards of a logical axis: 1 outside partitioning."""
     at = _PLACE.get()
-    return math.prod(at.mesh.axis(name) for name in at.rules.mesh_axes(logical)) if at else 1
+    return at.rules.ways(logical, at.mesh) if at else 1
 
 
 def placements(axes: tuple[str | None, ...], mesh: DeviceMesh, rules: Rules) -> list[Placement]:

@@ -115,6 +115,10 @@ class Rules:
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         return dict(self.table).get(logical, ()) if logical else ()
 
+    def ways(self, logical: str | None, mesh: Mesh) -> int:
+        """Number of shards that a logical axis has on a mesh."""
+        return math.prod(mesh.axis(name) for name in self.mesh_axes(logical))
+
     def check(self, aval: Aval, mesh: Mesh, what: str) -> None:
         """Refuses a value whose sharded sizes do not divide, or whose axes collide.
 
@@ -124,7 +128,7 @@ class Rules:
         seen: dict[str, str] = {}
         for size, logical in zip(aval.shape, aval.axes, strict=True):
             names = self.mesh_axes(logical)
-            ways = math.prod(mesh.axis(n) for n in names)
+            ways = self.ways(logical, mesh)
             if size % ways:
                 raise PartitionError(f"{what}: axis {logical!r} of size {size} does not divide by {ways} ({names} of mesh {mesh})")
             for n in names:

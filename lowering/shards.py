@@ -6,7 +6,6 @@ holds the part numbered by its coordinates on them, row-major in the order the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -47,7 +46,7 @@ def local_aval(aval: Aval, mesh: Mesh, rules: Rules) -> Aval:
         PartitionError: when a size does not divide, or two dimensions are split over one mesh axis.
     """
     rules.check(aval, mesh, str(aval))
-    shape = tuple(size // _ways(axis, mesh, rules) for size, axis in zip(aval.shape, aval.axes, strict=True))
+    shape = tuple(size // rules.ways(axis, mesh) for size, axis in zip(aval.shape, aval.axes, strict=True))
     return Aval(shape, aval.dtype, aval.axes)
 
 
@@ -109,7 +108,3 @@ def load_shard(artifact: Artifact, rank: int = 0) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         raise ArtifactTampered(f"{file}: {error}") from None
     return found
-
-
-def _ways(axis: str | None, mesh: Mesh, rules: Rules) -> int:
-    return math.prod(mesh.axis(name) for name in rules.mesh_axes(axis))

@@ -215,7 +215,7 @@ def plan_memory(
 def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
     """Bytes of one rank's part of a value of global shape; a size that does not divide is rounded up to the largest part."""
     sizes = zip(aval.shape, aval.axes, strict=True)
-    return math.prod(-(-size // _ways(axis, mesh, rules)) for size, axis in sizes) * aval.dtype.itemsize
+    return math.prod(-(-size // rules.ways(axis, mesh)) for size, axis in sizes) * aval.dtype.itemsize
 
 
 def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dispatch_bytes: int = 0) -> tuple[Communicator, ...]:
@@ -273,15 +273,11 @@ def _split(leaves: Iterable[Leaf], axis: str, mesh: Mesh, rules: Rules) -> tuple
     return sums[True], sums[False]
 
 
-def _ways(axis: str | None, mesh: Mesh, rules: Rules) -> int:
-    return math.prod(mesh.axis(name) for name in rules.mesh_axes(axis))
-
-
 def _why_experts(weights: Iterable[Leaf], mesh: Mesh, rules: Rules) -> str:
     counts = {size for leaf in weights for size, axis in zip(leaf.aval.shape, leaf.aval.axes, strict=True) if axis == "experts"}
     if not counts:
         return "no experts"
-    ways = _ways("experts", mesh, rules)
+    ways = rules.ways("experts", mesh)
     return f"{-(-max(counts) // ways)} of {max(counts)} experts a layer" if ways > 1 else f"all {max(counts)} experts of every layer"
 
 

@@ -7,10 +7,9 @@ import os
 from dataclasses import dataclass, replace
 
 from ..graphs.errors import SpecError
-from ..graphs.types import Mesh
+from ..graphs.types import MESH_AXES, Mesh
 
 GIB = 2**30
-MESH_AXES = ("dp", "tp")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from .stubs import INSTALL, cann, find_compiler, stub_libraries, wheel_path
 ASSUMED_CANN = "8.5.0"
 ASSUMED_DEVICE = "Ascend910_9391"
 _ASSUMED_SOC = 250
-_LATE = ("torchair.patterns._recover_view_inplace_pattern", "torchair._ge_concrete_graph.graph_pass")
 _FOREACH_DEVICES = ("cuda", "xpu", "mtia")
 # What torch_npu's and torchair's code imports, whatever their metadata says.
 DISTRIBUTIONS = ("torch_npu", "protobuf", "packaging", "PyYAML", "numpy")
@@ -138,8 +137,8 @@ def _load(cache_dir: Path, ascend_home: str | None) -> Torchair:
             pb2 = importlib.import_module("torchair._ge_concrete_graph.ge_ir_pb2")
             utils = importlib.import_module("torchair._utils")
             # Others are imported by the first conversion, and warn of their own source when nothing has compiled it before.
-            for name in _LATE:
-                importlib.import_module(name)
+            importlib.import_module("torchair.patterns._recover_view_inplace_pattern")
+            importlib.import_module("torchair._ge_concrete_graph.graph_pass")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         raise LoweringError(f"torch_npu at {wheel_path()} cannot be imported: {error}") from error
     if found is None:
