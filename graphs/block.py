@@ -23,11 +23,11 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
-    make_fx,
     track_tensor_tree,
 )
 
 from .errors import GraphError
+from .fakes import fake, graph_of
 from .layout import partitioning, place
 
 # Attributes that every module has, such as `half`, would hide a body of that name.
@@ -131,13 +131,16 @@ def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], fla
         return locals_
 
     with disable_proxy_modes_tracing(), collecting(bodies=False):
-        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in map(_local, flat)]
-        graph = make_fx(inner, tracing_mode="real")(*fakes)
+        graph = graph_of(inner, [_fake(value) for value in map(_local, flat)])
     graph.graph.eliminate_dead_code()
     (output,) = (n for n in graph.graph.nodes if n.op == "output")
     output.args = (tuple(output.args[0]),)
     graph.recompile()
     return _Body(name, graph, *told[0])
+
+
+def _fake(value: torch.Tensor) -> torch.Tensor:
+    return fake(value.shape, value.dtype, value.stride(), value.device.type)
 
 
 def _like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -160,9 +163,7 @@ def _call(tracer: PythonKeyTracer, body: _Body, flat: Sequence[Any]) -> Any:
         tracer.graph.owning_module = tracer.root  # type: ignore[assignment]
     (output,) = (n for n in body.graph.graph.nodes if n.op == "output")
     with disable_proxy_modes_tracing():
-        fakes = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (node.meta["val"] for node in output.args[0])
-        ]
+        fakes = [_fake(node.meta["val"]) for node in output.args[0]]
     proxy = tracer.create_proxy("call_module", body.name, tuple(_proxy(tracer, value) for value in flat), {})
     proxy.node.meta["val"] = tuple(fakes)
     values = track_tensor_tree(tuple(fakes), proxy, constant=None, tracer=tracer)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import events, tree
 from . import ops as ops
 from .block import collecting
 from .errors import GraphError
+from .fakes import fake, graph_of
 from .types import Aval, Leaf, Program, Signature
 
 
@@ -91,8 +91,7 @@ def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple
     """make_fx of a flat function over fake CPU tensors, gradients off."""
     events.record("trace")
     with FakeTensorMode(), torch.no_grad(), collecting():
-        fakes = [torch.empty(shape, dtype=dtype) for shape, dtype in operands]
-        graph = make_fx(fn, tracing_mode="real")(*fakes)
+        graph = graph_of(fn, [fake(shape, dtype) for shape, dtype in operands])
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph

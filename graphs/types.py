@@ -173,7 +173,8 @@ class Limits:
         num_pages: pages in each KV pool, the null page included.
         num_slots: recurrent-state slots in each state pool, the null slot included.
         max_model_len: most tokens (prompt and output) of one request; a multiple of page_size.
-        slots_per_request: k+1, one slot per candidate token of a decode step.
+        slots_per_request: one slot per candidate token of a decode step, k+1; 1 where requests are only prefilled.
+        drafts: k, tokens drafted for each request in a step; 0 drafts none.
     """
 
     page_size: int
@@ -181,8 +182,14 @@ class Limits:
     num_slots: int
     max_model_len: int
     slots_per_request: int = 1
+    drafts: int = 0
 
     def __post_init__(self) -> None:
+        if self.drafts < 0 or self.slots_per_request not in (1, self.drafts + 1):
+            raise SpecError(
+                f"{self.slots_per_request} slots per request and {self.drafts} drafts; legal are at least 0 drafts, and one slot more than "
+                "drafts or, where requests are only prefilled, 1"
+            )
         for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} is {getattr(self, name)}; it is at least 1")
@@ -193,6 +200,11 @@ class Limits:
     def pages_per_request(self) -> int:
         """N: length of a request's page table row."""
         return self.max_model_len // self.page_size
+
+    @property
+    def num_seats(self) -> int:
+        """Requests in flight, and the null seat 0 beside them."""
+        return (self.num_slots - 1) // self.slots_per_request + 1
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,7 @@ def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[st
     """The experts' tensors in the order of the expert products' operands, each with its logical axes."""
     if cfg.variant.experts == "plain":
         return [(weights["gate_up"], ("experts", None, "expert_ffn", None)), (weights["down"], ("experts", None, "expert_ffn"))]
-    return [
-        (tensor, ("experts", *(None,) * (tensor.dim() - 1))) for name in ("gate_up", "down") for tensor in weights[name].values()
-    ]
+    return [(tensor, ("experts", *(None,) * (tensor.dim() - 1))) for name in ("gate_up", "down") for tensor in weights[name].values()]
 
 
 def _routed(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -179,9 +177,7 @@ def _routed(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.
     return reduce_scatter(_own_experts(cfg, everyone, share, ids, experts), "experts")
 
 
-def _own_experts(
-    cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weighted sum of what this device's experts, ids 0 and up, make of the tokens that chose them."""
     if cfg.variant.experts == "plain":
         fused: torch.Tensor = ops.moe_experts(x, share, ids, *experts)

@@ -94,9 +94,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
         ),
         "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "A_log",), ((Hv,),)), "zeros"),
         "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "dt_bias",), ((Hv,),)), "ones"),
-        "norm": Param(
-            Aval((cfg.linear_value_head_dim,), dtype), Source((at + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
-        ),
+        "norm": Param(Aval((cfg.linear_value_head_dim,), dtype), Source((at + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"),
         "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((at + "out_proj.weight",), ((M, z),))),
     }
 

@@ -8,7 +8,7 @@ dimension of their own; so a shard of any parameter is a smaller model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from ..graphs.types import Aval, Limits, Tree
 from . import feed_forward, gated_attention, gated_deltanet, rows
 from .batch import Batch
 from .config import Fields
+from .family import Seen
 from .params import Param, Source
 from .variant import PLAIN, Variant
 
 FAMILY = "qwen3_5"
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+DRAFT = "mtp"
 FULL, LINEAR = "full_attention", "linear_attention"
 MOST_LAYERS = 1024
 
@@ -162,14 +164,20 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     if not cfg.tie_word_embeddings:
         params["head"] = plain("lm_head.weight", V, M, axes=("vocab", None))
     if cfg.mtp_num_hidden_layers:
-        params["mtp"] = {
+        params[DRAFT] = {
             "norm_embedding": plain("mtp.pre_fc_norm_embedding.weight", M, init="zeros"),
             "norm_hidden": plain("mtp.pre_fc_norm_hidden.weight", M, init="zeros"),
             "fc": plain("mtp.fc.weight", M, 2 * M),
-            "layer": _layer_params(cfg, dtype, "mtp.layers.0.", FULL),
+            "layer": _layer_params(_unquantised(cfg), dtype, "mtp.layers.0.", FULL),
             "norm": plain("mtp.norm.weight", M, init="zeros"),
         }
     return params
+
+
+def _unquantised(cfg: Config) -> Config:
+    """The configuration of the draft head's layer: no published recipe quantises it."""
+    grouped = cfg.variant.experts != PLAIN.experts
+    return replace(cfg, variant=replace(cfg.variant, attention="plain", experts="grouped" if grouped else "plain"))
 
 
 def _layer_params(cfg: Config, dtype: torch.dtype, at: str, kind: str) -> dict[str, Any]:
@@ -191,21 +199,21 @@ def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     blocks = [(gated_attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
     state: dict[str, Any] = {"layers": [block.state(cfg, limits, dtype) for block in blocks]}
     if cfg.mtp_num_hidden_layers:
-        state["mtp"] = gated_attention.state(cfg, limits, dtype)
+        state[DRAFT] = gated_attention.state(cfg, limits, dtype)
     return state
 
 
-def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, list[torch.Tensor]]:
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Seen]:
     """Runs all layers over one step.
 
     Args:
         params: tree of `abstract_params`; `head` and `mtp` are not read.
         state: tree of `abstract_state`; `mtp` passes through.
-        inputs: tree of `batch.abstract_inputs`.
+        inputs: tokens, starts, lengths, page_table, read_slots and write_slots of a step (batch.py).
 
     Returns:
-        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and each MoE layer's router logits
-        [T, E].
+        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and what else was seen; the draft head
+        reads the same hidden states.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     stream = rows.embed(batch.tokens, params["embed"])
@@ -217,7 +225,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         x, stream, pool, logits = block(kind, _layer, (cfg, kind), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)
-    return x, {**state, "layers": pools}, routers
+    return x, {**state, "layers": pools}, Seen(x, routers)
 
 
 def _layer(
@@ -243,22 +251,26 @@ def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool = True) -> tuple[torch.Tensor, Tree]:
     """The multi-token-prediction head: from the hidden state of token i and the id of token i+1 towards token i+2.
 
     Args:
         params: tree of `abstract_params` with `embed` and `mtp`.
         state: tree of `abstract_state` with `mtp`.
         inputs: as for forward, `tokens` shifted left by one: row (b, t) holds the token after the one `hidden` saw.
-        hidden: [T, M] from forward, or from the previous draft step.
+        hidden: [T, M] from forward, or from the previous draft pass.
+        first: whether it is from forward; this head treats both alike.
 
     Returns:
-        hidden [T, M] (feed it to `head`, or to the next draft step) and the new state.
+        hidden [T, M] (feed it to `draft_head`, and to the next draft pass), laid out as the stream, and the new state.
     """
-    mtp, batch = params["mtp"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     token = ops.rms_norm(rows.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = ops.linear(torch.cat([token, seen], -1), mtp["fc"])
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    x, _, pool, _ = block("mtp", _layer, (cfg, FULL), mtp["layer"], state["mtp"], batch, x, stream, mtp["norm"])
-    return x, {**state, "mtp": pool}
+    x, _, pool, _ = block("mtp", _layer, (_unquantised(cfg), FULL), mtp["layer"], state[DRAFT], batch, x, stream, mtp["norm"])
+    return x, {**state, DRAFT: pool}
+
+
+draft_head = head

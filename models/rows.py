@@ -26,6 +26,12 @@ def whole(x: torch.Tensor, tokens: int) -> torch.Tensor:
     return x if x.shape[0] == tokens else x[:tokens]
 
 
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Rows that every device has, laid out as the stream: [T, M] -> [padded(T), M]."""
+    short = padded(x.shape[0]) - x.shape[0]
+    return constrain(torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x, "tokens", None)
+
+
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A row-parallel product, its sum laid out as the stream: [T, K] -> [padded(T), M]."""
     short = padded(x.shape[0]) - x.shape[0]

@@ -1,21 +1,23 @@
-"""Turns a model into the program of one bucket: run the layers, pick the rows that speak, sample."""
+"""Turns a model into the program of one bucket: run the layers, sample, keep what counts, draft, leave the next step's inputs."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..graphs import ops
-from ..graphs.layout import constrain, ways
-from ..graphs.region import all_to_all, shard_map
-from ..graphs.types import Bucket, Limits, Program, Tree
-from . import rows
+from ..graphs.errors import SpecError
+from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from . import drafts, rows, seats
 from .batch import abstract_inputs
 from .params import avals
+from .speak import speak
+
+READ = ("page_table", "starts", "lengths", "read_slots", "write_slots")
 
 
 @dataclass(frozen=True)
@@ -24,76 +26,125 @@ class Model:
 
     Attributes:
         name: what users call it.
-        family: module of this folder that offers abstract_params, abstract_state, forward, head (and draft).
+        family: module of this folder, as family.py describes.
         config: that family's configuration.
+        drafting: the programs draft, so its parameters and state include the draft head's.
     """
 
     name: str
     family: ModuleType
     config: Any
+    drafting: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules do not cross to other processes; their names do.
-        return _remade, (self.name, self.family.__name__.rpartition(".")[2], self.config)
+        return _remade, (self.name, self.family.__name__.rpartition(".")[2], self.config, self.drafting)
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether its programs can draft."""
+        return self.family.DRAFT in self.family.abstract_params(self.config, torch.float32)
 
     def params(self, dtype: torch.dtype) -> Tree:
-        """Tree of Param that the programs read; the draft head's are left out while nothing drafts."""
-        tree: dict[str, Any] = dict(self.family.abstract_params(self.config, dtype))
-        tree.pop("mtp", None)
-        return tree
+        """Tree of Param that the programs read."""
+        return self._used(self.family.abstract_params(self.config, dtype))
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
-        """Tree of Aval of the programs' state pools."""
-        tree: dict[str, Any] = dict(self.family.abstract_state(self.config, limits, dtype))
-        tree.pop("mtp", None)
-        return tree
+        """Tree of Aval of the programs' state: the family's pools, and the seats."""
+        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": seats.state(limits)}
+
+    def _used(self, tree: Tree) -> dict[str, Any]:
+        return {name: value for name, value in tree.items() if self.drafting or name != self.family.DRAFT}
 
 
-def _remade(name: str, family: str, config: Any) -> Model:
-    return Model(name, importlib.import_module(f".{family}", __package__), config)
+def _remade(name: str, family: str, config: Any, drafting: bool) -> Model:
+    return Model(name, importlib.import_module(f".{family}", __package__), config, drafting)
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniform")
+@dataclass(frozen=True)
+class _Step:
+    """What the programs of one bucket are made of."""
+
+    model: Model
+    bucket: Bucket
+    limits: Limits
+    emit_logits: bool
+    max_logprobs: int
+
+    def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        """Verifies each row's drafts, keeps what counts, drafts again."""
+        Q, seat = self.bucket.q_len, seats.read(state["seats"], inputs, self.limits)
+        step = {**inputs, **seat._asdict()}
+        hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: step[name] for name in ("tokens", *READ)})
+        told = self._speak(params, rows.whole(hidden, self.bucket.tokens), inputs, seats.uniforms(inputs, seat.starts, Q))
+        counts = ops.accept(told["tokens"], seat.tokens, seat.lengths)
+        accepted = (counts - 1).clamp(min=0)
+        last = told["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
+        made, state = self._draft(params, state, {**step, "tokens": told["tokens"]}, seen.features, counts)
+        following = torch.cat([last[:, None], *made.values()], 1)
+        # A row without room in its context said nothing, and its seat stays as it is.
+        heard = torch.where(counts > 0, inputs["seats"], 0)
+        pool = seats.write(state["seats"], heard, seat.starts + counts, accepted, following)
+        return {**told, "counts": counts, **made}, {**state, "seats": pool}
+
+    def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
+        """Takes in a chunk of a prompt; what is sampled and drafted counts after the last chunk only."""
+        lengths = inputs["lengths"]
+        hidden, state, seen = self.model.family.forward(
+            self.model.config, params, state, {name: inputs[name] for name in ("tokens", *READ)}
+        )
+        hidden = ops.last_rows(rows.whole(hidden, self.bucket.tokens), lengths)
+        told = self._speak(params, hidden, inputs, inputs["uniform"])
+        sampled = told["tokens"][:, 0]
+        after = {**inputs, "tokens": self._shifted(inputs, sampled)} if self.limits.drafts else inputs
+        made, state = self._draft(params, state, after, seen.features, lengths)
+        following = torch.cat([sampled[:, None], *made.values()], 1)
+        pool = seats.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), following)
+        return {**told, **made}, {**state, "seats": pool}
+
+    def _speak(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
+        logits = self.model.family.head(self.model.config, params, hidden)
+        return speak(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs)
+
+    def _draft(self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> tuple[dict[str, Any], Tree]:
+        """`{"drafts": [B, k]}`, or nothing where k is 0."""
+        if not self.limits.drafts:
+            return {}, state
+        read = {name: step[name] for name in ("tokens", "page_table", "starts", "read_slots", "write_slots")}
+        made, state = drafts.draft(self.model.family, self.model.config, self.limits, params, state, read, features, counts)
+        return {"drafts": made}, state
+
+    def _shifted(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:
+        """The token after each of the chunk's: [B, Q]."""
+        tokens, starts, Q = inputs["tokens"], inputs["starts"], self.bucket.q_len
+        following = torch.where(inputs["next_tokens"] < 0, sampled, inputs["next_tokens"])
+        last = ops.positions(starts, Q).view(-1, Q) == (starts + inputs["lengths"] - 1)[:, None]
+        return torch.where(last, following[:, None], torch.nn.functional.pad(tokens[:, 1:], (0, 1)))
 
 
-def program(model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True) -> Program:
-    """The program of a bucket: `(params, state, inputs) -> ({"tokens": [B, W] i32, "logits": [B, W, V] f32}, state)`.
+def program(
+    model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True, max_logprobs: int = 0
+) -> Program:
+    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; inputs are those of `batch.abstract_inputs`.
 
-    Decode speaks after every token (W = Q), prefill after each row's last valid one (W = 1).
+    Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
+    in decode `counts` [B] i32, how many of them count; with k > 0 `drafts` [B, k] i32, the tokens drafted after those; and what
+    `speak` says of logits.
 
     Args:
+        limits: `limits.drafts` is k; a decode bucket takes k + 1 tokens a request.
         emit_logits: logits are among the outputs; without them no device ever holds those of the whole vocabulary for all rows.
+        max_logprobs: of how many most likely tokens log probabilities are told; 0 tells none.
+
+    Raises:
+        SpecError: a decode bucket of another width, or drafts of a model without a draft head.
     """
-
-    def forward(params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        hidden, new_state, _ = model.family.forward(model.config, params, state, inputs)
-        hidden = rows.whole(hidden, bucket.tokens)
-        if bucket.kind == "prefill":
-            hidden = ops.last_rows(hidden, inputs["lengths"])
-        logits = model.family.head(model.config, params, hidden)
-        B, W = inputs["uniform"].shape
-        if not emit_logits and B % ways("vocab") == 0:
-            return {"tokens": _sample_shares(logits, inputs)}, new_state
-        logits = constrain(logits, None, None).view(B, W, -1).float()
-        tokens = ops.sample(logits, *(inputs[name] for name in SAMPLING))
-        return {"tokens": tokens, **({"logits": logits} if emit_logits else {})}, new_state
-
-    return Program(
-        f"{model.name}/{bucket.name}",
-        bucket,
-        forward,
-        avals(model.params(dtype)),
-        model.state(limits, dtype),
-        abstract_inputs(bucket, limits),
-    )
-
-
-def _sample_shares(logits: torch.Tensor, inputs: Tree) -> torch.Tensor:
-    """Tokens [B, W] of logits [B*W, V] split over the vocabulary: each device gets all logits of its share of the requests.
-
-    That moves as many bytes as a device holds; gathering the vocabulary on every device would move as many as all hold.
-    """
-    shares = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], ("sampled_rows", None))
-    mine = {name: constrain(inputs[name], "sampled_rows", *(None,) * (inputs[name].dim() - 1)) for name in SAMPLING}
-    logits = shares.view(*inputs["uniform"].shape, -1).float()
-    return constrain(ops.sample(logits, *mine.values()), None, None)
+    if bucket.kind == "decode" and bucket.q_len != limits.drafts + 1:
+        raise SpecError(f"{bucket.name} with {limits.drafts} drafts; legal is q_len {limits.drafts + 1}: the last token and its drafts")
+    if limits.drafts and not model.has_draft_head:
+        raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
+    model = replace(model, drafting=limits.drafts > 0)
+    parts = _Step(model, bucket, limits, emit_logits, max_logprobs)
+    inputs: dict[str, Aval] = abstract_inputs(bucket, limits, logprobs=max_logprobs > 0)
+    forward = parts.decode if bucket.kind == "decode" else parts.prefill
+    return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,9 +26,7 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch
 
 # Where torch_npu is installed without CANN, transformers would import it and fail; here it is the oracle on the CPU.
 _found = import_utils._is_package_available
-import_utils._is_package_available = lambda name, *rest, **named: (
-    (False, "N/A") if name == "torch_npu" else _found(name, *rest, **named)
-)
+import_utils._is_package_available = lambda name, *rest, **named: (False, "N/A") if name == "torch_npu" else _found(name, *rest, **named)
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
@@ -50,6 +50,18 @@ def oracle() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def speculators() -> ModuleType:
+    """The file speculators.py beside this one."""
+    return load_beside("speculators")
+
+
+@pytest.fixture(scope="session")
+def courses(oracle: ModuleType, speculators: ModuleType) -> Callable[[str], Any]:
+    """What greedy requests of a model say: `speculators.Course` by the model's name in oracle.py; made once, not to be changed."""
+    return functools.cache(lambda name: speculators.Course(oracle.drafting(name)))
+
+
+@pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """The file tiny.py beside this one."""
     return load_beside("tiny")
@@ -68,14 +80,20 @@ def fleets() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def toy_device() -> ModuleType:
+    """The file toy_device.py beside this one."""
+    return load_beside("toy_device")
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint directory of two layers; not to be changed."""
-    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny"))
+    """A random checkpoint directory of two layers whose draft head is now and then right; not to be changed."""
+    return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", seed=7, agreeing=True))
 
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny: ModuleType, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It, built uncompiled in float32: decode batches 1, 2 and 4, prefill chunks 4 and 16, context 64; not to be changed."""
+    """It, built uncompiled in float32: decode batches 1, 2 and 4, three drafts, prefill chunks 4 and 16, context 64; not to be changed."""
     out = tmp_path_factory.mktemp("artifact") / "tiny"
     tiny.built(tiny.planned(tiny_checkpoint), out)
     return out

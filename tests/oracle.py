@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig, modeling_qwen3_5_moe
 
 from npucompile.graphs import tree
-from npucompile.graphs.types import Aval, Bucket, Limits, Tree
-from npucompile.models import checkpoint, qwen3_5, registry, step
-from npucompile.models.batch import abstract_inputs
+from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
+from npucompile.models import checkpoint, qwen3_5, registry, seats, step
 
 FULL, LINEAR = "full_attention", "linear_attention"
-LIMITS = Limits(page_size=8, num_pages=41, num_slots=13, max_model_len=160, slots_per_request=3)
+
+
+def limits(drafts: int) -> Limits:
+    """Room for a few requests with so many drafts a step."""
+    return Limits(page_size=8, num_pages=41, num_slots=13, max_model_len=160, slots_per_request=drafts + 1, drafts=drafts)
+
+
+LIMITS = limits(0)
 
 
 def settings(kinds: str, rotary: float = 0.25, theta: float = 1e4, **sizes: Any) -> dict[str, Any]:
@@ -104,12 +111,14 @@ class Oracle:
         model: ours, with the same configuration.
         weights: tree of float32 tensors for `qwen3_5.abstract_params`, the same values.
         values: its config.json.
+        head: its draft head as transformers runs it, where it has one.
     """
 
     theirs: Any
     model: step.Model
     weights: Tree
     values: dict[str, Any]
+    head: Any = None
 
     @property
     def modeling(self) -> ModuleType:
@@ -168,6 +177,33 @@ def bundled(name: str) -> Oracle:
     return Oracle(theirs, found.model, checkpoint.load(checkpoint.open_checkpoint(found.checkpoint_dir), params), json.loads(found.text))
 
 
+HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}
+"""Parts of transformers' draft head -> their names in a checkpoint."""
+
+
+@functools.cache
+def drafting(name: str) -> Oracle:
+    """The model of that name with a draft head."""
+    return with_head(named(name))
+
+
+def with_head(random: Oracle) -> Oracle:
+    """The same model with a draft head, drawn where it has none."""
+    model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
+    kind = "Qwen3_5Moe" if model.config.num_experts else "Qwen3_5"
+    layer, norm = getattr(random.modeling, f"{kind}DecoderLayer"), getattr(random.modeling, f"{kind}RMSNorm")
+    head = MtpLayer(random.theirs.config, layer, norm, model.config.layer_types.index(FULL)).eval()
+    names = {name: f"mtp.{HEAD[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in head.state_dict()}
+    params, weights = qwen3_5.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    if "mtp" in weights:
+        ours = split(params, weights["mtp"])
+        head.load_state_dict({name: ours[called] for name, called in names.items()})
+    else:
+        draw(head, 7)
+        weights = {**weights, "mtp": join(params, {names[name]: tensor for name, tensor in head.state_dict().items()})}
+    return replace(random, model=model, weights=weights, head=head)
+
+
 def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
     """Tensors for a tree of Param from a state dict with the names of its sources."""
     return tree.map_leaves(lambda p: p.source.join(*(state_dict[name] for name in p.source.names)).contiguous(), params)
@@ -185,8 +221,16 @@ def cast(tensors: Tree, params: Tree) -> Tree:
 
 
 def poisoned(avals: Tree) -> Tree:
-    """Pools full of NaN."""
-    return tree.map_leaves(lambda aval: torch.full(aval.shape, float("nan"), dtype=aval.dtype), avals)
+    """Pools full of NaN; seats that nobody took hold tokens and places that no one can have, but for the null seat."""
+
+    def fill(aval: Aval) -> torch.Tensor:
+        if aval.dtype.is_floating_point:
+            return torch.full(aval.shape, float("nan"), dtype=aval.dtype)
+        pool = torch.full(aval.shape, -(10**6), dtype=aval.dtype)
+        pool[0] = 0
+        return pool
+
+    return tree.map_leaves(fill, avals)
 
 
 @dataclass(frozen=True)
@@ -205,42 +249,75 @@ PADDING = Row([], 3, [], 0, [0])
 
 
 def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int = 0) -> dict[str, torch.Tensor]:
-    """A step's inputs; rows beyond those given are PADDING, with NaN for numbers and `junk` for tokens."""
-    avals: dict[str, Aval] = abstract_inputs(bucket, limits)
-    out = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
+    """What the layers of a step read; rows beyond those given are PADDING, with `junk` for tokens."""
+    B, W = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1
+    shapes = {"tokens": (B, bucket.q_len), "starts": (B,), "lengths": (B,), "read_slots": (B,)}
+    shapes |= {"page_table": (B, limits.pages_per_request), "write_slots": (B, W)}
+    out = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
     out["tokens"].fill_(junk)
-    for name in ("top_p", "min_p", "temperature", "uniform"):
-        out[name].fill_(float("nan"))
-    for b, row in enumerate([*rows, *[PADDING] * (bucket.batch - len(rows))]):
+    for b, row in enumerate([*rows, *[PADDING] * (B - len(rows))]):
         out["tokens"][b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
         out["starts"][b], out["lengths"][b], out["read_slots"][b] = row.start, len(row.tokens), row.read
         out["page_table"][b, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
         out["write_slots"][b, : len(row.write)] = torch.tensor(row.write, dtype=torch.int32)
-        if row.tokens:
-            out["temperature"][b], out["top_p"][b], out["min_p"][b], out["uniform"][b] = 0.0, 1.0, 0.0, 0.5
     return out
 
 
+def blank(program: Program) -> dict[str, torch.Tensor]:
+    """A program's inputs where every row is padding: NaN for numbers."""
+    fill = {torch.float32: float("nan"), torch.int32: 0}
+    return {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in program.inputs.items()}
+
+
 class Runner:
-    """Runs the programs of a model over one set of pools, which start as NaN."""
+    """Runs the programs of a model over one set of pools, which start as NaN; every row is greedy.
 
-    def __init__(self, model: step.Model, weights: Tree, dtype: torch.dtype = torch.float32, limits: Limits = LIMITS) -> None:
-        self.model, self.limits, self.dtype = model, limits, dtype
-        self.weights = cast({key: weights[key] for key in model.params(dtype)}, model.params(dtype))
-        self.state = poisoned(model.state(limits, dtype))
+    Args:
+        drafts: k; the candidates of a decode step are those of the row, whatever was drafted.
+    """
 
-    def step(self, bucket: Bucket, rows: list[Row], junk: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [rows, W] and logits [rows, W, V] of the live rows; the pools advance."""
-        program = step.program(self.model, bucket, self.limits, self.dtype)
-        outputs, self.state = program.forward(self.weights, self.state, inputs(bucket, rows, self.limits, junk))
-        return outputs["tokens"][: len(rows)], outputs["logits"][: len(rows)]
+    def __init__(self, model: step.Model, weights: Tree, dtype: torch.dtype = torch.float32, drafts: int = 0) -> None:
+        self.model, self.limits, self.dtype = replace(model, drafting=drafts > 0), limits(drafts), dtype
+        self.weights = cast({key: weights[key] for key in self.model.params(dtype)}, self.model.params(dtype))
+        self.state = poisoned(self.model.state(self.limits, dtype))
+
+    def step(self, bucket: Bucket, rows: list[Row], junk: int = 0, **options: Any) -> dict[str, torch.Tensor]:
+        """Outputs of the live rows; the pools advance. The request of row b has seat b + 1.
+
+        Args:
+            junk: tokens of padding, and of a row beyond its own.
+            options: of `step.program`.
+        """
+        program = step.program(self.model, bucket, self.limits, self.dtype, **options)
+        read = inputs(bucket, rows, self.limits, junk)
+        given = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
+        live = slice(len(rows))
+        given["seats"][live] = torch.arange(1, len(rows) + 1)
+        for name, value in {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}.items():
+            given[name][live] = value
+        if bucket.kind == "decode":
+            given["drafts"][live], given["base"][live] = read["lengths"][live] - 1, read["starts"][live]
+            self._sit(rows, read, junk)
+        elif self.limits.drafts:
+            given["next_tokens"][live] = -1
+        outputs, self.state = program.forward(self.weights, self.state, given)
+        return {name: tensor[live] for name, tensor in outputs.items()}
+
+    def _sit(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:
+        """Puts the rows' candidates, places and slots in their seats, and in the null seat what PADDING claims."""
+        pool = torch.zeros_like(self.state["seats"])
+        pool[0, seats.START], pool[0, seats.TOKENS :] = PADDING.start, junk
+        for b, row in enumerate(rows):
+            pool[b + 1, seats.START], pool[b + 1, seats.ACCEPTED] = row.start, row.write.index(row.read)
+            pool[b + 1, seats.TOKENS :] = read["tokens"][b]
+        self.state = {**self.state, "seats": pool}
 
     def prefill(self, ids: list[int], pages: list[int], slot: int, chunks: list[int], junk: int = 0) -> torch.Tensor:
         """Runs a prompt through buckets of these sizes, the last one padded; logits [V] after the prompt."""
         done, logits = 0, torch.empty(0)
         for size in chunks:
             part = ids[done : done + size]
-            _, logits = self.step(Bucket("prefill", 1, size), [Row(part, done, pages, slot, [slot])], junk)
+            logits = self.step(Bucket("prefill", 1, size), [Row(part, done, pages, slot, [slot])], junk)["logits"]
             done += len(part)
         assert done == len(ids), "the chunks hold the prompt"
         return logits[0, 0]

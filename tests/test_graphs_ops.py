@@ -108,8 +108,24 @@ def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
 
 
+def accepting(r: Draw, *lengths: int) -> tuple[Any, ...]:
+    """Rows of four candidates of three ids: some drafts are right by chance, and some of those are not valid."""
+    B = len(lengths)
+    return r.below(3, B, 4), r.below(3, B, 4), ints(*lengths)
+
+
+def likely(r: Draw, B: int, Q: int, V: int, most: int) -> tuple[Any, ...]:
+    """The last row does not ask."""
+    return r.f32(B, Q, V), r.below(V, B, Q), ints(*[1] * (B - 1), 0), most
+
+
 # Operands per primitive. Each needs sizes that are odd somewhere, and for every letter of its factors one example that halves.
 EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
+    "accept": {
+        "odd": lambda r: accepting(r, 4, 0, 1, 3, 2, 4, 4),
+        "even": lambda r: accepting(r, 4, 4, 3, 0),
+        "no drafts": lambda r: (r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)),
+    },
     "add_rms_norm": {
         "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
         "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
@@ -190,12 +206,14 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     },
     "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
+    "seat_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
+    "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
 }
 
 # Where no gradient goes: integers, what is rounded to them, and the thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
-    *("cache_slots", "positions", "rope_angles", "sample"),
+    *("accept", "cache_slots", "positions", "rope_angles", "sample", "seat_write"),
     *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
 )
 
@@ -589,6 +607,7 @@ def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any
 
 
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
+    "accept": [],
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
     "cache_slots": [],
     "cache_write": [poisoned_cache],
@@ -633,7 +652,9 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],
     "rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
+    "seat_write": [],
     "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
+    "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/sharding.md: every layout communicates as often as its table says, and moves as many bytes."""
+"""docs/sharding.md: every layout communicates as often as its tables say, and moves as many bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,15 @@ CONFIG = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": X, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "eos_token_id": 255, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "mtp_num_hidden_layers": 1, "eos_token_id": 255,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 DENSE = {"model_type": "qwen3_5_text", "num_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the document's table, in its words."""
+    """One row of the document's first table, in its words."""
 
     name: str
     mesh: str
@@ -80,11 +82,38 @@ LAYOUTS = [
     Layout("experts spread, groups of one", "dp=4", "decode 8x2", EXPERTS, "2*X*S*(w-1)/w", *NONE),
     Layout("experts spread, groups of one, many tokens", "dp=4", "prefill 1x1024", GATHERED, "2*S*(w-1)", *NONE),
 ]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the document's second table: what each draft pass of a step has; in a prefill of many tokens the first one."""
+
+    name: str
+    mesh: str
+    step: str
+    collectives: str
+    their_bytes: str
+
+
+SPREAD_PASS = (f"reduce_scatter tp, {SCATTERED}, {EXPERTS}, all_gather tp, all_gather tp", f"4*S*(n-1)/n + {SENT} + R*(n-1)")
+SPLIT_PASS = ("all_reduce tp, all_reduce tp, all_reduce tp, all_gather tp", "6*S*(n-1)/n + R*(n-1)")
+GATHERED_PASS = (SPREAD_PASS[0].replace(EXPERTS, GATHERED), SPREAD_PASS[1].replace(SENT, "2*S/n*(w-1)"))
+PASSES = [
+    Pass("dense", "tp=4", "decode 8x4", *SPLIT_PASS),
+    Pass("dense, groups alone", "dp=4", "decode 8x4", *NONE),
+    Pass("experts split", "tp=4", "decode 8x4", *SPLIT_PASS),
+    Pass("experts spread", "tp=4", "decode 8x4", *SPREAD_PASS),
+    Pass("experts spread, few requests", "tp=4", "decode 1x4", *SPREAD_PASS),
+    Pass("experts spread, groups", "dp=2,tp=2", "decode 8x4", *SPREAD_PASS),
+    Pass("experts spread, groups, odd batch", "dp=2,tp=2", "decode 3x3", *SPREAD_PASS),
+    Pass("experts spread, groups, many tokens", "dp=2,tp=2", "prefill 1x2048", *GATHERED_PASS),
+    Pass("experts spread, groups of one", "dp=4", "decode 8x4", EXPERTS, "2*X*S*(w-1)/w"),
+]
 MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_heads": 2}}
 
 
-def partitioned(layout: Layout, **options: bool) -> Partitioned:
-    """The layout's step of the small model, as a build would partition it."""
+def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
+    """The row's step of the small model, as a build would partition it. A decode step drafts as much as it verifies."""
     changes = next((change for name, change in MODELS.items() if layout.name.startswith(name)), {})
     values = CONFIG | changes
     mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
@@ -95,7 +124,9 @@ def partitioned(layout: Layout, **options: bool) -> Partitioned:
     variant = Variant.of("none", grouped=spread, kv_repeat=copies, recurrent=torch.bfloat16)
     model = replace(model, config=replace(model.config, variant=variant))
     slots = bucket.q_len if kind == "decode" else 1
-    program = step.program(model, bucket, Limits(128, 17, 1 + 8 * slots, 4096, slots), torch.bfloat16, **{"emit_logits": False} | options)
+    drafts = slots - 1 if kind == "decode" else 2 * isinstance(layout, Pass)
+    limits = Limits(128, 17, 1 + 8 * slots, 4096, slots, drafts)
+    program = step.program(model, bucket, limits, torch.bfloat16, **{"emit_logits": False} | options)
     table = rules(mesh, experts=values["num_experts"], expert_parallel=spread, tokens=bucket.tokens)
     return optimise(partition(program, mesh, table))
 
@@ -122,46 +153,66 @@ def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
     return [(name, groups(mesh)[group]) for name, group in found]
 
 
-def sizes(layout: Layout) -> dict[str, float]:
-    """The letters of the document's formulas."""
+def sizes(layout: Layout | Pass, *, further: bool = False) -> dict[str, float]:
+    """The letters of the document's formulas; those of a further draft pass, which has one token a row."""
     mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
-    n, tokens = mesh.axis("tp"), int(B) * int(Q)
-    rows = tokens if tokens < n else -(-tokens // n) * n
+    n, tokens = mesh.axis("tp"), int(B) * (1 if further else int(Q))
+    rows = tokens if int(B) * int(Q) < n else -(-tokens // n) * n
     spoken = tokens if kind == "decode" else int(B)
-    return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "X": X, "n": n, "w": mesh.size}
+    return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "R": int(B) * 8, "X": X, "n": n, "w": mesh.size}
 
 
-def in_document() -> list[Layout]:
+def in_document(table: str, kind: Any, *columns: str) -> list[Any]:
+    """The rows of a table of the document."""
     text = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
-    lines = text.split("<!-- layouts -->")[1].strip().splitlines()
-    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
-        "layout", "mesh", "step", "collectives a layer", "bytes a layer", "others a step", "their bytes",
-    ]  # fmt: skip
-    return [Layout(*(cell.strip().strip("`") for cell in line.strip("|").split("|"))) for line in lines[2:]]
+    lines = text.split(f"<!-- {table} -->")[1].strip().splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["layout", "mesh", "step", *columns]
+    return [kind(*(cell.strip().strip("`") for cell in line.strip("|").split("|"))) for line in lines[2:]]
 
 
 def test_the_document_says_what_is_tested():
-    assert in_document() == LAYOUTS
+    assert in_document("layouts", Layout, "collectives a layer", "bytes a layer", "others a step", "their bytes") == LAYOUTS
+    assert in_document("passes", Pass, "collectives a draft pass", "their bytes") == PASSES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
 def test_a_layout_has_the_collectives_it_needs_and_no_more(layout):
     made, mesh = partitioned(layout), Mesh.parse(layout.mesh)
     kinds = bodies(made.graph)
-    assert sorted(kinds) == sorted(set(LAYERS))
-    for body in kinds.values():
-        held = talks(body.graph.nodes)
+    assert set(kinds) >= set(LAYERS)
+    for kind in set(LAYERS):
+        held = talks(kinds[kind].graph.nodes)
         assert words(held, mesh) == stated(layout.layer, mesh)
         assert sum(moved_bytes(held, mesh, X).values()) == eval(layout.layer_bytes, sizes(layout))
     rest = talks(made.graph.graph.nodes)
     assert words(rest, mesh) == stated(layout.rest, mesh)
     assert sum(moved_bytes(rest, mesh, X).values()) == eval(layout.rest_bytes, sizes(layout))
-    assert len(made.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh))
+    drafting = sum(len(talks(kinds[name].graph.nodes)) for name in set(kinds) - set(LAYERS))
+    assert len(made.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh)) + drafting
     certificate.check_ranks(certificate.expand(made.collectives, mesh))
+
+
+@pytest.mark.parametrize("row", PASSES, ids=lambda row: row.name.replace(" ", "_"))
+def test_a_draft_pass_has_the_collectives_of_a_layer_and_what_stands_around_it(row):
+    made, mesh = partitioned(row), Mesh.parse(row.mesh)
+    kinds = bodies(made.graph)
+    assert set(kinds) == {*LAYERS, "draft_first", "draft_next"}
+    further = (row.collectives, row.their_bytes) if row.step.startswith("decode") else SPREAD_PASS
+    for body, (said, moved) in (("draft_first", (row.collectives, row.their_bytes)), ("draft_next", further)):
+        held = talks(kinds[body].graph.nodes)
+        assert words(held, mesh) == stated(said, mesh)
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, further=body == "draft_next"))
+    certificate.check_ranks(certificate.expand(made.collectives, mesh))
+
+
+def test_log_probabilities_travel_with_the_tokens_they_are_of():
+    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
+    made, mesh = partitioned(layout, max_logprobs=5), Mesh.parse(layout.mesh)
+    assert words(talks(made.graph.graph.nodes), mesh) == stated(layout.rest, mesh)
 
 
 def test_asking_for_logits_gathers_them_and_nothing_else():
     (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
     made, mesh = partitioned(layout, emit_logits=True), Mesh.parse(layout.mesh)
     assert words(talks(made.graph.graph.nodes), mesh) == stated(f"{EMBEDDED}, all_gather tp", mesh)
-    assert made.collectives[-1][2] == "bf16[32,128]"
+    assert talks(made.graph.graph.nodes)[-1][2] == "bf16[32,128]"

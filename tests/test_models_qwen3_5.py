@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from transformers.modeling_layers import MtpLayer
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5
 from npucompile.models.presets import BUNDLED
+from npucompile.models.variant import Variant
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
 TOLERANCE = 1e-4
@@ -32,11 +32,12 @@ def test_logits_of_every_token_equal_transformers(oracle, name):
     rows = [oracle.Row(ids, 0, list(range(1 + 5 * i, 6 + 5 * i)), 1 + i, [1 + i]) for i, ids in enumerate(prompts)]
     bucket = Bucket("prefill", 4, 40)
     state = oracle.poisoned(random.model.state(oracle.LIMITS, torch.float32))
-    hidden, _, routers = qwen3_5.forward(config, random.weights, state, oracle.inputs(bucket, rows))
+    hidden, _, seen = qwen3_5.forward(config, random.weights, state, oracle.inputs(bucket, rows))
     ours = qwen3_5.head(config, random.weights, hidden).view(4, 40, -1)
     for row, ids in zip(ours, prompts, strict=False):
         assert (row[: len(ids)] - random.logits(ids)).abs().max() < TOLERANCE
-    assert [tuple(r.shape) for r in routers] == [(160, config.num_experts)] * (len(config.layer_types) if config.num_experts else 0)
+    assert seen.features is hidden, "the draft head reads what the head reads"
+    assert [tuple(r.shape) for r in seen.routers] == [(160, config.num_experts)] * (len(config.layer_types) if config.num_experts else 0)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
@@ -45,7 +46,7 @@ def test_router_logits_are_those_of_transformers(oracle, name):
     random, ids = oracle.case(name), oracle.case(name).prompt(16)
     state = oracle.poisoned(random.model.state(oracle.LIMITS, torch.float32))
     rows = oracle.inputs(Bucket("prefill", 1, 16), [oracle.Row(ids, 0, [1, 2], 1, [1])])
-    _, _, ours = qwen3_5.forward(random.model.config, random.weights, state, rows)
+    ours = qwen3_5.forward(random.model.config, random.weights, state, rows)[2].routers
     theirs = random.theirs(torch.tensor([ids]), output_router_logits=True).router_logits if name == "moe" else ()
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -78,27 +79,11 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(oracle, name):
 
 
 class Draft:
-    """A model's draft head, as MtpLayer and as a tree for `qwen3_5.draft`; drawn where the checkpoint has none."""
+    """A model's draft head, as MtpLayer and as `qwen3_5.draft` runs it from poisoned pools."""
 
-    def __init__(self, oracle, random):
-        self.random = random
-        self.config = dataclasses.replace(random.model.config, mtp_num_hidden_layers=1)
-        modeling, kind = random.modeling, "Qwen3_5Moe" if self.config.num_experts else "Qwen3_5"
-        full = self.config.layer_types.index("full_attention")
-        layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
-        self.theirs = MtpLayer(random.theirs.config, layer, norm, full).eval()
-        parts = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
-        parts |= {"mtp_block": "layers.0", "post_norm": "norm"}
-        names = {name: "mtp." + parts[name.partition(".")[0]] + "." + name.partition(".")[2] for name in self.theirs.state_dict()}
-        params = qwen3_5.abstract_params(self.config, torch.float32)["mtp"]
-        assert {name for _, param in tree.flatten(params) for name in param.source.names} == set(names.values())
-        if "mtp" in random.weights:
-            self.theirs.load_state_dict({name: oracle.split(params, random.weights["mtp"])[ours] for name, ours in names.items()})
-            self.weights = random.weights
-        else:
-            oracle.draw(self.theirs, 7)
-            drawn = {names[name]: tensor for name, tensor in self.theirs.state_dict().items()}
-            self.weights = {**random.weights, "mtp": oracle.join(params, drawn)}
+    def __init__(self, oracle, name):
+        self.random = oracle.drafting(name)
+        self.config, self.weights, self.theirs = self.random.model.config, self.random.weights, self.random.head
         self.state = oracle.poisoned(qwen3_5.abstract_state(self.config, oracle.LIMITS, torch.float32))
 
     def reference(self, ids, hidden):
@@ -120,7 +105,7 @@ class Draft:
 @torch.no_grad()
 def test_draft_head_equals_mtp_layer_and_recurses(oracle, name):
     """Two prompts in a padded prefill; then two draft steps, each fed the hidden state and the token of the one before."""
-    head = Draft(oracle, oracle.named(name))
+    head = Draft(oracle, name)
     prompts = [head.random.prompt(12, 1), head.random.prompt(7, 2)]
     seen = [head.random.theirs.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
     shifted = [[*ids[1:], 3 + i] for i, ids in enumerate(prompts)]
@@ -143,12 +128,37 @@ def test_draft_head_equals_mtp_layer_and_recurses(oracle, name):
             assert (out[b, 0] - expected[b][-1]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["dense", "moe", *BUNDLED])
+def test_sources_of_the_draft_head_name_every_tensor_of_mtp_layer(oracle, name):
+    random = oracle.drafting(name)
+    params = qwen3_5.abstract_params(random.model.config, torch.float32)["mtp"]
+    sizes = {name: shape for _, p in tree.flatten(params) for name, shape in zip(p.source.names, p.source.shapes, strict=True)}
+    theirs = {".".join((oracle.HEAD[n.partition(".")[0]], n.partition(".")[2])): t.shape for n, t in random.head.state_dict().items()}
+    assert sizes == {f"mtp.{name}": tuple(shape) for name, shape in theirs.items()}
+
+
 @torch.no_grad()
 def test_draft_head_leaves_the_layers_pools_alone(oracle):
-    head = Draft(oracle, oracle.case("dense"))
+    head = Draft(oracle, "dense")
     before = head.state["layers"]
     head.run(oracle, Bucket("decode", 1, 1), [oracle.Row([5], 0, [1])], torch.zeros(1, head.config.hidden_size))
     assert head.state["layers"] is before
+
+
+def test_the_draft_head_is_never_quantised(oracle):
+    """Whatever a deployment quantises, the head's layer has the parameters of the plain one, but for how experts lie."""
+    plain = dataclasses.replace(oracle.case("moe").model.config, mtp_num_hidden_layers=1)
+    for experts in ("plain", "grouped", "w4a8"):
+        for attention in ("plain", "w8a8"):
+            held = dataclasses.replace(plain, variant=Variant(attention=attention, experts=experts))
+            wanted = dataclasses.replace(plain, variant=Variant(experts="plain" if experts == "plain" else "grouped"))
+            avals = [avals_of(config) for config in (held, wanted)]
+            assert avals[0] == avals[1], (experts, attention)
+
+
+def avals_of(config):
+    head = qwen3_5.abstract_params(config, torch.bfloat16)["mtp"]
+    return [(path, param.aval) for path, param in tree.flatten(head)]
 
 
 @pytest.mark.parametrize("name", CASES)

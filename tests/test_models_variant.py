@@ -66,13 +66,12 @@ def test_declared_shapes_are_what_quantising_makes(fleets: ModuleType, scheme: s
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_repeated_heads_say_the_same(fleets: ModuleType, copies: int) -> None:
     """Each key-value head lies `copies` times in parameters and pools, and logits are the same to the last bit or two."""
-    serving = fleets.Serving(2, 1, [2])
+    serving = fleets.Serving(2, 0, [2])
     plain, repeated = fleets.Alone(fleets.model()), fleets.Alone(fleets.model(Variant(kv_repeat=copies)))
-    for n in range(3):
-        bucket, (given,) = (serving.decode, serving.next()) if n else (serving.prefill, serving.first())
+    for bucket, (given,) in serving.steps(2):
         want, got = plain.step(bucket, given), repeated.step(bucket, given)
         assert (want["logits"] - got["logits"]).abs().max() < 1e-5
-        serving.take([want["tokens"]], [given])
+        serving.heard(bucket, [given], [want])
     keys, many = (one.state["layers"][1]["k"] for one in (plain, repeated))
     assert many.shape[2] == copies * keys.shape[2]
     assert (many - keys.repeat_interleave(copies, 2)).abs().max() < 1e-5

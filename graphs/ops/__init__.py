@@ -1,5 +1,6 @@
 """The primitive table, one file a primitive."""
 
+from .accept import accept
 from .add_rms_norm import add_rms_norm
 from .cache_write import cache_write
 from .causal_conv import causal_conv
@@ -22,9 +23,12 @@ from .quant_linear import quant_linear
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles
 from .sample import sample
+from .seat_write import seat_write
 from .swiglu_linear import swiglu_linear
+from .token_logprobs import token_logprobs
 
 __all__ = [
+    "accept",
     "add_rms_norm",
     "cache_slots",
     "cache_write",
@@ -52,5 +56,7 @@ __all__ = [
     "rope",
     "rope_angles",
     "sample",
+    "seat_write",
     "swiglu_linear",
+    "token_logprobs",
 ]

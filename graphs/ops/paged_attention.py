@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..native import Native
 from ..primitive import Cost, Primitive, nbytes
 
 paged_attention = Primitive(
@@ -84,9 +85,9 @@ def paged_attention_reference(
     return _attend(q, _gather(k_cache, pages), _gather(v_cache, pages), starts, lengths, scale)
 
 
-# The longest live context decides how much is gathered, which only the values tell: a compiled CPU graph calls the node as it
-# is, and a request of 60 tokens does not pay for a page table of 1,024.
-paged_attention.keep("inductor")
+# How long contexts are only the values tell, and a request of 60 tokens should not pay for a page table of 1,024: a compiled CPU
+# graph calls a kernel that reads pages in place (lowering/cpp/paged_attention.cpp).
+paged_attention.keep("inductor", Native("paged_attention", paged_attention.schema, _abstract).op)
 
 
 # Of the kernel's layouts, the one that takes a step's rows as they lie. Its documentation names head widths 128 and 192 for it,

@@ -1,0 +1,51 @@
+"""Turns the name of a kernel that is compiled code into an operator of graphs; the code is bound where an executable brings it along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import PrimitiveError
+
+NAMESPACE = "npuc_native"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+TABLE: dict[str, Native] = {}
+"""Every native operator by name; filled when `graphs.ops` is imported."""
+
+
+class Native:
+    """One operator, `torch.ops.npuc_native.<name>`: the meaning of a primitive, run by compiled code.
+
+    An operator of its own, so that a reference graph in the same process still runs the reference.
+
+    Args:
+        name: of the operator.
+        schema: torch operator schema without the name.
+        abstract: results on meta tensors.
+
+    Raises:
+        PrimitiveError: the name is taken.
+    """
+
+    def __init__(self, name: str, schema: str, abstract: Callable[..., Any]) -> None:
+        if name in TABLE:
+            raise PrimitiveError(f"native operator {name!r} is defined twice; names are unique")
+        self.name = name
+        self._kernel: Callable[..., Any] | None = None
+        _LIBRARY.define(f"{name}{schema}")
+        _LIBRARY.impl(name, self._call, "CPU")
+        _LIBRARY.impl(name, abstract, "Meta")
+        self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        TABLE[name] = self
+
+    def bind(self, kernel: Callable[..., Any] | None) -> None:
+        """Makes `kernel` what the operator calls on CPU tensors, in place of any before; None unbinds it."""
+        self._kernel = kernel
+
+    def _call(self, *args: Any) -> Any:
+        if self._kernel is None:
+            raise PrimitiveError(f"operator {NAMESPACE}.{self.name} has no kernel in this process; executables that call it bring one")
+        return self._kernel(*args)
