@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..graphs.errors import LoweringError
+from . import chained
 
 MODEL = "model"
 """Name of the one model in a package."""
@@ -113,6 +114,8 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
         "aot_inductor.model_name_for_generated_files": name,
         "aot_inductor.compile_wrapper_opt_level": WRAPPER_OPT_LEVEL,
         "aot_inductor.enable_line_tables": False,
+        # A pool that every draft pass writes would otherwise be copied.
+        "post_grad_custom_post_pass": chained.write_in_place,
         # Torch identifies a precompiled header by running the openssl command.
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,
         "cpp.march": f"{instruction_set() or 'native'} {mapped} -s",

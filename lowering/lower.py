@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..graphs import events
 from ..graphs.alias import owner
 from ..graphs.flatten import flatten
-from ..graphs.primitive import of_target
+from ..graphs.primitive import Primitive, of_target
 from ..graphs.text import as_text
 from ..graphs.trace import name_placeholders
 from ..graphs.types import Bucket, Signature
@@ -74,31 +74,24 @@ class _Inliner(Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         primitive = of_target(target)
-        if primitive is not None and not primitive.is_kept(self.backend):
-            return primitive.lower_for(self.backend)(*args, **kwargs)
+        if primitive is not None:
+            return (primitive.kept(self.backend) or primitive.lower_for(self.backend))(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
 def donate(graph: GraphModule, signature: Signature) -> None:
     """Makes a functional graph write its state operands in place, and return outputs only.
 
-    A pool that one donating primitive reads and nothing else does is written by the primitive's in-place twin; any other new
-    state is copied into its operand at the end, after every reader of the old value. No output shares memory with a pool: the
-    next step would change it under its reader.
+    A pool that donating primitives write one after the other, each after the last reader of what it replaces, is written by their
+    in-place twins; any other new state is copied into its operand at the end, after every reader of the old value. No output shares
+    memory with a pool: the next step would change it under its reader.
     """
     nodes = graph.graph
     placeholders = [n for n in nodes.nodes if n.op == "placeholder"]
     pools = placeholders[len(signature.params) : len(signature.params) + len(signature.state)]
     (output,) = (n for n in nodes.nodes if n.op == "output")
-    claims: dict[Node, list[tuple[Node, Node]]] = {}
-    for pool, new in zip(pools, results_of(graph)[len(signature.outputs) :], strict=True):
-        writer = _sole_writer(pool, new)
-        if writer is not None:
-            claims.setdefault(writer, []).append((pool, new))
-    for writer, pairs in claims.items():
-        primitive = of_target(writer.target)
-        if primitive is not None and len(pairs) == len(primitive.donates):
-            _write_in_place(graph, writer, pairs)
+    for writer, pairs in _claims(graph, pools, results_of(graph)[len(signature.outputs) :]).items():
+        _write_in_place(graph, writer, pairs)
     # Whatever a twin wrote is by now the pool itself.
     results = results_of(graph)
     outputs, stored = results[: len(signature.outputs)], results[len(signature.outputs) :]
@@ -115,23 +108,64 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     graph.recompile()
 
 
-def _sole_writer(pool: Node, new: Node) -> Node | None:
-    """The donating primitive that turns `pool` into `new`, if it is the only reader of `pool`."""
-    if new.target is not operator.getitem or len(pool.users) != 1:
+def _claims(graph: GraphModule, pools: list[Node], stored: list[Node]) -> dict[Node, list[tuple[Node, Node]]]:
+    """The nodes that may write in place, in order: each with the pools it writes and the values that it makes of them.
+
+    A twin writes all that its primitive donates, so a pool written by a node that must not write another one is not written in
+    place either, nor by the nodes before that one.
+    """
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    chains = {pool: _writers(pool, new, order) for pool, new in zip(pools, stored, strict=True)}
+    while True:
+        claims: dict[Node, list[tuple[Node, Node]]] = {}
+        for pool, chain in chains.items():
+            for writer, made in chain:
+                claims.setdefault(writer, []).append((pool, made))
+        part = [writer for writer, pairs in claims.items() if len(pairs) != len(_primitive(writer).donates)]
+        if not part:
+            return dict(sorted(claims.items(), key=lambda claim: order[claim[0]]))
+        chains = {pool: chain for pool, chain in chains.items() if not any(writer in part for writer, _ in chain)}
+
+
+def _writers(pool: Node, new: Node, order: dict[Node, int]) -> list[tuple[Node, Node]]:
+    """The donating primitives that turn `pool` into `new`, first to last, each with what it makes of it; none unless all may write it."""
+    found: list[tuple[Node, Node]] = []
+    while new is not pool:
+        step = _replacing(new)
+        if step is None or not _last_reader(step[1], step[0], order):
+            return []
+        found.insert(0, (step[0], new))
+        new = step[1]
+    return found
+
+
+def _replacing(new: Node) -> tuple[Node, Node] | None:
+    """The donating primitive that made a value, and the value it replaces; None where none did."""
+    if new.target is not operator.getitem:
         return None
     writer, index = new.args
-    if not isinstance(writer, Node) or writer not in pool.users or list(writer.args).count(pool) != 1:
-        return None
+    assert isinstance(writer, Node)
     primitive = of_target(writer.target)
     if primitive is None or not primitive.has("inplace"):
         return None
-    wanted = [(operand, result) for operand, result in primitive.donates if result == index]
-    return writer if wanted and writer.args[wanted[0][0]] is pool else None
+    old = next((writer.args[operand] for operand, result in primitive.donates if result == index), None)
+    return (writer, old) if isinstance(old, Node) else None
+
+
+def _primitive(node: Node) -> Primitive:
+    primitive = of_target(node.target)
+    assert primitive is not None
+    return primitive
+
+
+def _last_reader(value: Node, writer: Node, order: dict[Node, int]) -> bool:
+    """Whether nothing reads a value after `writer`, which reads it once, nor any view of it."""
+    others = [user for user in value.users if user is not writer]
+    return list(writer.args).count(value) == 1 and all(order[user] < order[writer] and owner(user) is user for user in others)
 
 
 def _write_in_place(graph: GraphModule, writer: Node, pairs: list[tuple[Node, Node]]) -> None:
-    primitive = of_target(writer.target)
-    assert primitive is not None
+    primitive = _primitive(writer)
     kept = primitive.kept_results
     pools = {new.args[1]: pool for pool, new in pairs}
     with graph.graph.inserting_before(writer):
@@ -152,4 +186,3 @@ def _apart(graph: GraphModule, node: Node) -> Node:
     copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta["val"] = node.meta["val"]
     return copy
-

@@ -16,7 +16,7 @@ import msgpack
 from ..graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ..graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ class GraphEntry:
     def backend(self) -> str:
         """Name of the backend that runs this bucket now."""
         return self.compiled.backend if self.compiled else "eager"
+
+    @property
+    def max_logprobs(self) -> int:
+        """Of how many most likely tokens the step tells log probabilities; 0 tells none at all."""
+        return next((leaf.aval.shape[-1] for leaf in self.outputs if leaf.name == "outputs.top_ids"), 0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A small Qwen3.5 with drawn weights, run whole and on all ranks of a mesh in this process.
+"""A small Qwen3.5 with drawn weights and a draft head, run whole and on all ranks of a mesh in this process.
 
 Test files reach it through the fixture `fleets`.
 """
@@ -6,7 +6,7 @@ Test files reach it through the fixture `fleets`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,23 +19,33 @@ from npucompile.graphs.partition import Partitioned, partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.lockstep import Lockstep
 from npucompile.lowering.shards import coordinates, local_slice
-from npucompile.models import layout, qwen3_5, step
+from npucompile.models import layout, qwen3_5, seats, step
 from npucompile.models.batch import abstract_inputs
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
 F32 = torch.float32
-LIMITS = Limits(page_size=4, num_pages=23, num_slots=9, max_model_len=20, slots_per_request=2)
+ROWS, PAGES, VOCAB = 4, 8, 40
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
 DENSE = {"intermediate_size": 28}
+
+Inputs = dict[str, torch.Tensor]
+
+
+def limits(drafts: int) -> Limits:
+    """Room for four requests of 32 tokens in a group."""
+    return Limits(4, 1 + ROWS * PAGES, 1 + ROWS * (drafts + 1), 4 * PAGES, drafts + 1, drafts)
+
+
+LIMITS = limits(0)
 
 
 @functools.cache
 def config(experts: bool = True) -> qwen3_5.Config:
-    """Four layers, one of them full attention; sizes that four devices split, two key-value heads."""
+    """Four layers, one of them full attention, and a draft head; sizes that four devices split, two key-value heads."""
     sizes: dict[str, Any] = MOE if experts else DENSE
     return qwen3_5.Config(
-        vocab_size=40,
+        vocab_size=VOCAB,
         hidden_size=24,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -51,6 +61,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
         rms_norm_eps=1e-6,
         max_position_embeddings=64,
         tie_word_embeddings=False,
+        mtp_num_hidden_layers=1,
         **sizes,
     )
 
@@ -58,18 +69,20 @@ def config(experts: bool = True) -> qwen3_5.Config:
 @functools.cache
 def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
-    generator = torch.Generator().manual_seed(5)
-    params = step.Model("small", qwen3_5, config(experts)).params(F32)
     found: dict[str, torch.Tensor] = {}
-    for (_, param), (_, drawn) in zip(tree.flatten(params), tree.flatten(initialise(params, generator)), strict=True):
-        # Away from zeros and ones, so that no parameter can be dropped without a change of logits.
-        noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator)
-        found.update(zip(param.source.names, param.source.split(noisy), strict=True))
+    params = step.Model("small", qwen3_5, config(experts), drafting=True).params(F32)
+    head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
+    for part, seed in ((params, 5), (head, 6)):
+        generator = torch.Generator().manual_seed(seed)
+        for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
+            # Away from zeros and ones, so that no parameter can be dropped without a change of logits.
+            noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator)
+            found.update(zip(param.source.names, param.source.split(noisy), strict=True))
     return found
 
 
-def model(variant: Variant = PLAIN, *, experts: bool = True) -> step.Model:
-    return step.Model("small", qwen3_5, replace(config(experts), variant=variant))
+def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
+    return step.Model("small", qwen3_5, replace(config(experts), variant=variant), drafting=drafts > 0)
 
 
 def weights(found: step.Model) -> Tree:
@@ -78,51 +91,36 @@ def weights(found: step.Model) -> Tree:
     return tree.map_leaves(lambda p: p.source.join(*(held[n] for n in p.source.names)).contiguous(), found.params(F32))
 
 
-@dataclass
-class Row:
-    """One request of a group: what is in the cache, and where its state lies."""
-
-    tokens: list[int]
-    start: int
-    pages: list[int]
-    read: int
-    write: list[int]
-
-
-def inputs(bucket: Bucket, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """One group's inputs; what lies beyond its rows is padding."""
-    avals: dict[str, Aval] = abstract_inputs(bucket, LIMITS)
-    out = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
-    out["top_p"].fill_(1.0)
-    out["uniform"].fill_(0.5)
-    for b, row in enumerate(rows):
-        out["tokens"][b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-        out["starts"][b], out["lengths"][b], out["read_slots"][b] = row.start, len(row.tokens), row.read
-        out["page_table"][b, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
-        out["write_slots"][b, : len(row.write)] = torch.tensor(row.write, dtype=torch.int32)
-    return out
-
-
 class Alone:
     """One group served by one device: the program, called as it is written."""
 
-    def __init__(self, found: step.Model) -> None:
-        self.model, self.weights = found, weights(found)
-        self.state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), found.state(LIMITS, F32))
+    def __init__(self, found: step.Model, drafts: int = 0) -> None:
+        self.limits = limits(drafts)
+        self.model = replace(found, drafting=drafts > 0)
+        self.weights = weights(self.model)
+        self.state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(self.limits, F32))
 
     @torch.no_grad()
-    def step(self, bucket: Bucket, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        program = step.program(self.model, bucket, LIMITS, F32)
+    def step(self, bucket: Bucket, given: Mapping[str, torch.Tensor]) -> Inputs:
+        program = step.program(self.model, bucket, self.limits, F32)
         outputs, self.state = program.forward(self.weights, self.state, given)
         return outputs
 
+    def pool(self) -> list[torch.Tensor]:
+        """The pools, in the order of the signature."""
+        return [tensor for _, tensor in tree.flatten(self.state)]
 
-Form = Callable[[Partitioned], GraphModule]
+
+Form = Callable[[Partitioned], Any]
+Machine = Callable[[Any, Mesh], Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]]
 
 
 @functools.cache
-def partitioned(found: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, emit_logits: bool = True) -> Partitioned:
-    return optimise(partition(step.program(found, bucket, LIMITS, F32, emit_logits=emit_logits), mesh, rules))
+def partitioned(
+    found: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, held: Limits, emit_logits: bool, max_logprobs: int
+) -> Partitioned:
+    program = step.program(found, bucket, held, F32, emit_logits=emit_logits, max_logprobs=max_logprobs)
+    return optimise(partition(program, mesh, rules))
 
 
 def functional(found: Partitioned) -> GraphModule:
@@ -135,6 +133,8 @@ class Fleet:
 
     Attributes:
         form: what is run of a partitioned graph; one that returns no new state has written it in place.
+        machine: what runs it: Lockstep a graph, GeInterpreter a container.
+        drafts: k.
         state: by rank, pools in the order of the signature.
     """
 
@@ -142,37 +142,43 @@ class Fleet:
     mesh: Mesh
     expert_parallel: bool = True
     form: Form = functional
+    machine: Machine = Lockstep
     emit_logits: bool = True
+    drafts: int = 0
+    max_logprobs: int = 0
     state: list[list[torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rules, ranks = self.rules(1), range(self.mesh.size)
+        self.limits = limits(self.drafts)
+        self.model = replace(self.model, drafting=self.drafts > 0)
         flat = [tensor for _, tensor in tree.flatten(weights(self.model))]
         avals = [param.aval for _, param in tree.flatten(self.model.params(F32))]
         self.params = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(flat, avals, strict=True)] for rank in ranks]
-        self.pools = [aval for _, aval in tree.flatten(self.model.state(LIMITS, F32))]
+        self.names, self.pools = zip(*tree.flatten(self.model.state(self.limits, F32)), strict=True)
         empty = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self.pools]
         cut = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(empty, self.pools, strict=True)] for rank in ranks]
         self.state = cut
-        self.graphs: dict[Bucket, Lockstep] = {}
+        self.graphs: dict[Bucket, Any] = {}
 
     def rules(self, tokens: int) -> Rules:
         return layout.rules(self.mesh, experts=self.model.config.num_experts, expert_parallel=self.expert_parallel, tokens=tokens)
 
     def partitioned(self, bucket: Bucket) -> Partitioned:
-        return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.emit_logits)
+        return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
 
-    def step(self, bucket: Bucket, given: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    def step(self, bucket: Bucket, given: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
         """Outputs of every group, given the inputs of every group; all ranks of a group say the same."""
         found = self.partitioned(bucket)
         if bucket not in self.graphs:
-            self.graphs[bucket] = Lockstep(self.form(found), self.mesh)
+            self.graphs[bucket] = self.machine(self.form(found), self.mesh)
         names = [leaf.name.removeprefix("outputs.") for leaf in found.signature.outputs]
         operands = []
         for rank in range(self.mesh.size):
             at = coordinates(Mesh((("dp", self.mesh.axis("dp")), ("tp", self.mesh.axis("tp")))), rank)
-            own = [t.clone() for _, t in tree.flatten(given[at["dp"]])]
-            operands.append([*self.params[rank], *self.state[rank], *own, torch.tensor([at["dp"], at["tp"]], dtype=torch.int32)])
+            place = {"coords": torch.tensor([at["dp"], at["tp"]], dtype=torch.int32)}
+            own = [(given[at["dp"]] | place)[leaf.name.removeprefix("inputs.")].clone() for leaf in found.signature.inputs]
+            operands.append([*self.params[rank], *self.state[rank], *own])
         results = self.graphs[bucket](operands)
         outputs = []
         for rank, values in enumerate(results):
@@ -196,73 +202,117 @@ class Fleet:
                 tensor[local_slice(aval, self.mesh, rules, rank)] = part
         return whole
 
+    def seats(self, group: int) -> list[torch.Tensor]:
+        """The pool of seats of every rank of a group: equal, and each rank's own."""
+        share = self.mesh.axis("tp")
+        return [self.state[rank][self.names.index("seats")] for rank in range(group * share, (group + 1) * share)]
+
 
 def prompts(group: int, batch: int) -> list[list[int]]:
     """Requests of one group; lengths and ids differ between rows and groups. Longer than a page, at most 7."""
     generator = torch.Generator().manual_seed(100 + group)
-    return [torch.randint(1, 40, (7 - (group + b) % 4,), generator=generator).tolist() for b in range(batch)]
+    return [torch.randint(1, VOCAB, (7 - (group + b) % 4,), generator=generator).tolist() for b in range(batch)]
 
 
 class Serving:
-    """Requests of some groups: prefill, then decode steps of Q candidates, of which the last steps' are accepted or not."""
+    """Requests of some groups: their prompts in two chunks, then greedy steps that verify drafts and make new ones.
 
-    def __init__(self, batch: int, q_len: int, live: Sequence[int]) -> None:
-        """`live`: how many rows of each group hold a request."""
-        self.prefill, self.decode = Bucket("prefill", batch, 7), Bucket("decode", batch, q_len)
-        self.live, self.q_len, self.turn = list(live), q_len, 0
-        self.requests = [prompts(group, rows) for group, rows in enumerate(live)]
-        self.done = [[0] * rows for rows in live]
-        self.slot = [[self._slots(b)[0] for b in range(rows)] for rows in live]
+    Attributes:
+        live: how many rows of each group hold a request.
+        said: by group and row, tokens of the answers so far.
+    """
+
+    def __init__(self, batch: int, drafts: int, live: Sequence[int]) -> None:
+        self.prefill, self.decode = Bucket("prefill", batch, 5), Bucket("decode", batch, drafts + 1)
+        self.live, self.drafts, self.turn = list(live), drafts, 0
+        self.prompts = [prompts(group, rows) for group, rows in enumerate(live)]
+        self.said: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
+
+    def steps(self, decodes: int) -> Iterator[tuple[Bucket, list[Inputs]]]:
+        """Inputs of the groups for each prefill step and so many decode steps; each is to be followed by `heard`."""
+        Q = self.prefill.q_len
+        for at in range(0, 7, Q):
+            yield self.prefill, [self._chunk(group, at, at + Q) for group in range(len(self.live))]
+        for _ in range(decodes):
+            self.turn += 1
+            yield self.decode, [self._candidates(group) for group in range(len(self.live))]
+
+    def _chunk(self, group: int, first: int, last: int) -> Inputs:
+        given = self._inputs(self.prefill)
+        for b, ids in enumerate(self.prompts[group]):
+            if part := ids[first:last]:
+                given["tokens"][b, : len(part)] = torch.tensor(part)
+                given["starts"][b], given["lengths"][b], given["read_slots"][b] = first, len(part), self._slots(b)[0]
+                self._place(given, b, self._slots(b)[:1])
+                if self.drafts:
+                    given["next_tokens"][b] = ids[last] if len(ids) > last else -1
+        return given
+
+    def _candidates(self, group: int) -> Inputs:
+        """Inputs of a decode step; now and then one draft of a row is not verified."""
+        given = self._inputs(self.decode)
+        for b, row in enumerate(self.said[group]):
+            given["base"][b] = len(self.prompts[group][b]) + len(row) - 1
+            given["drafts"][b] = max(0, self.drafts - ((self.turn + b) % 4 == 2))
+            self._place(given, b, self._slots(b))
+        return given
+
+    def heard(self, bucket: Bucket, given: Sequence[Inputs], said: Sequence[Inputs]) -> None:
+        """Takes what each group said."""
+        for group, outputs in enumerate(said):
+            for b, row in enumerate(self.said[group]):
+                if bucket.kind == "decode":
+                    row += outputs["tokens"][b, : int(outputs["counts"][b])].tolist()
+                elif int(given[group]["starts"][b] + given[group]["lengths"][b]) == len(self.prompts[group][b]):
+                    row.append(int(outputs["tokens"][b, 0]))
+
+    def force(self, group: int, pool: torch.Tensor, truth: Sequence[Sequence[int]]) -> list[int | None]:
+        """Puts drafts in the seats of a group, right ones and then wrong ones, in another way each step.
+
+        Args:
+            truth: of each row its whole answer.
+
+        Returns:
+            how many of each row's drafts are right; None where they are the model's own.
+        """
+        right: list[int | None] = []
+        for b, row in enumerate(self.said[group]):
+            count, ahead = (self.turn + b + group) % (self.drafts + 2), truth[b][len(row) : len(row) + self.drafts]
+            right.append(count if count <= self.drafts else None)
+            if count <= self.drafts:
+                wrong = [(token + 1) % VOCAB for token in ahead[count:]]
+                pool[1 + b, seats.TOKENS + 1 :] = torch.tensor([*ahead[:count], *wrong], dtype=torch.int32)
+        return right
 
     def _slots(self, b: int) -> list[int]:
-        return [1 + self.q_len * b + i for i in range(self.q_len)]
+        Q = self.drafts + 1
+        return [1 + Q * b + i for i in range(Q)]
 
-    def _pages(self, b: int) -> list[int]:
-        return [1 + (7 * (5 * b + i)) % 22 for i in range(5)]
+    def _place(self, given: Inputs, b: int, slots: Sequence[int]) -> None:
+        given["seats"][b] = 1 + b
+        given["page_table"][b] = torch.tensor([1 + (7 * (PAGES * b + i)) % (ROWS * PAGES) for i in range(PAGES)])
+        given["write_slots"][b] = torch.tensor(slots)
 
-    def first(self) -> list[dict[str, torch.Tensor]]:
-        return [
-            inputs(self.prefill, [Row(ids, 0, self._pages(b), 0, self._slots(b)[:1]) for b, ids in enumerate(group)])
-            for group in self.requests
-        ]
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        """Inputs of padding."""
+        avals: dict[str, Aval] = abstract_inputs(bucket, limits(self.drafts))
+        made = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
+        made["top_p"].fill_(1.0)
+        made["uniform"].fill_(0.5)
+        return made
 
-    def next(self) -> list[dict[str, torch.Tensor]]:
-        """Each row's last token and, for more candidates, ones that nobody predicted."""
-        return [
-            inputs(
-                self.decode,
-                [
-                    Row(
-                        [ids[-1], *((ids[-1] + 7 * i) % 39 + 1 for i in range(1, self.q_len))],
-                        self.done[g][b],
-                        self._pages(b),
-                        self.slot[g][b],
-                        self._slots(b),
-                    )
-                    for b, ids in enumerate(group)
-                ],
-            )
-            for g, group in enumerate(self.requests)
-        ]
 
-    def start(self) -> list[dict[str, torch.Tensor]]:
-        """Decode steps that are the first of their requests."""
-        return [
-            inputs(self.decode, [Row(ids[: self.q_len], 0, self._pages(b), 0, self._slots(b)) for b, ids in enumerate(group)])
-            for group in self.requests
-        ]
+def told(bucket: Bucket, given: Inputs) -> torch.Tensor:
+    """Which of a group's rows and places [B, W] say something: no padding, and nothing after a draft that is not verified."""
+    if bucket.kind == "prefill":
+        return given["lengths"][:, None] > 0
+    return (given["seats"] > 0)[:, None] & (torch.arange(bucket.q_len) <= given["drafts"][:, None])
 
-    def take(self, said: Sequence[torch.Tensor], given: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Goes on from tokens [B, W] of each group: after a prompt its first, after candidates one or all of them."""
-        for g, group in enumerate(self.requests):
-            for b, ids in enumerate(group):
-                if not self.done[g][b]:
-                    self.done[g][b] = len(ids)
-                    ids.append(int(said[g][b, 0]))
-                    continue
-                accepted = self.q_len if (self.turn + b) % 2 else 1
-                ids += given[g]["tokens"][b, 1:accepted].tolist()
-                ids.append(int(said[g][b, accepted - 1]))
-                self.done[g][b] += accepted
-                self.slot[g][b] = self._slots(b)[accepted - 1]
-        self.turn += 1
+
+@functools.cache
+def answers(found: step.Model, batch: int, live: tuple[int, ...], tokens: int) -> list[list[list[int]]]:
+    """What each group's requests are answered by devices that draft nothing, so many tokens each."""
+    devices, serving = [Alone(found) for _ in live], Serving(batch, 0, live)
+    for bucket, given in serving.steps(tokens - 1):
+        serving.heard(bucket, given, [device.step(bucket, own) for device, own in zip(devices, given, strict=True)])
+    return serving.said

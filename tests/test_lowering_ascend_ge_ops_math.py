@@ -101,6 +101,8 @@ CONVERTED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
     ("Sort", lambda x: x.sort(-1, descending=True), (X,)),
     ("Sort", lambda x: x.sort(-1, descending=True), (TIES,)),
     ("Sort", lambda x: x.sort(0), (X,)),
+    ("TopKV2", lambda x: x.topk(3, -1), (X,)),
+    ("TopKV2", lambda x: x.topk(1, 0, largest=False), (X,)),
     ("SoftmaxV2", lambda x: x.softmax(-1), (X,)),
     ("SoftmaxV2", lambda x: x.softmax(0), (X,)),
     ("MatMul", torch.mm, (X, gc.draw(4, 5))),
@@ -157,6 +159,8 @@ def test_indices_are_int32_as_ge_gives_them() -> None:
     _, order = gc.run("Sort", {"x": TIES}, axis=-1, descending=True)
     assert order.dtype is torch.int32
     assert order.tolist() == [[1, 2, 0, 3], [0, 1, 2, 3]]
+    values, order = gc.run("TopKV2", {"x": TIES, "k": gc.i32(2)}, dim=-1, largest=True, sorted=False)
+    assert (order.dtype, order.tolist(), values.tolist()) == (torch.int32, [[1, 2], [0, 1]], [[3.0, 3.0], [2.0, 2.0]])
     index, most = gc.run("ArgMaxWithValue", {"x": TIES}, dimension=-1, keep_dims=False)
     assert (index.dtype, index.tolist(), most.tolist()) == (torch.int32, [1, 0], [3.0, 2.0])
     assert gc.run("ArgMaxV2", {"x": TIES, "dimension": gc.i32(-1)}, dtype=3).dtype is torch.int32
@@ -181,6 +185,7 @@ REFUSED: list[tuple[str, dict[str, torch.Tensor], dict[str, Any], str]] = [
     ("MaskedFill", {"x": F, "mask": B, "value": ROW}, {}, r"value \(4,\); legal are bool and one number"),
     ("ReduceSum", {"x": F, "axes": gc.i64()}, {}, "has no axes; legal is one or more"),
     ("Cumsum", {"x": F, "axis": gc.i64(0)}, {"reverse": True}, "attribute reverse is True"),
+    ("TopKV2", {"x": F, "k": gc.i32(5)}, {"dim": -1}, r"5 of \(3, 4\) along -1; legal are at most all"),
     ("SoftmaxV2", {"x": F}, {"axes": [0, 1]}, r"axes are \[0, 1\]; legal is one"),
     ("MatMul", {"x1": F[None], "x2": F}, {}, "legal are 2 dimensions, floats"),
     ("MatMul", {"x1": I, "x2": OTHERS}, {}, "legal are 2 dimensions, floats"),

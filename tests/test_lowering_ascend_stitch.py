@@ -175,6 +175,28 @@ def test_calls_that_write_one_state_follow_each_other(ta):
     check(container, signature)
 
 
+def looked_at_before(feeds_the_write):
+    """A call that reads a state before another one writes it: what is written is made of what was read, or is not."""
+    main = gb.Main()
+    x, pool = main.operand("params.x", X), main.operand("state.pool", POOL)
+    rows, new = main.operand("inputs.rows", ROWS), main.operand("inputs.new", NEW)
+    main.body("look", lambda pool, rows, new: (pool.index_select(0, rows.view(2)) + new,), [POOL, ROWS, NEW])
+    main.body("scatter", scatter, [X, POOL, ROWS, NEW])
+    (seen,) = main.call("look", pool, rows, new)
+    return main.done(*main.call("scatter", x, pool, rows, seen if feeds_the_write else new), seen)
+
+
+def test_a_call_that_reads_a_state_before_it_is_written_comes_first_by_data(ta):
+    graph, signature = looked_at_before(feeds_the_write=True)
+    container = stitch(graph, signature, ta)
+    ops = ops_of(container)
+    assert ops["look/GatherV2"].input[0] == ops["scatter/ScatterNdUpdate"].input[0] == "state.pool:0"
+    check(container, signature)
+    graph, signature = looked_at_before(feeds_the_write=False)
+    with pytest.raises(LoweringError, match=r"look/GatherV2 reads state.pool, and scatter/ScatterNdUpdate overwrites it without waiting"):
+        check(stitch(graph, signature, ta), signature)
+
+
 @pytest.mark.parametrize("bodies, last", [(("dense", "scatter"), "scatter/ScatterNdUpdate:0"), (("scatter", "dense"), "dense/Add:0")])
 def test_a_state_with_new_memory_on_the_way_is_carried_home(ta, bodies, last):
     graph, signature = chained(*bodies)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.optimise import optimise
-from npucompile.graphs.partition import Partitioned, partition
-from npucompile.graphs.trace import signature_of
-from npucompile.graphs.types import Bucket, Limits, Mesh
+from npucompile.graphs.partition import Partitioned
+from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering import ge_interpreter
 from npucompile.lowering.ascend.container import Container, messages, parse
 from npucompile.lowering.ascend.inspect_ge import census, check
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.ascend.stitch import stitch
+from npucompile.lowering.certificate import of_container
 from npucompile.lowering.ge_interpreter import FUNCTIONS, ORDERS, GeInterpreter
 from npucompile.lowering.lockstep import Lockstep
-from npucompile.lowering.shards import local_slice
-from npucompile.models import registry, step
-from npucompile.models.layout import rules
 from npucompile.models.variant import Variant
 
 
@@ -39,7 +37,7 @@ def beside(name: str) -> Any:
     return sys.modules[name]
 
 
-gc, tiny = beside("ge_calls"), beside("tiny")
+gc = beside("ge_calls")
 gb = gc.gb
 Operands = list[list[torch.Tensor]]
 
@@ -53,9 +51,13 @@ def copied(ranks: Operands) -> Operands:
     return [[x.clone() for x in operands] for operands in ranks]
 
 
-def equal(one: Operands, other: Operands) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit, and undefined where the other is."""
-    return all(torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+    return torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
+
+
+def equal(one: Operands, other: Operands) -> bool:
+    return all(same(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def agree(graph: Any, container: Container, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
@@ -402,86 +404,78 @@ def test_attributes_that_mean_nothing_here_are_refused() -> None:
 
 # --- a whole model ---
 
-MESH = Mesh.parse("dp=2,tp=2")
-LIMITS = Limits(page_size=128, num_pages=6, num_slots=13, max_model_len=256, slots_per_request=3)
-SIZES = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 8}  # fmt: skip
+
+@dataclass(frozen=True)
+class Whole:
+    """A model on a mesh with k drafts; with log probabilities its steps give no logits.
+
+    Attributes:
+        decode, prefill: types that the steps must have.
+    """
+
+    mesh: str
+    experts: bool
+    drafts: int
+    logprobs: int
+    decode: str
+    prefill: str
 
 
-def partitioned(bucket: Bucket, emit_logits: bool) -> Partitioned:
-    model = registry.from_config("scaled", tiny.CONFIG | SIZES)
-    model = replace(model, config=replace(model.config, variant=Variant.of("none", grouped=True)))
-    program = step.program(model, bucket, LIMITS, torch.float32, emit_logits=emit_logits)
-    return partition(program, MESH, rules(MESH, experts=8, tokens=bucket.tokens))
+WHOLE = {
+    "three drafts": Whole(
+        "dp=2,tp=2", True, 3, 2, "RecurrentGatedDeltaRule MoeDistributeCombineV2 HcomAllToAll TopKV2 ScatterPaKvCache", "HcomAllToAll"
+    ),
+    "one draft": Whole("tp=2", False, 1, 0, "HcomAllReduce ArgMaxWithValue", "HcomAllReduce BatchMatMul"),
+    "no drafts": Whole("", True, 0, 0, "MoeInitRoutingV3 RecurrentGatedDeltaRule", "MoeInitRoutingV3"),
+}
 
 
-def weights(made: Partitioned) -> Iterator[list[torch.Tensor]]:
-    """A rank's part of parameters that are drawn once for all."""
-    whole = {}
-    for i, leaf in enumerate(signature_of(made.program).params):
-        drawn = gc.draw(*leaf.aval.shape, seed=i) * (leaf.aval.shape[-1] ** -0.5 if len(leaf.aval.shape) > 1 else 0.2)
-        whole[leaf] = drawn.abs() if leaf.name.endswith("a_log") else drawn
-    for rank in range(MESH.size):
-        yield [x[local_slice(leaf.aval, MESH, made.rules, rank)].contiguous() for leaf, x in whole.items()]
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_after_torchair_is_the_model_before_it(ta: Any, fleets: ModuleType, name: str) -> None:
+    """Bit by bit in every order that GE may take, over prompts and steps that accept all drafts, some or none."""
+    case = WHOLE[name]
+    mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
+    made: dict[Bucket, tuple[Any, Container]] = {}
 
+    def both(found: Partitioned) -> tuple[Any, Container]:
+        """The graph before torchair, and after it; made once for a bucket."""
+        bucket = found.program.bucket
+        if bucket not in made:
+            lowered = lower(found)
+            container = stitch(lowered.graph, lowered.signature, ta)
+            check(container, lowered.signature)
+            assert of_container(container, in_order=True) == found.collectives
+            assert set(types[bucket.kind]) <= set(census(container.graph))
+            made[bucket] = lowered.graph, container
+        return made[bucket]
 
-def inputs(made: Partitioned, rank: int, at: int) -> list[torch.Tensor]:
-    """Rows of one dp group in its step number `at`; each starts where the one before ended."""
-    group, place = divmod(rank, 2)
-    (B, Q), decode = (made.program.bucket.batch, made.program.bucket.q_len), made.program.bucket.kind == "decode"
-    W = Q if decode else 1
-    slots = gc.i32(*[[1 + b * W + i for i in range(W)] for b in range(B)])
-    generator = torch.Generator().manual_seed(10 * group + at)
-    given = {
-        "tokens": torch.randint(0, tiny.VOCAB, (B, Q), generator=generator).int(),
-        "starts": gc.i32(*[(5 + 120 * b + group if decode else 0) + at * Q for b in range(B)]),
-        "lengths": gc.i32(*[Q if decode else Q - b for b in range(B)]),
-        "page_table": gc.i32(*[[1 + 2 * b, 2 + 2 * b] for b in range(B)]),
-        "read_slots": slots[:, min(at, W - 1)], "write_slots": slots,
-        "temperature": torch.zeros(B), "top_k": gc.i32(*[0] * B), "top_p": torch.ones(B), "min_p": torch.zeros(B),
-        "uniform": torch.full((B, W), 0.5), "coords": gc.i32(group, place),
-    }  # fmt: skip
-    return [given[leaf.name.removeprefix("inputs.")].clone() for leaf in made.signature.inputs]
-
-
-def run(made: Partitioned, call: Callable[[Operands], Operands], steps: int) -> tuple[list[Operands], Operands]:
-    """Results of each step, and the state after the last; a graph that returns its state instead of writing it is taken at its word."""
-    outputs = len(made.signature.outputs)
-    params = list(weights(made))
-    state = [[gc.draw(*leaf.aval.shape, seed=i) for i, leaf in enumerate(made.signature.state)] for _ in params]
-    told = []
-    for at in range(steps):
-        results = call([[*params[rank], *state[rank], *inputs(made, rank, at)] for rank in range(MESH.size)])
-        told.append([list(one[:outputs]) for one in results])
-        state = [list(one[outputs:]) or mine for one, mine in zip(results, state, strict=True)]
-    return told, state
-
-
-@pytest.mark.parametrize(
-    ("bucket", "emit_logits"), [(Bucket("decode", 2, 3), True), (Bucket("prefill", 2, 16), False)], ids=["decode", "prefill"]
-)
-def test_a_model_after_torchair_is_the_model_before_it(ta: Any, bucket: Bucket, emit_logits: bool) -> None:
-    made = partitioned(bucket, emit_logits)
-    lowered = lower(optimise(made))
-    container = stitch(lowered.graph, lowered.signature, ta)
-    check(container, lowered.signature)
-    kinds = {"decode": {"RecurrentGatedDeltaRule", "MoeDistributeCombineV2"}, "prefill": {"BatchMatMul", "HcomAllToAll"}}
-    assert kinds[bucket.kind] < set(census(container.graph))
-    want, want_state = run(made, Lockstep(made.graph, MESH), steps=2)
-    told = {order: run(made, GeInterpreter(container, MESH, order=order), steps=2) for order in ORDERS}
-    found, found_state = told["file"]
-    assert all(equal(a, b) for a, b in zip(found, told["reversed-ready"][0], strict=True))
-    assert equal(found_state, told["reversed-ready"][1])
-    for mine, theirs in zip(found, want, strict=True):
-        for rank in range(MESH.size):
-            assert torch.equal(mine[rank][0], theirs[rank][0])
-            for a, b in zip(mine[rank], theirs[rank], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    # Slot 0 and page 0 belong to nobody.
-    for mine, theirs in zip(found_state, want_state, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a[1:], b[1:], rtol=1e-4, atol=1e-4)
-    assert len({str(one[0].tolist()) for one in found[0]}) == 2
+    model = fleets.model(Variant(experts="grouped"), experts=case.experts)
+    options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
+    plain = fleets.Fleet(model, mesh, **options)
+    before = fleets.Fleet(model, mesh, form=lambda found: both(found)[0], **options)
+    orders = [functools.partial(GeInterpreter, order=order) for order in ORDERS]
+    after = [fleets.Fleet(model, mesh, form=lambda found: both(found)[1], machine=machine, **options) for machine in orders]
+    live = (2,) * mesh.axis("dp")
+    serving, answers = fleets.Serving(2, case.drafts, live), fleets.answers(model, 2, live, 4 * (case.drafts + 1))
+    counts = set()
+    for bucket, given in serving.steps(3):
+        for group, truth in enumerate(answers if bucket.kind == "decode" else ()):
+            for pool in (pool for fleet in (plain, before, *after) for pool in fleet.seats(group)):
+                serving.force(group, pool, truth)
+        given = [{**own, "logprobs": (own["seats"] == 1).int()} for own in given]
+        want, said, *others = (fleet.step(bucket, given) for fleet in (plain, before, *after))
+        for group, outputs in enumerate(said):
+            told, rows = fleets.told(bucket, given[group]), given[group]["seats"] > 0
+            for output, value in outputs.items():
+                meant = told if value.shape[: told.dim()] == told.shape else rows
+                torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)
+                assert all(same(other[group][output], value) for other in others), output
+            counts |= {*outputs["counts"][rows].tolist()} if bucket.kind == "decode" else set()
+        assert all(equal(fleet.state, before.state) for fleet in after)
+        serving.heard(bucket, given, want)
+    assert counts == set(range(1, case.drafts + 2)), "all that can be accepted was"
+    for row, answer in ((row, answer) for pair in zip(serving.said, answers, strict=True) for row, answer in zip(*pair, strict=True)):
+        assert row == answer[: len(row)]
 
 
 def test_every_type_has_one_meaning() -> None:

@@ -141,6 +141,26 @@ def sampling(r: Draw, V: int, levels: int) -> Example:
     return Example((logits, temperature, top_k, top_p, min_p, r.uniform(9, 20)))
 
 
+def verifying(r: Draw) -> Example:
+    """All right, right up to what is valid, wrong at each place, right again behind what is wrong, padding."""
+    sampled = r.below(50, 7, 4)
+    candidates = torch.cat([r.below(50, 7, 1), sampled[:, :-1]], 1)
+    for row, place in ((2, 1), (3, 2), (4, 3), (5, 1)):
+        candidates[row, place] += 1
+    candidates[5, 2] += 1
+    return Example((sampled, candidates, ints(4, 2, 4, 4, 4, 4, 0)))
+
+
+def seating(r: Draw) -> Example:
+    """Two rows of padding share the null seat."""
+    return Example((r.below(99, 7, 5), ints(4, 0, 1, 0, 6), r.below(99, 5, 5)), lambda t: [t[0][1:]])
+
+
+def telling(r: Draw) -> Example:
+    """Row 1 does not ask, and holds anything."""
+    return Example((poison(r.f32(3, 2, 31), 1), r.below(31, 3, 2), ints(1, 0, 1), 4))
+
+
 def verify_rows(r: Draw) -> Example:
     write = ints([3, 4, 5], [6, 2, 1], [0, 0, 0])
     return delta(r, 3, ints(4, 9, 0), ints(4, 1, 0), write, (3, 2, 0), 0)
@@ -148,6 +168,7 @@ def verify_rows(r: Draw) -> Example:
 
 # Operands of each primitive by case; sizes are odd where they may be.
 EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
+    "accept": {"drafts": verifying, "none": lambda r: Example((r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)))},
     "add_rms_norm": {"offset": lambda r: Example((r(5, 7), r(5, 7), r(7), 1e-6, 1.0))},
     "cache_slots": {
         "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
@@ -186,7 +207,9 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
+    "seat_write": {"padding": seating},
     "swiglu_linear": {"odd": lambda r: Example((r(5, 7), r(2, 3, 7) / 3))},
+    "token_logprobs": {"padding": telling},
 }
 
 
@@ -212,6 +235,10 @@ DRAWN = types_of(
 
 # GE op types of each case in bfloat16, plumbing aside; no TensorMove or Assign, which copy a pool.
 EMITS: dict[str, dict[str, frozenset[str]]] = {
+    "accept": {
+        "drafts": types_of("Add Cast Cumsum Equal Greater GreaterEqual LogicalOr NotEqual Range ReduceSum StridedSliceV2 Unsqueeze"),
+        "none": types_of("Greater Cast"),
+    },
     "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
     "cache_slots": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
     "cache_write": {"padding": types_of("ScatterPaKvCache")},
@@ -236,7 +263,11 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "rope": {"partial": ROTATION | types_of("StridedSliceV2"), "whole": ROTATION},
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
+    "seat_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
+    "token_logprobs": {
+        "padding": types_of("ArgMaxWithValue Cast Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"),
+    },
 }
 
 # Primitives of experts and of quantised weights have test files of their own.

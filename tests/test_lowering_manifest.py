@@ -34,7 +34,7 @@ MANIFEST = Manifest(
     mesh="dp=2,tp=2",
     rules={"experts": ("dp", "tp")},
     target="inductor",
-    limits=Limits(16, 9, 5, 64, 2),
+    limits=Limits(16, 9, 5, 64, 2, 1),
     params=(Leaf("params.w", Aval((9, 4), torch.bfloat16, ("vocab", None))),),
     state=(Leaf("state.kv", Aval((9, 16, 1, 4), torch.bfloat16)),),
     graphs=(ENTRY,),
@@ -66,6 +66,11 @@ def test_the_signature_of_a_bucket_joins_both() -> None:
 
 def test_a_bucket_runs_on_eager_until_compiled() -> None:
     assert (ENTRY.backend, replace(ENTRY, compiled=None).backend) == ("inductor", "eager")
+
+
+def test_of_how_many_tokens_log_probabilities_are_told_is_what_the_outputs_hold() -> None:
+    told = Leaf("outputs.top_ids", Aval((4, 1, 5), torch.int32))
+    assert (ENTRY.max_logprobs, replace(ENTRY, outputs=(*ENTRY.outputs, told)).max_logprobs) == (0, 5)
 
 
 DEVICE_ENTRY = replace(

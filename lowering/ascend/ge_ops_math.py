@@ -150,6 +150,16 @@ def _sort(call: Call) -> Results:
     return values, order.int()
 
 
+def _top_k(call: Call) -> Results:
+    # Of equal values any may be told, and of unsorted ones in any order; here as of a stable sort.
+    call.ignore("sorted", "sort_policy")
+    x, k, dim = call.tensor("x"), call.one("k"), call.attr("dim", -1)
+    if not 0 <= k <= x.shape[dim]:
+        raise LoweringError(f"{call.op}: {k} of {tuple(x.shape)} along {dim}; legal are at most all")
+    values, order = x.sort(dim=dim, descending=bool(call.attr("largest", True)), stable=True)
+    return values.narrow(dim, 0, k), order.narrow(dim, 0, k).int()
+
+
 def _softmax(call: Call) -> Results:
     call.legal(half_to_float=False)
     x, axes = call.tensor("x"), call.attr("axes", [-1])
@@ -231,6 +241,7 @@ MATH: Mapping[str, Function] = {
     "ArgMaxV2": _arg_max,
     "ArgMaxWithValue": _arg_max_with_value,
     "Sort": _sort,
+    "TopKV2": _top_k,
     "SoftmaxV2": _softmax,
     "MatMul": _mat_mul("transpose_x1", "transpose_x2", 2),
     "MatMulV2": _mat_mul("transpose_x1", "transpose_x2", 2),

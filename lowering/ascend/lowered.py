@@ -10,10 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...graphs import events
-from ...graphs.errors import LoweringError
+from ...graphs.fakes import fake, graph_of
 from ...graphs.flatten import bodies
 from ...graphs.outline import outline
 from ...graphs.primitive import of_target
@@ -21,51 +20,25 @@ from ...graphs.types import Signature
 from ...graphs.verify import results_of
 from ..lower import Lowered
 from .fuse import fuse
+from .pools import Placed, Pools, place
 
 if TYPE_CHECKING:
     from ...graphs.partition import Partitioned
 
 BACKEND = "ge"
-Pools = dict[int, int]
-"""Operand of a body that is a state pool -> the body's result that is its new value."""
 
 
 def lower(partitioned: Partitioned) -> Lowered:
     """Lowers every body once; `npu` and `air` operators must be registered in this process.
 
     Raises:
-        LoweringError: a pool is read by two calls, or by calls of one body in different places.
+        LoweringError: a pool cannot be written where it is (pools.py).
     """
     events.record("trace")
     graph, signature = outline(partitioned.graph), partitioned.signature
-    pools = _pools(graph, signature)
-    lowered = {name: _lower_body(body, pools[name]) for name, body in bodies(graph).items()}
+    pools = place(graph, signature)
+    lowered = {name: _lower_body(body, pools.bodies[name]) for name, body in bodies(graph).items()}
     return Lowered(partitioned.program.bucket, BACKEND, _calls(graph, signature, pools, lowered), signature)
-
-
-def _pools(graph: GraphModule, signature: Signature) -> Mapping[str, Pools]:
-    """Where each body has pools among its operands and results: the same in all calls of it."""
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"][len(signature.params) :][: len(signature.state)]
-    stored = results_of(graph)[len(signature.outputs) :]
-    found: dict[Node, Pools] = {node: {} for node in graph.graph.nodes if node.op == "call_module"}
-    for pool, new, leaf in zip(placeholders, stored, signature.state, strict=True):
-        if new is pool:
-            continue
-        readers = [user for user in pool.users if user.op == "call_module"]
-        call = new.args[0]
-        if len(readers) != 1 or readers[0] is not call or list(call.args).count(pool) != 1:
-            raise LoweringError(
-                f"{leaf.name} is read by {', '.join(map(str, readers))} and made anew by {call}; legal is one call, which does both: a "
-                "device updates a pool in place, and nothing says when another reader would see which value"
-            )
-        found[call][list(call.args).index(pool)] = int(str(new.args[1]))
-    by_body: dict[str, Pools] = {}
-    for call, pools in found.items():
-        if by_body.setdefault(str(call.target), pools) != pools:
-            raise LoweringError(
-                f"body {call.target} is called with pools at operands {pools} and at {by_body[str(call.target)]}; legal is one place"
-            )
-    return by_body
 
 
 class _Inliner(Interpreter):
@@ -94,8 +67,7 @@ def _lower_body(body: GraphModule, pools: Pools) -> GraphModule:
         return tuple(value for i, value in enumerate(results) if i not in written)
 
     with FakeTensorMode(), torch.no_grad():
-        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in operands]
-        graph = make_fx(run, tracing_mode="real")(*fakes)
+        graph = graph_of(run, [fake(v.shape, v.dtype, v.stride(), "meta") for v in operands])
     graph.graph.eliminate_dead_code()
     (output,) = (n for n in graph.graph.nodes if n.op == "output")
     output.args = (tuple(output.args[0]),)
@@ -104,26 +76,24 @@ def _lower_body(body: GraphModule, pools: Pools) -> GraphModule:
     return graph
 
 
-def _calls(graph: GraphModule, signature: Signature, pools: Mapping[str, Pools], lowered: Mapping[str, GraphModule]) -> GraphModule:
-    """The graph that calls the lowered bodies and returns outputs only."""
+def _calls(graph: GraphModule, signature: Signature, pools: Placed, lowered: Mapping[str, GraphModule]) -> GraphModule:
+    """The graph that calls the lowered bodies and returns outputs only; what reads a pool's new value reads the pool."""
     made, values, root = Graph(), dict[Node, Node](), torch.nn.Module()
     for name, body in lowered.items():
         setattr(root, name, body)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        index = None
-        if node.target is operator.getitem:
-            written = set(pools[str(node.args[0].target)].values())
-            if node.args[1] in written:
-                continue
-            index = node.args[1] - sum(i < node.args[1] for i in written)
+        if (home := pools.homes.get(node, node)) is not node:
+            values[node] = values[home]
+            continue
         values[node] = made.node_copy(node, values.__getitem__)
         values[node].meta = dict(node.meta)
-        if index is not None:
-            values[node].args = (values[node].args[0], index)
-        if node.op == "call_module":
-            written = set(pools[str(node.target)].values())
+        if node.target is operator.getitem:
+            written = pools.bodies[str(node.args[0].target)].values()
+            values[node].args = (values[node].args[0], node.args[1] - sum(i < node.args[1] for i in written))
+        elif node.op == "call_module":
+            written = pools.bodies[str(node.target)].values()
             values[node].meta["val"] = tuple(v for i, v in enumerate(node.meta["val"]) if i not in written)
     made.output(tuple(values[node] for node in results_of(graph)[: len(signature.outputs)]))
     return _make_graph_module(root, made)
