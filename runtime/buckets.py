@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,26 +15,58 @@ from .request import Sampling
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class Row(NamedTuple):
-    """One request's share of a step, with the pages and slots it uses.
+class PrefillRow(NamedTuple):
+    """One request's share of a prefill step, with the pages, slot and seat it uses.
 
     Attributes:
         tokens: its new tokens, 1 to q_len of them.
         start: position of the first new token = tokens of the request already in the cache.
         pages: ids of its pages, in order of position; they hold start + len(tokens) tokens at least.
-        read_slot: state slot to start from.
-        write_slots: decode: where the state after each new token goes; prefill: where the state after the last one goes.
-        sampling: how its tokens are picked.
-        uniforms: random numbers in [0, 1), one for each token that may be sampled; greedy needs none.
+        slot: state slot to start from, and where the state after the last token goes.
+        seat: what the request's first decode step starts from is left there.
+        next_token: the known token after the last new one; -1 where that one is sampled.
+        sampling: how it is picked.
+        uniform: random number in [0, 1) that picks it; greedy needs none.
+        logprobs: whether log probabilities are wanted.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    read_slot: int
-    write_slots: Sequence[int]
+    slot: int
+    seat: int
+    next_token: int = -1
+    sampling: Sampling = Sampling()
+    uniform: float = 0.0
+    logprobs: bool = False
+
+
+class DecodeRow(NamedTuple):
+    """One request's share of a decode step, with the pages and slots it uses; tokens and position are in its seat.
+
+    Attributes:
+        seat: where the step starts from.
+        base: smallest position at which it can start.
+        pages: ids of its pages, in order of position; they hold all that is written from `base` on, at least.
+        slots: all state slots of the request, in the same order at every step.
+        drafts: how many of its drafts are verified, 0 to k.
+        sampling: how its tokens are picked.
+        uniforms: random numbers in [0, 1) of the 2Q-1 tokens that can be sampled after positions base, base + 1, ...; greedy needs none.
+        logprobs: whether log probabilities are wanted.
+    """
+
+    seat: int
+    base: int
+    pages: Sequence[int]
+    slots: Sequence[int]
+    drafts: int = 0
     sampling: Sampling = Sampling()
     uniforms: Sequence[float] = ()
+    logprobs: bool = False
+
+
+Row = PrefillRow | DecodeRow
+R = TypeVar("R", PrefillRow, DecodeRow)
 
 
 def of_kind(buckets: Iterable[Bucket], kind: str) -> tuple[Bucket, ...]:
@@ -83,59 +115,116 @@ def padded_rows(bucket: Bucket, live: int) -> int:
     return bucket.batch - live
 
 
-def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits) -> Arrays:
+def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: int = 0) -> Arrays:
     """The inputs of one step, by name.
 
-    Every array is new, so nothing of an earlier step can be in the padding: padding rows have length 0, the null page,
-    the null slot and greedy sampling.
+    Every array is new, so nothing of an earlier step can be in the padding: padding rows have the null seat, page and slot,
+    length 0 and greedy sampling.
+
+    Args:
+        rows: PrefillRow for a prefill bucket, DecodeRow for a decode bucket.
+        max_logprobs: of how many of the most likely tokens the graphs tell log probabilities; 0: they tell none.
 
     Returns:
-        tokens int32 [B,Q], starts int32 [B], lengths int32 [B], page_table int32 [B,N], read_slots int32 [B],
-        write_slots int32 [B,W], temperature f32 [B], top_k int32 [B], top_p f32 [B], min_p f32 [B], uniform f32 [B,W].
+        Of both kinds: seats int32 [B], page_table int32 [B,N], write_slots int32 [B,W], temperature f32 [B], top_k int32 [B],
+        top_p f32 [B], min_p f32 [B] and, with max_logprobs, logprobs int32 [B].
+        Prefill: tokens int32 [B,Q], starts int32 [B], lengths int32 [B], read_slots int32 [B], uniform f32 [B,1] and, with
+        drafts, next_tokens int32 [B].
+        Decode: drafts int32 [B], base int32 [B], uniform f32 [B,2Q-1].
 
     Raises:
         SpecError: when the rows do not fit the bucket or the limits.
     """
-    B, Q, N, W = bucket.batch, bucket.q_len, limits.pages_per_request, write_width(bucket)
-    if len(rows) > B:
-        raise SpecError(f"{len(rows)} rows for {bucket.name}, which holds {B}")
+    if len(rows) > bucket.batch:
+        raise SpecError(f"{len(rows)} rows for {bucket.name}, which holds {bucket.batch}")
+    if bucket.kind == "decode":
+        own = _decode(bucket, _all_of(DecodeRow, bucket, rows), limits)
+    else:
+        own = _prefill(bucket, _all_of(PrefillRow, bucket, rows), limits)
+    return own | _shared(bucket, rows, limits, max_logprobs)
+
+
+def _shared(bucket: Bucket, rows: Sequence[Row], limits: Limits, max_logprobs: int) -> Arrays:
+    B, live = bucket.batch, slice(0, len(rows))
     arrays: Arrays = {
-        "tokens": np.zeros((B, Q), np.int32),
-        "starts": np.zeros(B, np.int32),
-        "lengths": np.zeros(B, np.int32),
-        "page_table": np.zeros((B, N), np.int32),
-        "read_slots": np.zeros(B, np.int32),
-        "write_slots": np.zeros((B, W), np.int32),
+        "seats": np.zeros(B, np.int32),
+        "page_table": np.zeros((B, limits.pages_per_request), np.int32),
         "temperature": np.zeros(B, np.float32),
         "top_k": np.zeros(B, np.int32),
         "top_p": np.ones(B, np.float32),
         "min_p": np.zeros(B, np.float32),
-        "uniform": np.zeros((B, W), np.float32),
     }
     for i, row in enumerate(rows):
-        _check(bucket, row, limits)
-        arrays["tokens"][i, : len(row.tokens)] = row.tokens
+        if not 1 <= row.seat < limits.num_seats:
+            raise SpecError(f"a row with seat {row.seat}; legal is 1 to {limits.num_seats - 1}")
+        if len(row.pages) > limits.pages_per_request:
+            raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
         arrays["page_table"][i, : len(row.pages)] = row.pages
-        arrays["write_slots"][i, : len(row.write_slots)] = row.write_slots
-        arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
-    live = slice(0, len(rows))
-    arrays["starts"][live] = [row.start for row in rows]
-    arrays["lengths"][live] = [len(row.tokens) for row in rows]
-    arrays["read_slots"][live] = [row.read_slot for row in rows]
+    arrays["seats"][live] = [row.seat for row in rows]
     for name in ("temperature", "top_k", "top_p", "min_p"):
         arrays[name][live] = [getattr(row.sampling, name) for row in rows]
+    if max_logprobs:
+        arrays["logprobs"] = np.zeros(B, np.int32)
+        arrays["logprobs"][live] = [row.logprobs for row in rows]
     return arrays
 
 
-def _check(bucket: Bucket, row: Row, limits: Limits) -> None:
-    W = write_width(bucket)
-    if not 1 <= len(row.tokens) <= bucket.q_len:
-        raise SpecError(f"a row of {len(row.tokens)} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
-    if len(row.write_slots) > W or len(row.uniforms) > W:
-        given = f"{len(row.write_slots)} write slots and {len(row.uniforms)} uniforms"
-        raise SpecError(f"a row of {given} for {bucket.name}; legal is up to {W} of each")
-    if len(row.pages) > limits.pages_per_request:
-        raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
-    end = row.start + len(row.tokens)
-    if end > len(row.pages) * limits.page_size:
-        raise SpecError(f"a row ends at position {end}; its {len(row.pages)} pages of {limits.page_size} tokens end before")
+def _prefill(bucket: Bucket, rows: Sequence[PrefillRow], limits: Limits) -> Arrays:
+    B, live = bucket.batch, slice(0, len(rows))
+    arrays: Arrays = {
+        "tokens": np.zeros((B, bucket.q_len), np.int32),
+        "starts": np.zeros(B, np.int32),
+        "lengths": np.zeros(B, np.int32),
+        "read_slots": np.zeros(B, np.int32),
+        "write_slots": np.zeros((B, 1), np.int32),
+        "uniform": np.zeros((B, 1), np.float32),
+    }
+    for i, row in enumerate(rows):
+        if not 1 <= len(row.tokens) <= bucket.q_len:
+            raise SpecError(f"a row of {len(row.tokens)} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
+        _check_pages(row.pages, row.start + len(row.tokens), limits)
+        arrays["tokens"][i, : len(row.tokens)] = row.tokens
+    arrays["starts"][live] = [row.start for row in rows]
+    arrays["lengths"][live] = [len(row.tokens) for row in rows]
+    arrays["read_slots"][live] = [row.slot for row in rows]
+    arrays["write_slots"][live, 0] = [row.slot for row in rows]
+    arrays["uniform"][live, 0] = [row.uniform for row in rows]
+    if limits.drafts:
+        arrays["next_tokens"] = np.full(B, -1, np.int32)
+        arrays["next_tokens"][live] = [row.next_token for row in rows]
+    return arrays
+
+
+def _decode(bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> Arrays:
+    B, Q, live = bucket.batch, bucket.q_len, slice(0, len(rows))
+    arrays: Arrays = {
+        "drafts": np.zeros(B, np.int32),
+        "base": np.zeros(B, np.int32),
+        "write_slots": np.zeros((B, Q), np.int32),
+        "uniform": np.zeros((B, 2 * Q - 1), np.float32),
+    }
+    for i, row in enumerate(rows):
+        if len(row.slots) != Q or len(row.uniforms) not in (0, 2 * Q - 1):
+            given = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
+            raise SpecError(f"a row of {given} for {bucket.name}; legal is {Q} slots, and {2 * Q - 1} uniforms or none")
+        if not 0 <= row.drafts < Q:
+            raise SpecError(f"a row of {row.drafts} drafts for {bucket.name}; legal is 0 to {Q - 1}")
+        # From base on: all candidates, and the drafts after the last of them.
+        _check_pages(row.pages, min(row.base + 2 * Q - 1, limits.max_model_len), limits)
+        arrays["write_slots"][i] = row.slots
+        arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
+    arrays["drafts"][live] = [row.drafts for row in rows]
+    arrays["base"][live] = [row.base for row in rows]
+    return arrays
+
+
+def _check_pages(pages: Sequence[int], end: int, limits: Limits) -> None:
+    if end > len(pages) * limits.page_size:
+        raise SpecError(f"a row ends at position {end}; its {len(pages)} pages of {limits.page_size} tokens end before")
+
+
+def _all_of(kind: type[R], bucket: Bucket, rows: Sequence[Row]) -> list[R]:
+    wrong = next((type(row) for row in rows if not isinstance(row, kind)), None)
+    if wrong is not None:
+        raise SpecError(f"a {wrong.__name__} for {bucket.name}; legal is {kind.__name__}")
+    return [row for row in rows if isinstance(row, kind)]

@@ -1,4 +1,8 @@
-"""Turns submitted requests into streams of events, by running an executor step after step."""
+"""Turns submitted requests into streams of events, by running an executor step after step.
+
+Where the executor allows it the next step is launched before the outcome of the one before is read, so that the device never waits for
+this loop: what a step says of a request that has ended meanwhile is dropped.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..graphs.errors import NpucompileError, RequestError
-from . import scheduler
-from .buckets import write_width
+from ..graphs.errors import RequestError, SpecError
+from ..graphs.types import Bucket
+from . import admission, sampled, scheduler, transitions
 from .device import Executor as Executor
-from .device import Outputs, group_count, run_step
+from .device import Pending, group_count, launcher, most_logprobs, most_run_ahead
 from .holdings import Holdings
 from .job import RankError
 from .metrics import Metrics
@@ -41,6 +43,14 @@ class _Cancel:
     request_id: str
 
 
+class _Flight(NamedTuple):
+    """A step that was launched: what each group does in it, and where its outcome will be."""
+
+    bucket: Bucket
+    steps: Sequence[Step | None]
+    pending: Pending
+
+
 class Engine:
     """The serving loop. `submit`, `cancel`, `stop` and `stats` may be called from any thread.
 
@@ -54,9 +64,11 @@ class Engine:
         clock: seconds, never going back.
         prefill_burst: most prefill steps between two decode steps while any request decodes.
         refresh_every_s: how often `executor.refresh` is called, at most; None is never.
+        run_ahead: how many steps are launched before the outcome of the one before them is read: 0 or 1; None is as many as the
+            executor allows.
 
     Raises:
-        SpecError: when the executor's limits or buckets cannot serve every legal request.
+        SpecError: when the executor's limits or buckets cannot serve every legal request, or run_ahead is more than it allows.
     """
 
     def __init__(
@@ -66,15 +78,21 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         prefill_burst: int = 1,
         refresh_every_s: float | None = 1.0,
+        run_ahead: int | None = None,
     ) -> None:
-        limits = executor.limits
-        self._executor = executor
+        limits, allowed = executor.limits, most_run_ahead(executor)
+        self._run_ahead = allowed if run_ahead is None else run_ahead
+        if not 0 <= self._run_ahead <= min(allowed, 1):
+            raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
+        self._executor, self._launch_on_device = executor, launcher(executor)
+        self._max_logprobs = most_logprobs(executor)
         self._clock = clock
         groups = range(group_count(executor))
         self._states = tuple(State(Policy(limits, executor.buckets, prefill_burst)) for _ in groups)
-        self._holdings = tuple(Holdings(limits) for _ in groups)
+        self._holdings = tuple(Holdings(limits, self._max_logprobs) for _ in groups)
         self._group_of: dict[str, int] = {}
-        self._metrics = Metrics()
+        self._flights: deque[_Flight] = deque()
+        self._metrics = Metrics(limits.drafts)
         self._refresh_every_s = refresh_every_s
         self._refreshed_s = clock()
         self._inbox: deque[_Submit | _Cancel] = deque()
@@ -91,7 +109,7 @@ class Engine:
         Raises:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
-        self._validate(request)
+        admission.check(request, self._executor.limits, self._executor.vocab_size, self._max_logprobs)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:
@@ -104,7 +122,7 @@ class Engine:
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request before its next step; returns whether it was live.
+        """Ends a request before its next step is planned; returns whether it was live.
 
         Its FinishEvent says "cancelled", or something else when it ended before the cancel came through.
         """
@@ -116,15 +134,25 @@ class Engine:
             return True
 
     def step(self) -> bool:
-        """Handles what came in and runs at most one step; returns whether there was anything to do."""
+        """Handles what came in, launches at most one step, and reads the outcome of those that are further back than it may run ahead.
+
+        Returns:
+            Whether there was anything to do.
+        """
         received = self._receive()
         self._refresh_when_due()
         steps = scheduler.plan_together(self._states)
-        if steps is None:
+        if steps is not None:
+            self._checked = False
+            self._begin(steps)
+        elif self._flights:
+            # Only what is in flight can tell what comes next.
+            self._take_in()
+        else:
             self._check_when_idle()
             return received
-        self._checked = False
-        self._run(steps)
+        while len(self._flights) > self._run_ahead:
+            self._take_in()
         return True
 
     def run_forever(self) -> None:
@@ -216,21 +244,6 @@ class Engine:
     def _now_ms(self) -> float:
         return self._clock() * 1e3
 
-    def _validate(self, request: Request) -> None:
-        prompt, most, vocab = request.prompt, self._executor.limits.max_model_len - 1, self._executor.vocab_size
-        if not 1 <= len(prompt) <= most:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; legal is 1 to {most} (max_model_len {most + 1} less one token to generate)",
-                param="prompt",
-                code="context_length_exceeded" if prompt else "invalid_request_error",
-            )
-        if type(request.max_tokens) is not int or request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens!r}; legal is an integer of at least 1", param="max_tokens")
-        for name, ids in (("prompt", prompt), ("stop_token_ids", request.stop_token_ids)):
-            wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab), None)
-            if wrong is not None:
-                raise RequestError(f"{name} has token id {wrong!r}; legal is an integer from 0 to {vocab - 1}", param=name)
-
     def _receive(self) -> bool:
         with self._wake:
             messages = list(self._inbox)
@@ -238,9 +251,9 @@ class Engine:
         for message in messages:
             if isinstance(message, _Submit):
                 group = self._group_of[message.request.id] = scheduler.least_loaded(self._states)
-                self._publish(self._with(group, scheduler.submit(self._states[group], message.request, message.submitted_ms)), ())
+                self._publish(self._with(group, transitions.submit(self._states[group], message.request, message.submitted_ms)), ())
             elif (found := self._group_of.get(message.request_id)) is not None:
-                state, events = scheduler.cancel(self._states[found], message.request_id, self._now_ms())
+                state, events = transitions.cancel(self._states[found], message.request_id, self._now_ms())
                 self._publish(self._with(found, state), events)
         return bool(messages)
 
@@ -267,67 +280,78 @@ class Engine:
             self.check()
             self._checked = True
 
-    def _run(self, steps: Sequence[Step | None]) -> None:
-        started_ms = self._now_ms()
+    def _begin(self, steps: Sequence[Step | None]) -> None:
+        """Launches a step. One that cannot be launched is read at once, after all that were launched before it."""
+        states = transitions.launch_together(self._states, steps, self._now_ms())
         (bucket,) = {step.bucket for step in steps if step is not None}
         inputs = [holdings.inputs(bucket, step) for holdings, step in zip(self._holdings, steps, strict=True)]
+        with self._wake:
+            self._states = states
+            self._metrics.preemptions += sum(len(step.preempted) for step in steps if step is not None)
         try:
-            tokens = [self._sampled(*one) for one in zip(steps, run_step(self._executor, bucket, inputs), strict=True)]
+            self._flights.append(_Flight(bucket, steps, self._launch_on_device(bucket, inputs)))
         except RankError:
             raise
         except Exception as error:
-            log.exception("a step of %s failed", bucket.name)
-            message = f"{bucket.name}: {type(error).__name__}: {error}"
-            self._publish(*scheduler.fail_together(self._states, steps, message, self._now_ms()), failed=steps)
+            while self._flights:
+                self._take_in()
+            self._fail(bucket, steps, error)
+
+    def _take_in(self) -> None:
+        """Waits for the oldest step in flight, and tells what it gave."""
+        bucket, steps, pending = self._flights.popleft()
+        try:
+            outputs = zip(steps, self._states, pending.result(), strict=True)
+            results = [() if step is None else sampled.read(out, step, state, self._executor.vocab_size) for step, state, out in outputs]
+        except RankError:
+            raise
+        except Exception as error:
+            self._fail(bucket, steps, error)
         else:
-            now_ms = self._now_ms()
-            self._publish(*scheduler.commit_together(self._states, steps, tokens, started_ms=started_ms, now_ms=now_ms), ran=steps)
+            states, events = transitions.commit_together(self._states, steps, results, self._now_ms())
+            self._publish(states, events, lambda: self._count_step(bucket, steps, results))
 
-    def _sampled(self, step: Step | None, outputs: Outputs) -> Sequence[Sequence[int]]:
-        if step is None:
-            return ()
-        array = np.asarray(outputs["tokens"])
-        shape, vocab = (step.bucket.batch, write_width(step.bucket)), self._executor.vocab_size
-        if array.shape != shape or array.dtype.kind != "i":
-            raise NpucompileError(f"the executor returned tokens {array.dtype}{list(array.shape)}; legal is int32{list(shape)}")
-        tokens: list[list[int]] = array[: len(step.turns)].tolist()
-        for turn, row in zip(step.turns, tokens, strict=True):
-            if turn.samples and not all(0 <= token < vocab for token in row):
-                raise NpucompileError(f"the executor returned token ids {row} for {turn.request.id!r}; legal is 0 to {vocab - 1}")
-        return tokens
+    def _fail(self, bucket: Bucket, steps: Sequence[Step | None], error: Exception) -> None:
+        log.error("a step of %s failed", bucket.name, exc_info=error)
+        message = f"{bucket.name}: {type(error).__name__}: {error}"
+        states, events = transitions.fail_together(self._states, steps, message, self._now_ms())
+        self._publish(states, events, self._metrics.count_failure)
 
-    def _publish(
-        self, states: tuple[State, ...], events: Sequence[Event], *, ran: Sequence[Step | None] = (), failed: Sequence[Step | None] = ()
-    ) -> None:
-        """Makes new states the current ones, with their counters, and then tells the clients."""
+    def _publish(self, states: tuple[State, ...], events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
+        """Makes new states the current ones, with what `count` counts, and then tells the clients."""
         ended = [event for event in events if isinstance(event, FinishEvent)]
         for event in ended:
             self._holdings[self._group_of.pop(event.request_id)].release(event.request_id)
         with self._wake:
             self._states = states
-            self._count(events, ran, failed)
+            count()
+            self._count_events(events)
             deliveries = [(self._sinks[event.request_id], event) for event in events]
             for event in ended:
                 del self._sinks[event.request_id]
         for sink, delivered in deliveries:
             self._deliver(sink, delivered)
 
-    def _count(self, events: Sequence[Event], ran: Sequence[Step | None], failed: Sequence[Step | None]) -> None:
+    def _count_step(self, bucket: Bucket, steps: Sequence[Step | None], results: Sequence[transitions.Results]) -> None:
         metrics = self._metrics
-        steps = [step for step in ran if step is not None]
-        if steps:
-            metrics.count_step(steps[0].bucket, sum(len(step.turns) for step in steps), len(ran))
-        for step in steps:
-            metrics.prompt_tokens += sum(len(t.request.prompt) for t in step.turns if t.samples and t.sample_index == 0)
-        metrics.failed_steps += bool(failed)
-        metrics.preemptions += sum(len(step.preempted) for step in (*ran, *failed) if step is not None)
+        turns = [turn for step in steps if step is not None for turn in step.turns]
+        metrics.count_step(bucket, len(turns), len(steps))
+        for turn, got in zip(turns, (one for group in results for one in group), strict=True):
+            if got is None:
+                metrics.discarded_rows += 1
+            elif got.drafted:
+                metrics.count_verified(got.drafted, len(got.tokens) - 1)
+            elif got.tokens and turn.sample_index == 0:
+                metrics.prompt_tokens += len(turn.request.prompt)
+
+    def _count_events(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
-                metrics.generation_tokens += len(event.token_ids)
+                self._metrics.generation_tokens += len(event.token_ids)
             else:
-                metrics.finished[event.reason] += 1
+                self._metrics.finished[event.reason] += 1
                 # A stop token was generated but is in no TokenEvent.
-                metrics.generation_tokens += event.reason == "stop"
+                self._metrics.generation_tokens += event.reason == "stop"
 
     def _deliver(self, sink: Sink, event: Event) -> None:
         try:
@@ -355,5 +379,5 @@ class Engine:
             self._refusal = message
         self._receive()
         for group in range(len(self._states)):
-            state, events = scheduler.fail_all(self._states[group], message, self._now_ms())
+            state, events = transitions.fail_all(self._states[group], message, self._now_ms())
             self._publish(self._with(group, state), events)

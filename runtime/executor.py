@@ -53,6 +53,7 @@ class Executor:
         at = coordinates(mesh, rank or 0)
         self.limits: Limits = artifact.manifest.limits
         self.vocab_size = int(artifact.manifest.model["vocab_size"])
+        self.max_logprobs = max((entry.max_logprobs for entry in artifact.manifest.graphs), default=0)
         self.backends: dict[str, str] = {}
         self._prefer_eager = prefer_eager
         self._held = _operands(artifact)
@@ -81,7 +82,7 @@ class Executor:
             inputs: arrays by name, as `buckets.pack` makes them.
 
         Returns:
-            `tokens` int32 [B, W] and `logits` f32 [B, W, V].
+            `tokens` int32 [B, W], in decode `counts` int32 [B], and what else the bucket's outputs are (models/step.py).
 
         Raises:
             SpecError: for a bucket the artifact does not have.

@@ -1,21 +1,33 @@
-"""Turns the planned step of one dp group into packed inputs, with the pages and slots its requests own."""
+"""Turns the planned step of one dp group into packed inputs, with the pages, slots and seats its requests own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..graphs.types import Bucket, Limits
-from .buckets import Arrays, Row, pack
-from .pages import OwnershipError, PagePool, SlotPool
+from .buckets import Arrays, DecodeRow, PrefillRow, Row, pack
+from .pages import OwnershipError, PagePool, SeatPool, SlotPool
 from .scheduler import State, Step, Turn
 from .uniform import uniform
 
 
 class Holdings:
-    """Who owns which pages and slots in the pools of one dp group; page and slot numbers of groups have nothing to do with each other."""
+    """Who owns which pages, slots and seats in the pools of one dp group; the numbers of groups have nothing to do with each other.
 
-    def __init__(self, limits: Limits) -> None:
+    Steps run on the device in the order in which they are launched, so what a request held may go to another as soon as it ends: a step
+    still in flight writes there before any step of the new owner does.
+
+    Args:
+        limits: of the pools.
+        max_logprobs: as for `buckets.pack`.
+    """
+
+    def __init__(self, limits: Limits, max_logprobs: int = 0) -> None:
         self.limits = limits
         self.pages = PagePool(limits.num_pages)
         self.slots = SlotPool(limits.num_slots, limits.slots_per_request)
+        self.seats = SeatPool(limits.num_seats)
+        self._max_logprobs = max_logprobs
 
     def inputs(self, bucket: Bucket, step: Step | None) -> Arrays:
         """Does what a step says about ownership, and packs its rows; without a step all rows are padding.
@@ -23,18 +35,21 @@ class Holdings:
         Raises:
             OwnershipError: when the pools cannot give what was planned.
         """
-        if step is None:
-            return pack(bucket, (), self.limits)
-        for request_id in step.preempted:
-            self.release(request_id)
-        if step.admitted is not None:
-            self.slots.allocate_group(step.admitted)
-        return pack(step.bucket, [self._row(turn) for turn in step.turns], self.limits)
+        rows: list[Row] = []
+        if step is not None:
+            for request_id in step.preempted:
+                self.release(request_id)
+            if step.admitted is not None:
+                self.slots.allocate_group(step.admitted)
+                self.seats.allocate_group(step.admitted)
+            rows = [self._decode_row(turn) if bucket.kind == "decode" else self._prefill_row(turn) for turn in step.turns]
+        return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 
     def release(self, request_id: str) -> None:
         """Takes back all that a request holds."""
         self.pages.free(request_id)
         self.slots.free(request_id)
+        self.seats.free(request_id)
 
     def check(self, state: State) -> None:
         """Compares the pools with the live requests, number by number.
@@ -42,30 +57,51 @@ class Holdings:
         Raises:
             OwnershipError: on a leak, a double owner, or counts other than the scheduler's.
         """
-        self.pages.check()
-        self.slots.check()
         running = frozenset(live.id for live in state.running)
-        for pool, free in ((self.pages, state.free_pages), (self.slots, state.free_slots)):
+        free_seats = self.limits.num_seats - 1 - len(running)
+        for pool, free in ((self.pages, state.free_pages), (self.slots, state.free_slots), (self.seats, free_seats)):
+            pool.check()
             if pool.owners() != running or pool.free_count != free:
                 raise OwnershipError(
                     f"the pool has {pool.free_count} free and owners {sorted(pool.owners())}; "
                     f"the scheduler has {free} free and running requests {sorted(running)}"
                 )
 
-    def _row(self, turn: Turn) -> Row:
-        request_id, sampling = turn.request.id, turn.request.sampling
-        held = self.pages.owned(request_id)
-        if len(held) < turn.pages:
-            self.pages.allocate(turn.pages - len(held), request_id)
-            held = self.pages.owned(request_id)
-        group = self.slots.owned(request_id)
-        width = len(turn.write_indices) if sampling.temperature else 0
-        return Row(
+    def _prefill_row(self, turn: Turn) -> PrefillRow:
+        request, sampling = turn.request, turn.request.sampling
+        return PrefillRow(
             tokens=turn.tokens,
             start=turn.start,
-            pages=held,
-            read_slot=group[turn.read_index],
-            write_slots=[group[i] for i in turn.write_indices],
+            pages=self._grown(turn),
+            slot=self.slots.owned(request.id)[0],
+            seat=self.seats.owned(request.id)[0],
+            next_token=turn.next_token,
             sampling=sampling,
-            uniforms=[uniform(sampling.seed or 0, turn.sample_index + i) for i in range(width)],
+            uniform=self._uniform(turn, 0) if sampling.temperature else 0.0,
+            logprobs=request.logprobs is not None,
         )
+
+    def _decode_row(self, turn: Turn) -> DecodeRow:
+        request, sampling = turn.request, turn.request.sampling
+        return DecodeRow(
+            seat=self.seats.owned(request.id)[0],
+            base=turn.start,
+            pages=self._grown(turn),
+            slots=self.slots.owned(request.id),
+            drafts=turn.drafts,
+            sampling=sampling,
+            uniforms=[self._uniform(turn, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
+            logprobs=request.logprobs is not None,
+        )
+
+    def _grown(self, turn: Turn) -> Sequence[int]:
+        """The request's pages, once there are as many as the turn says."""
+        held = self.pages.owned(turn.request.id)
+        if len(held) >= turn.pages:
+            return held
+        self.pages.allocate(turn.pages - len(held), turn.request.id)
+        return self.pages.owned(turn.request.id)
+
+    @staticmethod
+    def _uniform(turn: Turn, i: int) -> float:
+        return uniform(turn.request.sampling.seed or 0, turn.sample_index + i)

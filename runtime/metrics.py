@@ -9,12 +9,20 @@ from .request import FINISH_REASONS
 
 
 class Metrics:
-    """Counters since the engine was made; they only grow. The engine guards them with its lock."""
+    """Counters since the engine was made; they only grow. The engine guards them with its lock.
 
-    def __init__(self) -> None:
+    Args:
+        drafts: most drafts verified for a request in a step.
+    """
+
+    def __init__(self, drafts: int = 0) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.padded_rows = 0
+        self.discarded_rows = 0
+        self.verified_rows = 0
+        self.drafted_tokens = 0
+        self.accepted = [0] * drafts
         self.preemptions = 0
         self.failed_steps = 0
         self.bucket_steps: dict[str, int] = {}
@@ -25,11 +33,26 @@ class Metrics:
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
         self.padded_rows += groups * bucket.batch - live_rows
 
+    def count_failure(self) -> None:
+        """Counts a step that failed."""
+        self.failed_steps += 1
+
+    def count_verified(self, drafted: int, accepted: int) -> None:
+        """Counts a row of a decode step, of whose drafts the first so many were accepted; a row without drafts counts for nothing."""
+        self.verified_rows += drafted > 0
+        self.drafted_tokens += drafted
+        for place in range(accepted):
+            self.accepted[place] += 1
+
     def snapshot(self) -> dict[str, Any]:
         """All counters by public name; nothing in it is shared with this object.
 
         `prompt_tokens_total` counts each prompt once, when its first token is sampled. `generation_tokens_total` counts
         sampled tokens, stop tokens included. Steps that failed are in `steps_failed_total` and nowhere else.
+        `discarded_rows_total` counts rows whose request had ended before their outcome was known. Drafts are counted as in vLLM:
+        `spec_decode_num_drafts_total` rows in which drafts were verified, `spec_decode_num_draft_tokens_total` those drafts,
+        `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps the place of
+        a draft in its row, "0" being the first, to how often it was accepted.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -37,6 +60,11 @@ class Metrics:
             "requests_total": sum(self.finished.values()),
             **{f"requests_finished_{reason}": count for reason, count in self.finished.items()},
             "padded_rows_total": self.padded_rows,
+            "discarded_rows_total": self.discarded_rows,
+            "spec_decode_num_drafts_total": self.verified_rows,
+            "spec_decode_num_draft_tokens_total": self.drafted_tokens,
+            "spec_decode_num_accepted_tokens_total": sum(self.accepted),
+            "spec_decode_num_accepted_tokens_per_pos": {str(place): count for place, count in enumerate(self.accepted)},
             "preemptions_total": self.preemptions,
             "steps_total": sum(self.bucket_steps.values()),
             "steps_failed_total": self.failed_steps,

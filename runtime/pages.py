@@ -1,4 +1,4 @@
-"""Turns a pool of numbered pages or state slots into a record of who owns which."""
+"""Turns a pool of numbered pages, state slots or seats into a record of who owns which."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..graphs.errors import NpucompileError
 
 
 class OwnershipError(NpucompileError):
-    """Raised when pages or slots are asked for that are not there, or when the ownership record contradicts itself."""
+    """Raised when pages, slots or seats are asked for that are not there, or when the ownership record contradicts itself."""
 
 
 class Pool:
@@ -103,19 +103,33 @@ class PagePool(Pool):
         super().__init__("page", num_pages)
 
 
-class SlotPool(Pool):
-    """Ownership of the recurrent-state slots; slot 0 is the null slot, a request owns a group of `group` slots."""
+class GroupPool(Pool):
+    """Numbers that an owner gets once, so many at a time."""
 
-    def __init__(self, num_slots: int, group: int = 1) -> None:
-        super().__init__("slot", num_slots)
+    def __init__(self, what: str, size: int, group: int) -> None:
+        super().__init__(what, size)
         self.group = group
 
     def allocate_group(self, owner: str) -> tuple[int, ...]:
-        """Gives an owner its group of slots.
+        """Gives an owner its group of numbers.
 
         Raises:
-            OwnershipError: when the owner has one already, or too few slots are free.
+            OwnershipError: when the owner has one already, or too few numbers are free.
         """
         if owner in self._owned:
-            raise OwnershipError(f"{owner!r} asks for a group of slots; it already holds {list(self._owned[owner])}")
+            raise OwnershipError(f"{owner!r} asks for a group of {self._what}s; it already holds {list(self._owned[owner])}")
         return self.allocate(self.group, owner)
+
+
+class SlotPool(GroupPool):
+    """Ownership of the recurrent-state slots; slot 0 is the null slot, a request owns a group of `group` slots."""
+
+    def __init__(self, num_slots: int, group: int = 1) -> None:
+        super().__init__("slot", num_slots, group)
+
+
+class SeatPool(GroupPool):
+    """Ownership of the seats, from which the decode steps of requests start; seat 0 is the null seat, a request owns one."""
+
+    def __init__(self, num_seats: int) -> None:
+        super().__init__("seat", num_seats, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..graphs.errors import RequestError
 
@@ -46,6 +47,9 @@ class Request:
         prompt: token ids, at least one.
         max_tokens: most tokens to generate, at least 1.
         stop_token_ids: ids that end the output (the end-of-sequence ids are among them unless ignored).
+        logprobs: of how many of the most likely tokens log probabilities are told beside the chosen one's; None tells none at all.
+        speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes how fast the
+            tokens come and never which ones.
     """
 
     id: str
@@ -53,6 +57,8 @@ class Request:
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    speculative_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,9 @@ class ExecutionRecord:
         padded_rows: rows of padding that ran beside this request, summed over its steps.
         preemptions: times the request lost its pages and was prefilled again.
         cached_tokens: prompt tokens whose prefill was skipped.
+        verify_steps: decode steps in which drafts were verified.
+        drafted_tokens: drafts verified.
+        accepted_per_position: how often the first, second, ... draft of a step was accepted; one number for each that the graphs draft.
     """
 
     queue_ms: float
@@ -78,14 +87,39 @@ class ExecutionRecord:
     padded_rows: int
     preemptions: int
     cached_tokens: int = 0
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens for each step in which drafts were verified; None without any."""
+        return 1 + sum(self.accepted_per_position) / self.verify_steps if self.verify_steps else None
+
+
+class TokenLogprobs(NamedTuple):
+    """What the model's own distribution, before it is shaped for sampling, says at one place.
+
+    Attributes:
+        logprob: natural logarithm of the chosen token's probability.
+        top: (token id, logarithm) of the most likely tokens, most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """New tokens of one request."""
+    """New tokens of one request.
+
+    Attributes:
+        logprobs: of each token, where the request asked for them; else empty.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")

@@ -1,22 +1,29 @@
 """Turns the requests at hand into the next step.
 
-Everything here is a pure function over frozen records: the same state gives the same step. Pages and slots are only
-counted; which ones they are is the pools' business (`pages.py`).
+Everything here is a pure function over frozen records: the same state gives the same step. Pages, slots and seats are only
+counted; which ones they are is the pools' business (`pages.py`). What becomes of the records is `transitions.py`'s.
 
 Policy:
     Order of arrival is the only priority. Running requests are always older than waiting ones.
     One prompt is prefilled at a time, in chunks; while anything decodes, at most `prefill_burst` chunks run between two
     decode steps, so a stream waits for at most that many chunks between two of its tokens.
     When more requests decode than the largest bucket holds, those served longest ago go first.
-    A request is admitted when a group of slots is free, and pages for all its tokens plus one, plus one page for every
-    running request: without that reserve a preempted request would be prefilled only to be preempted again.
+    A request is admitted when a group of slots is free, and pages for all its tokens and a step's candidates, plus for every
+    running request the pages of one step's candidates: without that reserve a preempted request would be prefilled only to be
+    preempted again.
     A decode step that lacks pages preempts the youngest running request until it has them; that one goes back to the
     front of the queue and later prefills its prompt and what it had generated.
+
+A step may be planned while the one before it is in flight. Prefill steps do what they say, so the next one goes on from where they
+will end. Of a decode step only the device knows how many tokens it gives, 1 to Q; the next one starts from the seat that it leaves
+there, and has pages for the furthest it can reach. A request that ends with what is in flight, however little that gives, has no turn.
+Nothing is preempted while anything is in flight: then there is no plan until its outcome is known.
 
 Groups that step together (`plan_together`) each follow this policy over their own requests, pages and slots, but for one thing: when
 any of them may prefill, all of them prefill or rest, and `prefill_burst` counts the steps of all.
 
-No deadlock: the oldest running request is never preempted while another runs, and alone it fits (see `Policy`).
+No deadlock: while nothing is in flight any request that is live gives a plan; the oldest running request is never preempted while
+another runs, and alone it fits (see `Policy`).
 """
 
 from __future__ import annotations
@@ -27,9 +34,9 @@ from typing import NamedTuple
 
 from ..graphs.errors import SpecError
 from ..graphs.types import Bucket, Limits
-from .buckets import choose, choose_prefill, of_kind, padded_rows, write_width
+from .buckets import choose, choose_prefill, of_kind
 from .live import Live
-from .request import Event, Request, TokenEvent
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,8 @@ class Policy:
         prefill_burst: most prefill steps between two decode steps while any request decodes.
 
     Raises:
-        SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket
-            takes more than one token per request.
+        SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket or the
+            slots of a request do not fit the drafts.
     """
 
     limits: Limits
@@ -57,6 +64,11 @@ class Policy:
                 f"{limits.num_pages} pages leave {limits.num_pages - 1} beside the null page; one request of max_model_len "
                 f"{limits.max_model_len} takes {limits.pages_per_request}, so legal is at least {limits.pages_per_request + 1}"
             )
+        if limits.slots_per_request != self.candidates:
+            raise SpecError(
+                f"{limits.slots_per_request} state slots a request with {limits.drafts} drafts; where requests are decoded, legal is "
+                f"{self.candidates}, one for each candidate"
+            )
         if limits.num_slots - 1 < limits.slots_per_request:
             raise SpecError(
                 f"{limits.num_slots} state slots leave {limits.num_slots - 1} beside the null slot; one request takes "
@@ -64,12 +76,27 @@ class Policy:
             )
         of_kind(self.buckets, "prefill")
         for bucket in of_kind(self.buckets, "decode"):
-            if bucket.q_len != 1:
-                raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; this engine decodes 1, without drafts")
+            if bucket.q_len != self.candidates:
+                drafts = f"with {limits.drafts} drafts, legal is {self.candidates}"
+                raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
+
+    @property
+    def candidates(self) -> int:
+        """Q of decode: a request's last token and its drafts."""
+        return self.limits.drafts + 1
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens of one request."""
-        return -(-tokens // self.limits.page_size)
+        """Pages that hold this many tokens of one request, or as many as it may have."""
+        return -(-min(tokens, self.limits.max_model_len) // self.limits.page_size)
+
+    def pages_to_prefill(self, live: Live) -> int:
+        """Pages for all known tokens, and for those drafted at their end."""
+        return self.pages_for(live.total + self.candidates)
+
+    def pages_to_decode(self, live: Live) -> int:
+        """Pages for the next decode step: where it starts at the latest, all candidates, and the drafts after them."""
+        Q = self.candidates
+        return self.pages_for(live.computed + live.in_flight * Q + 2 * Q - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +106,8 @@ class State:
     Attributes:
         arrivals: requests ever submitted.
         turns: turns ever given (see `Live.served`).
-        burst: prefill steps since the last decode step.
+        burst: prefill steps since the last decode step, those in flight among them.
+        in_flight: steps launched whose outcome is not known.
     """
 
     policy: Policy
@@ -88,6 +116,7 @@ class State:
     arrivals: int = 0
     turns: int = 0
     burst: int = 0
+    in_flight: int = 0
 
     @property
     def used_pages(self) -> int:
@@ -105,33 +134,44 @@ class State:
         limits = self.policy.limits
         return limits.num_slots - 1 - len(self.running) * limits.slots_per_request
 
+    @property
+    def ready(self) -> tuple[Live, ...]:
+        """Running requests that a decode step can go on with."""
+        length = self.policy.limits.max_model_len
+        return tuple(live for live in self.running if live.decoding and not live.surely_ends(length))
+
 
 class Turn(NamedTuple):
     """One request's row of a step.
 
     Attributes:
-        tokens: new tokens to feed.
-        start: position of the first of them.
+        arrival: what the request is known by when the step's outcome is.
         pages: pages the request holds during the step; grown to this count before it.
-        read_index: slot of its group to start from.
-        write_indices: slots of its group to write to.
-        sample_index: place, among the request's generated tokens, of the first one this row samples.
-        samples: whether what is sampled counts; false for a prefill chunk that is not the last.
+        start: prefill: position of the first token to feed; decode: the smallest position at which the row can start.
+        sample_index: place, among the request's generated tokens, of the first one that the row can sample.
+        tokens: prefill: known tokens to feed. A decode step finds its candidates on the device.
+        next_token: prefill: the known token after those; -1 where that one is sampled.
+        drafts: decode: how many of its drafts are verified.
     """
 
     request: Request
-    tokens: tuple[int, ...]
-    start: int
+    arrival: int
     pages: int
-    read_index: int
-    write_indices: tuple[int, ...]
+    start: int
     sample_index: int
-    samples: bool
+    tokens: tuple[int, ...] = ()
+    next_token: int = -1
+    drafts: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether what is sampled counts; false for a prefill chunk that is not the last."""
+        return self.next_token < 0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do next: free what `preempted` hold, give `admitted` its slots, grow the turns' pages, run the bucket."""
+    """What to do next: free what `preempted` hold, give `admitted` its slots and seat, grow the turns' pages, run the bucket."""
 
     bucket: Bucket
     turns: tuple[Turn, ...]
@@ -139,38 +179,30 @@ class Step:
     admitted: str | None = None
 
 
-def submit(state: State, request: Request, submitted_ms: float) -> State:
-    """The state with one more request at the end of the queue."""
-    live = Live(request, state.arrivals, submitted_ms)
-    return replace(state, waiting=(*state.waiting, live), arrivals=state.arrivals + 1)
-
-
-def cancel(state: State, request_id: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state without a request, wherever it was; unchanged when it is not live."""
-    return _drop(state, {request_id}, "cancelled", now_ms)
-
-
 def plan(state: State) -> Step | None:
-    """The next step of a group by itself; None exactly when no request is live."""
+    """The next step of one group; None as for `plan_together`."""
     (step,) = plan_together((state,)) or (None,)
     return step
 
 
 def plan_together(states: Sequence[State]) -> tuple[Step | None, ...] | None:
-    """The next step of groups that run every step together, in one bucket; None exactly when no request is live in any.
+    """The next step of groups that run every step together, in one bucket.
 
     Args:
-        states: of all groups; they have one policy and one `burst`.
+        states: of all groups; they have one policy, one `burst`, and at most one step in flight.
 
     Returns:
-        For each group its turns, all in the same bucket; None for a group that runs a batch of padding.
+        For each group its turns, all in the same bucket; None for a group that runs a batch of padding. None for all when there
+        is nothing to do before the outcome of what is in flight is known or, when nothing is, exactly when no request is live.
     """
-    decoding = [any(live.decoding for live in state.running) for state in states]
+    ready = [state.ready for state in states]
     steps: list[Step | None] = [None] * len(states)
-    if not any(decoding) or states[0].burst < states[0].policy.prefill_burst:
+    if not any(ready) or states[0].burst < states[0].policy.prefill_burst:
         steps = [_plan_prefill(state) for state in states]
     if not any(steps):
-        steps = [_plan_decode(state) if some else None for state, some in zip(states, decoding, strict=True)]
+        steps = [_plan_decode(state, able) if able else None for state, able in zip(states, ready, strict=True)]
+        if any(able and step is None for able, step in zip(ready, steps, strict=True)):
+            return None
     wanted = [step.bucket for step in steps if step is not None]
     if not wanted:
         return None
@@ -190,141 +222,43 @@ def _plan_prefill(state: State) -> Step | None:
         live, admitted = state.running[-1], None
     elif state.waiting and state.free_slots >= policy.limits.slots_per_request:
         first = state.waiting[0]
-        pages = policy.pages_for(first.total + 1)
-        if pages + len(state.running) > state.free_pages:
+        pages = policy.pages_to_prefill(first)
+        if pages + len(state.running) * policy.pages_for(policy.candidates) > state.free_pages:
             return None
         live, admitted = first._replace(pages=pages), first.id
     else:
         return None
     bucket = choose_prefill(policy.buckets, live.total - live.computed)
-    return Step(bucket, (_turn(live, bucket, live.pages),), admitted=admitted)
+    tokens = live.known(live.computed, bucket.q_len)
+    (following,) = live.known(live.computed + len(tokens), 1) or (-1,)
+    turn = Turn(live.request, live.arrival, live.pages, live.computed, len(live.generated), tokens, following)
+    return Step(bucket, (turn,), admitted=admitted)
 
 
-def _plan_decode(state: State) -> Step:
+def _plan_decode(state: State, ready: Sequence[Live]) -> Step | None:
+    """A step of those served longest ago; None where something would have to be preempted while anything is in flight."""
     policy = state.policy
     running, free = list(state.running), state.free_pages
     preempted: list[str] = []
     while True:
-        ready = sorted((live for live in running if live.decoding), key=lambda live: live.served)
+        ready = sorted(ready, key=lambda live: live.served)
         bucket = choose(policy.buckets, len(ready))
         chosen = ready[: bucket.batch]
-        pages = [max(live.pages, policy.pages_for(live.computed + bucket.q_len)) for live in chosen]
+        pages = [max(live.pages, policy.pages_to_decode(live)) for live in chosen]
         if sum(pages) - sum(live.pages for live in chosen) <= free:
-            turns = tuple(_turn(live, bucket, count) for live, count in zip(chosen, pages, strict=True))
+            turns = tuple(_decode_turn(live, count, policy.limits.drafts) for live, count in zip(chosen, pages, strict=True))
             return Step(bucket, turns, tuple(preempted))
+        if state.in_flight:
+            return None
         # The one being prefilled, if any, is the youngest, so an older one that decodes is always left.
         victim = running.pop()
         preempted.append(victim.id)
         free += victim.pages
+        ready = [live for live in ready if live.arrival != victim.arrival]
 
 
-def _turn(live: Live, bucket: Bucket, pages: int) -> Turn:
-    tokens = live.known(live.computed, bucket.q_len)
-    return Turn(
-        request=live.request,
-        tokens=tokens,
-        start=live.computed,
-        pages=pages,
-        read_index=live.state_index,
-        write_indices=tuple(range(write_width(bucket))),
-        sample_index=len(live.generated),
-        samples=live.computed + len(tokens) == live.total,
-    )
-
-
-def _begin(state: State, step: Step) -> State:
-    """The state in which a step runs: its preemption, admission and growth done."""
-    waiting, running = state.waiting, state.running
-    if step.preempted:
-        kept = len(running) - len(step.preempted)
-        waiting = (*(live.preempted() for live in running[kept:]), *waiting)
-        running = running[:kept]
-    if step.admitted is not None:
-        waiting, running = waiting[1:], (*running, waiting[0])
-    pages = {turn.request.id: turn.pages for turn in step.turns}
-    running = tuple(live._replace(pages=pages[live.id]) if pages.get(live.id, live.pages) != live.pages else live for live in running)
-    return replace(state, waiting=waiting, running=running)
-
-
-def commit(
-    state: State, step: Step, tokens: Sequence[Sequence[int]], *, started_ms: float, now_ms: float
-) -> tuple[State, tuple[Event, ...]]:
-    """The state after a step that ran, and what the clients are to hear.
-
-    Args:
-        state: the one the step was planned from.
-        tokens: for each turn, the tokens it sampled (at least one; ignored where the turn does not sample).
-        started_ms: when the step began.
-        now_ms: when it ended.
-    """
-    state = _begin(state, step)
-    rank = {turn.request.id: i for i, turn in enumerate(step.turns)}
-    name, padding, decode = step.bucket.name, padded_rows(step.bucket, len(step.turns)), step.bucket.kind == "decode"
-    running: list[Live] = []
-    events: list[Event] = []
-    for live in state.running:
-        place = rank.get(live.id)
-        if place is None:
-            running.append(live)
-            continue
-        turn, served = step.turns[place], state.turns + place
-        new, reason = live.output(tokens[place], state.policy.limits.max_model_len) if turn.samples else ((), None)
-        if decode:
-            live = live.decoded(name, new, padding, served)
-        else:
-            live = live.prefilled(name, len(turn.tokens), new, padding, (started_ms, now_ms), served)
-        shown = tuple(new[:-1] if reason == "stop" else new)
-        if shown:
-            events.append(TokenEvent(live.id, shown))
-        if reason is None:
-            running.append(live)
-        else:
-            events.append(live.finished(reason, now_ms))
-    burst = 0 if decode else state.burst + 1
-    return replace(state, running=tuple(running), turns=state.turns + len(step.turns), burst=burst), tuple(events)
-
-
-def commit_together(
-    states: Sequence[State], steps: Sequence[Step | None], tokens: Sequence[Sequence[Sequence[int]]], *, started_ms: float, now_ms: float
-) -> tuple[tuple[State, ...], tuple[Event, ...]]:
-    """What `commit` says of every group, after a step of `plan_together`; `tokens` has an item per group, unread where it had no turns."""
-    decode = any(step.bucket.kind == "decode" for step in steps if step is not None)
-    committed: list[State] = []
-    events: list[Event] = []
-    for state, step, sampled in zip(states, steps, tokens, strict=True):
-        if step is None:
-            committed.append(replace(state, burst=0 if decode else state.burst + 1))
-            continue
-        after, new = commit(state, step, sampled, started_ms=started_ms, now_ms=now_ms)
-        committed.append(after)
-        events += new
-    return tuple(committed), tuple(events)
-
-
-def fail_together(
-    states: Sequence[State], steps: Sequence[Step | None], message: str, now_ms: float
-) -> tuple[tuple[State, ...], tuple[Event, ...]]:
-    """What `fail` says of every group, after a step of `plan_together` that could not run."""
-    failed: list[State] = []
-    events: list[Event] = []
-    for state, step in zip(states, steps, strict=True):
-        after, new = fail(state, step, message, now_ms) if step is not None else (state, ())
-        failed.append(after)
-        events += new
-    return tuple(failed), tuple(events)
-
-
-def fail(state: State, step: Step, message: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state after a step that could not run: its requests end with reason "error", all others go on."""
-    return _drop(_begin(state, step), {turn.request.id for turn in step.turns}, "error", now_ms, message)
-
-
-def fail_all(state: State, message: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state with no request left: all end with reason "error"."""
-    return _drop(state, {live.id for live in (*state.running, *state.waiting)}, "error", now_ms, message)
-
-
-def _drop(state: State, ids: set[str], reason: str, now_ms: float, message: str | None = None) -> tuple[State, tuple[Event, ...]]:
-    events = tuple(live.finished(reason, now_ms, message) for live in (*state.running, *state.waiting) if live.id in ids)
-    keep = {name: tuple(live for live in getattr(state, name) if live.id not in ids) for name in ("running", "waiting")}
-    return replace(state, running=keep["running"], waiting=keep["waiting"]), events
+def _decode_turn(live: Live, pages: int, drafts: int) -> Turn:
+    start = live.computed + live.in_flight
+    most = live.request.speculative_tokens
+    verified = drafts if most is None else min(most, drafts)
+    return Turn(live.request, live.arrival, pages, start, start + 1 - len(live.request.prompt), drafts=verified)

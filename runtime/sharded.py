@@ -21,7 +21,17 @@ from .wire import encode
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-OUTPUTS = ("tokens",)
+OUTPUTS = ("tokens", "counts")
+"""What the engine reads of a step, where its bucket has it."""
+
+LOGPROBS = ("chosen_logprobs", "top_ids", "top_logprobs")
+"""What it reads besides when a row asked for log probabilities."""
+
+
+def told(names: Sequence[str], inputs: Arrays, outputs: Arrays) -> Arrays:
+    """Of the outputs of one dp group those that rank 0 wants to know: what has one of these names, and log probabilities where asked."""
+    asked = "logprobs" in inputs and inputs["logprobs"].any()
+    return {name: outputs[name] for name in (*names, *(LOGPROBS if asked else ())) if name in outputs}
 
 
 class ShardedExecutor:
@@ -31,7 +41,7 @@ class ShardedExecutor:
         local: of rank 0.
         job: whose other ranks have, or are about to have, an executor each.
         step_timeout_s: how long the ranks of other dp groups may take longer for a step than this one.
-        outputs: names of what steps return.
+        outputs: names of what steps return, where their bucket has it; log probabilities are returned wherever a row asks.
 
     Raises:
         RankError: another rank could not get ready.
@@ -66,6 +76,11 @@ class ShardedExecutor:
     def vocab_size(self) -> int:
         """V."""
         return self._local.vocab_size
+
+    @property
+    def max_logprobs(self) -> int:
+        """Of how many of the most likely tokens log probabilities are told; 0: none are."""
+        return self._local.max_logprobs
 
     @property
     def backends(self) -> dict[str, str]:
@@ -109,7 +124,7 @@ class ShardedExecutor:
             own = self._local.run(bucket, inputs[0])
         except Exception as error:
             raise self._failed(bucket, error) from error
-        outputs: list[Arrays] = [{name: own[name] for name in self._outputs}]
+        outputs: list[Arrays] = [told(self._outputs, inputs[0], own)]
         answers = self.job.gather([self._first[group] for group in range(1, self.groups)], "outputs", self._step_timeout_s)
         return outputs + [answers[self._first[group]].fields["outputs"] for group in range(1, self.groups)]
 

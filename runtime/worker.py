@@ -10,7 +10,7 @@ from ..lowering.shards import coordinates, mesh_of
 from .executor import Executor
 from .job import RankError, plain
 from .link import SILENCE_S, Link
-from .sharded import OUTPUTS
+from .sharded import OUTPUTS, told
 from .wire import Message
 
 
@@ -58,7 +58,7 @@ class Worker:
             except Exception as error:
                 raise self._failed(str(step.get("bucket")), error) from error
             if answers:
-                self._link.send("outputs", step=step["step"], outputs={name: found[name] for name in outputs})
+                self._link.send("outputs", step=step["step"], outputs=told(outputs, step["inputs"], found))
 
     def close(self) -> None:
         """Lets go of rank 0."""

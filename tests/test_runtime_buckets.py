@@ -1,14 +1,14 @@
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.buckets import Row, choose, choose_prefill, of_kind, pack, padded_rows, write_width
+from npucompile.models.batch import abstract_inputs
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack, padded_rows, write_width
 from npucompile.runtime.request import Sampling
 
-LIMITS = Limits(page_size=4, num_pages=20, num_slots=9, max_model_len=16, slots_per_request=2)
+LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
 ONE_OF_EACH = (Bucket("decode", 1, 1), Bucket("prefill", 1, 8))
 
 decode_lists = st.lists(st.builds(lambda b: Bucket("decode", b, 1), st.integers(1, 20)), min_size=1, max_size=5)
@@ -51,88 +51,155 @@ def test_padding_arithmetic():
     assert write_width(Bucket("prefill", 1, 32)) == 1
 
 
-def rows_for(bucket: Bucket):
-    W = write_width(bucket)
-
-    @st.composite
-    def row(draw):
-        tokens = draw(st.lists(st.integers(1, 99), min_size=1, max_size=min(bucket.q_len, 16)))
-        start = draw(st.integers(0, 16 - len(tokens)))
-        needed = -(-(start + len(tokens)) // 4)
-        return Row(
-            tokens=tokens,
-            start=start,
-            pages=draw(st.lists(st.integers(1, 19), min_size=needed, max_size=4)),
-            read_slot=draw(st.integers(1, 8)),
-            write_slots=draw(st.lists(st.integers(1, 8), min_size=0, max_size=W)),
-            sampling=Sampling(
-                draw(st.sampled_from([0.0, 0.5])),
-                draw(st.integers(0, 5)),
-                draw(st.sampled_from([0.25, 1.0])),
-                draw(st.sampled_from([0, 0.5])),
-            ),
-            uniforms=draw(st.lists(st.sampled_from([0.25, 0.75]), min_size=0, max_size=W)),
-        )
-
-    return st.lists(row(), min_size=0, max_size=bucket.batch)
+samplings = st.builds(Sampling, st.sampled_from([0.0, 0.5]), st.integers(0, 5), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]))
 
 
-BUCKETS = [Bucket("decode", 4, 1), Bucket("decode", 3, 3), Bucket("prefill", 1, 8), Bucket("prefill", 2, 5)]
+@st.composite
+def prefill_rows(draw, bucket):
+    tokens = draw(st.lists(st.integers(1, 99), min_size=1, max_size=min(bucket.q_len, 16)))
+    start = draw(st.integers(0, 16 - len(tokens)))
+    return PrefillRow(
+        tokens=tokens,
+        start=start,
+        pages=draw(st.lists(st.integers(1, 19), min_size=-(-(start + len(tokens)) // 4), max_size=4)),
+        slot=draw(st.integers(1, 8)),
+        seat=draw(st.integers(1, 4)),
+        next_token=draw(st.integers(-1, 99)),
+        sampling=draw(samplings),
+        uniform=draw(st.sampled_from([0.25, 0.75])),
+        logprobs=draw(st.booleans()),
+    )
+
+
+@st.composite
+def decode_rows(draw, bucket):
+    Q = bucket.q_len
+    base = draw(st.integers(0, 15))
+    return DecodeRow(
+        seat=draw(st.integers(1, 4)),
+        base=base,
+        pages=draw(st.lists(st.integers(1, 19), min_size=-(-min(base + 2 * Q - 1, 16) // 4), max_size=4)),
+        slots=draw(st.lists(st.integers(1, 8), min_size=Q, max_size=Q)),
+        drafts=draw(st.integers(0, Q - 1)),
+        sampling=draw(samplings),
+        uniforms=draw(st.just([]) | st.lists(st.sampled_from([0.25, 0.75]), min_size=2 * Q - 1, max_size=2 * Q - 1)),
+        logprobs=draw(st.booleans()),
+    )
+
+
+def rows_for(bucket):
+    return st.lists((decode_rows if bucket.kind == "decode" else prefill_rows)(bucket), max_size=bucket.batch)
 
 
 def padded(values, length, filler=0):
     return [*values, *[filler] * (length - len(values))]
 
 
-def expected(bucket, rows):
+def tables(rows, bucket, width):
+    return [padded(row, width) for row in rows] + [[0] * width] * (bucket.batch - len(rows))
+
+
+def expected(bucket, rows, limits, max_logprobs):
     """The step convention, spelled out with lists."""
-    B, Q, W, N = bucket.batch, bucket.q_len, write_width(bucket), 4
-    return {
-        "tokens": [padded(r.tokens, Q) for r in rows] + [[0] * Q] * (B - len(rows)),
-        "starts": padded([r.start for r in rows], B),
-        "lengths": padded([len(r.tokens) for r in rows], B),
-        "page_table": [padded(r.pages, N) for r in rows] + [[0] * N] * (B - len(rows)),
-        "read_slots": padded([r.read_slot for r in rows], B),
-        "write_slots": [padded(r.write_slots, W) for r in rows] + [[0] * W] * (B - len(rows)),
+    B, Q = bucket.batch, bucket.q_len
+    found = {
+        "seats": padded([r.seat for r in rows], B),
+        "page_table": tables([r.pages for r in rows], bucket, 4),
         "temperature": padded([r.sampling.temperature for r in rows], B),
         "top_k": padded([r.sampling.top_k for r in rows], B),
         "top_p": padded([r.sampling.top_p for r in rows], B, 1.0),
         "min_p": padded([r.sampling.min_p for r in rows], B),
-        "uniform": [padded(r.uniforms, W) for r in rows] + [[0.0] * W] * (B - len(rows)),
     }
+    if max_logprobs:
+        found["logprobs"] = padded([int(r.logprobs) for r in rows], B)
+    if bucket.kind == "decode":
+        return found | {
+            "drafts": padded([r.drafts for r in rows], B),
+            "base": padded([r.base for r in rows], B),
+            "write_slots": tables([r.slots for r in rows], bucket, Q),
+            "uniform": tables([r.uniforms for r in rows], bucket, 2 * Q - 1),
+        }
+    found |= {
+        "tokens": tables([r.tokens for r in rows], bucket, Q),
+        "starts": padded([r.start for r in rows], B),
+        "lengths": padded([len(r.tokens) for r in rows], B),
+        "read_slots": padded([r.slot for r in rows], B),
+        "write_slots": tables([[r.slot] for r in rows], bucket, 1),
+        "uniform": tables([[r.uniform] for r in rows], bucket, 1),
+    }
+    return found | ({"next_tokens": padded([r.next_token for r in rows], B, -1)} if limits.drafts else {})
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(BUCKETS))
-def test_pack_follows_the_convention_whatever_ran_before(data, bucket):
+CASES = [
+    (Bucket("decode", 4, 1), 0, 0),
+    (Bucket("decode", 3, 3), 2, 0),
+    (Bucket("decode", 3, 3), 2, 5),
+    (Bucket("prefill", 1, 8), 0, 0),
+    (Bucket("prefill", 2, 5), 2, 0),
+    (Bucket("prefill", 2, 5), 0, 5),
+    (Bucket("prefill", 2, 5), 2, 5),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(CASES))
+def test_pack_follows_the_convention_whatever_ran_before(data, case):
+    bucket, drafts, max_logprobs = case
+    limits = LIMITS[drafts]
     # What an executor may leave in the arrays of the step before must not be seen again.
-    for array in pack(bucket, data.draw(rows_for(bucket)), LIMITS).values():
+    for array in pack(bucket, data.draw(rows_for(bucket)), limits, max_logprobs=max_logprobs).values():
         array.fill(-77)
     rows = data.draw(rows_for(bucket))
-    arrays = pack(bucket, rows, LIMITS)
-    want = expected(bucket, rows)
-    assert list(arrays) == list(want)
-    floats = {"temperature", "top_p", "min_p", "uniform"}
+    arrays = pack(bucket, rows, limits, max_logprobs=max_logprobs)
+    want = expected(bucket, rows, limits, max_logprobs)
+    assert set(arrays) == set(want)
     for name, array in arrays.items():
-        assert array.dtype == (np.float32 if name in floats else np.int32), name
         assert array.tolist() == want[name], name
 
 
-ROW = Row(tokens=(1,), start=0, pages=(1,), read_slot=1, write_slots=(1,), uniforms=(0.5,))
+@pytest.mark.parametrize(("bucket", "drafts", "max_logprobs"), CASES)
+def test_graphs_take_what_is_packed(bucket, drafts, max_logprobs):
+    arrays = pack(bucket, [], LIMITS[drafts], max_logprobs=max_logprobs)
+    avals = abstract_inputs(bucket, LIMITS[drafts], logprobs=max_logprobs > 0)
+    assert {name: (array.shape, str(array.dtype)) for name, array in arrays.items()} == {
+        name: (tuple(aval.shape), str(aval.dtype).removeprefix("torch.")) for name, aval in avals.items()
+    }
+
+
+PREFILL = PrefillRow(tokens=(1,), start=0, pages=(1,), slot=1, seat=1)
+DECODE = DecodeRow(seat=1, base=2, pages=(1, 2), slots=(1, 2, 3), drafts=2)
 
 
 @pytest.mark.parametrize(
-    "rows, message",
+    ("bucket", "rows", "message"),
     [
-        ([ROW] * 3, "3 rows for decode-b2-q1, which holds 2"),
-        ([ROW._replace(tokens=(1, 2))], "a row of 2 tokens for decode-b2-q1; legal is 1 to 1"),
-        ([ROW._replace(tokens=())], "a row of 0 tokens"),
-        ([ROW._replace(pages=(1, 2, 3, 4, 5))], "5 pages for one row; the page table holds 4"),
-        ([ROW._replace(start=4)], "ends at position 5; its 1 pages of 4 tokens end before"),
-        ([ROW._replace(write_slots=(1, 2))], "2 write slots and 1 uniforms .* up to 1"),
-        ([ROW._replace(uniforms=(0.1, 0.2))], "1 write slots and 2 uniforms .* up to 1"),
+        (Bucket("prefill", 2, 1), [PREFILL] * 3, "3 rows for prefill-b2-q1, which holds 2"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(tokens=(1, 2))], "a row of 2 tokens for prefill-b2-q1; legal is 1 to 1"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(tokens=())], "a row of 0 tokens"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(pages=(1, 2, 3, 4, 5))], "5 pages for one row; the page table holds 4"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(start=4)], "ends at position 5; its 1 pages of 4 tokens end before"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(seat=0)], "a row with seat 0; legal is 1 to 4"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(seat=5)], "a row with seat 5; legal is 1 to 4"),
+        (Bucket("prefill", 2, 1), [DECODE], "a DecodeRow for prefill-b2-q1; legal is PrefillRow"),
+        (Bucket("decode", 2, 3), [PREFILL], "a PrefillRow for decode-b2-q3; legal is DecodeRow"),
+        (
+            Bucket("decode", 2, 3),
+            [DECODE._replace(slots=(1, 2))],
+            "a row of 2 slots and 0 uniforms .* legal is 3 slots, and 5 uniforms or none",
+        ),
+        (Bucket("decode", 2, 3), [DECODE._replace(uniforms=(0.1,))], "a row of 3 slots and 1 uniforms"),
+        (Bucket("decode", 2, 3), [DECODE._replace(drafts=3)], "a row of 3 drafts for decode-b2-q3; legal is 0 to 2"),
+        (Bucket("decode", 2, 3), [DECODE._replace(drafts=-1)], "a row of -1 drafts"),
+        # Three candidates, and two drafts after the last.
+        (Bucket("decode", 2, 3), [DECODE._replace(base=4)], "ends at position 9; its 2 pages of 4 tokens end before"),
+        (Bucket("decode", 2, 3), [DECODE._replace(base=15, pages=(1, 2, 3))], "ends at position 16; its 3 pages"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(rows, message):
+def test_rows_that_do_not_fit_are_refused(bucket, rows, message):
     with pytest.raises(SpecError, match=message):
-        pack(Bucket("decode", 2, 1), rows, LIMITS)
+        pack(bucket, rows, LIMITS[2])
+
+
+def test_rows_that_just_fit_are_packed():
+    assert pack(Bucket("decode", 2, 3), [DECODE._replace(base=3)], LIMITS[2])["base"].tolist() == [3, 0]
+    assert pack(Bucket("prefill", 2, 1), [PREFILL._replace(start=3)], LIMITS[2])["starts"].tolist() == [3, 0]

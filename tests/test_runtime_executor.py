@@ -19,23 +19,41 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering import artifact as artifact_module
 from npucompile.lowering.artifact import Artifact
 from npucompile.runtime import executor as module
-from npucompile.runtime.buckets import Row, pack
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 
-ALL = (Bucket("decode", 1, 1), Bucket("decode", 2, 1), Bucket("decode", 4, 1), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
-ONE = (Bucket("decode", 1, 1), Bucket("prefill", 1, 16))
+ALL = (Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
+GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_artifact):
+def plain(tiny, tiny_checkpoint, tmp_path_factory):
+    """The same model in an artifact that drafts nothing and tells no log probabilities."""
+    out = tmp_path_factory.mktemp("plain") / "tiny"
+    tiny.built(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0, buckets=(1,), prefill=(16,)), out)
+    return Artifact.open(out)
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_artifact, plain):
+    """Ready after all that is traced here: it counts what is traced afterwards."""
     return Executor(Artifact.open(tiny_artifact))
 
 
-def step(executor, bucket, tokens=(5, 6, 7)):
-    row = Row(tokens[: bucket.q_len], 0, [1], 1, [1], Sampling(), [])
-    return executor.run(bucket, pack(bucket, [row], executor.limits))
+def seats_of(executor):
+    """The pool of seats."""
+    return executor._state[[leaf.name for leaf in executor.artifact.manifest.state].index("state.seats")]
+
+
+def step(executor, bucket, tokens=(5, 6, 7, 8)):
+    """One live row at the start of its context, each time the same."""
+    row = PrefillRow(tokens[: bucket.q_len], 0, [1], 1, 1)
+    if bucket.kind == "decode":
+        seats_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
+        row = DecodeRow(1, 0, [1], [1 + i for i in range(bucket.q_len)], bucket.q_len - 1)
+    return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
 
 
 def test_it_runs_every_bucket_it_names(executor, tiny):
@@ -44,14 +62,23 @@ def test_it_runs_every_bucket_it_names(executor, tiny):
     assert executor.vocab_size == tiny.VOCAB
     for bucket in executor.buckets:
         outputs = step(executor, bucket)
-        assert (outputs["tokens"].shape, outputs["tokens"].dtype) == ((bucket.batch, 1), np.int32)
-        assert (outputs["logits"].shape, outputs["logits"].dtype) == ((bucket.batch, 1, tiny.VOCAB), np.float32)
-        assert outputs["tokens"][0, 0] == outputs["logits"][0, 0].argmax()
+        B, W = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1
+        shapes = {"tokens": (B, W), "drafts": (B, 3), "top_ids": (B, W, 20)} | ({"counts": (B,)} if W > 1 else {})
+        floats = {"logits": (B, W, tiny.VOCAB), "chosen_logprobs": (B, W), "top_logprobs": (B, W, 20)}
+        assert {name: (a.shape, a.dtype) for name, a in outputs.items()} == {
+            **{name: (shape, np.int32) for name, shape in shapes.items()}, **{name: (shape, np.float32) for name, shape in floats.items()}
+        }  # fmt: skip
+        assert outputs["tokens"][0].tolist() == outputs["logits"][0].argmax(-1).tolist()
+
+
+def test_an_artifact_without_drafts_and_log_probabilities_has_no_such_outputs(executor, plain):
+    assert (executor.max_logprobs, Executor(plain).max_logprobs) == (20, 0)
+    assert set(step(Executor(plain), Bucket("decode", 1, 1))) == {"tokens", "counts", "logits"}
 
 
 def test_a_bucket_it_does_not_have_is_named(executor):
-    with pytest.raises(SpecError, match=r"no bucket decode-b3-q1; the artifact has decode-b1-q1, .*prefill-b1-q16"):
-        step(executor, Bucket("decode", 3, 1))
+    with pytest.raises(SpecError, match=r"no bucket decode-b3-q4; the artifact has decode-b1-q4, .*prefill-b1-q16"):
+        step(executor, Bucket("decode", 3, 4))
 
 
 def test_state_is_what_the_plan_said(executor, tiny, tiny_checkpoint):
@@ -67,26 +94,27 @@ def test_an_artifact_without_weights_cannot_run(tiny, own_artifact):
 # --- buckets change nothing ---
 
 
-def collect(engine, request, into):
+def collect(engine, request, into, ends=None):
     def sink(event):
         if isinstance(event, TokenEvent):
             into.extend(event.token_ids)
         elif isinstance(event, FinishEvent):
             into.append(event.reason)
+            if ends is not None:
+                ends.append(event)
 
     engine.submit(request, sink)
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, tiny_artifact):
-    """Greedy tokens of a request that has the machine to itself, from zeroed state, through batch 1."""
-    artifact = Artifact.open(tiny_artifact)
+def alone(plain):
+    """What a request gets that has the machine to itself, from zeroed state, through batch 1, where nothing is drafted."""
 
     @cache
-    def run(prompt, count):
-        engine = Engine(tiny.Narrowed(Executor(artifact), ONE), refresh_every_s=None)
+    def run(prompt, count, sampling=GREEDY, stop=frozenset()):
+        engine = Engine(Executor(plain), refresh_every_s=None)
         tokens = []
-        collect(engine, Request("0", prompt, count), tokens)
+        collect(engine, Request("0", prompt, count, sampling, stop), tokens)
         while engine.step():
             pass
         return tokens
@@ -99,8 +127,9 @@ PROMPTS = [(7,), (9, 8, 250), tuple(range(40, 44)), tuple(range(3, 20)), tuple(r
 requests = st.lists(
     st.tuples(
         st.sampled_from(PROMPTS),
-        st.integers(1, 9),
-        st.sampled_from(["greedy", "greedy", "greedy", "sampled", "cancelled"]),
+        st.integers(1, 14),
+        st.sampled_from(["greedy", "greedy", "sampled", "sampled", "stopped", "cancelled"]),
+        st.sampled_from([None, None, None, 0, 1, 2]),
         st.integers(0, 6),
     ),
     min_size=2,
@@ -112,43 +141,82 @@ page_counts = st.sampled_from([17, 6])
 
 
 @settings(max_examples=20)
-@given(requests, bucket_lists, page_counts)
-def test_whatever_shares_the_batch_and_whichever_buckets_run_it(tiny, executor, alone, mix, buckets, pages):
+@given(requests, bucket_lists, page_counts, st.sampled_from([0, 1]))
+def test_whatever_shares_the_batch_and_whichever_buckets_run_it(tiny, executor, alone, mix, buckets, pages, run_ahead):
     """Pools are poisoned: what a request did not write itself, it must not read."""
     tiny.poison(executor)
-    engine = Engine(tiny.Narrowed(executor, buckets, num_pages=pages), refresh_every_s=None, prefill_burst=2)
-    outputs = []
-    for i, (prompt, count, kind, wait) in enumerate(mix):
-        sampling = Sampling(0.8, 20, 0.9, 0.01, seed=i) if kind == "sampled" else Sampling()
-        outputs.append([])
-        collect(engine, Request(str(i), prompt, count, sampling), outputs[-1])
-        for _ in range(wait):
-            engine.step()
+    with tiny.Launching(tiny.Narrowed(executor, buckets, num_pages=pages)) as launching:
+        engine = Engine(launching, refresh_every_s=None, prefill_burst=2, run_ahead=run_ahead)
+        found, expected = [], []
+        for i, (prompt, count, kind, drafts, wait) in enumerate(mix):
+            sampling = Sampling(0.8, 20, 0.9, 0.01, seed=i) if kind == "sampled" else GREEDY
+            said = alone(prompt, count, sampling)
+            stop = frozenset(said[wait % (len(said) - 1) :][:1]) if kind == "stopped" else frozenset()
+            expected.append(alone(prompt, count, sampling, stop))
+            found.append([])
+            collect(engine, Request(str(i), prompt, count, sampling, stop, speculative_tokens=drafts), found[-1])
+            for _ in range(wait):
+                engine.step()
+            if kind == "cancelled":
+                engine.cancel(str(i))
+        while engine.step():
+            pass
+        engine.check()
+    for (_, _, kind, _, _), got, want in zip(mix, found, expected, strict=True):
         if kind == "cancelled":
-            engine.cancel(str(i))
-    while engine.step():
-        pass
-    for (prompt, count, kind, _), found in zip(mix, outputs, strict=True):
-        expected = alone(prompt, count)
-        if kind == "greedy":
-            assert found == expected
-        elif kind == "cancelled":
-            assert found[:-1] == expected[: len(found) - 1]
-            assert found[-1] in ("cancelled", "length")
+            assert got[:-1] == want[: len(got) - 1]
+            assert got[-1] in ("cancelled", "length")
         else:
-            assert found[-1] == "length"
-            assert len(found) == min(count, executor.limits.max_model_len - len(prompt)) + 1
-            assert all(0 <= token < executor.vocab_size for token in found[:-1])
+            assert got == want
     assert executor.compiles() == 0
 
 
-def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny, tiny_artifact, alone):
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(tiny, executor, alone, run_ahead):
+    """What the test above is about takes place."""
+    tiny.poison(executor)
+    with tiny.Launching(executor) as launching:
+        engine = Engine(launching, refresh_every_s=None, run_ahead=run_ahead)
+        sinks = [[] for _ in PROMPTS[:4]]
+        ends = []
+        for i, (prompt, tokens) in enumerate(zip(PROMPTS, sinks, strict=False)):
+            collect(engine, Request(str(i), prompt, 24), tokens, ends)
+        while engine.step():
+            pass
+    assert sinks == [alone(prompt, 24) for prompt in PROMPTS[:4]]
+    assert launching.most_in_flight == 1 + run_ahead
+    accepted = [sum(times) for times in zip(*(end.record.accepted_per_position for end in ends), strict=True)]
+    assert all(accepted), accepted
+    steps = sum(end.record.verify_steps for end in ends)
+    assert sum(accepted) < sum(end.record.drafted_tokens for end in ends) <= 3 * steps
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_were_said(tiny, executor):
+    told = []
+    engine = Engine(executor, refresh_every_s=None)
+    engine.submit(Request("0", PROMPTS[1], 12, logprobs=3), told.append)
+    engine.submit(Request("1", PROMPTS[2], 12), told.append)
+    while engine.step():
+        pass
+    asked, other = ([event for event in told if isinstance(event, TokenEvent) and event.request_id == name] for name in "01")
+    assert not any(event.logprobs for event in other)
+    for event in asked:
+        for token, told_of in zip(event.token_ids, event.logprobs, strict=True):
+            # A greedy token is the most likely one.
+            assert told_of.top[0] == (token, told_of.logprob)
+            assert len(told_of.top) == 3
+            assert [value for _, value in told_of.top] == sorted((value for _, value in told_of.top), reverse=True)
+            assert told_of.logprob < 0
+
+
+def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny, tiny_artifact):
     """The test above can fail."""
     executor = Executor(Artifact.open(tiny_artifact))
     tiny.poison(executor)
     decode = ALL[0]
-    row = Row([5], 3, [1], 1, [1], Sampling(), [])
-    outputs = executor.run(decode, pack(decode, [row], executor.limits))
+    seats_of(executor)[1] = torch.tensor([3, 0, 5, 6, 7, 8])
+    row = DecodeRow(1, 3, [1], [1, 2, 3, 4], 3)
+    outputs = executor.run(decode, pack(decode, [row], executor.limits, max_logprobs=executor.max_logprobs))
     assert np.isnan(outputs["logits"]).any()
 
 
@@ -161,7 +229,7 @@ def stub(tiny, monkeypatch):
 
 
 def test_without_an_executable_a_bucket_runs_uncompiled_and_says_so(tiny, own_artifact, stub):
-    executor = Executor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q1"]))
+    executor = Executor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
     assert executor.backends == {bucket.name: "stub" if bucket == ALL[0] else "eager" for bucket in ALL}
     assert set(Executor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
 
@@ -174,12 +242,12 @@ def test_what_a_build_finished_is_swapped_in_between_steps(tiny, own_artifact, s
     collect(engine, Request("0", PROMPTS[3], 16), tokens)
     while len(tokens) < 5:
         engine.step()
-    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q1", "decode-b4-q1"])
+    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4", "decode-b4-q4"])
     engine.step()
     assert set(engine.stats()["backends"].values()) == {"eager"}
     now[0] = 1.0
     engine.step()
-    assert {name for name, backend in engine.stats()["backends"].items() if backend == "stub"} == {"decode-b1-q1", "decode-b4-q1"}
+    assert {name for name, backend in engine.stats()["backends"].items() if backend == "stub"} == {"decode-b1-q4", "decode-b4-q4"}
     while engine.step():
         pass
     assert tokens == alone(PROMPTS[3], 16)
@@ -196,7 +264,7 @@ def test_refresh_without_news_changes_nothing(tiny, own_artifact, stub):
     assert not executor.refresh()
     tiny.published(own_artifact, lambda manifest, _: manifest)
     assert not executor.refresh()
-    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q1"])
+    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"])
     assert executor.refresh()
     assert not executor.refresh()
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="other"))
@@ -228,13 +296,13 @@ def test_prefer_eager_stays_eager(tiny, own_artifact, stub):
 def test_a_directory_built_anew_from_other_weights_is_left_alone(tiny, tmp_path, own_artifact, stub, caplog):
     """Its executables would run over the old weights, or over pools of other sizes."""
     executor = Executor(Artifact.open(own_artifact))
-    before = step(executor, ALL[0])["tokens"]
+    before = step(executor, ALL[0])["tokens"].tolist()
     tiny.built(tiny.planned(tiny.write_checkpoint(tmp_path / "other", seed=5), backend="stub"), own_artifact)
     with caplog.at_level(logging.WARNING, module.__name__):
         assert not executor.refresh()
     assert "built anew from other weights" in caplog.text
     assert set(executor.backends.values()) == {"eager"}
-    assert step(executor, ALL[0])["tokens"] == before
+    assert step(executor, ALL[0])["tokens"].tolist() == before
     assert not executor.refresh()
 
 
@@ -335,8 +403,9 @@ def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
     artifact, alone = Artifact.open(sharded("dp=2,tp=2")), Executor(Artifact.open(sharded("")))
     held = [Executor(artifact, rank=rank) for rank in range(4)]
     assert [one._own["coords"].tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    # Each dp group has pools of its own; within a group they are split by heads.
-    assert {one.state_bytes for one in held} == {alone.state_bytes // 2}
+    # Each dp group has pools of its own; within a group they are split by heads, but for the seats.
+    seats = seats_of(alone).nbytes
+    assert {one.state_bytes - seats for one in held} == {(alone.state_bytes - seats) // 2}
     whole = artifact.load_weights()
     names = [leaf.name for leaf in artifact.manifest.params]
     experts = next(leaf.name for leaf in artifact.manifest.params if leaf.aval.axes[0] == "experts")
@@ -350,7 +419,7 @@ def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
 def test_where_a_rank_is_reaches_its_graph(sharded):
     executor = Executor(Artifact.open(sharded("tp=2")), rank=1)
     seen = []
-    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1)]
+    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._outputs[ALL[0]])
     step(executor, ALL[0])
     assert executor._names[ALL[0]][-1] == "coords"
     assert seen[0].tolist() == [0, 1]

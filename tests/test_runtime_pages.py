@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from npucompile.runtime.pages import OwnershipError, PagePool, Pool, SlotPool
+from npucompile.runtime.pages import OwnershipError, PagePool, Pool, SeatPool, SlotPool
 
 SIZE = 9
 
@@ -116,6 +116,17 @@ def test_slot_groups():
         pool.allocate_group("c")
     pool.free("a")
     assert sorted(pool.allocate_group("c")) == sorted(first)
+    pool.check()
+
+
+def test_a_seat_is_one_for_each():
+    pool = SeatPool(3)
+    assert {*pool.allocate_group("a"), *pool.allocate_group("b")} == {1, 2}
+    with pytest.raises(OwnershipError, match=r"'a' asks for a group of seats; it already holds \["):
+        pool.allocate_group("a")
+    with pytest.raises(OwnershipError, match="asks for 1 seats; legal is 0 to the 0"):
+        pool.allocate_group("c")
+    assert pool.free("a") == 1
     pool.check()
 
 

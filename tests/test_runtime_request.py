@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, Sampling
+from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent, TokenLogprobs
 
 NAN, INF = float("nan"), float("inf")
 
@@ -71,3 +71,19 @@ def test_an_end_has_one_of_the_reasons():
     record = ExecutionRecord(0.0, None, 1.0, (), (), 0, 0)
     assert FinishEvent("a", FINISH_REASONS[0], 1, 2, record).message is None
     assert FINISH_REASONS == ("stop", "length", "cancelled", "error")
+
+
+@pytest.mark.parametrize(
+    ("steps", "accepted", "length"),
+    [(0, (0, 0, 0), None), (4, (0, 0, 0), 1.0), (4, (4, 4, 4), 4.0), (2, (2, 1, 0), 2.5), (0, (), None)],
+)
+def test_acceptance_length_is_tokens_for_each_step_with_drafts(steps, accepted, length):
+    record = ExecutionRecord(0.0, None, 1.0, (), (), 0, 0, verify_steps=steps, accepted_per_position=accepted)
+    assert record.acceptance_length == length
+
+
+def test_what_is_not_asked_for_is_not_told():
+    request = Request("a", (1, 2), 3)
+    assert (request.logprobs, request.speculative_tokens) == (None, None)
+    assert TokenEvent("a", (1,)).logprobs == ()
+    assert TokenLogprobs(-0.5, ((3, -0.5),)) == (-0.5, ((3, -0.5),))

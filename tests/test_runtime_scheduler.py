@@ -1,3 +1,7 @@
+"""runtime/scheduler.py: what is planned next, whatever came before, with and without a step in flight."""
+
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -6,30 +10,20 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.request import FinishEvent, Request, TokenEvent
-from npucompile.runtime.scheduler import (
-    Policy,
-    State,
-    cancel,
-    commit,
-    commit_together,
-    fail,
-    fail_all,
-    fail_together,
-    least_loaded,
-    plan,
-    plan_together,
-    submit,
-)
+from npucompile.runtime.live import Live
+from npucompile.runtime.request import FinishEvent, Request
+from npucompile.runtime.sampled import Sampled
+from npucompile.runtime.scheduler import Policy, State, Step, least_loaded, plan, plan_together
+from npucompile.runtime.transitions import cancel, commit, commit_together, fail_together, launch, launch_together, submit
 
 
-def policy(decode=(1, 2, 4), prefill=(4, 8), burst=1, pages=9, slots=9, group=1, page_size=2, length=8):
-    buckets = (*(Bucket("prefill", 1, q) for q in prefill), *(Bucket("decode", b, 1) for b in decode))
-    return Policy(Limits(page_size, pages, slots, length, group), buckets, burst)
+def policy(decode=(1, 2, 4), prefill=(4, 8), burst=1, pages=9, requests=8, page_size=2, length=8, drafts=0):
+    buckets = (*(Bucket("prefill", 1, q) for q in prefill), *(Bucket("decode", b, drafts + 1) for b in decode))
+    return Policy(Limits(page_size, pages, 1 + requests * (drafts + 1), length, drafts + 1, drafts), buckets, burst)
 
 
-def request(name, prompt=3, max_tokens=4, stop=()):
-    return Request(name, tuple(range(prompt)), max_tokens, stop_token_ids=frozenset(stop))
+def request(name, prompt=3, max_tokens=4, stop=(), speculative_tokens=None):
+    return Request(name, tuple(range(prompt)), max_tokens, stop_token_ids=frozenset(stop), speculative_tokens=speculative_tokens)
 
 
 def fresh(rules, *requests):
@@ -39,11 +33,23 @@ def fresh(rules, *requests):
     return state
 
 
-def advance(state, token=1):
-    """Plans and commits one step that samples the same token for every row."""
+def gave(step, count=1, token=1):
+    """What a step gave that sampled the same token for every row, as many times."""
+    decode = step.bucket.kind == "decode"
+    return [Sampled((token,) * (count if decode else 1) if turn.samples else (), turn.drafts) for turn in step.turns]
+
+
+def advance(state, token=1, count=1):
+    """Plans, launches and commits one step."""
     step = plan(state)
-    state, events = commit(state, step, [[token]] * len(step.turns), started_ms=1.0, now_ms=2.0)
+    state, events = commit(launch(state, step, 1.0), step, gave(step, count, token), 2.0)
     return state, step, events
+
+
+def until_decoding(state, name="a"):
+    while not any(live.id == name and live.decoding for live in state.running):
+        state, _, _ = advance(state)
+    return state
 
 
 def ids(step):
@@ -56,35 +62,33 @@ def test_nothing_to_do():
 
 def test_a_prompt_is_chunked_and_then_decoded():
     state = fresh(policy(prefill=(2, 3), length=10, pages=6), request("a", prompt=5, max_tokens=3))
-    state, step, events = advance(state)
-    assert (step.bucket.name, step.admitted, step.turns[0].tokens, step.turns[0].samples) == ("prefill-b1-q3", "a", (0, 1, 2), False)
-    assert (events, step.turns[0].pages) == ((), 3)
-    state, step, events = advance(state, 9)
-    assert (step.bucket.name, step.admitted, step.turns[0].tokens, step.turns[0].start) == ("prefill-b1-q2", None, (3, 4), 3)
-    assert events == (TokenEvent("a", (9,)),)
-    assert step.turns[0].sample_index == 0
-    state, step, events = advance(state, 8)
-    assert (step.bucket.name, step.turns[0].tokens, step.turns[0].start, step.turns[0].sample_index) == ("decode-b1-q1", (9,), 5, 1)
-    state, step, events = advance(state, 7)
-    assert step.turns[0].tokens == (8,)
-    assert step.turns[0].pages == 4
-    assert [type(event) for event in events] == [TokenEvent, FinishEvent]
-    assert (events[1].reason, events[1].completion_tokens) == ("length", 3)
+    state, step, _ = advance(state)
+    turn = step.turns[0]
+    assert (step.bucket.name, step.admitted, turn.tokens, turn.next_token, turn.samples) == ("prefill-b1-q3", "a", (0, 1, 2), 3, False)
+    assert turn.pages == 3
+    state, step, _ = advance(state, 9)
+    turn = step.turns[0]
+    assert (step.bucket.name, step.admitted, turn.tokens, turn.start) == ("prefill-b1-q2", None, (3, 4), 3)
+    assert (turn.next_token, turn.samples, turn.sample_index) == (-1, True, 0)
+    state, step, _ = advance(state, 8)
+    turn = step.turns[0]
+    assert (step.bucket.name, turn.tokens, turn.start, turn.sample_index, turn.samples) == ("decode-b1-q1", (), 5, 1, True)
+    state, step, _ = advance(state, 7)
+    assert (step.turns[0].start, step.turns[0].pages) == (6, 4)
     assert plan(state) is None
 
 
-def test_a_stop_token_counts_but_is_not_shown():
-    state = fresh(policy(), request("a", stop={5}))
-    state, _, events = advance(state, 5)
-    assert [type(event) for event in events] == [FinishEvent]
-    assert (events[0].reason, events[0].completion_tokens) == ("stop", 1)
-
-
-def test_a_full_context_ends_a_request():
-    state = fresh(policy(length=8), request("a", prompt=7, max_tokens=50))
-    state, _, events = advance(state)
-    assert events[-1].reason == "length"
-    assert events[-1].completion_tokens == 1
+def test_the_known_token_after_a_chunk_may_be_one_that_was_generated():
+    state = fresh(policy(prefill=(3,), length=10, pages=6), request("a", prompt=3))
+    state, _, _ = advance(state, 9)
+    again = state.running[0].preempted()
+    state = State(state.policy, waiting=(again,), arrivals=1)
+    step = plan(state)
+    assert (step.turns[0].tokens, step.turns[0].next_token) == ((0, 1, 2), 9)
+    state, _, _ = advance(state, 9)
+    # It is fed what it generated, to the last token: only then does its seat hold what comes next.
+    step = plan(state)
+    assert (step.bucket.kind, step.turns[0].tokens, step.turns[0].next_token, step.turns[0].sample_index) == ("prefill", (9,), -1, 1)
 
 
 @pytest.mark.parametrize("burst", [1, 2])
@@ -121,12 +125,21 @@ def test_admission_is_in_order_of_arrival_and_never_overtakes():
 
 
 def test_admission_waits_for_a_group_of_slots():
-    state = fresh(policy(slots=5, group=3, pages=40), request("a"), request("b"))
+    state = fresh(policy(requests=1, drafts=2, pages=40), request("a"), request("b"))
     state, step, _ = advance(state)
     while step.bucket.kind == "prefill" or plan(state).bucket.kind == "decode":
         assert [live.id for live in state.running] == ["a"]
         state, step, _ = advance(state)
     assert plan(state).admitted == "b"
+
+
+@pytest.mark.parametrize("pages, admitted", [(9, None), (10, "b")])
+def test_admission_leaves_every_running_request_the_pages_of_a_steps_candidates(pages, admitted):
+    # "a" holds 3 pages: its four tokens, and so many candidates that the last lies in the third page. "b" takes 4, and "a" keeps 2.
+    state = fresh(policy(pages=pages, length=14, drafts=2, burst=9), request("a", prompt=3), request("b", prompt=4))
+    state, _, _ = advance(state)
+    assert state.used_pages == 3
+    assert plan(state).admitted == admitted
 
 
 def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
@@ -150,34 +163,11 @@ def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
     assert step.turns[0].sample_index == 2
 
 
-def test_cancel_anywhere():
-    state = fresh(policy(decode=(1,)), request("a"), request("b"), request("c"))
-    state, _, _ = advance(state)
-    for name in ("a", "c", "b"):
-        state, events = cancel(state, name, 5.0)
-        assert [(event.request_id, event.reason) for event in events] == [(name, "cancelled")]
-        assert cancel(state, name, 5.0) == (state, ())
-    assert plan(state) is None
-
-
-def test_failure_ends_the_requests_of_the_step_only():
-    state = fresh(policy(decode=(2,), pages=40), *(request(n, prompt=1) for n in "abc"))
-    while len(state.running) < 3 or plan(state).bucket.kind != "decode":
-        state, _, _ = advance(state)
-    step = plan(state)
-    state, events = fail(state, step, "boom", 9.0)
-    assert [(e.request_id, e.reason, e.message) for e in events] == [(n, "error", "boom") for n in sorted(ids(step))]
-    assert len(state.running) == 1
-    state, events = fail_all(submit(state, request("d"), 9.0), "end", 9.0)
-    assert [e.reason for e in events] == ["error", "error"]
-    assert plan(state) is None
-
-
 @pytest.mark.parametrize(
     "sizes, message",
     [
         ({"pages": 4}, "4 pages leave 3 .* takes 4, so legal is at least 5"),
-        ({"slots": 3, "group": 3}, "3 state slots leave 2 .* takes 3, so legal is at least 4"),
+        ({"requests": 0, "drafts": 2}, "1 state slots leave 0 .* takes 3, so legal is at least 4"),
         ({"burst": 0}, "prefill_burst is 0; legal is at least 1"),
         ({"decode": ()}, "no decode bucket"),
         ({"prefill": ()}, "no prefill bucket"),
@@ -188,39 +178,157 @@ def test_sizes_that_cannot_serve_are_refused(sizes, message):
         policy(**sizes)
 
 
-def test_a_decode_bucket_with_drafts_is_refused():
+def test_a_decode_bucket_of_another_width_is_refused():
     buckets = (Bucket("prefill", 1, 4), Bucket("decode", 2, 3))
-    with pytest.raises(SpecError, match="decode-b2-q3 decodes 3 tokens per request; this engine decodes 1"):
+    with pytest.raises(SpecError, match="decode-b2-q3 decodes 3 tokens per request; with 0 drafts, legal is 1"):
         Policy(Limits(2, 9, 9, 8), buckets)
+    with pytest.raises(SpecError, match="1 state slots a request with 2 drafts; where requests are decoded, legal is 3, one for each"):
+        Policy(Limits(2, 9, 9, 8, 1, 2), buckets)
+    Policy(Limits(2, 9, 10, 8, 3, 2), buckets)
+
+
+# With drafts, and a step in flight.
+
+
+@pytest.mark.parametrize("own, verified", [(None, 3), (0, 0), (2, 2), (3, 3)])
+def test_a_request_verifies_as_many_drafts_as_it_wants(own, verified):
+    state = until_decoding(fresh(policy(drafts=3, length=40, pages=40), request("a", speculative_tokens=own)))
+    assert plan(state).turns[0].drafts == verified
+
+
+def test_pages_are_for_the_furthest_a_step_can_reach():
+    rules = policy(drafts=3, page_size=1, length=40, pages=41, prefill=(2,))
+    state = fresh(rules, request("a", prompt=5, max_tokens=30))
+    # Q = 4: the prompt, and what is drafted at its end.
+    assert plan(state).turns[0].pages == 5 + 4
+    while not state.running or not state.running[0].decoding:
+        state, _, _ = advance(state)
+    first = plan(state)
+    assert (first.turns[0].start, first.turns[0].pages, first.turns[0].sample_index) == (5, 5 + 7, 1)
+    # It gives 1 to 4 tokens, so the next one starts at 6 to 9.
+    flying = launch(state, first, 0.0)
+    second = plan(flying)
+    assert (second.turns[0].start, second.turns[0].pages, second.turns[0].sample_index) == (6, 5 + 4 + 7, 2)
+    flying = launch(flying, second, 0.0)
+    state, _ = commit(flying, first, gave(first, 3), 0.0)
+    third = plan(state)
+    assert (third.turns[0].start, third.turns[0].pages, third.turns[0].sample_index) == (9, 8 + 4 + 7, 5)
+    # Never more than the context has.
+    state = until_decoding(fresh(rules, request("a", prompt=35, max_tokens=30)))
+    assert plan(state).turns[0].pages == 40
+
+
+def test_a_prompt_goes_on_while_its_last_chunk_is_in_flight():
+    state = fresh(policy(prefill=(2,), length=12, pages=9), request("a", prompt=5, max_tokens=3))
+    seen = []
+    for _ in range(3):
+        step = plan(state)
+        state = launch(state, step, 0.0)
+        seen.append((step.bucket.kind, step.turns[0].tokens, step.turns[0].start))
+    assert seen == [("prefill", (0, 1), 0), ("prefill", (2, 3), 2), ("prefill", (4,), 4)]
+    # The first decode step starts where the prompt ends, whatever was sampled there.
+    step = plan(state)
+    assert (step.bucket.kind, step.turns[0].start, step.turns[0].sample_index) == ("decode", 5, 1)
+
+
+@pytest.mark.parametrize("prompt, most, drafts", [(3, 2, 0), (3, 2, 3), (6, 9, 0), (6, 9, 3)])
+def test_a_request_that_surely_ends_has_no_turn(prompt, most, drafts):
+    """With what is in flight it has two tokens at the least: that is all it wants, or all the context holds."""
+    state = fresh(
+        policy(length=8, drafts=drafts, pages=20), request("a", prompt=prompt, max_tokens=most), request("b", prompt=1, max_tokens=5)
+    )
+    for _ in range(2):
+        state = launch(state, plan(state), 0.0)
+    assert [live.id for live in state.running if live.in_flight] == ["a"]
+    assert [live.id for live in state.ready] == []
+    assert plan(state).admitted == "b"
+
+
+def test_nobody_waits_for_a_stream_that_ends():
+    """The prefill of "a" gives the one token it wants: no decode step is due before "b" is prefilled, though the burst is over."""
+    state = fresh(policy(pages=20), request("a", max_tokens=1), request("b"))
+    state = launch(state, plan(state), 0.0)
+    assert state.burst == state.policy.prefill_burst
+    assert plan(state).admitted == "b"
+
+
+def test_nothing_is_preempted_while_anything_is_in_flight():
+    state = fresh(policy(pages=6, decode=(4,)), *(request(n, prompt=3, max_tokens=5) for n in "ab"))
+    for _ in range(4):
+        state, _, _ = advance(state)
+    idle = plan(state)
+    assert idle.preempted == ("b",)
+    # The same, had a step in which only "a" has a turn been launched and nothing been heard of it.
+    step = Step(idle.bucket, idle.turns[:1])
+    flying = launch(state, step, 0.0)
+    assert plan(flying) is None
+    landed, _ = commit(flying, step, gave(step), 0.0)
+    assert plan(landed).preempted == ("b",)
+
+
+def test_a_request_waits_for_the_pages_of_an_older_one_that_ends():
+    """Were anybody preempted, it would be the one that lacks pages."""
+    rules = policy(pages=6)
+    ends = Live(request("a", max_tokens=3), 0, 0.0, (1, 1), computed=4, decoding=True, in_flight=1, pages=3)
+    lacks = Live(request("b", max_tokens=9), 1, 0.0, (1, 1), computed=4, decoding=True, pages=2)
+    flying = State(rules, running=(ends, lacks), arrivals=2, in_flight=1)
+    assert flying.ready == (lacks,)
+    assert plan(flying) is None
+    step = plan(State(rules, running=(lacks,), arrivals=2))
+    assert (ids(step), step.preempted) == (["b"], ())
+
+
+def test_the_last_served_wait_even_while_their_step_is_in_flight():
+    state = fresh(policy(decode=(2,), pages=80, length=40), *(request(n, prompt=1, max_tokens=39) for n in "abc"))
+    while state.waiting or not all(live.decoding for live in state.running):
+        state, _, _ = advance(state)
+    flights, seen = [], []
+    for _ in range(9):
+        step = plan(state)
+        state = launch(state, step, 0.0)
+        flights.append(step)
+        seen += ids(step)
+        if len(flights) > 1:
+            done = flights.pop(0)
+            state, _ = commit(state, done, gave(done), 0.0)
+    assert [seen.count(n) for n in "abc"] == [6, 6, 6]
+    assert all(len(set(seen[i : i + 3])) == 3 for i in range(0, 18, 3))
+
+
+# Any history.
 
 
 @st.composite
 def policies(draw):
-    page_size, per_request = draw(st.integers(1, 4)), draw(st.integers(2, 6))
-    group = draw(st.integers(1, 3))
+    page_size, per_request = draw(st.integers(1, 4)), draw(st.integers(2, 8))
+    drafts = draw(st.integers(0, 4))
     return policy(
         decode=draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)),
         prefill=draw(st.sets(st.integers(1, 9), min_size=1, max_size=3)),
         burst=draw(st.integers(1, 3)),
         pages=1 + draw(st.integers(per_request, 3 * per_request)),
-        slots=1 + group * draw(st.integers(1, 6)),
-        group=group,
+        requests=draw(st.integers(1, 6)),
         page_size=page_size,
         length=page_size * per_request,
+        drafts=drafts,
     )
 
 
 def check_state(state):
     """What holds between any two calls."""
+    limits = state.policy.limits
     arrivals = [live.arrival for live in (*state.running, *state.waiting)]
     assert arrivals == sorted(set(arrivals))
-    assert all(live.pages == 0 and live.computed == 0 for live in state.waiting)
+    assert all((live.pages, live.computed, live.decoding, live.in_flight) == (0, 0, False, 0) for live in state.waiting)
     assert all(live.decoding for live in state.running[:-1])
     assert state.free_pages >= 0
     assert state.free_slots >= 0
+    assert len(state.running) < limits.num_seats
+    assert state.in_flight >= max((live.in_flight for live in state.running), default=0)
     for live in state.running:
-        assert live.computed <= live.pages * state.policy.limits.page_size
-        assert live.total < state.policy.limits.max_model_len
+        assert live.computed <= live.pages * limits.page_size
+        assert live.total < limits.max_model_len
+        assert live.least_total >= live.total
 
 
 def check_step(state, step):
@@ -230,69 +338,146 @@ def check_step(state, step):
     assert len(set(ids(step))) == len(step.turns)
     assert list(step.preempted) == [live.id for live in reversed(state.running)][: len(step.preempted)]
     assert not set(step.preempted) & set(ids(step))
+    assert not (step.preempted and state.in_flight)
     held = {live.id: live.pages for live in state.running}
     freed = sum(held[name] for name in step.preempted)
     assert sum(turn.pages - held.get(turn.request.id, 0) for turn in step.turns) <= state.free_pages + freed
     for turn in step.turns:
-        assert 1 <= len(turn.tokens) <= bucket.q_len
-        assert turn.start + len(turn.tokens) <= turn.pages * limits.page_size
         assert turn.pages <= limits.pages_per_request
-        assert max(turn.write_indices) < limits.slots_per_request
+        if bucket.kind == "prefill":
+            assert 1 <= len(turn.tokens) <= bucket.q_len
+            assert turn.start + len(turn.tokens) <= turn.pages * limits.page_size
 
 
-@settings(max_examples=150, deadline=None)
-@given(policies(), st.data())
-def test_any_history_keeps_the_promises_and_ends(rules, data):
-    limits = rules.limits
-    names = (f"r{i}" for i in itertools.count())
-    state, events = State(rules), []
-    waited: dict[str, int] = {}
-    for action in data.draw(st.lists(st.sampled_from("sssrrrrrrrcf"), max_size=50)):
-        live = [one.id for one in (*state.running, *state.waiting)]
-        if action == "s":
-            prompt = data.draw(st.integers(1, limits.max_model_len - 1))
-            state = submit(state, request(next(names), prompt, data.draw(st.integers(1, 20))), 0.0)
-        elif action == "c" and live:
-            state, new = cancel(state, data.draw(st.sampled_from(live)), 0.0)
-            events += new
-        elif action == "f" and live:
-            state, new = fail(state, plan(state), "boom", 0.0)
-            events += new
+class World:
+    """Groups that step together, with up to `ahead` steps in flight beyond the one that is waited for, and where the device really is."""
+
+    def __init__(self, rules, groups, ahead, data):
+        self.rules, self.ahead, self.data = rules, ahead, data
+        self.states = tuple(State(rules) for _ in range(groups))
+        self.flights, self.events, self.names = [], [], []
+        self.at = [{} for _ in range(groups)]
+        self.waited = {}
+
+    @property
+    def live(self):
+        return [live.id for state in self.states for live in (*state.running, *state.waiting)]
+
+    def submit(self):
+        limits, draw = self.rules.limits, self.data.draw
+        most = draw(st.none() | st.integers(0, limits.drafts))
+        one = request(f"r{len(self.names)}", draw(st.integers(1, limits.max_model_len - 1)), draw(st.integers(1, 20)), (), most)
+        self.names.append(one.id)
+        chosen = least_loaded(self.states)
+        self.states = (*self.states[:chosen], submit(self.states[chosen], one, 0.0), *self.states[chosen + 1 :])
+
+    def cancel(self):
+        gone = self.data.draw(st.sampled_from(self.live))
+        found = [cancel(state, gone, 0.0) for state in self.states]
+        self.states = tuple(state for state, _ in found)
+        self.events += [event for _, events in found for event in events]
+
+    def go_on(self):
+        """Launches what is planned, or takes in the oldest step where nothing is or too much is in flight."""
+        steps = plan_together(self.states)
+        assert steps == plan_together(self.states)
+        if steps is None:
+            assert bool(self.flights) or not self.live
+            if self.flights:
+                self.take_in()
+            return
+        self.check_plan(steps)
+        given = []
+        for group, step in enumerate(steps):
+            given.append([self.run(group, step.bucket.kind, turn) for turn in step.turns] if step is not None else ())
+        self.states = launch_together(self.states, steps, 0.0)
+        self.flights.append((steps, given))
+        while len(self.flights) > self.ahead:
+            self.take_in()
+
+    def run(self, group, kind, turn):
+        """What the device does in a turn: it is where its last step left it, and has pages for all it writes."""
+        limits, at = self.rules.limits, self.at[group]
+        held = turn.pages * limits.page_size
+        if kind == "prefill":
+            at[turn.arrival] = turn.start + len(turn.tokens)
+            assert min(at[turn.arrival] + limits.drafts, limits.max_model_len) <= held
+            return Sampled((1,) if turn.samples else ())
+        start = at[turn.arrival]
+        assert turn.start <= start <= turn.start + limits.drafts
+        drafted = max(min(turn.drafts, limits.max_model_len - start - 1), 0)
+        count = self.data.draw(st.integers(1, drafted + 1))
+        # The candidates, and the drafts after the last that counts.
+        assert min(start + max(1 + drafted, count + limits.drafts), limits.max_model_len) <= held
+        at[turn.arrival] = min(start + count, limits.max_model_len)
+        return Sampled((1,) * count, drafted)
+
+    def take_in(self, failed=False):
+        steps, given = self.flights.pop(0)
+        if failed:
+            self.states, events = fail_together(self.states, steps, "boom", 0.0)
         else:
-            state, new = checked_step(state, waited)
-            events += new
-        check_state(state)
-    # The oldest request finishes within this many steps, so all of them do.
-    turns = (rules.prefill_burst + 1) * limits.num_slots * limits.max_model_len
-    for _ in range(turns * (len(state.running) + len(state.waiting))):
-        if plan(state) is None:
+            self.states, events = commit_together(self.states, steps, given, 0.0)
+        self.events += events
+        for state in self.states:
+            check_state(state)
+
+    def check_plan(self, steps):
+        ran = [step for step in steps if step is not None]
+        (bucket,) = {step.bucket for step in ran}
+        ready = [state.ready for state in self.states]
+        for state, step in zip(self.states, steps, strict=True):
+            if step is not None:
+                check_step(state, step)
+        if bucket.kind == "prefill":
+            assert not any(ready) or self.states[0].burst < self.rules.prefill_burst
+        else:
+            assert [step is None for step in steps] == [not some for some in ready]
+            for group, (some, step) in enumerate(zip(ready, steps, strict=True)):
+                self.check_fairness(group, some, step)
+        # No larger than one of them needs.
+        for other in self.rules.buckets:
+            if other.kind == bucket.kind and (other.q_len, other.batch) < (bucket.q_len, bucket.batch):
+                assert any(len(step.turns) > other.batch or any(len(turn.tokens) > other.q_len for turn in step.turns) for step in ran)
+
+    def check_fairness(self, group, ready, step):
+        """As many as fit have a turn, and nobody who could is left out for long."""
+        if step is None:
+            return
+        largest = max(b.batch for b in self.rules.buckets if b.kind == "decode")
+        names = [live.id for live in ready if live.id not in step.preempted]
+        assert len(step.turns) == min(largest, len(names))
+        for name in names:
+            key = (group, name)
+            self.waited[key] = 0 if name in ids(step) else self.waited.get(key, 0) + 1
+            assert self.waited[key] <= -(-self.rules.limits.num_slots // largest)
+
+
+@settings(max_examples=250, deadline=None)
+@given(policies(), st.integers(1, 3), st.integers(0, 1), st.data())
+def test_any_history_keeps_the_promises_and_ends(rules, groups, ahead, data):
+    world = World(rules, groups, ahead, data)
+    for action in data.draw(st.lists(st.sampled_from("sssgggggggcf"), max_size=40)):
+        if action == "s":
+            world.submit()
+        elif action == "c" and world.live:
+            world.cancel()
+        elif action == "f" and world.flights:
+            world.take_in(failed=True)
+        else:
+            world.go_on()
+        for state in world.states:
+            check_state(state)
+        assert len({state.burst for state in world.states}) == 1
+        assert {state.in_flight for state in world.states} == {len(world.flights)}
+    # The oldest request of each group finishes within this many steps, so all of them do.
+    most = 2 * (rules.prefill_burst + 1) * rules.limits.num_slots * rules.limits.max_model_len
+    for _ in range(most * max(len(world.live), 1)):
+        if not world.live and not world.flights:
             break
-        state, new = checked_step(state, waited)
-        events += new
-        check_state(state)
-    assert plan(state) is None
-    finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
-    assert sorted(finished) == sorted(f"r{i}" for i in range(state.arrivals))
-
-
-def checked_step(state, waited):
-    """One committed step, its promises checked; `waited` counts the decode steps each stream was left out of."""
-    step = plan(state)
-    assert step == plan(state)
-    assert (step is None) == (not state.running and not state.waiting)
-    if step is None:
-        return state, ()
-    check_step(state, step)
-    decoding = [live.id for live in state.running if live.decoding]
-    if step.bucket.kind == "prefill":
-        assert not decoding or state.burst < state.policy.prefill_burst
-    else:
-        largest = max(b.batch for b in state.policy.buckets if b.kind == "decode")
-        assert len(step.turns) == min(largest, len(decoding) - sum(name in decoding for name in step.preempted))
-        for name in decoding:
-            waited[name] = 0 if name in ids(step) or name in step.preempted else waited.get(name, 0) + 1
-            assert waited[name] <= -(-state.policy.limits.num_slots // largest)
-    return commit(state, step, [[1]] * len(step.turns), started_ms=0.0, now_ms=0.0)
+        world.go_on()
+    assert plan_together(world.states) is None
+    assert sorted(event.request_id for event in world.events if isinstance(event, FinishEvent)) == sorted(world.names)
 
 
 # Groups that step together.
@@ -300,8 +485,8 @@ def checked_step(state, waited):
 
 def advance_all(states, token=1):
     steps = plan_together(states)
-    tokens = [[[token]] * len(step.turns) if step else () for step in steps]
-    states, events = commit_together(states, steps, tokens, started_ms=1.0, now_ms=2.0)
+    results = [gave(step, token=token) if step else () for step in steps]
+    states, events = commit_together(launch_together(states, steps, 1.0), steps, results, 2.0)
     return states, steps, events
 
 
@@ -356,13 +541,22 @@ def test_long_prompts_of_one_group_do_not_starve_the_streams_of_another():
     assert kinds == "dpdpdpdpdpdp"
 
 
-def test_a_step_that_fails_ends_the_requests_of_all_groups_in_it():
-    rules = policy(pages=40)
-    states = (fresh(rules, request("a"), request("later")), fresh(rules, request("b")), fresh(rules))
-    steps = plan_together(states)
-    states, events = fail_together(states, steps, "boom", 3.0)
-    assert [(event.request_id, event.reason, event.message) for event in events] == [("a", "error", "boom"), ("b", "error", "boom")]
-    assert [live.id for live in states[0].waiting] == ["later"]
+def test_a_group_that_lacks_pages_makes_all_wait_for_what_is_in_flight():
+    rules = policy(pages=6, decode=(4,))
+    short = fresh(rules, *(request(n, prompt=3, max_tokens=5) for n in "ab"))
+    states = (short, fresh(rules, request("c", prompt=1, max_tokens=7)))
+    for _ in itertools.count():
+        steps = plan_together(states)
+        if any(step and step.preempted for step in steps):
+            break
+        states, _, _ = advance_all(states)
+    # "c" could go on, but all step together.
+    resting = (None, steps[1])
+    flying = launch_together(states, resting, 0.0)
+    assert flying[1].ready
+    assert plan_together(flying) is None
+    landed, _ = commit_together(flying, resting, [(), gave(steps[1])], 0.0)
+    assert plan_together(landed)[0].preempted == ("b",)
 
 
 def test_a_new_request_goes_where_least_is_to_do():
@@ -373,64 +567,3 @@ def test_a_new_request_goes_where_least_is_to_do():
     assert ran.used_pages > 0
     assert least_loaded([ran, one]) == 1
     assert least_loaded([ran, fresh(rules, request("b"), request("c"))]) == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(policies(), st.integers(1, 3), st.data())
-def test_any_history_of_groups_keeps_the_promises_and_ends(rules, groups, data):
-    names, names_in = (f"r{i}" for i in itertools.count()), []
-    states, events = tuple(State(rules) for _ in range(groups)), []
-    for action in data.draw(st.lists(st.sampled_from("sssrrrrrcf"), max_size=40)):
-        if action == "s":
-            prompt = data.draw(st.integers(1, rules.limits.max_model_len - 1))
-            chosen = least_loaded(states)
-            names_in.append(next(names))
-            new = submit(states[chosen], request(names_in[-1], prompt, data.draw(st.integers(1, 20))), 0.0)
-            states = (*states[:chosen], new, *states[chosen + 1 :])
-        elif action == "c" and names_in:
-            gone = data.draw(st.sampled_from(names_in))
-            cancelled = [cancel(state, gone, 0.0) for state in states]
-            states, events = tuple(state for state, _ in cancelled), events + [e for _, new in cancelled for e in new]
-        elif action == "f" and (steps := plan_together(states)) is not None:
-            states, new = fail_together(states, steps, "boom", 0.0)
-            events += new
-        else:
-            states, new = checked_step_of_all(states)
-            events += new
-    most = (rules.prefill_burst + 1) * rules.limits.num_slots * rules.limits.max_model_len
-    for _ in range(most * sum(len(state.running) + len(state.waiting) for state in states)):
-        if plan_together(states) is None:
-            break
-        states, new = checked_step_of_all(states)
-        events += new
-    assert plan_together(states) is None
-    assert sorted(e.request_id for e in events if isinstance(e, FinishEvent)) == sorted(names_in)
-
-
-def checked_step_of_all(states):
-    """One committed step of all groups, its promises checked."""
-    steps = plan_together(states)
-    assert steps == plan_together(states)
-    assert (steps is None) == (not any(state.running or state.waiting for state in states))
-    if steps is None:
-        return states, ()
-    ran = [step for step in steps if step is not None]
-    (bucket,) = {step.bucket for step in ran}
-    for state, step in zip(states, steps, strict=True):
-        if step is not None:
-            check_step(state, step)
-        if bucket.kind == "decode":
-            assert (step is None) == (not any(live.decoding for live in state.running))
-    decoding = any(live.decoding for state in states for live in state.running)
-    if bucket.kind == "prefill":
-        assert not decoding or states[0].burst < states[0].policy.prefill_burst
-    # No larger than one of them needs.
-    smaller = [b for b in states[0].policy.buckets if b.kind == bucket.kind and (b.q_len, b.batch) < (bucket.q_len, bucket.batch)]
-    for other in smaller:
-        assert any(len(step.turns) > other.batch or any(len(turn.tokens) > other.q_len for turn in step.turns) for step in ran)
-    tokens = [[[1]] * len(step.turns) if step else () for step in steps]
-    states, events = commit_together(states, steps, tokens, started_ms=0.0, now_ms=0.0)
-    assert len({state.burst for state in states}) == 1
-    for state in states:
-        check_state(state)
-    return states, events

@@ -11,7 +11,7 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.runtime.job import Job, RankError
-from npucompile.runtime.sharded import ShardedExecutor
+from npucompile.runtime.sharded import ShardedExecutor, told
 from npucompile.runtime.wire import encode, receive
 
 BUCKET = Bucket("decode", 2, 1)
@@ -23,6 +23,7 @@ class Local:
 
     buckets, limits, vocab_size, backends, artifact = (BUCKET,), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}, "artifact"
     error: Exception | None = None
+    max_logprobs = 7
 
     def run(self, bucket, inputs):
         if self.error:
@@ -86,6 +87,7 @@ def inputs(*values):
 def test_it_is_what_rank_0_is(team):
     executor = team("dp=2,tp=2").executor()
     assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == ((BUCKET,), Local.limits, 13, 2)
+    assert executor.max_logprobs == 7
     assert (executor.artifact, executor.backends, executor.compiles(), executor.refresh()) == ("artifact", Local.backends, 5, False)
 
 
@@ -102,6 +104,22 @@ def test_every_rank_gets_its_groups_inputs_and_every_group_answers_once(team):
         for step, seen in enumerate(one.seen[rank], start=1):
             assert (seen["step"], seen["bucket"]) == (step, BUCKET.name)
             assert seen["inputs"]["tokens"].tolist() == [[10 * (group + 1)]] * 2
+
+
+def test_counts_are_told_and_log_probabilities_where_a_row_asked(team):
+    said = {"tokens": 1, "counts": 2, "drafts": 3, "logits": 4, "chosen_logprobs": 5, "top_ids": 6, "top_logprobs": 7}
+    nobody, somebody = {"logprobs": np.zeros(2, np.int32)}, {"logprobs": np.array([0, 1], np.int32)}
+    assert told(("tokens", "counts"), {}, said) == told(("tokens", "counts"), nobody, said) == {"tokens": 1, "counts": 2}
+    told_all = told(("tokens", "counts"), somebody, said)
+    assert set(told_all) == {"tokens", "counts", "chosen_logprobs", "top_ids", "top_logprobs"}
+    # Prefill counts nothing.
+    assert told(("tokens", "counts"), nobody, {"tokens": 1, "logits": 4}) == {"tokens": 1}
+    # What rank 0 runs itself is cut in the same way.
+    one = team("tp=2")
+    one.local.run = lambda bucket, inputs: said
+    executor = one.executor()
+    assert set(executor.run(BUCKET, inputs(1)[0] | somebody)) == set(told_all)
+    assert set(executor.run(BUCKET, inputs(1)[0] | nobody)) == {"tokens", "counts"}
 
 
 def test_one_group_needs_no_answers(team):
