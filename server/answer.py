@@ -1,12 +1,14 @@
-"""Turns the engine events of one request into the server events of one response."""
+"""Turns the engine events of the requests of one response into its server events."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..runtime.request import Event, FinishEvent, Request, TokenEvent
-from .events import Head, ResponseEvents, ServerEvent, Usage
-from .text import Detokenizer, StopMatcher
+from ..runtime.request import Event, Request, TokenEvent
+from .events import Ending, Head, ResponseEvents, ServerEvent
+from .logprobs import token_objects
+from .text import TextCodec
+from .transcript import Piece, Transcript
 
 
 @dataclass(frozen=True)
@@ -14,77 +16,64 @@ class Job:
     """An accepted response.
 
     Attributes:
-        request: what the engine is asked.
-        stop: strings that end the output.
+        requests: what the engine is asked, one per completion.
+        stop: strings that end an output.
     """
 
     head: Head
-    request: Request
+    requests: tuple[Request, ...]
     stop: tuple[str, ...] = ()
 
 
 class Answer:
-    """One response from acceptance to its last event; no I/O, no clock.
+    """One response from acceptance to its last event; no I/O, no clock. What is shown of each completion, and when, is its Transcript's."""
 
-    Concatenated over all deltas, `token_ids` are the tokens the engine showed, up to and with the one that completed a stop string.
-    Usage counts what was generated, which may be one more: the engine does not show the end-of-sequence token.
+    def __init__(self, job: Job, codec: TextCodec) -> None:
+        self._events = ResponseEvents(job.head, len(job.requests))
+        self._codec = codec
+        self._index = {request.id: index for index, request in enumerate(job.requests)}
+        self._transcripts = [Transcript(codec.detokenizer(), job.stop) for _ in job.requests]
+        self._endings: dict[str, Ending] = {}
+        self._stopped: list[str] = []
 
-    Attributes:
-        done: the last event has been handed out.
-        stopped: a stop string was found, so the engine should be told to cancel; the response will still end as completed.
-    """
+    @property
+    def done(self) -> bool:
+        """The last event has been handed out."""
+        return len(self._endings) == len(self._index)
 
-    def __init__(self, job: Job, detokenizer: Detokenizer) -> None:
-        self._events = ResponseEvents(job.head)
-        self._detokenizer = detokenizer
-        self._stop = StopMatcher(job.stop) if job.stop else None
-        self._pending: list[int] = []
-        self._output_tokens = 0
-        self.done = False
-        self.stopped = False
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of the requests that have not ended."""
+        return tuple(request_id for request_id in self._index if request_id not in self._endings)
 
     def begin(self) -> list[ServerEvent]:
-        """The engine has taken the request."""
+        """The engine has taken the requests."""
         return self._events.begin()
 
     def feed(self, event: Event) -> list[ServerEvent]:
         """What one engine event means to the client."""
-        if self.done:
+        if event.request_id in self._endings:
             return []
+        index = self._index[event.request_id]
+        transcript = self._transcripts[index]
         if isinstance(event, TokenEvent):
-            return self._tokens(event.token_ids)
-        return self._finish(event)
+            was_stopped = transcript.stopped
+            events = self._delta(index, transcript.push(event))
+            if transcript.stopped and not was_stopped:
+                self._stopped.append(event.request_id)
+            return events
+        piece, ending = transcript.finish(event)
+        self._endings[event.request_id] = ending
+        events = [*self._delta(index, piece), *self._events.close(index, ending.status)]
+        return [*events, *self._events.end([self._endings[name] for name in self._index])] if self.done else events
 
-    def _tokens(self, token_ids: tuple[int, ...]) -> list[ServerEvent]:
-        text = ""
-        # Token by token where a stop string may end the output between two of them.
-        for piece in ((token,) for token in token_ids) if self._stop else (token_ids,):
-            if self.stopped:
-                break
-            self._pending.extend(piece)
-            self._output_tokens += len(piece)
-            text += self._checked(self._detokenizer.push(piece))
-        return self._delta(text) if text else []
+    def take_stopped(self) -> tuple[str, ...]:
+        """Ids of the requests in which a stop string was found since the last call: the engine should be told to cancel them."""
+        taken, self._stopped = tuple(self._stopped), []
+        return taken
 
-    def _finish(self, event: FinishEvent) -> list[ServerEvent]:
-        self.done = True
-        text = ""
-        if not self.stopped:
-            text = self._checked(self._detokenizer.flush())
-            if self._stop and not self.stopped:
-                text += self._stop.flush()
-        last = self._delta(text) if text or self._pending else []
-        usage = Usage(event.prompt_tokens, self._output_tokens if self.stopped else event.completion_tokens, event.record)
-        reason = "stop" if self.stopped and event.reason in ("cancelled", "length") else event.reason
-        return [*last, *self._events.end(reason, usage, event.message)]
-
-    def _checked(self, text: str) -> str:
-        if self._stop is None:
-            return text
-        text = self._stop.push(text)
-        self.stopped = self.stopped or self._stop.hit
-        return text
-
-    def _delta(self, text: str) -> list[ServerEvent]:
-        token_ids, self._pending = self._pending, []
-        return self._events.delta(text, token_ids)
+    def _delta(self, index: int, piece: Piece | None) -> list[ServerEvent]:
+        if piece is None:
+            return []
+        logprobs = token_objects(self._codec.spell, piece.token_ids, piece.logprobs) if piece.logprobs else []
+        return self._events.delta(index, piece.text, piece.token_ids, logprobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,11 +22,12 @@ MAX_EVENT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished response, put together.
+    """A finished completion, put together.
 
     Attributes:
-        status: completed, incomplete or cancelled.
-        usage: the usage object of the last event.
+        status: of the response (completed, incomplete or cancelled); with `n` above 1, of the output item (completed or incomplete).
+        usage: the usage object of the last event, which is about the whole response.
+        logprobs: an object per token, as in the output item; empty unless asked for.
     """
 
     response_id: str
@@ -34,6 +35,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     usage: dict[str, Any]
+    logprobs: tuple[dict[str, Any], ...] = ()
 
 
 class ResponseStream:
@@ -67,18 +69,30 @@ class ResponseStream:
         """Reads to the end.
 
         Raises:
-            RequestError: the server refused or failed the request.
+            RequestError: the server refused or failed the request, or it is for several completions.
             ProtocolError: the connection went away first.
         """
-        token_ids: list[int] = []
+        _only_one(self._body)
+        (one,) = await self.completions()
+        return one
+
+    async def completions(self) -> tuple[Completion, ...]:
+        """Reads to the end; the `n` completions that were asked for, in the order of the response's output.
+
+        Raises:
+            RequestError: the server refused the request, or failed any completion.
+            ProtocolError: the connection went away first.
+        """
+        token_ids: dict[int, list[int]] = {}
         last: ServerEvent = {}
         async for event in self:
             last = raise_if_refused(event)
             if event["type"] == "response.output_text.delta":
-                token_ids += event["token_ids"]
+                token_ids.setdefault(event["output_index"], []).extend(event["token_ids"])
         response = last["response"]
-        text = "".join(part["text"] for item in response["output"] for part in item["content"])
-        return Completion(response["id"], response["status"], text, tuple(token_ids), response["usage"])
+        # A single completion that was cancelled before its first token has no item.
+        items = response["output"] or [{"content": []}]
+        return tuple(_completion(response, item, token_ids.get(index, [])) for index, item in enumerate(items))
 
     def __aiter__(self) -> Self:
         return self
@@ -136,7 +150,12 @@ class Client:
         return Client(websocket, subprotocol)
 
     def create(self, prompt: str | list[int], *, stream_id: str | None = None, **options: Any) -> ResponseStream:
-        """A response to text or token ids; `options` are fields of `response.create`."""
+        """A response to text or token ids.
+
+        Args:
+            options: fields of `response.create`, such as max_output_tokens, temperature, seed, stop, top_logprobs (0 to 20),
+                n (1 to 8 completions), speculative_tokens (0 is off).
+        """
         if stream_id is None:
             stream_id = f"c{self._created}"
             self._created += 1
@@ -225,13 +244,26 @@ def raise_if_refused(event: ServerEvent) -> ServerEvent:
     return event
 
 
+def _completion(response: dict[str, Any], item: dict[str, Any], token_ids: list[int]) -> Completion:
+    status = response["status"] if len(response["output"]) < 2 else item["status"]
+    text = "".join(part["text"] for part in item["content"])
+    logprobs = tuple(entry for part in item["content"] for entry in part["logprobs"])
+    return Completion(response["id"], status, text, tuple(token_ids), response["usage"], logprobs)
+
+
+def _only_one(options: Mapping[str, Any]) -> None:
+    if options.get("n") not in (None, 1):
+        raise RequestError(f"n is {options['n']!r} where one completion is read; legal is 1 (`completions` reads several)", param="n")
+
+
 async def stream_text(url: str, prompt: str | list[int], *, subprotocol: str = JSON, **options: Any) -> AsyncIterator[str]:
     """Pieces of the answer to one prompt, over a connection of its own.
 
     Raises:
-        RequestError: the server refused or failed the request.
+        RequestError: the server refused or failed the request, or it is for several completions.
         ProtocolError: it cannot be reached, or the connection went away.
     """
+    _only_one(options)
     async with await Client.connect(url, subprotocol) as client:
         async for event in client.create(prompt, **options):
             if raise_if_refused(event)["type"] == "response.output_text.delta":

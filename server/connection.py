@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graphs.errors import ProtocolError
-from .protocol import JSON, FieldError, Frame, ResponseCreate, decode, encode, parse
+from .fields import FieldError
+from .protocol import JSON, Frame, ResponseCreate, decode, encode, parse
 
 MAX_FRAME_BYTES = 4 * 2**20
 MAX_STREAMS = 256

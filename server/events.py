@@ -1,24 +1,29 @@
 """Turns the progress of one response into server events in OpenAI's shapes.
 
-Every event of a response carries `sequence_number` (from 0, without gaps) and `stream_id`. Extensions: deltas carry `token_ids`,
-usage carries the execution record under `npucompile`. A response ends with exactly one of the types in TERMINAL_TYPES. An `error`
-event refuses a message; it is not part of a response and never ends one.
+Every event of a response carries `sequence_number` (from 0, without gaps) and `stream_id`. Extensions: deltas carry `token_ids`, log
+probabilities `token_id` (see `logprobs`), usage the execution record (see `usage`). A response ends with exactly one of the types in
+TERMINAL_TYPES. An `error` event refuses a message; it is not part of a response and never ends one.
+
+A response of several completions has an item for each, whatever became of it: `output[i]` is the item of `output_index` i. It ends when all
+have ended, as the worst of them did: failed if one failed, else cancelled, else incomplete, else completed; the items say which. Those
+that did not fail run to their own ends, and their items are in the output of the failed response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..graphs.errors import ProtocolError, RequestError
-from ..runtime.request import ExecutionRecord
 from .connection import refusal
+from .items import Body, OutputItem
+from .usage import Usage, usage_object
 
 ServerEvent = dict[str, Any]
 
 STATUS_BY_REASON: Mapping[str, str] = {"stop": "completed", "length": "incomplete", "cancelled": "cancelled", "error": "failed"}
-"""Engine finish reason to response status; the last event of a response is `response.<status>`."""
+"""Engine finish reason to response status, from best to worst; the last event of a response is `response.<status>`."""
 
 TERMINAL_TYPES = tuple(f"response.{status}" for status in STATUS_BY_REASON.values())
 
@@ -29,7 +34,8 @@ class Head:
 
     Attributes:
         created_s: Unix time.
-        max_output_tokens: as in force, defaults resolved.
+        max_output_tokens: of each completion, as in force, defaults resolved.
+        top_logprobs: most likely tokens told per place.
     """
 
     response_id: str
@@ -39,29 +45,26 @@ class Head:
     max_output_tokens: int
     temperature: float
     top_p: float
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Tokens a response took, and how they were served."""
+class Ending:
+    """How one completion ended.
 
-    input_tokens: int
-    output_tokens: int
-    record: ExecutionRecord
+    Attributes:
+        reason: one of runtime.request.FINISH_REASONS.
+        message: what went wrong, for reason "error".
+    """
 
-    def as_event(self) -> ServerEvent:
-        """The usage object of OpenAI's shape with our record beside it."""
-        record = asdict(self.record)
-        record["prefill_chunks"] = list(self.record.prefill_chunks)
-        record["decode_steps"] = dict(self.record.decode_steps)
-        return {
-            "input_tokens": self.input_tokens,
-            "input_tokens_details": {"cached_tokens": self.record.cached_tokens},
-            "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self.input_tokens + self.output_tokens,
-            "npucompile": record,
-        }
+    reason: str
+    usage: Usage
+    message: str | None = None
+
+    @property
+    def status(self) -> str:
+        """What that makes of a response."""
+        return STATUS_BY_REASON[self.reason]
 
 
 def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEvent:
@@ -83,86 +86,61 @@ def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEven
 
 
 class ResponseEvents:
-    """Numbers and shapes the events of one response: `begin`, any number of `delta`, one `end`."""
+    """Numbers and shapes the events of one response: `begin`, for each item any number of `delta` and one `close`, then one `end`.
 
-    def __init__(self, head: Head) -> None:
+    Args:
+        completions: items the response has.
+    """
+
+    def __init__(self, head: Head, completions: int = 1) -> None:
         self._head = head
-        self._item_id = "msg_" + head.response_id.removeprefix("resp_")
         self._sequence = 0
-        self._text: list[str] = []
-        self._item_open = False
+        base = "msg_" + head.response_id.removeprefix("resp_")
+        self._items = tuple(OutputItem(completion_id(base, index), index) for index in range(completions))
 
     def begin(self) -> list[ServerEvent]:
         """The response is accepted."""
-        return [
-            self._event("response.created", response=self._response("in_progress")),
-            self._event("response.in_progress", response=self._response("in_progress")),
-        ]
+        response = self._response("in_progress")
+        return self._numbered([{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}])
 
-    def delta(self, text: str, token_ids: Sequence[int]) -> list[ServerEvent]:
-        """Text is safe to show; `token_ids` are the tokens taken since the last delta."""
-        opening = self._open_item()
-        self._text.append(text)
-        return [*opening, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[], token_ids=list(token_ids))]
+    def delta(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[Body] = ()) -> list[ServerEvent]:
+        """Text of an item is safe to show; see `OutputItem.delta`."""
+        return self._numbered(self._items[index].delta(text, token_ids, logprobs))
 
-    def end(self, reason: str, usage: Usage, message: str | None = None) -> list[ServerEvent]:
-        """The last events.
+    def close(self, index: int, status: str) -> list[ServerEvent]:
+        """An item has ended; the item of a single completion that ended early, before it began, does not come to be."""
+        item = self._items[index]
+        if status != "completed" and not item.opened and len(self._items) == 1:
+            return []
+        return self._numbered(item.close(status))
 
-        Args:
-            reason: one of runtime.request.FINISH_REASONS.
-            message: what went wrong, for reason "error".
-        """
-        status = STATUS_BY_REASON[reason]
-        events: list[ServerEvent] = []
-        if status == "completed" or self._item_open:
-            events += [*self._open_item(), *self._close_item(status)]
-        response = self._response(status, usage)
+    def end(self, endings: Sequence[Ending]) -> list[ServerEvent]:
+        """The last event; `endings` are those of all items, in their order."""
+        status = max((one.status for one in endings), key=list(STATUS_BY_REASON.values()).index)
+        response = self._response(status)
+        response["usage"] = usage_object([one.usage for one in endings])
         if status == "failed":
-            response["error"] = {"code": "server_error", "message": message or "the engine gave no reason"}
+            response["error"] = {"code": "server_error", "message": _failure(endings)}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*events, self._event(f"response.{status}", response=response)]
+        return self._numbered([{"type": f"response.{status}", "response": response}])
 
-    def _open_item(self) -> list[ServerEvent]:
-        if self._item_open:
-            return []
-        self._item_open = True
-        return [
-            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-            self._event("response.content_part.added", **self._place(), part=_text_part("")),
-        ]
-
-    def _close_item(self, status: str) -> list[ServerEvent]:
-        text = "".join(self._text)
-        part = _text_part(text)
-        return [
-            self._event("response.output_text.done", **self._place(), text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._place(), part=part),
-            self._event("response.output_item.done", output_index=0, item=self._item(_item_status(status), [part])),
-        ]
-
-    def _place(self) -> ServerEvent:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
-    def _item(self, status: str, content: list[ServerEvent]) -> ServerEvent:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _response(self, status: str, usage: Usage | None = None) -> ServerEvent:
-        output = [self._item(_item_status(status), [_text_part("".join(self._text))])] if self._item_open else []
+    def _response(self, status: str) -> Body:
         return {
             "id": self._head.response_id,
             "object": "response",
             "created_at": self._head.created_s,
             "status": status,
             "model": self._head.model,
-            "output": output,
-            "usage": None if usage is None else usage.as_event(),
+            "output": [item.as_object() for item in self._items if item.opened],
+            "usage": None,
             "error": None,
             "incomplete_details": None,
             "instructions": None,
             "max_output_tokens": self._head.max_output_tokens,
             "temperature": self._head.temperature,
             "top_p": self._head.top_p,
+            "top_logprobs": self._head.top_logprobs,
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "tool_choice": "none",
@@ -170,16 +148,19 @@ class ResponseEvents:
             "metadata": {},
         }
 
-    def _event(self, kind: str, **fields: Any) -> ServerEvent:
-        event = {"type": kind, "sequence_number": self._sequence, "stream_id": self._head.stream_id, **fields}
-        self._sequence += 1
-        return event
+    def _numbered(self, bodies: Sequence[Body]) -> list[ServerEvent]:
+        first, self._sequence = self._sequence, self._sequence + len(bodies)
+        place = {"stream_id": self._head.stream_id}
+        return [{"type": body["type"], "sequence_number": number, **place, **body} for number, body in enumerate(bodies, first)]
 
 
-def _text_part(text: str) -> ServerEvent:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def completion_id(base: str, index: int) -> str:
+    """The name of one completion of what `base` names; the first has that name itself."""
+    return base if index == 0 else f"{base}_{index}"
 
 
-def _item_status(status: str) -> str:
-    """Items know fewer states than responses: what did not complete is incomplete."""
-    return status if status in ("completed", "in_progress") else "incomplete"
+def _failure(endings: Sequence[Ending]) -> str:
+    told = {index: one.message or "the engine gave no reason" for index, one in enumerate(endings) if one.reason == "error"}
+    if len(endings) == 1:
+        return told[0]
+    return "; ".join(f"output {index} of {len(endings)}: {message}" for index, message in told.items())

@@ -26,11 +26,16 @@ HELP: Mapping[str, str] = {
     "generation_tokens_total": "Tokens generated.",
     "preemptions_total": "Times a request lost its pages and was prefilled again.",
     "padded_rows_total": "Rows of padding computed.",
+    "discarded_rows_total": "Rows computed for requests that had ended by then.",
     "compiles_after_ready_total": "Traces or compiles in the serving process after ready; anything but 0 is a bug.",
     "requests_total": "Requests finished.",
     "requests_finished_total": "Requests finished per reason.",
     "steps_total": "Steps run.",
     "steps_failed_total": "Steps that failed, with their requests.",
+    "spec_decode_num_drafts_total": "Times that drafts of a request were verified.",
+    "spec_decode_num_draft_tokens_total": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens_total": "Draft tokens accepted.",
+    "spec_decode_num_accepted_tokens_per_pos_total": "Draft tokens accepted per place among the drafts of a step, from 0.",
     "bucket_steps_total": "Steps run per bucket.",
     "bucket_info": "What runs each bucket; always 1.",
     "websocket_connections": "Sockets open.",
@@ -39,6 +44,9 @@ HELP: Mapping[str, str] = {
 
 FINISHED = "requests_finished_"
 """The engine has a number per finish reason; here they are one metric with a label."""
+
+ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
+"""The engine's mapping of places to numbers; here a counter with a label, as vLLM has it."""
 
 Sample = tuple[dict[str, str], float]
 
@@ -86,6 +94,8 @@ def render_metrics(stats: Mapping[str, Any], model: ServedModel) -> str:
     for name, value in stats.items():
         if name == "bucket_steps":
             metrics["bucket_steps_total"] = [({"bucket": bucket}, steps) for bucket, steps in sorted(value.items())]
+        elif name == ACCEPTED:
+            metrics[f"{ACCEPTED}_total"] = [({"position": place}, value[place]) for place in sorted(value, key=int)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]
         elif name.startswith(FINISHED):

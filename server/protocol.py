@@ -4,52 +4,43 @@ The wire is the websocket mode of OpenAI's Responses API (`/v1/responses`). A fr
 (subprotocol `npucompile.json`, also used when the client offers none) or one msgpack map in a binary frame
 (`npucompile.msgpack`). Nothing here touches a socket: `connection` keeps the state of one, `websocket` moves its bytes.
 
-Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`.
-A field that is null counts as absent. Without `temperature` the answer is greedy; the response object echoes what was used.
+Log probabilities are asked for as there: "message.output_text.logprobs" in `include` is those of the tokens shown, `top_logprobs` adds
+those of so many most likely ones at each place; here `top_logprobs` is enough by itself. Without `temperature` the answer is greedy; the
+response object echoes what was used. A field that is null counts as absent.
+
+Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `n` (completions, each an
+output item; see `service`) and `speculative_tokens` (drafts to verify a step; 0 is off).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
+from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string
 
 JSON = "npucompile.json"
 MSGPACK = "npucompile.msgpack"
 SUBPROTOCOLS = (JSON, MSGPACK)
 
 MAX_STREAM_ID_CHARS = 128
-MAX_PARAM_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETIONS = 8
+LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text")
 
 Frame = str | bytes
-T = TypeVar("T")
-
-
-class FieldError(ProtocolError):
-    """Raised when a message is well formed but one of its fields is not legal.
-
-    Args:
-        param: the field at fault.
-        stream_id: the stream the message named, where that much of it could be read.
-    """
-
-    def __init__(self, message: str, *, param: str, code: str = "invalid_field", stream_id: str | None = None) -> None:
-        super().__init__(message, code=code)
-        self.param = param
-        self.stream_id = stream_id
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,9 @@ class ResponseCreate:
         max_output_tokens: None means as many as the context holds.
         stop: strings that end the output and are not part of it.
         ignore_eos: generate past end-of-sequence tokens.
+        logprobs: None wants no log probabilities; else those of the tokens shown, and of so many most likely ones beside each.
+        n: completions of the prompt.
+        speculative_tokens: drafts to verify a step, 0 for none; None means as many as the artifact was built for.
     """
 
     prompt: Prompt
@@ -90,6 +84,9 @@ class ResponseCreate:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    speculative_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def decode(frame: Frame, subprotocol: str, max_frame_bytes: int) -> dict[str, An
     else:
         value = _decode_json(frame)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ProtocolError(f"message is {_show(value)}; legal is an object with text keys", code="not_an_object")
+        raise ProtocolError(f"message is {show(value)}; legal is an object with text keys", code="not_an_object")
     return value
 
 
@@ -191,10 +188,10 @@ def parse(message: Mapping[str, Any]) -> ClientEvent:
     kind = message.get("type")
     if not isinstance(kind, str):
         code = "missing_type" if kind is None else "unknown_type"
-        raise ProtocolError(f"message type is {_show(kind)}; legal types are {sorted(_PARSERS)}", code=code)
+        raise ProtocolError(f"message type is {show(kind)}; legal types are {sorted(_PARSERS)}", code=code)
     parser = _PARSERS.get(kind)
     if parser is None:
-        raise ProtocolError(f"unknown message type {_show(kind)}; legal types are {sorted(_PARSERS)}", code="unknown_type")
+        raise ProtocolError(f"unknown message type {show(kind)}; legal types are {sorted(_PARSERS)}", code="unknown_type")
     try:
         return parser({name: value for name, value in message.items() if name != "type"})
     except FieldError as error:
@@ -210,24 +207,27 @@ def _readable_stream_id(message: Mapping[str, Any]) -> str | None:
 
 def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
     body = _flatten(fields)
-    _refuse_unknown(body, _CREATE_FIELDS, "response.create")
+    refuse_unknown(body, _CREATE_FIELDS, "response.create")
     body = {name: value for name, value in body.items() if value is not None}
     if body.get("stream", True) is not True:
-        raise FieldError(f"stream is {_show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
+        raise FieldError(f"stream is {show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
     for name, why in (("background", "work ends with its socket"), ("store", "responses are not kept")):
         if body.get(name, False) is not False:
-            raise FieldError(f"{name} is {_show(body[name])}; {why}, legal is false or absent", param=name)
+            raise FieldError(f"{name} is {show(body[name])}; {why}, legal is false or absent", param=name)
     if "previous_response_id" in body:
         message = "previous_response_id is not supported: responses are not kept; send the whole input"
         raise FieldError(message, param="previous_response_id")
     return ResponseCreate(
         prompt=_prompt(body),
-        model=_optional(body, "model", _text),
-        stream_id=_optional(body, "stream_id", _stream_id),
-        max_output_tokens=_optional(body, "max_output_tokens", _positive),
+        model=optional(body, "model", string()),
+        stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
+        max_output_tokens=optional(body, "max_output_tokens", integer(1)),
         sampling=_sampling(body),
-        stop=_optional(body, "stop", _stop) or (),
-        ignore_eos=_optional(body, "ignore_eos", _boolean) or False,
+        stop=optional(body, "stop", _stop) or (),
+        ignore_eos=optional(body, "ignore_eos", boolean) or False,
+        logprobs=_logprobs(body),
+        n=optional(body, "n", integer(1, MAX_COMPLETIONS)) or 1,
+        speculative_tokens=optional(body, "speculative_tokens", integer(0)),
     )
 
 
@@ -238,20 +238,21 @@ def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
     outer = {name: value for name, value in fields.items() if name != "response"}
     inner = fields["response"]
     if not isinstance(inner, dict):
-        raise FieldError(f"response is {_show(inner)}; legal is an object holding the body", param="response")
-    _refuse_unknown(outer, ("response", "stream_id"), "response.create with a nested body")
+        raise FieldError(f"response is {show(inner)}; legal is an object holding the body", param="response")
+    refuse_unknown(outer, ("response", "stream_id"), "response.create with a nested body")
     if "stream_id" in outer and "stream_id" in inner and outer["stream_id"] != inner["stream_id"]:
-        both = f"{_show(outer['stream_id'])} at top level, {_show(inner['stream_id'])} under response"
+        both = f"{show(outer['stream_id'])} at top level, {show(inner['stream_id'])} under response"
         raise FieldError(f"stream_id is {both}; legal is one of them", param="stream_id")
     return {**outer, **inner}
 
 
 def _parse_cancel(fields: dict[str, Any]) -> ResponseCancel:
-    _refuse_unknown(fields, _CANCEL_FIELDS, "response.cancel")
+    refuse_unknown(fields, _CANCEL_FIELDS, "response.cancel")
     fields = {name: value for name, value in fields.items() if value is not None}
     if not fields:
         raise FieldError(f"response.cancel names no response; legal is one of {list(_CANCEL_FIELDS)}", param="response_id")
-    return ResponseCancel(response_id=_optional(fields, "response_id", _text), stream_id=_optional(fields, "stream_id", _stream_id))
+    response_id = optional(fields, "response_id", string())
+    return ResponseCancel(response_id, optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS)))
 
 
 _CREATE_FIELDS = (
@@ -267,6 +268,10 @@ _CREATE_FIELDS = (
     "seed",
     "stop",
     "ignore_eos",
+    "include",
+    "top_logprobs",
+    "n",
+    "speculative_tokens",
     "stream",
     "store",
     "background",
@@ -276,17 +281,6 @@ _CANCEL_FIELDS = ("response_id", "stream_id")
 _PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {"response.create": _parse_create, "response.cancel": _parse_cancel}
 
 
-def _refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> None:
-    for name in body:
-        if name not in legal:
-            message = f"{what} has no field {_show(name)}; legal fields are {list(legal)}"
-            raise FieldError(message, param=name[:MAX_PARAM_CHARS], code="unknown_field")
-
-
-def _optional(body: Mapping[str, Any], name: str, read: Callable[[Any, str], T]) -> T | None:
-    return read(body[name], name) if name in body else None
-
-
 def _prompt(body: Mapping[str, Any]) -> Prompt:
     given = [name for name in ("input", "input_token_ids") if name in body]
     if len(given) != 1:
@@ -294,79 +288,56 @@ def _prompt(body: Mapping[str, Any]) -> Prompt:
     value = body[given[0]]
     if given[0] == "input_token_ids":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise FieldError(f"input_token_ids is {_show(value)}; legal is a list of integers", param="input_token_ids")
+            raise FieldError(f"input_token_ids is {show(value)}; legal is a list of integers", param="input_token_ids")
         return tuple(value)
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise FieldError(f"input is {_show(value)}; legal is a string or a list of message items", param="input")
+        raise FieldError(f"input is {show(value)}; legal is a string or a list of message items", param="input")
     return Messages(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise FieldError(f"{where} is {_show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
-    _refuse_unknown(item, ("type", "role", "content"), where)
+        raise FieldError(f"{where} is {show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
+    refuse_unknown(item, ("type", "role", "content"), where)
     if item.get("type", "message") != "message":
-        raise FieldError(f"{where}.type is {_show(item['type'])}; legal is 'message'", param=f"{where}.type")
+        raise FieldError(f"{where}.type is {show(item['type'])}; legal is 'message'", param=f"{where}.type")
     if item.get("role") not in ROLES:
-        raise FieldError(f"{where}.role is {_show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
+        raise FieldError(f"{where}.role is {show(item.get('role'))}; legal are {list(ROLES)}", param=f"{where}.role")
     content = item.get("content")
     parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise FieldError(f"{where}.content is {_show(content)}; legal is a string or a list of parts", param=f"{where}.content")
+        raise FieldError(f"{where}.content is {show(content)}; legal is a string or a list of parts", param=f"{where}.content")
     for i, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
             at = f"{where}.content[{i}]"
-            raise FieldError(f"{at} is {_show(part)}; legal is an object with type in {list(TEXT_PARTS)} and text", param=at)
+            raise FieldError(f"{at} is {show(part)}; legal is an object with type in {list(TEXT_PARTS)} and text", param=at)
     return Message(item["role"], "".join(part["text"] for part in parts))
 
 
 def _sampling(body: Mapping[str, Any]) -> Sampling:
     given = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
     for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
-        if name in given and not (type(given[name]) is int and 0 <= given[name] <= most):
-            raise FieldError(f"{name} is {_show(given[name])}; legal is an integer from 0 to {most}", param=name)
+        optional(given, name, integer(0, most))
     try:
         return Sampling(**given)
     except RequestError as error:
         raise FieldError(str(error), param=error.param or "temperature") from None
 
 
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise FieldError(f"{name} is {_show(value)}; legal is a string that is not empty", param=name)
-    return value
-
-
-def _stream_id(value: Any, name: str) -> str:
-    if len(_text(value, name)) > MAX_STREAM_ID_CHARS:
-        raise FieldError(f"{name} has {len(value)} characters; legal are at most {MAX_STREAM_ID_CHARS}", param=name)
-    return str(value)
-
-
-def _positive(value: Any, name: str) -> int:
-    if type(value) is not int or value < 1:
-        raise FieldError(f"{name} is {_show(value)}; legal is an integer of at least 1", param=name)
-    return value
-
-
-def _boolean(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise FieldError(f"{name} is {_show(value)}; legal is true or false", param=name)
-    return value
+def _logprobs(body: Mapping[str, Any]) -> int | None:
+    included = LOGPROBS in (optional(body, "include", choices((LOGPROBS,))) or ())
+    most_likely = optional(body, "top_logprobs", integer(0, MAX_TOP_LOGPROBS))
+    return 0 if included and most_likely is None else most_likely
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     legal = f"a string, or a list of at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters each"
     if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
-        raise FieldError(f"{name} is {_show(value)}; legal is {legal}", param=name)
-    for string in strings:
-        if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
-            raise FieldError(f"{name} holds {_show(string)}; legal is {legal}", param=name)
+        raise FieldError(f"{name} is {show(value)}; legal is {legal}", param=name)
+    for one in strings:
+        if not isinstance(one, str) or not 1 <= len(one) <= MAX_STOP_CHARS:
+            raise FieldError(f"{name} holds {show(one)}; legal is {legal}", param=name)
     return tuple(strings)
-
-
-def _show(value: Any) -> str:
-    return reprlib.repr(value)

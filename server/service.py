@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Protocol
 
@@ -15,9 +16,12 @@ from ..graphs.errors import RequestError
 from ..runtime.request import Event, Request
 from .answer import Answer, Job
 from .connection import Create
-from .events import Head
+from .events import Head, completion_id
 from .protocol import Messages, ResponseCreate
 from .text import TextCodec
+
+FIELD_OF = {"logprobs": "top_logprobs"}
+"""What clients call the fields of a request that the runtime calls otherwise."""
 
 
 class Engine(Protocol):
@@ -34,7 +38,8 @@ class Engine(Protocol):
         """Ends a request early, with a FinishEvent of reason "cancelled"; unknown and finished ones are left alone."""
 
     def stats(self) -> Mapping[str, Any]:
-        """Flat numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names."""
+        """Flat numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
+        `spec_decode_num_accepted_tokens_per_pos` positions of drafts, from 0, to numbers."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class Service:
     def prepare(self, create: Create) -> Job:
         """Checks a message against the model and tokenizes its prompt.
 
+        Each of `n` completions is a request of its own, alike but for its id and its seed (`completion_seed`).
+
         Raises:
             RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation.
         """
@@ -100,6 +107,13 @@ class Service:
             max_tokens=self._max_tokens(len(prompt), body.max_output_tokens),
             sampling=body.sampling,
             stop_token_ids=frozenset() if body.ignore_eos else self.model.eos_token_ids,
+            logprobs=body.logprobs,
+            speculative_tokens=body.speculative_tokens,
+        )
+        seeds = [completion_seed(body.sampling.seed, index) for index in range(body.n)]
+        requests = tuple(
+            replace(request, id=completion_id(request.id, index), sampling=replace(body.sampling, seed=seed))
+            for index, seed in enumerate(seeds)
         )
         head = Head(
             response_id=create.response_id,
@@ -109,20 +123,33 @@ class Service:
             max_output_tokens=request.max_tokens,
             temperature=body.sampling.temperature,
             top_p=body.sampling.top_p,
+            top_logprobs=body.logprobs or 0,
         )
-        return Job(head, request, body.stop)
+        return Job(head, requests, body.stop)
 
     def answer(self, job: Job) -> Answer:
-        """The response's side of a job, with a detokenizer of its own."""
-        return Answer(job, self._codec.detokenizer())
+        """The response's side of a job."""
+        return Answer(job, self._codec)
 
-    def submit(self, request: Request, deliver: Callable[[Event], None]) -> None:
-        """Hands a request to the engine; `deliver` is called with its events on the running loop, in order.
+    def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None]) -> None:
+        """Hands requests to the engine; `deliver` is called with the events of all on the running loop, in order.
 
         Raises:
-            RequestError: the engine refuses it; `deliver` is then never called.
+            RequestError: the engine refuses one; those it took are cancelled, and `deliver` is never called.
         """
-        self._engine.submit(request, Mailbox(asyncio.get_running_loop(), deliver).post)
+        mailbox = Mailbox(asyncio.get_running_loop(), deliver)
+        taken: list[str] = []
+        try:
+            for request in requests:
+                self._engine.submit(request, mailbox.post)
+                taken.append(request.id)
+        except Exception as error:
+            mailbox.close()
+            for request_id in taken:
+                self._engine.cancel(request_id)
+            if isinstance(error, RequestError):
+                error.param = FIELD_OF.get(error.param or "", error.param)
+            raise
 
     def cancel(self, request_id: str) -> None:
         """Asks the engine to end a request; harmless when it has ended."""
@@ -166,6 +193,17 @@ class Service:
         return room if asked is None else asked
 
 
+def completion_seed(seed: int | None, index: int) -> int | None:
+    """The seed of completion `index` of a response that was asked for with `seed`.
+
+    Completion 0 has that seed itself, so it is what a response of one completion gives. Completion i has the first 63 bits of the SHA-256
+    of the text "<seed>/<i>", so that it can be asked for alone. Without a seed there is none: the engine draws one for each.
+    """
+    if seed is None or index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
+
+
 class Mailbox:
     """Carries events from the engine's thread to a callback on the loop, in order, waking the loop once per burst."""
 
@@ -174,6 +212,7 @@ class Mailbox:
         self._deliver = deliver
         self._events: deque[Event] = deque()
         self._awake = False
+        self._closed = False
         self._lock = Lock()
 
     def post(self, event: Event) -> None:
@@ -186,9 +225,14 @@ class Mailbox:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._drain)
 
+    def close(self) -> None:
+        """Called on the loop; nothing is delivered from here on."""
+        self._closed = True
+
     def _drain(self) -> None:
         with self._lock:
             events, self._events = self._events, deque()
             self._awake = False
         for event in events:
-            self._deliver(event)
+            if not self._closed:
+                self._deliver(event)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from ..graphs.errors import ModelError
+from .spelling import REPLACEMENT, Spelling, spell
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 UNFINISHED_CHARS = 3
 """A UTF-8 sequence that misses its end has at most three bytes, so at most this many replacement characters may still change."""
 
 WINDOW_TOKENS = 64
 """Tokens without a clean end after which the window is cut behind bytes that can no longer change."""
+
+MAX_SPELLINGS = 2**16
+"""Tokens whose spelling is remembered; a response with log probabilities asks for those of up to 21 tokens at every place."""
 
 
 class TextCodec:
@@ -25,6 +29,7 @@ class TextCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._spell = lru_cache(MAX_SPELLINGS)(partial(spell, tokenizer))
 
     @staticmethod
     def load(path: Path) -> TextCodec:
@@ -52,6 +57,10 @@ class TextCodec:
     def detokenizer(self) -> Detokenizer:
         """A fresh stream from ids to text."""
         return Detokenizer(self.decode)
+
+    def spell(self, token_id: int) -> Spelling:
+        """One token alone."""
+        return self._spell(token_id)
 
 
 class Detokenizer:

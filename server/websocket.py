@@ -45,7 +45,7 @@ class SocketLimits:
     Attributes:
         max_frame_bytes: a larger frame is answered with an error event.
         max_queue_events: events waiting for one socket to take them.
-        max_streams: responses open at once on one socket.
+        max_streams: responses open at once on one socket, of up to protocol.MAX_COMPLETIONS requests each.
         max_connections: sockets open at once.
         close_timeout_s: how long a client that does not read may take to receive its close frame.
     """
@@ -96,6 +96,7 @@ class _Socket:
         self._service = service
         self._limits = limits
         self._connection = Connection(subprotocol, max_frame_bytes=limits.max_frame_bytes, max_streams=limits.max_streams)
+        self._answers: dict[str, Answer] = {}
         self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue(limits.max_queue_events)
         self._overflow = asyncio.Event()
         self._closed = False
@@ -106,8 +107,8 @@ class _Socket:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._closed = True
-            for response_id in self._connection.open.values():
-                self._service.cancel(response_id)
+            for response_id in self._answers:
+                self._cancel(response_id)
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -149,7 +150,7 @@ class _Socket:
             self._send([error_event(error)])
             return
         if not isinstance(command, Create):
-            self._service.cancel(command.response_id)
+            self._cancel(command.response_id)
             return
         try:
             await self._start(command)
@@ -167,19 +168,24 @@ class _Socket:
         else:
             job = self._service.prepare(create)
         answer = self._service.answer(job)
-        self._service.submit(job.request, partial(self._deliver, create.response_id, answer))
+        self._service.submit(job.requests, partial(self._deliver, create.response_id, answer))
+        self._answers[create.response_id] = answer
         # Events are delivered from the loop, so none can come before these.
         self._send(answer.begin())
 
     def _deliver(self, response_id: str, answer: Answer, event: Event) -> None:
         if self._closed:
             return
-        was_stopped = answer.stopped
         self._send(answer.feed(event))
-        if answer.stopped and not was_stopped and not answer.done:
-            self._service.cancel(response_id)
+        for request_id in answer.take_stopped():
+            self._service.cancel(request_id)
         if answer.done:
             self._connection.finish(response_id)
+            del self._answers[response_id]
+
+    def _cancel(self, response_id: str) -> None:
+        for request_id in self._answers[response_id].live:
+            self._service.cancel(request_id)
 
     def _send(self, events: list[ServerEvent]) -> None:
         # After an overflow nothing more is sent, so that the client never sees a response with a gap in it.

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent
+from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent, TokenLogprobs
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
@@ -37,8 +37,8 @@ def codec() -> TextCodec:
 
 
 class EchoEngine:
-    """Answers a prompt with itself, over and over, one token of each live request a turn; a prompt that begins with "?" stays
-    silent after its first token until it is cancelled."""
+    """Answers a prompt with itself, over and over, a token and as many drafts of each live request a turn; a prompt that begins with
+    "?" stays silent after its first turn until it is cancelled. Log probabilities tell the place they are of."""
 
     def __init__(self):
         self._wake = threading.Condition()
@@ -87,12 +87,20 @@ class EchoEngine:
             for request, sink, made in cancelled:
                 sink(FinishEvent(request.id, "cancelled", len(request.prompt), len(made), RECORD))
             for request, sink, made in turns:
-                made.append(request.prompt[len(made) % len(request.prompt)])
-                sink(TokenEvent(request.id, (made[-1],)))
+                start = len(made)
+                end = min(start + 1 + (request.speculative_tokens or 0), request.max_tokens)
+                made += [request.prompt[place % len(request.prompt)] for place in range(start, end)]
+                sink(TokenEvent(request.id, tuple(made[start:]), self._logprobs(request, made, start)))
                 if len(made) == request.max_tokens:
                     with self._wake:
                         del self._live[request.id]
                     sink(FinishEvent(request.id, "length", len(request.prompt), len(made), RECORD))
+
+    @staticmethod
+    def _logprobs(request, made, start):
+        if request.logprobs is None:
+            return ()
+        return tuple(TokenLogprobs(-float(i), ((made[i], -0.5),) * request.logprobs) for i in range(start, len(made)))
 
     @staticmethod
     def _can_step(live):
@@ -184,6 +192,42 @@ def test_streams_share_a_socket_and_stay_apart(url, subprotocol):
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
+@pytest.mark.parametrize("subprotocol", [JSON, MSGPACK])
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+def test_completions_and_log_probabilities_are_whole_in_blocks_of_any_size(url, subprotocol, drafts):
+    prompt = "aü🙂 "
+    with opened(url, subprotocol) as socket:
+        socket.create(prompt, n=3, top_logprobs=2, speculative_tokens=drafts, max_output_tokens=19, stop="üü")
+        events = socket.finish()
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    response = events[-1]["response"]
+    ids = (codec().encode(prompt) * 3)[:19]
+    assert response["usage"]["output_tokens"] == 3 * 19
+    assert len(response["usage"]["npucompile"]["completions"]) == 3
+    for index, item in enumerate(response["output"]):
+        deltas = [event for event in events if event["type"] == "response.output_text.delta" and event["output_index"] == index]
+        assert tuple(token for delta in deltas for token in delta["token_ids"]) == ids
+        shown = [entry for delta in deltas for entry in delta["logprobs"]]
+        assert [(entry["token_id"], entry["logprob"]) for entry in shown] == [(token, -float(i)) for i, token in enumerate(ids)]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in shown)
+        part = item["content"][0]
+        assert [entry["token_id"] for entry in part["logprobs"]] == list(ids)
+        assert bytes(value for entry in part["logprobs"] for value in entry["bytes"]).decode(errors="replace") == part["text"]
+        assert part["text"] == codec().decode(ids) == "".join(delta["delta"] for delta in deltas)
+
+
+def test_a_stop_string_inside_a_block_ends_there_for_each_completion(url, engine):
+    with opened(url) as socket:
+        socket.create("go stop it", n=2, top_logprobs=0, speculative_tokens=7, stop="stop")
+        events = socket.finish("response.completed")
+    response = events[-1]["response"]
+    assert response["usage"]["output_tokens"] == 2 * len("go stop")
+    for item in response["output"]:
+        assert (item["status"], item["content"][0]["text"]) == ("completed", "go ")
+        assert "".join(entry["token"] for entry in item["content"][0]["logprobs"]) == "go stop"
+    assert all(engine.wait_cancelled(name) for name in (response["id"], f"{response['id']}_1"))
+
+
 def test_cancel_ends_one_stream_and_not_the_other(url, engine):
     with opened(url) as socket:
         socket.create("?one", stream_id="a")
@@ -209,7 +253,7 @@ def test_bad_frames_then_a_good_request_on_the_same_socket(url):
             ("[]", "not_an_object"),
             ("{}", "missing_type"),
             ('{"type":"session.update"}', "unknown_type"),
-            ('{"type":"response.create","input":"x","n":2}', "unknown_field"),
+            ('{"type":"response.create","input":"x","best_of":2}', "unknown_field"),
             ('{"type":"response.create","input":"' + "x" * 200 + '"}', "context_length_exceeded"),
             ('{"type":"response.cancel","stream_id":"z"}', "response_not_found"),
             ("x" * (LIMITS.max_frame_bytes + 1), "frame_too_large"),
@@ -260,8 +304,9 @@ def test_what_the_transport_refuses_closes_one_socket_only(url, engine, send, co
 def test_leaving_cancels_everything_on_the_socket(url, engine):
     with opened(url) as socket:
         for stream_id in ("a", "b"):
-            socket.create("?", stream_id=stream_id)
+            socket.create("?", stream_id=stream_id, n=2)
         ids = [socket.hear("response.created")["response"]["id"] for _ in range(2)]
+    ids += [f"{response_id}_1" for response_id in ids]
     assert all(engine.wait_cancelled(response_id) for response_id in ids)
 
 

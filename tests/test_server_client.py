@@ -36,17 +36,28 @@ class Peer:
     async def created(self, stream_id):
         await self.say("response.created", stream_id, response={"id": f"resp_{stream_id}"})
 
-    async def delta(self, stream_id, text):
-        await self.say("response.output_text.delta", stream_id, delta=text, token_ids=[ord(char) for char in text])
+    async def delta(self, stream_id, text, index=0):
+        ids = [ord(char) for char in text]
+        await self.say("response.output_text.delta", stream_id, output_index=index, delta=text, token_ids=ids)
 
-    async def done(self, stream_id, text, status="completed", **fields):
-        output = [{"content": [{"type": "output_text", "text": text}]}]
+    async def done(self, stream_id, *texts, status="completed", **fields):
+        output = [item(text, status) for text in texts]
         response = {"id": f"resp_{stream_id}", "status": status, "output": output, "usage": {"total_tokens": 9}, **fields}
         await self.say(f"response.{status}", stream_id, response=response)
 
     async def error(self, code, stream_id=None, param=None):
         error = {"type": "invalid_request_error", "code": code, "message": f"it is {code}", "param": param}
         await self.say("error", stream_id, error=error)
+
+
+def item(text, status="completed"):
+    logprobs = [{"token": char, "logprob": -0.5} for char in text]
+    part = {"type": "output_text", "text": text, "logprobs": logprobs}
+    return {"status": status, "content": [part]}
+
+
+def told(text):
+    return tuple(item(text)["content"][0]["logprobs"])
 
 
 def play(script, test, subprotocols=(JSON, MSGPACK)):
@@ -98,7 +109,7 @@ def test_responses_are_told_apart_by_stream():
         for char in "xyz":
             await peer.delta("c0", char)
             await peer.delta("mine", char.upper())
-        await peer.done("mine", "XYZ", "incomplete")
+        await peer.done("mine", "XYZ", status="incomplete")
         await peer.done("c0", "xyz")
 
     async def test(url):
@@ -106,10 +117,76 @@ def test_responses_are_told_apart_by_stream():
             first = await client.create("one").start()
             second = await client.create([1, 2], stream_id="mine").start()
             # Read one after the other, though the events come mixed.
-            assert await first.completion() == Completion("resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9})
-            assert await second.completion() == Completion("resp_mine", "incomplete", "XYZ", tuple(b"XYZ"), {"total_tokens": 9})
+            assert await first.completion() == Completion("resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9}, told("xyz"))
+            assert await second.completion() == Completion(
+                "resp_mine", "incomplete", "XYZ", tuple(b"XYZ"), {"total_tokens": 9}, told("XYZ")
+            )
 
     play(script, test)
+
+
+def test_several_completions_are_put_together_apart():
+    async def script(peer):
+        assert await peer.heard() == {
+            "type": "response.create",
+            "stream_id": "c0",
+            "input": "Hi",
+            "n": 3,
+            "top_logprobs": 1,
+            "speculative_tokens": 0,
+        }
+        await peer.created("c0")
+        await peer.delta("c0", "x", 1)
+        await peer.delta("c0", "ab", 0)
+        await peer.delta("c0", "yz", 1)
+        response = {"id": "resp_c0", "status": "incomplete", "usage": {"total_tokens": 9}}
+        response["output"] = [item("ab"), item("xyz", "incomplete"), item("")]
+        await peer.say("response.incomplete", "c0", response=response)
+
+    async def test(url):
+        async with await Client.connect(url) as client:
+            found = await client.create("Hi", n=3, top_logprobs=1, speculative_tokens=0).completions()
+        usage = {"total_tokens": 9}
+        assert found == (
+            Completion("resp_c0", "completed", "ab", tuple(b"ab"), usage, told("ab")),
+            Completion("resp_c0", "incomplete", "xyz", tuple(b"xyz"), usage, told("xyz")),
+            Completion("resp_c0", "completed", "", (), usage, ()),
+        )
+
+    play(script, test)
+
+
+def test_a_single_completion_without_an_item_is_empty():
+    async def script(peer):
+        for stream_id in ("c0", "c1"):
+            await peer.heard()
+            await peer.created(stream_id)
+            await peer.done(stream_id, status="cancelled")
+
+    async def test(url):
+        async with await Client.connect(url) as client:
+            assert await client.create("x").completion() == Completion("resp_c0", "cancelled", "", (), {"total_tokens": 9})
+            assert await client.create("x", n=None).completions() == (Completion("resp_c1", "cancelled", "", (), {"total_tokens": 9}),)
+
+    play(script, test)
+
+
+def test_reading_one_completion_of_several_is_refused_before_any_is_asked_for():
+    async def script(peer):
+        assert (await peer.heard())["input"] == "good"
+        await peer.created("c1")
+        await peer.done("c1", "fine")
+
+    async def test(url):
+        async with await Client.connect(url) as client:
+            with pytest.raises(RequestError, match="n is 2 where one completion is read; legal is 1") as caught:
+                await client.create("bad", n=2).completion()
+            assert caught.value.param == "n"
+            assert (await client.create("good", n=1).completion()).text == "fine"
+
+    play(script, test)
+    with pytest.raises(RequestError, match="n is 2"):
+        asyncio.run(anext(stream_text("ws://127.0.0.1:1/", "Hi", n=2)))
 
 
 def test_cancel_names_the_stream_and_the_last_event_comes():
@@ -117,7 +194,7 @@ def test_cancel_names_the_stream_and_the_last_event_comes():
         await peer.heard()
         await peer.created("c0")
         assert await peer.heard() == {"type": "response.cancel", "response_id": None, "stream_id": "c0"}
-        await peer.done("c0", "", "cancelled")
+        await peer.done("c0", status="cancelled")
         # Too late to matter to anyone.
         await peer.error("response_not_found", "c0")
         assert (await peer.heard())["stream_id"] == "c1"
@@ -181,7 +258,7 @@ def test_a_failed_response_raises():
     async def script(peer):
         await peer.heard()
         await peer.created("c0")
-        await peer.done("c0", "", "failed", error={"code": "server_error", "message": "a step failed"})
+        await peer.done("c0", status="failed", error={"code": "server_error", "message": "a step failed"})
 
     async def test(url):
         async with await Client.connect(url) as client:

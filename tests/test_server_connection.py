@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
 from npucompile.server.connection import Cancel, Connection, Create, new_response_id, refusal
-from npucompile.server.protocol import JSON, MSGPACK, FieldError, ResponseCreate, encode
+from npucompile.server.fields import FieldError
+from npucompile.server.protocol import JSON, MSGPACK, ResponseCreate, encode
 
 
 def connection(**options):

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ProtocolError, RequestError
 from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord
-from npucompile.server.events import STATUS_BY_REASON, TERMINAL_TYPES, Head, ResponseEvents, Usage, error_event
-from npucompile.server.protocol import JSON, MSGPACK, FieldError, decode, encode
+from npucompile.server.events import STATUS_BY_REASON, TERMINAL_TYPES, Ending, Head, ResponseEvents, completion_id, error_event
+from npucompile.server.fields import FieldError
+from npucompile.server.protocol import JSON, MSGPACK, decode, encode
+from npucompile.server.usage import Usage, usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
-HEAD = Head("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0)
+HEAD = Head("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)
 USAGE = Usage(5, 3, RECORD)
 
 
@@ -22,8 +24,9 @@ def run(deltas, reason, message=None):
     events = ResponseEvents(HEAD)
     out = events.begin()
     for text, ids in deltas:
-        out += events.delta(text, ids)
-    return out + events.end(reason, USAGE, message)
+        out += events.delta(0, text, ids)
+    ending = Ending(reason, USAGE, message)
+    return out + events.close(0, ending.status) + events.end([ending])
 
 
 def test_a_completed_response_event_by_event():
@@ -43,7 +46,7 @@ def test_a_completed_response_event_by_event():
         {"type": "response.output_item.done", "output_index": 0, "item": item},
     ]
     assert body[-1]["type"] == "response.completed"
-    assert body[-1]["response"] == body[0]["response"] | {"status": "completed", "output": [item], "usage": USAGE.as_event()}
+    assert body[-1]["response"] == body[0]["response"] | {"status": "completed", "output": [item], "usage": usage_object([USAGE])}
 
 
 def test_the_response_object_of_the_first_event():
@@ -61,31 +64,12 @@ def test_the_response_object_of_the_first_event():
         "max_output_tokens": 16,
         "temperature": 0.0,
         "top_p": 1.0,
+        "top_logprobs": 2,
         "parallel_tool_calls": False,
         "previous_response_id": None,
         "tool_choice": "none",
         "tools": [],
         "metadata": {},
-    }
-
-
-def test_usage_has_openai_names_and_the_record_beside_them():
-    assert USAGE.as_event() == {
-        "input_tokens": 5,
-        "input_tokens_details": {"cached_tokens": 4},
-        "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 8,
-        "npucompile": {
-            "queue_ms": 1.5,
-            "first_token_ms": 2.5,
-            "total_ms": 9.0,
-            "prefill_chunks": ["prefill-b1-q32"],
-            "decode_steps": {"decode-b2-q1": 3},
-            "padded_rows": 3,
-            "preemptions": 0,
-            "cached_tokens": 4,
-        },
     }
 
 
@@ -105,6 +89,44 @@ def test_every_reason_has_its_last_event(reason, last, status, item_status):
     assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if reason == "length" else None)
     assert response["error"] == ({"code": "server_error", "message": "the step failed"} if reason == "error" else None)
     assert response["usage"]["total_tokens"] == 8
+
+
+def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
+    entry = {"token": "x", "token_id": 1, "logprob": -0.5, "top_logprobs": []}
+    events = ResponseEvents(HEAD)
+    (*_, delta) = events.delta(0, "x", [1], [entry | {"bytes": [120]}])
+    done, part, item = events.close(0, "completed")
+    assert delta["logprobs"] == done["logprobs"] == [entry]
+    assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == [entry | {"bytes": [120]}]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status"),
+    [
+        (["stop", "stop"], "completed"),
+        (["length", "stop"], "incomplete"),
+        (["length", "cancelled", "stop"], "cancelled"),
+        (["stop", "error", "cancelled", "length"], "failed"),
+    ],
+)
+def test_several_completions_end_as_the_worst_of_them(reasons, status):
+    events = ResponseEvents(HEAD, len(reasons))
+    endings = [Ending(reason, USAGE) for reason in reasons]
+    for index in reversed(range(len(reasons))):
+        assert events.close(index, endings[index].status)[-1]["output_index"] == index
+    (last,) = events.end(endings)
+    response = last["response"]
+    assert (last["type"], response["status"]) == (f"response.{status}", status)
+    assert [item["status"] for item in response["output"]] == ["completed" if reason == "stop" else "incomplete" for reason in reasons]
+    assert [item["id"] for item in response["output"]] == ["msg_1", "msg_1_1", "msg_1_2", "msg_1_3"][: len(reasons)]
+    failed = "output 1 of 4: the engine gave no reason"
+    assert response["error"] == ({"code": "server_error", "message": failed} if status == "failed" else None)
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+    assert response["usage"] == usage_object([USAGE] * len(reasons))
+
+
+def test_the_first_completion_has_the_name_of_the_whole():
+    assert [completion_id("resp_a", index) for index in range(3)] == ["resp_a", "resp_a_1", "resp_a_2"]
 
 
 def test_reasons_are_the_engines():

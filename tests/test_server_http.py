@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,6 +29,10 @@ STATS = {
     "padded_rows_total": 5,
     "bucket_steps": {"prefill-b1-q32": 1, "decode-b2-q1": 7},
     "backends": {"decode-b2-q1": "inductor"},
+    "spec_decode_num_drafts_total": 4,
+    "spec_decode_num_draft_tokens_total": 12,
+    "spec_decode_num_accepted_tokens_total": 7,
+    "spec_decode_num_accepted_tokens_per_pos": {"0": 4, "1": 2, "2": 1},
     "something_new": 1.5,
 }
 
@@ -108,6 +113,12 @@ def test_metrics_have_the_engines_numbers(url):
         'npucompile:bucket_steps_total{bucket="decode-b2-q1"}': 7,
         'npucompile:bucket_steps_total{bucket="prefill-b1-q32"}': 1,
         'npucompile:bucket_info{bucket="decode-b2-q1",backend="inductor"}': 1,
+        "npucompile:spec_decode_num_drafts_total": 4,
+        "npucompile:spec_decode_num_draft_tokens_total": 12,
+        "npucompile:spec_decode_num_accepted_tokens_total": 7,
+        'npucompile:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 4,
+        'npucompile:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 2,
+        'npucompile:spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 1,
         "npucompile:something_new": 1.5,
         "npucompile:websocket_connections": 0,
         'npucompile:artifact_info{model="tiny",artifact="sha256:ab"}': 1,
@@ -126,6 +137,13 @@ def test_open_sockets_are_counted(url):
 def test_labels_are_escaped():
     text = render_metrics({"bucket_steps": {'a"b\\c\nd': 1}}, MODEL)
     assert r'{bucket="a\"b\\c\nd"} 1' in text
+
+
+def test_places_of_drafts_are_in_the_order_of_numbers():
+    text = render_metrics({"spec_decode_num_accepted_tokens_per_pos": dict.fromkeys(map(str, reversed(range(12))), 0)}, MODEL)
+    assert re.findall(r'position="(\d+)"', text) == [str(place) for place in range(12)]
+    # A build without drafts says so by a metric without samples.
+    assert "per_pos_total{" not in render_metrics({"spec_decode_num_accepted_tokens_per_pos": {}}, MODEL)
 
 
 def test_every_help_is_one_line_and_ends():

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import ProtocolError
 from npucompile.runtime.request import Sampling
 from npucompile.server.events import error_event
+from npucompile.server.fields import FieldError
 from npucompile.server.protocol import (
     JSON,
+    LOGPROBS,
+    MAX_COMPLETIONS,
     MAX_SEED,
+    MAX_TOP_LOGPROBS,
     MSGPACK,
     SUBPROTOCOLS,
-    FieldError,
     Message,
     Messages,
     ResponseCancel,
@@ -39,7 +42,7 @@ def create(**fields):
 
 
 def test_the_least_message_takes_the_defaults():
-    assert create(input="hello") == ResponseCreate("hello", None, None, None, Sampling(), (), False)
+    assert create(input="hello") == ResponseCreate("hello", None, None, None, Sampling(), (), False, None, 1, None)
 
 
 def test_every_field_arrives():
@@ -55,12 +58,39 @@ def test_every_field_arrives():
         seed=MAX_SEED,
         stop=["x", "yz"],
         ignore_eos=True,
+        include=[LOGPROBS],
+        top_logprobs=MAX_TOP_LOGPROBS,
+        n=MAX_COMPLETIONS,
+        speculative_tokens=3,
         stream=True,
         background=False,
         store=False,
     )
     sampling = Sampling(temperature=0.5, top_k=40, top_p=0.9, min_p=0.05, seed=MAX_SEED)
-    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True)
+    assert event == ResponseCreate("hello", "tiny", "a", 7, sampling, ("x", "yz"), True, 20, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None),
+        ({"include": []}, None),
+        ({"include": None, "top_logprobs": None}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
+        ({"top_logprobs": 5}, 5),
+        ({"top_logprobs": 0}, 0),
+        ({"include": [], "top_logprobs": 0}, 0),
+    ],
+)
+def test_log_probabilities_are_asked_for_in_two_ways(fields, logprobs):
+    assert create(input="x", **fields).logprobs == logprobs
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+def test_zero_drafts_is_not_the_same_as_none_said(count):
+    assert create(input="x", speculative_tokens=count).speculative_tokens == count
+    assert create(input="x").speculative_tokens is None
 
 
 BODY = {"input": "hi", "stream_id": "s", "top_k": 3}
@@ -76,6 +106,7 @@ def test_flat_and_nested_bodies_are_the_same(fields):
 
 def test_null_is_absent():
     nulls = dict.fromkeys(["model", "stream_id", "max_output_tokens", "temperature", "seed", "stop", "previous_response_id", "background"])
+    nulls |= dict.fromkeys(["n", "include", "top_logprobs", "speculative_tokens"])
     assert create(input="hi", **nulls) == create(input="hi")
 
 
@@ -107,7 +138,7 @@ REFUSED = [
     ({"type": 3}, "unknown_type", None, ["3", "response.create"]),
     ({"type": "response.steer"}, "unknown_type", None, ["'response.steer'", "response.cancel"]),
     (CREATE | {"temprature": 1}, "unknown_field", "temprature", ["'temprature'", "'temperature'"]),
-    ({"type": "response.create", "response": {"input": "x", "n": 2}}, "unknown_field", "n", ["'n'", "'top_k'"]),
+    ({"type": "response.create", "response": {"input": "x", "best_of": 2}}, "unknown_field", "best_of", ["'best_of'", "'n'"]),
     ({"type": "response.create", "response": {"input": "x"}, "top_k": 2}, "unknown_field", "top_k", ["'top_k'", "'stream_id'"]),
     ({"type": "response.create", "response": "x"}, "invalid_field", "response", ["'x'", "object"]),
     ({"type": "response.create", "response": BODY, "stream_id": "t"}, "invalid_field", "stream_id", ["'t'", "'s'"]),
@@ -154,6 +185,19 @@ REFUSED = [
     (CREATE | {"stop": "a" * 1025}, "invalid_field", "stop", ["1024"]),
     (CREATE | {"stop": {"a": 1}}, "invalid_field", "stop", ["{'a': 1}"]),
     (CREATE | {"ignore_eos": 1}, "invalid_field", "ignore_eos", ["1", "true or false"]),
+    (CREATE | {"include": LOGPROBS}, "invalid_field", "include", ["list", LOGPROBS]),
+    (CREATE | {"include": ["reasoning.encrypted_content"]}, "invalid_field", "include", ["'reasoning.encrypted_content'", LOGPROBS]),
+    (CREATE | {"top_logprobs": 21}, "invalid_field", "top_logprobs", ["21", "from 0 to 20"]),
+    (CREATE | {"top_logprobs": -1}, "invalid_field", "top_logprobs", ["-1", "from 0 to 20"]),
+    (CREATE | {"top_logprobs": True}, "invalid_field", "top_logprobs", ["True", "integer"]),
+    (CREATE | {"logprobs": True}, "unknown_field", "logprobs", ["'logprobs'", "'top_logprobs'"]),
+    (CREATE | {"n": 0}, "invalid_field", "n", ["0", "from 1 to 8"]),
+    (CREATE | {"n": 9}, "invalid_field", "n", ["9", "from 1 to 8"]),
+    (CREATE | {"n": 2.0}, "invalid_field", "n", ["2.0", "integer"]),
+    (CREATE | {"n": False}, "invalid_field", "n", ["False", "integer"]),
+    (CREATE | {"speculative_tokens": -1}, "invalid_field", "speculative_tokens", ["-1", "of at least 0"]),
+    (CREATE | {"speculative_tokens": 1.5}, "invalid_field", "speculative_tokens", ["1.5", "integer"]),
+    (CREATE | {"speculative_tokens": False}, "invalid_field", "speculative_tokens", ["False", "integer"]),
     ({"type": "response.cancel"}, "invalid_field", "response_id", ["stream_id"]),
     ({"type": "response.cancel", "response_id": 4}, "invalid_field", "response_id", ["4"]),
     ({"type": "response.cancel", "id": "r"}, "unknown_field", "id", ["'id'", "'response_id'"]),
@@ -270,6 +314,7 @@ def test_only_foreign_subprotocols_are_refused():
 FIELDS = [
     "type", "response", "input", "input_token_ids", "model", "stream_id", "max_output_tokens", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "ignore_eos", "stream", "background", "previous_response_id", "response_id", "role", "content", "text", "x",
+    "include", "top_logprobs", "n", "speculative_tokens",
 ]  # fmt: skip
 WORDS = st.sampled_from(["response.create", "response.cancel", "user", "input_text", "message", "", "a"]) | st.text(max_size=5)
 NEAR = st.recursive(

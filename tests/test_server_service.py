@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,8 +16,8 @@ from npucompile.runtime.request import ExecutionRecord, FinishEvent, Request, Sa
 from npucompile.server.answer import Job
 from npucompile.server.connection import Create
 from npucompile.server.events import Head
-from npucompile.server.protocol import Message, Messages, ResponseCreate
-from npucompile.server.service import Mailbox, ServedModel, Service
+from npucompile.server.protocol import MAX_SEED, Message, Messages, ResponseCreate
+from npucompile.server.service import Mailbox, ServedModel, Service, completion_seed
 from npucompile.server.text import TextCodec
 
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
@@ -56,19 +58,52 @@ def prepare(**fields):
 
 def test_a_text_becomes_a_request():
     sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
-    job = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",))
-    request = Request("resp_1", codec().encode("abc"), 4, sampling, frozenset({299}))
-    assert job == Job(Head("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9), request, ("x",))
+    job = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
+    request = Request("resp_1", codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
+    assert job == Job(Head("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+
+
+@pytest.mark.parametrize(("logprobs", "told"), [(None, 0), (0, 0), (20, 20)])
+def test_what_is_not_asked_for_stays_unasked(logprobs, told):
+    job = prepare(prompt="abc", logprobs=logprobs)
+    assert job.head.top_logprobs == told
+    assert (job.requests[0].logprobs, job.requests[0].speculative_tokens) == (logprobs, None)
+
+
+def test_completions_are_requests_that_differ_in_id_and_seed():
+    sampling = Sampling(temperature=0.5, seed=3)
+    alone = prepare(prompt="abc", sampling=sampling, logprobs=1)
+    job = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
+    assert (job.head, job.stop) == (alone.head, alone.stop)
+    first, *others = job.requests
+    assert (first,) == alone.requests
+    for index, request in enumerate(others, start=1):
+        assert request == replace(first, id=f"resp_1_{index}", sampling=replace(sampling, seed=completion_seed(3, index)))
+
+
+def test_without_a_seed_the_engine_draws_one_for_each():
+    job = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
+    assert [request.sampling.seed for request in job.requests] == [None] * 8
+    assert len({request.id for request in job.requests}) == 8
+
+
+def test_seeds_of_completions_can_be_asked_for_alone_and_do_not_meet():
+    assert completion_seed(3, 0) == 3
+    assert completion_seed(3, 2) == int(hashlib.sha256(b"3/2").hexdigest()[:16], 16) // 2
+    assert completion_seed(3, 1) == 92655289252268599
+    seeds = [completion_seed(seed, index) for seed in [*range(50), MAX_SEED] for index in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
 
 
 def test_token_ids_are_taken_as_they_are_and_eos_may_be_ignored():
-    request = prepare(prompt=(5, 0, 299), model="tiny", ignore_eos=True).request
+    request = prepare(prompt=(5, 0, 299), model="tiny", ignore_eos=True).requests[0]
     assert (request.prompt, request.stop_token_ids) == ((5, 0, 299), frozenset())
 
 
 def test_the_default_length_is_what_the_context_holds():
-    assert prepare(prompt=(1,) * 10).request.max_tokens == 6
-    assert prepare(prompt=(1,) * 10, max_output_tokens=6).request.max_tokens == 6
+    assert prepare(prompt=(1,) * 10).requests[0].max_tokens == 6
+    assert prepare(prompt=(1,) * 10, max_output_tokens=6).requests[0].max_tokens == 6
     assert prepare(prompt=(1,) * 15).head.max_output_tokens == 1
 
 
@@ -119,7 +154,7 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
             if isinstance(event, FinishEvent):
                 done.set()
 
-        service(engine).submit(Request("r", (1,), 500), deliver)
+        service(engine).submit([Request("r", (1,), 500)], deliver)
         ((_, sink),) = engine.submitted
         thread = threading.Thread(target=lambda: [sink(event) for event in events])
         thread.start()
@@ -162,13 +197,68 @@ def test_the_engine_survives_a_loop_that_is_gone():
     assert got == []
 
 
-def test_an_engine_that_refuses_is_heard():
-    class Refusing(Engine):
-        def submit(self, request, sink):
-            raise RequestError("full", code="overloaded")
+REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
+
+
+class Refusing(Engine):
+    """Takes so many requests, and tells of each at once; refuses the next."""
+
+    def __init__(self, taken, error):
+        super().__init__()
+        self.left = taken
+        self.error = error
+
+    def submit(self, request, sink):
+        if not self.left:
+            raise self.error
+        self.left -= 1
+        super().submit(request, sink)
+        sink(TokenEvent(request.id, (1,)))
+
+    def cancel(self, request_id):
+        super().cancel(request_id)
+        sink = next(sink for request, sink in self.submitted if request.id == request_id)
+        sink(FinishEvent(request_id, "cancelled", 1, 1, RECORD))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_one_request_refused_is_all_refused(taken):
+    got = []
+    engine = Refusing(taken, RequestError("full", code="overloaded"))
 
     async def run():
-        service(Refusing()).submit(Request("r", (1,), 1), lambda event: None)
+        with pytest.raises(RequestError, match="full"):
+            service(engine).submit(REQUESTS, got.append)
+        # Time for what the engine said about those it had taken.
+        for _ in range(5):
+            await asyncio.sleep(0)
 
-    with pytest.raises(RequestError, match="full"):
+    asyncio.run(run())
+    assert engine.cancelled == ["a", "b"][:taken]
+    assert got == []
+
+
+def test_all_requests_report_to_one_place():
+    got = []
+    engine = Refusing(3, None)
+
+    async def run():
+        service(engine).submit(REQUESTS, got.append)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert got == [TokenEvent(name, (1,)) for name in "abc"]
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize(
+    ("param", "told"),
+    [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens"), (None, None)],
+)
+def test_the_engines_refusals_name_the_field_as_clients_know_it(param, told):
+    async def run():
+        service(Refusing(0, RequestError("5 is more than the 2 that were built", param=param))).submit(REQUESTS, lambda event: None)
+
+    with pytest.raises(RequestError, match="the 2 that were built") as caught:
         asyncio.run(run())
+    assert caught.value.param == told

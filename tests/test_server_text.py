@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from npucompile.graphs.errors import ModelError
-from npucompile.server.text import REPLACEMENT, WINDOW_TOKENS, Detokenizer, StopMatcher, TextCodec
+from npucompile.server.spelling import REPLACEMENT, spell
+from npucompile.server.text import WINDOW_TOKENS, Detokenizer, StopMatcher, TextCodec
 
 TEXT = "In the beginning God created the heaven and the earth. Über naïve façade, 日本語の文章, Ω≈ç, 🙂👩‍👩‍👧 and 𝔘𝔫𝔦."
 
@@ -134,6 +135,24 @@ def test_load_names_what_is_wrong(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"is not a tokenizer\.json"):
         TextCodec.load(tmp_path)
+
+
+def test_tokens_are_spelled_as_alone_and_looked_up_once():
+    looked_up = []
+
+    class Watched:
+        no_truncation = no_padding = staticmethod(lambda: None)
+        id_to_token = staticmethod(codec()._tokenizer.id_to_token)
+
+        @staticmethod
+        def decode(ids, skip_special_tokens):
+            looked_up.append(ids)
+            return codec()._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    watched = TextCodec(Watched())
+    for token in (0, 5, byte_id(0xC3), 0, 5):
+        assert watched.spell(token) == spell(codec()._tokenizer, token)
+    assert looked_up == [[0], [5], [byte_id(0xC3)]]
 
 
 # --- stop strings ---

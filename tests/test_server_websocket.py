@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent
+from npucompile.server.answer import Answer
 from npucompile.server.app import create_app
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.service import ServedModel, Service
@@ -41,10 +43,13 @@ class Engine:
         self.requests = {}
         self.cancelled = []
         self.refusal = None
+        self.room = 1000
 
     def submit(self, request, sink):
         if self.refusal is not None:
             raise self.refusal
+        if len(self.requests) == self.room:
+            raise RequestError(f"{self.room} requests are all there is room for", code="overloaded")
         self.requests[request.id] = request
         self.sinks[request.id] = sink
 
@@ -197,6 +202,91 @@ def test_a_stop_string_cancels_in_the_engine_once_and_completes():
     scenario(play)
 
 
+def test_cancel_goes_to_every_completion_that_has_not_ended():
+    async def play(peer, engine):
+        response_id = await opened(peer, "a", n=3)
+        ids = [response_id, f"{response_id}_1", f"{response_id}_2"]
+        assert list(engine.requests) == ids
+        engine.emit(ids[1], "x")
+        engine.finish(ids[1], "stop", 1)
+        assert (await peer.hear("response.output_item.done"))["item"]["status"] == "completed"
+        peer.say(type="response.cancel", stream_id="a")
+        peer.say(type="response.cancel", stream_id="z")
+        assert (await peer.hear())["error"]["code"] == "response_not_found"
+        assert engine.cancelled == [ids[0], ids[2]]
+        # The stream is in use until the last of them has ended.
+        engine.finish(ids[0], "cancelled")
+        peer.say(type="response.create", input="x", stream_id="a")
+        assert (await peer.hear("error"))["error"]["code"] == "stream_in_use"
+        engine.finish(ids[2], "cancelled")
+        last = await peer.hear("response.cancelled")
+        assert [item["status"] for item in last["response"]["output"]] == ["incomplete", "completed", "incomplete"]
+        await opened(peer, "a")
+
+    scenario(play)
+
+
+def test_a_stop_string_cancels_its_own_completion_and_no_other():
+    async def play(peer, engine):
+        response_id = await opened(peer, "a", n=2, stop="stop")
+        other = f"{response_id}_1"
+        engine.emit(other, "go stop it")
+        engine.emit(other, "more")
+        engine.emit(response_id, "on")
+        engine.finish(other, "cancelled", 14)
+        engine.finish(response_id, "length", 2)
+        last = await peer.hear("response.incomplete")
+        assert [item["content"][0]["text"] for item in last["response"]["output"]] == ["on", "go "]
+        assert [item["status"] for item in last["response"]["output"]] == ["incomplete", "completed"]
+        assert engine.cancelled == [other]
+
+    scenario(play)
+
+
+def test_one_completion_refused_is_the_response_refused_and_none_runs():
+    async def play(peer, engine):
+        engine.room = 2
+        peer.say(type="response.create", input="x", stream_id="a", n=4)
+        refused = await peer.hear()
+        assert (refused["status"], refused["error"]["code"], refused["stream_id"]) == (400, "overloaded", "a")
+        ids = list(engine.requests)
+        assert engine.cancelled == ids
+        for request_id in ids:
+            engine.emit(request_id, "x")
+            engine.finish(request_id, "cancelled", 1)
+        engine.room = 1000
+        # Nothing of them reached the client, and the stream is free.
+        peer.say(type="response.create", input="x", stream_id="a")
+        assert (await peer.hear())["type"] == "response.created"
+
+    scenario(play)
+    engine = Engine()
+    engine.room = 2
+
+    async def alone(peer, engine):
+        peer.say(type="response.create", input="x", stream_id="a", n=4)
+        assert (await peer.hear())["type"] == "error"
+
+    scenario(alone, engine=engine)
+    # Leaving does not cancel them again.
+    assert len(engine.cancelled) == 2
+
+
+@pytest.mark.parametrize(
+    ("param", "told"),
+    [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens")],
+)
+def test_more_than_was_built_is_an_error_event_that_names_the_limit(param, told):
+    async def play(peer, engine):
+        engine.refusal = RequestError(f"{param} is 9; legal is 0 to 3, as this artifact was built", param=param)
+        peer.say(type="response.create", input="x", stream_id="a", **{told: 9})
+        error = (await peer.hear())["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", told)
+        assert "0 to 3" in error["message"]
+
+    scenario(play)
+
+
 def test_refusals_leave_the_socket_and_the_streams_alone():
     async def play(peer, engine):
         first = await opened(peer, "a")
@@ -255,10 +345,30 @@ def test_leaving_cancels_what_is_live_and_nothing_else():
         engine.finish(ids[1])
         await peer.hear("response.completed")
 
+        ids.append(await opened(peer, "d", n=2))
+
     scenario(play, engine=engine)
-    assert engine.cancelled == [ids[0], ids[2]]
+    assert engine.cancelled == [ids[0], ids[2], ids[3], f"{ids[3]}_1"]
     # What the engine still says about them has no reader.
     engine.emit(ids[0], "x")
+
+
+def test_a_response_that_ended_is_forgotten():
+    def answers():
+        gc.collect()
+        return [found for found in gc.get_objects() if type(found) is Answer]
+
+    async def play(peer, engine):
+        first, second = await opened(peer, "a"), await opened(peer, "b")
+        assert len(answers()) == 2
+        engine.finish(first)
+        await peer.hear("response.completed")
+        del engine.sinks[first]
+        assert len(answers()) == 1
+        engine.finish(second)
+        await peer.hear("response.completed")
+
+    scenario(play)
 
 
 def test_a_transport_that_closed_itself_ends_the_socket():

@@ -1,0 +1,97 @@
+"""Turns single fields of a message into checked values.
+
+A reader takes the value and the name to be shown for it. What is null has been dropped before: it counts as absent.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..graphs.errors import ProtocolError
+
+MAX_PARAM_CHARS = 128
+MAX_SHOWN_CHARS = 200
+
+T = TypeVar("T")
+
+
+class FieldError(ProtocolError):
+    """Raised when a message is well formed but one of its fields is not legal.
+
+    Args:
+        param: the field at fault.
+        stream_id: the stream the message named, where that much of it could be read.
+    """
+
+    def __init__(self, message: str, *, param: str, code: str = "invalid_field", stream_id: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+        self.stream_id = stream_id
+
+
+def refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> None:
+    """Raises FieldError when `body` has a field that `what` has not."""
+    for name in body:
+        if name not in legal:
+            message = f"{what} has no field {show(name)}; legal fields are {list(legal)}"
+            raise FieldError(message, param=name[:MAX_PARAM_CHARS], code="unknown_field")
+
+
+def optional(body: Mapping[str, Any], name: str, read: Callable[[Any, str], T]) -> T | None:
+    """The field as `read` gives it, or None where it is absent."""
+    return read(body[name], name) if name in body else None
+
+
+def string(max_chars: int | None = None) -> Callable[[Any, str], str]:
+    """A reader of strings of at least one character."""
+
+    def read(value: Any, name: str) -> str:
+        if not isinstance(value, str) or not value:
+            raise FieldError(f"{name} is {show(value)}; legal is a string that is not empty", param=name)
+        if max_chars is not None and len(value) > max_chars:
+            raise FieldError(f"{name} has {len(value)} characters; legal are at most {max_chars}", param=name)
+        return value
+
+    return read
+
+
+def integer(low: int, high: int | None = None) -> Callable[[Any, str], int]:
+    """A reader of integers from `low` to `high`; True and 2.0 are none."""
+    legal = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def read(value: Any, name: str) -> int:
+        if type(value) is not int or value < low or (high is not None and value > high):
+            raise FieldError(f"{name} is {show(value)}; legal is an integer {legal}", param=name)
+        return value
+
+    return read
+
+
+def boolean(value: Any, name: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise FieldError(f"{name} is {show(value)}; legal is true or false", param=name)
+    return value
+
+
+def choices(legal: Sequence[str]) -> Callable[[Any, str], frozenset[str]]:
+    """A reader of lists of such strings, in any order."""
+
+    def read(value: Any, name: str) -> frozenset[str]:
+        if not isinstance(value, list):
+            raise FieldError(f"{name} is {show(value)}; legal is a list of strings from {list(legal)}", param=name)
+        for choice in value:
+            if choice not in legal:
+                raise FieldError(f"{name} holds {show(choice)}; legal are {list(legal)}", param=name)
+        return frozenset(value)
+
+    return read
+
+
+def show(value: Any) -> str:
+    """A value as an error message shows it, shortened."""
+    shown = reprlib.repr(value)
+    # Lists of lists of lists are shortened at each level, which is not short.
+    return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
