@@ -31,7 +31,7 @@ from npucompile.tools.scaled import Case, Scaled, draw, scaled
 
 F32, BF16 = torch.float32, torch.bfloat16
 MOE = "qwen3.5-397b"
-KINDS = {"prefill": Bucket("prefill", 1, 40), "decode": Bucket("decode", 4, 3)}
+DISPATCHED = ("moe_dispatch",) * 64
 
 
 def entry(kind: str, batch: int, q_len: int, talks: tuple[str, ...] = ()) -> GraphEntry:
@@ -46,8 +46,8 @@ def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifes
     chosen = {
         "model": {"name": name, "config": registry.find(name).text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),), "dtype": "bf16",
-        "limits": Limits(128, 1000, 400, 4096, 4),
-        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, ("moe_dispatch",)), entry("decode", 8, 4, ("moe_dispatch",))),
+        "limits": Limits(128, 1000, 400, 4096, 4, 3),
+        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     return Manifest(**{**dict.fromkeys(Manifest.__dataclass_fields__), **chosen, **fields})
 
@@ -63,15 +63,17 @@ class Image:
 
 
 @functools.cache
-def image(mesh: str, kinds: tuple[str, ...], quantization: str = "none", steps: int = 2, seed: int = 0) -> Image:
-    """The small image with one bucket of each kind, three candidates a decode step."""
-    graphs = tuple(entry(b.kind, b.batch, b.q_len, ("moe_dispatch",)) for b in map(KINDS.__getitem__, kinds))
+def image(mesh: str, kinds: tuple[str, ...], quantization: str = "none", steps: int = 2, seed: int = 0, drafts: int = 2) -> Image:
+    """The small image with one bucket of each kind."""
+    buckets = {"prefill": Bucket("prefill", 1, 40), "decode": Bucket("decode", 4, drafts + 1)}
+    graphs = tuple(entry(kind, buckets[kind].batch, buckets[kind].q_len, DISPATCHED) for kind in kinds)
+    limits = Limits(128, 99, 99, 1024, drafts + 1 if "decode" in kinds else 1, drafts)
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        small = scaled(manifest(mesh=mesh, quantization=quantization, graphs=graphs, limits=Limits(128, 99, 99, 1024, 3)), steps)
+        small = scaled(manifest(mesh=mesh, quantization=quantization, graphs=graphs, limits=limits), steps)
         checkpoint = draw(small.model, generator)
-        script = rehearse(small, checkpoint, steps, generator)
+        script = rehearse(small, checkpoint, generator)
     return Image(small, checkpoint, script, Cast.of(small, script, checkpoint, F32))
 
 
@@ -79,17 +81,18 @@ def partitioned(small: Scaled, case: Case, dtype: torch.dtype = F32, *, emit_log
     """A case's graph of one device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = step.program(small.held(case, dtype), case.bucket, small.limits, dtype, emit_logits=emit_logits)
+        how = {"emit_logits": emit_logits, "max_logprobs": small.max_logprobs}
+        program = step.program(small.held(case, dtype), case.bucket, small.limits, dtype, **how)
         return optimise(partition(program, small.mesh, small.rules(case)))
 
 
 @functools.cache
-def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True) -> Graphs:
+def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: int = 2) -> Graphs:
     """What runs the image's cases on all ranks with the references of primitives."""
-    made = {}
-    for case in image(mesh, kinds).small.cases:
-        lowered = lower_eager(partitioned(image(mesh, kinds).small, case, emit_logits=emit_logits))
-        made[case] = Lockstep(lowered.graph, image(mesh, kinds).small.mesh), lowered.signature
+    made, small = {}, image(mesh, kinds, drafts=drafts).small
+    for case in small.cases:
+        lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
+        made[case] = Lockstep(lowered.graph, small.mesh), lowered.signature
     return made
 
 

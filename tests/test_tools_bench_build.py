@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -21,7 +22,10 @@ QUIET = Progress(quiet=True)
 
 def test_arguments_are_read_as_the_build_command_reads_them(tiny_checkpoint: Path) -> None:
     arguments = plan(Options(str(tiny_checkpoint), (2, 4), (8,), 64, 5, "float32", "eager")).arguments
-    assert bench_build.options(arguments) == Options(str(tiny_checkpoint.resolve()), (2, 4), (8,), 64, 5, "float32", "eager")
+    asked = Options(str(tiny_checkpoint.resolve()), (2, 4), (8,), 64, 5, "float32", "eager")
+    # What the plan chose is said, so that another version's choice does not make another artifact.
+    assert bench_build.options(arguments) == replace(asked, num_speculative_tokens=3, max_logprobs=20)
+    assert plan(bench_build.options(arguments)).arguments == arguments
     assert bench_build.options(["qwen3.5-tiny"]) == Options("qwen3.5-tiny")
     with pytest.raises(click.UsageError, match="no-such"):
         bench_build.options(["m", "--no-such", "1"])
@@ -42,7 +46,7 @@ class Builds:
         self.words.append(list(words[2:]))
         out.mkdir(exist_ok=True)
         cache.mkdir(exist_ok=True)
-        compiled = {} if self.found[-1][0] else {"decode-b1-q1": 10.0 * len(self.found), "prefill-b1-q4": 5.0}
+        compiled = {} if self.found[-1][0] else {"decode-b1-q4": 10.0 * len(self.found), "prefill-b1-q4": 5.0}
         return json.dumps({"build_s": 1.0 * len(self.found), "ready_s": 0.5, "compiled": compiled})
 
 
@@ -58,7 +62,7 @@ def test_each_round_is_cold_then_warm_then_unchanged_and_leaves_nothing() -> Non
     assert len(set(builds.roots)) == 2
     assert not any(root.exists() for root in builds.roots)
     rows = {str(row["what"]): row for row in table.rows}
-    assert rows["compile decode-b1-q1"] == {"what": "compile decode-b1-q1", "cold_s": spread([10.0, 40.0]), "warm_s": spread([20.0, 50.0])}
+    assert rows["compile decode-b1-q4"] == {"what": "compile decode-b1-q4", "cold_s": spread([10.0, 40.0]), "warm_s": spread([20.0, 50.0])}
     assert rows[bench_build.TOTALS["build_s"]]["again_s"] == spread([3.0, 6.0])
     assert rows[bench_build.TOTALS["process_s"]]["cold_s"] == spread([1.0, 1.0])
     assert len(rows) == 2 + len(bench_build.TOTALS)

@@ -22,13 +22,13 @@ QUIET = Progress(quiet=True)
 
 
 class Steps:
-    """An executor whose every step takes 8 s, 5 of them inside its executable; it counts as it generates."""
+    """An executor whose every step takes 8 s, 5 of them inside its executable; it counts as it generates, and accepts every draft."""
 
-    limits = Limits(16, 33, 5, 128)
-    buckets = (Bucket("decode", 4, 1), Bucket("prefill", 1, 32))
     vocab_size = 50
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, drafts: int = 0, fails: bool = False) -> None:
+        self.limits = Limits(16, 33, 1 + 4 * (drafts + 1), 128, drafts + 1, drafts)
+        self.buckets = (Bucket("decode", 4, drafts + 1), Bucket("prefill", 1, 32))
         self.now = 0.0
         self.fails = fails
         self.calls: list[tuple[str, float]] = []
@@ -41,7 +41,10 @@ class Steps:
             raise RuntimeError("no")
         self.now += 8.0
         self.calls.append((bucket.kind, 5.0))
-        return {"tokens": np.full((bucket.batch, 1), len(self.calls), np.int32)}
+        if bucket.kind == "prefill":
+            return {"tokens": np.full((1, 1), len(self.calls), np.int32)}
+        counts = np.where(inputs["seats"] > 0, inputs["drafts"] + 1, 0).astype(np.int32)
+        return {"tokens": np.full((bucket.batch, bucket.q_len), len(self.calls), np.int32), "counts": counts}
 
     def refresh(self) -> bool:
         return False
@@ -62,6 +65,17 @@ def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
     assert run.steps == ((8.0, 5.0),) * 3
 
 
+def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
+    steps = Steps(drafts=2)
+    run = through_engine(steps, steps.calls, Load(1, 10, 6), steps.clock)
+    assert run.token_ids == ((1, 2, 2, 2, 3, 3),)
+    # The step that ends the output gives one more than is wanted of it.
+    assert run.arrivals == (((8.0, 1), (16.0, 3), (24.0, 2)),)
+    (record,) = run.records
+    assert (record.verify_steps, record.accepted_per_position) == (2, (2, 2))
+    assert row(Load(1, 10, 6), "engine", [run])["acceptance_length"] == 3.0
+
+
 def test_all_streams_start_together_and_share_steps() -> None:
     steps = Steps()
     run = through_engine(steps, steps.calls, Load(3, 10, 5), steps.clock)
@@ -77,6 +91,7 @@ def test_a_second_run_counts_its_own_steps_only() -> None:
     assert [len(run.steps) for run in runs] == [3, 3]
     found = row(Load(1, 10, 4), "engine", runs)
     assert [found[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
+    assert found["acceptance_length"] is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -131,6 +146,10 @@ def test_both_paths_give_what_generate_gives(tiny_artifact: Path, monkeypatch: p
     assert len(executor.calls) == len([kind for kind, seconds in executor.calls if seconds > 0])
     assert [(line["streams"], line["path"]) for line in table.rows] == [(3, "engine"), (3, "websocket")]
     assert "6 prompt tokens and 8 generated" in as_text(table)
+    engine, websocket = (line["acceptance_length"] for line in table.rows)
+    assert isinstance(engine, float)
+    assert 1 <= engine <= 4
+    assert websocket is None
 
 
 def test_a_load_that_does_not_fit_stops_the_server_too(tiny: ModuleType, tiny_artifact: Path) -> None:

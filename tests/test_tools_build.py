@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from npucompile.models import registry
 from npucompile.tools.progress import Progress
 
 SMALL = {"buckets": (1, 2), "prefill": (4,)}
-BUCKETS = ["decode-b1-q1", "decode-b2-q1", "prefill-b1-q4"]
+BUCKETS = ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_of_two_builds_at_once_the_second_is_refused_with_the_first_ones_process
 
 def test_every_bucket_is_compiled_proved_and_published(tiny, tmp_path, tiny_checkpoint, stub):
     report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out")
-    assert stub.compiled == ["decode-b1-q1", "decode-b2-q1", "prefill-b1-q4"]
+    assert stub.compiled == ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
     assert sorted(report.compiled) == BUCKETS
     assert report.reused == ()
     assert report.seconds >= report.ready_seconds
@@ -145,14 +146,31 @@ def test_one_bucket_more_is_one_compile_more_and_one_less_is_none(tiny, tmp_path
     tiny.built(tiny.planned(tiny_checkpoint, **more), out)
     stub.compiled.clear()
     report = tiny.built(tiny.planned(tiny_checkpoint, **{**more, "buckets": (1, 2, 4)}), out)
-    assert stub.compiled == ["decode-b4-q1"]
+    assert stub.compiled == ["decode-b4-q4"]
     assert sorted(report.reused) == BUCKETS
     stub.compiled.clear()
     tiny.built(tiny.planned(tiny_checkpoint, **{**more, "buckets": (1,)}), out)
     assert stub.compiled == []
     artifact = Artifact.open(out)
-    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q1"]
+    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q4"]
     assert set(tiny.contents(out)) == {*artifact.manifest.files, MANIFEST}
+
+
+def test_drafts_come_with_the_draft_heads_weights_and_without_them_all_is_compiled_again(tiny, tmp_path, tiny_checkpoint, stub):
+    out = tmp_path / "out"
+    drafting = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    tiny.built(drafting, out)
+    before = Artifact.open(out).manifest
+    assert [leaf.name for leaf in before.params if leaf.name.startswith("params.mtp.")]
+    assert before.limits.drafts == 3
+    report = tiny.built(tiny.planned(tiny_checkpoint, backend="stub", num_speculative_tokens=0, **SMALL), out)
+    assert report.reused == ()
+    after = Artifact.open(out).manifest
+    assert [entry.bucket.name for entry in after.graphs] == ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
+    assert [leaf for leaf in (*after.params, *after.state) if ".mtp" in leaf.name] == []
+    assert set(Artifact.open(out).load_weights()) == {leaf.name for leaf in after.params}
+    assert tiny.built(drafting, out).reused == ()
+    assert replace(Artifact.open(out).manifest, graphs=()) == replace(before, graphs=())
 
 
 def test_another_compiler_compiles_all_again(tiny, tmp_path, tiny_checkpoint, stub):
@@ -210,11 +228,11 @@ def test_a_build_that_fails_half_way_goes_on_where_it_was(tiny, tmp_path, tiny_c
     with pytest.raises(LoweringError, match="does not like prefill-b1-q4"):
         tiny.built(made, out)
     assert {entry.bucket.name: entry.backend for entry in Artifact.open(out).manifest.graphs} == {
-        "prefill-b1-q4": "eager", "decode-b1-q1": "stub", "decode-b2-q1": "stub",
+        "prefill-b1-q4": "eager", "decode-b1-q4": "stub", "decode-b2-q4": "stub",
     }  # fmt: skip
     stub.refuses = None
     stub.compiled.clear()
-    assert sorted(tiny.built(made, out).reused) == ["decode-b1-q1", "decode-b2-q1"]
+    assert sorted(tiny.built(made, out).reused) == ["decode-b1-q4", "decode-b2-q4"]
     assert stub.compiled == ["prefill-b1-q4"]
 
 
@@ -222,11 +240,11 @@ def test_a_damaged_executable_is_compiled_again(tiny, tmp_path, tiny_checkpoint,
     out = tmp_path / "out"
     made = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
     tiny.built(made, out)
-    damaged = next(entry for entry in Artifact.open(out).manifest.graphs if entry.bucket.name == "decode-b2-q1")
+    damaged = next(entry for entry in Artifact.open(out).manifest.graphs if entry.bucket.name == "decode-b2-q4")
     tiny.tampered(out / damaged.compiled.file)
     stub.compiled.clear()
     tiny.built(made, out)
-    assert stub.compiled == ["decode-b2-q1"]
+    assert stub.compiled == ["decode-b2-q4"]
     Artifact.open(out)
 
 

@@ -7,90 +7,140 @@ import torch
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
+from npucompile.models import seats
+from npucompile.models.batch import abstract_inputs
 from npucompile.tools import check
 
-LIMITS = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
+PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
+DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)
 VOCAB = 11
 
 
-def signature(bucket: Bucket) -> Signature:
-    B, Q = bucket.batch, bucket.q_len
-    W = Q if bucket.kind == "decode" else 1
+def signature(bucket: Bucket, limits: Limits) -> Signature:
+    W = bucket.q_len if bucket.kind == "decode" else 1
     i32, f32 = torch.int32, torch.float32
-    shapes = {
-        "tokens": ((B, Q), i32), "starts": ((B,), i32), "lengths": ((B,), i32), "page_table": ((B, 4), i32),
-        "read_slots": ((B,), i32), "write_slots": ((B, W), i32), "temperature": ((B,), f32), "top_k": ((B,), i32),
-        "top_p": ((B,), f32), "min_p": ((B,), f32), "uniform": ((B, W), f32),
-    }  # fmt: skip
+    paged, slots = ("pages", None, None, None), ("slots", None)
+    pages = Aval((limits.num_pages, 4, 1, 2), f32, paged)
+    outputs = {"tokens": Aval((bucket.batch, W), i32), "logits": Aval((bucket.batch, W, VOCAB), f32)}
+    outputs |= {"counts": Aval((bucket.batch,), i32)} if bucket.kind == "decode" else {}
+    outputs |= {"drafts": Aval((bucket.batch, limits.drafts), i32)} if limits.drafts else {}
     return Signature(
         (Leaf("params.w", Aval((2, 2), f32)),),
-        (Leaf("state.k", Aval((17, 4, 1, 2), f32, ("pages", None, None, None))), Leaf("state.s", Aval((9, 3), f32, ("slots", None)))),
-        tuple(Leaf(f"inputs.{name}", Aval(*shape)) for name, shape in shapes.items()),
-        (Leaf("outputs.tokens", Aval((B, W), i32)), Leaf("outputs.logits", Aval((B, W, VOCAB), f32))),
+        (
+            Leaf("state.layers.0.k", pages),
+            Leaf("state.layers.1.s", Aval((limits.num_slots, 3), f32, slots)),
+            *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
+            Leaf("state.seats", seats.state(limits)),
+        ),
+        tuple(Leaf(f"inputs.{name}", aval) for name, aval in abstract_inputs(bucket, limits).items()),
+        tuple(Leaf(f"outputs.{name}", aval) for name, aval in outputs.items()),
     )
 
 
 class Toy:
-    """Sums what a live row may read, writes its new keys and its slot; `fault` breaks one thing."""
+    """Sums what a live row may read, writes its keys and slots, accepts drafts that it would have said; `fault` breaks one thing."""
 
     backend = "toy"
 
-    def __init__(self, bucket: Bucket, fault: str = "") -> None:
-        self.bucket, self.fault = bucket, fault
-        self.names = [leaf.name.split(".")[1] for leaf in signature(bucket).inputs]
+    def __init__(self, bucket: Bucket, limits: Limits, fault: str = "") -> None:
+        self.bucket, self.limits, self.fault = bucket, limits, fault
+        self.signature = signature(bucket, limits)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        _, k, s, *rest = operands
-        given = dict(zip(self.names, rest, strict=True))
-        B, W = given["write_slots"].shape
-        logits = torch.full((B, W, VOCAB), float("nan"))
-        for row in range(B):
-            start, length = int(given["starts"][row]), int(given["lengths"][row])
-            if not length:
-                continue
-            pages = given["page_table"][row]
-            total = torch.zeros(())
-            for at in range(start + (self.fault == "reads ahead")):
-                total = total + k[pages[at // 4], at % 4].sum()
-            state = s[given["read_slots"][row]].sum() if start else torch.zeros(())
-            if self.fault == "reads null":
-                total = total + s[0].sum()
-            for at in range(start, start + length):
-                k[pages[at // 4], at % 4] = float(at) + (self.fault == "writes wrong")
-            for w in range(W):
-                s[given["write_slots"][row, w]] = state + w + (self.fault == "state wrong")
-                logits[row, w] = total + state + torch.arange(VOCAB) * 0.1 + (self.fault == "logits wrong")
-        tokens = logits.argmax(-1).int()
-        return [1 - tokens if self.fault == "tokens wrong" else tokens, logits]
+        of = {leaf.name: operand for leaf, operand in zip(self.signature.operands, operands, strict=True)}
+        out = {leaf.name.split(".")[1]: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
+        for row in torch.nonzero(of["inputs.seats"]).flatten().tolist():
+            self.row(row, of, out)
+        return list(out.values())
+
+    def row(self, row: int, of: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+        k, s, pages = of["state.layers.0.k"], of["state.layers.1.s"], of["inputs.page_table"][row]
+        seat, slots = of["state.seats"][of["inputs.seats"][row]], of["inputs.write_slots"][row]
+        decode = self.bucket.kind == "decode"
+        if decode:
+            start, length, read = int(seat[0]), 1 + int(of["inputs.drafts"][row]), int(slots[seat[1]])
+        else:
+            start, length, read = (int(of[f"inputs.{name}"][row]) for name in ("starts", "lengths", "read_slots"))
+        total = sum((k[pages[at // 4], at % 4].sum() for at in range(start + (self.fault == "reads ahead"))), torch.zeros(()))
+        state = s[read].sum() if start else torch.zeros(())
+        total = total + (s[0].sum() if self.fault == "reads null" else 0)
+        for at in range(start, start + length):
+            k[pages[at // 4], at % 4] = float(at) + (self.fault == "writes wrong")
+        for w in range(len(slots)):
+            s[slots[w]] = state + w + (self.fault == "state wrong")
+            out["logits"][row, w] = total + state + torch.arange(VOCAB) * 0.1 * (-1) ** w + (self.fault == "logits wrong")
+        said = out["logits"][row].argmax(-1).int()
+        out["tokens"][row] = 1 - said if self.fault == "tokens wrong" else said
+        count = 1
+        while decode and count < length and seat[2 + count] == said[count - 1]:
+            count += 1
+        if decode:
+            out["counts"][row] = count - (self.fault == "counts wrong" and count > 1)
+        made = [int(said[count - 1]) if decode else int(said[0])] + [3 + (self.fault == "drafts wrong")] * self.limits.drafts
+        if self.limits.drafts:
+            out["drafts"][row] = torch.tensor(made[1:], dtype=torch.int32)
+            last = count if decode else length
+            for at in range(start, start + last):
+                of["state.mtp.k"][pages[at // 4], at % 4] = at * 0.5 + (self.fault == "head wrong")
+        seat.copy_(torch.tensor([start + count, count - 1 + (self.fault == "seat wrong"), *made], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("bucket", [Bucket("decode", 4, 1), Bucket("decode", 2, 3), Bucket("prefill", 1, 8)], ids=lambda b: b.name)
-def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket) -> None:
-    sign = signature(bucket)
-    params = [torch.zeros(2, 2)]
-    scenes = [
-        check.scene(bucket, sign, LIMITS, params, VOCAB, live, torch.Generator().manual_seed(seed))
-        for seed in range(4)
-        for live in (1, bucket.batch)
+def scenes(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[check.Scene]:
+    sign = signature(bucket, limits)
+    made = [
+        check.scene(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB, rows, torch.Generator().manual_seed(seed))
+        for seed in range(seeds)
+        for rows in live
     ]
-    exact = check.compare(Toy(bucket), Toy(bucket), scenes, sign)
+    if bucket.kind == "decode":
+        for one in made:
+            check.force(Toy(bucket, limits), one, sign)
+    return made
+
+
+FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "seat wrong")
+CASES = [
+    (Bucket("decode", 4, 1), PLAIN, FAULTS),
+    (Bucket("decode", 3, 3), DRAFTING, (*FAULTS, "counts wrong", "drafts wrong", "head wrong")),
+    (Bucket("prefill", 1, 8), PLAIN, FAULTS),
+    (Bucket("prefill", 1, 8), DRAFTING, (*FAULTS, "drafts wrong", "head wrong")),
+]
+
+
+@pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
+def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
+    sign, made = signature(bucket, limits), scenes(bucket, limits, (1, bucket.batch))
+    exact = check.compare(Toy(bucket, limits), Toy(bucket, limits), made, sign)
     assert exact == check.Verdict(4 * (1 + bucket.batch), 0.0, 0.0, 0)
     check.judge(exact, check.TOLERANCES[torch.float32], "toy")
-    for fault in ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong"):
-        seen = check.compare(Toy(bucket), Toy(bucket, fault), scenes, sign)
+    for fault in faults:
+        seen = check.compare(Toy(bucket, limits), Toy(bucket, limits, fault), made, sign)
         with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
             check.judge(seen, check.TOLERANCES[torch.float32], "toy")
 
 
+def test_every_count_of_accepted_drafts_is_forced() -> None:
+    bucket = Bucket("decode", 3, 3)
+    (one,) = scenes(bucket, DRAFTING, (3,), seeds=1)
+    counts = Toy(bucket, DRAFTING)([t.clone() for t in one.operands])[2]
+    assert sorted(counts.tolist()) == [1, 2, 3]
+
+
 def test_a_scene_leaves_the_callers_state_alone_and_poisons_null() -> None:
     bucket = Bucket("decode", 4, 1)
-    one = check.scene(bucket, signature(bucket), LIMITS, [torch.zeros(2, 2)], VOCAB, 2, torch.Generator().manual_seed(0))
+    (one,) = scenes(bucket, PLAIN, (2,), seeds=1)
     k, s = one.operands[1], one.operands[2]
     assert torch.isnan(k[0]).all()
     assert torch.isnan(s[0]).all()
     before = k.clone()
-    check.compare(Toy(bucket), Toy(bucket), [one], signature(bucket))
+    check.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN), [one], signature(bucket, PLAIN))
     assert torch.equal(torch.nan_to_num(k), torch.nan_to_num(before))
+
+
+def test_the_worse_of_two_verdicts_is_kept() -> None:
+    one, other = check.Verdict(1, 0.5, 0.1, 0), check.Verdict(2, 0.2, 0.3, 4)
+    assert one.worse(other) == check.Verdict(3, 0.5, 0.3, 4)
+    assert check.Verdict().worse(one) == one
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
@@ -111,7 +161,6 @@ def test_deviation_is_an_average_and_infinite_for_nan() -> None:
 @pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
 def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
     bucket, tolerance = Bucket("decode", 4, 1), check.TOLERANCES[torch.bfloat16]
-    sign = signature(bucket)
-    scenes = [check.scene(bucket, sign, LIMITS, [torch.zeros(2, 2)], VOCAB, 4, torch.Generator().manual_seed(s)) for s in range(4)]
+    sign, made = signature(bucket, PLAIN), scenes(bucket, PLAIN, (4,))
     with pytest.raises(VerifyError):
-        check.judge(check.compare(Toy(bucket), Toy(bucket, fault), scenes, sign, tolerance.measure), tolerance, "toy")
+        check.judge(check.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), made, sign, tolerance.measure), tolerance, "toy")

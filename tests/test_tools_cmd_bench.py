@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact import Artifact
-from npucompile.tools import bench_build, bench_machine, bench_peer, cmd_bench
+from npucompile.models import registry
+from npucompile.server.text import TextCodec
+from npucompile.tools import bench_build, bench_machine, bench_peer, bench_speculation, cmd_bench
 from npucompile.tools.bench_report import Column, Table
 from npucompile.tools.bench_streams import Load
 
@@ -39,7 +42,7 @@ def test_figures_and_counts_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peer"])
 def test_other_figures_are_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, peer"):
+    with pytest.raises(SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, speculation, peer"):
         cmd_bench.figure_names(text)
 
 
@@ -83,6 +86,64 @@ def test_every_figure_of_an_artifact_can_be_measured(tiny_artifact: Path) -> Non
 def test_builds_are_measured_only_when_named(tiny: ModuleType, own_artifact: Path, tmp_path: Path, pretended: list[str]) -> None:
     assert tiny.cli(tmp_path, "bench", *LITTLE).exit_code == 0
     assert pretended == ["load", "decode", "prefill", "streams", "peer"]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What drafting is measured with, instead of measuring it."""
+    seen: list[tuple[Any, ...]] = []
+
+    def pretend(*given: Any) -> Table:
+        seen.append(given)
+        return Table("speculation", "Drafting", (Column("x", "x"),), ({"x": 1.5},))
+
+    monkeypatch.setattr(bench_speculation, "speculation", pretend)
+    return seen
+
+
+def test_drafting_is_compared_with_the_same_artifact_without_it(
+    tiny: ModuleType, own_artifact: Path, tmp_path: Path, compared: list[tuple[Any, ...]]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    asked = ("bench", "tiny", "--only", "speculation", "--prompts", tmp_path / "prompts.txt", *LITTLE)
+    result = tiny.cli(tmp_path, *asked)
+    assert result.exit_code == 0, result.output
+    assert "Drafting\n" in result.stdout
+    drafting, plain, texts, loads, rounds, _ = compared[0]
+    assert (drafting.path, plain.path) == (own_artifact, own_artifact.with_name("tiny-k0"))
+    assert (drafting.manifest.limits.drafts, plain.manifest.limits.drafts) == (3, 0)
+    words = [one.manifest.build_arguments for one in (drafting, plain)]
+    with_drafts, without = (dict(zip(said[1::2], said[2::2], strict=True)) for said in words)
+    assert {**with_drafts, "--speculative-tokens": "0"} == without
+    assert words[0][0] == words[1][0]
+    codec = TextCodec.load(own_artifact / str(drafting.manifest.tokenizer))
+    assert texts == (tuple(codec.encode("one")), tuple(codec.encode("two")))
+    assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
+    # Once it is there it is brought up to date, and nothing is left to do.
+    before = tiny.contents(plain.path)
+    tiny.cli(tmp_path, *asked)
+    assert tiny.contents(plain.path) == before
+    assert len(compared) == 2
+
+
+def test_drafting_needs_drafts_and_text(tiny: ModuleType, own_artifact: Path, tmp_path: Path, compared: list[tuple[Any, ...]]) -> None:
+    asked = ("bench", "tiny", "--only", "speculation", *LITTLE)
+    assert "no prompts for tiny: " in tiny.refused(tmp_path, *asked)
+    assert "legal is --prompts FILE, one prompt a line" in tiny.refused(tmp_path, *asked, "--prompts", tmp_path / "absent.txt")
+    (tmp_path / "prompts.txt").write_text("one\n")
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
+    assert "has no tokenizer; drafting is measured on text" in tiny.refused(tmp_path, *asked, "--prompts", tmp_path / "prompts.txt")
+    limits = replace(Artifact.open(own_artifact).manifest.limits, drafts=0, slots_per_request=1)
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, limits=limits))
+    assert "tiny drafts nothing; legal is one built with --speculative-tokens of at least 1" in tiny.refused(tmp_path, *asked)
+    assert compared == []
+
+
+def test_the_bundled_models_prompts_lie_beside_it() -> None:
+    found = registry.find("qwen3.5-tiny")
+    assert found.checkpoint_dir is not None
+    lines = (found.checkpoint_dir / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(set(lines)) >= 16
 
 
 def test_a_missing_peer_is_left_out_or_refused(

@@ -33,13 +33,19 @@ def test_an_answer_is_what_the_model_says_offline(tiny, tmp_path, tiny_artifact,
     result = tiny.cli(tmp_path, "chat", "in the", "--url", url, *options)
     assert result.exit_code == 0, result.output
     assert result.stdout == codec.decode(done.token_ids) + "\n"
-    assert running.engine.stats()["compiles_after_ready_total"] == 0
+    before = running.engine.stats()
+    assert before["compiles_after_ready_total"] == 0
+    assert before["spec_decode_num_draft_tokens_total"] > 0
+    off = tiny.cli(tmp_path, "chat", "in the", "--url", url, *options, "--speculative-tokens", 0)
+    assert off.stdout == result.stdout
+    assert running.engine.stats()["spec_decode_num_draft_tokens_total"] == before["spec_decode_num_draft_tokens_total"]
 
 
 def test_what_the_server_refuses_is_said(tiny, tmp_path, server):
     _, url = server
     assert "the context of 'tiny' is 64 tokens" in tiny.refused(tmp_path, "chat", "x" * 64, "--url", url)
     assert "temperature" in tiny.refused(tmp_path, "chat", "x", "--temperature", "-2", "--url", url)
+    assert "speculative_tokens is 4; legal is" in tiny.refused(tmp_path, "chat", "x", "--max-tokens", 4, "--speculative-tokens", 4, "--url", url)
 
 
 def test_where_nobody_listens_a_server_is_suggested(tiny, tmp_path):

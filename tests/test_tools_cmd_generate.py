@@ -41,14 +41,18 @@ def test_json_says_all_there_is(tiny, tmp_path, tiny_artifact, expected):
     told = generated(tiny, tmp_path, tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
     artifact = Artifact.open(tiny_artifact)
     record = told.pop("record")
+    steps, accepted = record["verify_steps"], record["accepted_per_position"]
     assert told == {
         "text": text, "token_ids": list(tokens), "finish_reason": "length",
         "usage": {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6},
-        "acceptance_length": 1.0, "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
+        "acceptance_length": 1 + sum(accepted) / steps, "acceptance_rates": [times / steps for times in accepted], "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
         "backends": {entry.bucket.name: "eager" for entry in artifact.manifest.graphs},
     }  # fmt: skip
     assert record["prefill_chunks"] == ["prefill-b1-q16"]
-    assert record["decode_steps"] == [["decode-b1-q1", 5]]
+    assert record["decode_steps"] == [["decode-b1-q4", steps]]
+    assert (record["drafted_tokens"], len(accepted)) == (3 * steps, 3)
+    # The last step may give more than is wanted of it.
+    assert 6 <= 1 + steps + sum(accepted) < 6 + 4
     assert record["padded_rows"] == record["preemptions"] == 0
 
 
@@ -82,6 +86,37 @@ def test_sampling_options_reach_the_sampler(tiny, tmp_path, tiny_artifact, expec
     assert first != generated(tiny, tmp_path, *hot, "--seed", 2)["token_ids"]
     for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
         assert generated(tiny, tmp_path, *hot, "--seed", 1, *narrow)["token_ids"] == list(tokens)
+
+
+def test_drafts_can_be_left_out_and_change_no_token(tiny, tmp_path, tiny_artifact):
+    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 24, "--ignore-eos")
+    free, one, off = (generated(tiny, tmp_path, *asked, *more) for more in ((), *(("--speculative-tokens", k) for k in (1, 0))))
+    assert free["token_ids"] == one["token_ids"] == off["token_ids"]
+    assert free["acceptance_length"] > 1
+    assert free["acceptance_rates"][0] > 0
+    assert one["acceptance_rates"][0] > one["acceptance_rates"][1] == 0
+    assert (off["acceptance_length"], off["acceptance_rates"], off["record"]["decode_steps"]) == (1.0, [], [["decode-b1-q4", 23]])
+    said = tiny.refused(tmp_path, "generate", *asked, "--speculative-tokens", 4)
+    assert "speculative_tokens is 4; legal is an integer from 0 to 3" in said
+
+
+def test_log_probabilities_are_told_as_a_server_tells_them(tiny, tmp_path, tiny_artifact, expected):
+    _, tokens, text = expected
+    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    told = generated(tiny, tmp_path, *asked, "--logprobs", 2)
+    assert told["token_ids"] == list(tokens)
+    assert [entry["token_id"] for entry in told["logprobs"]] == list(tokens)
+    codec = TextCodec.load(tiny_artifact / Artifact.open(tiny_artifact).manifest.tokenizer)
+    assert [(entry["token"], bytes(entry["bytes"])) for entry in told["logprobs"]] == list(map(codec.spell, tokens))
+    for entry in told["logprobs"]:
+        best, next_best = entry["top_logprobs"]
+        assert {**entry, "top_logprobs": None} == {**best, "top_logprobs": None}
+        assert 0 > best["logprob"] >= next_best["logprob"]
+    (chosen, *_) = generated(tiny, tmp_path, *asked, "--logprobs", 0)["logprobs"]
+    assert (chosen["logprob"], chosen["top_logprobs"]) == (told["logprobs"][0]["logprob"], [])
+    assert "logprobs" not in generated(tiny, tmp_path, *asked)
+    assert "--logprobs is told with --json only" in tiny.refused(tmp_path, "generate", *asked, "--logprobs", 2)
+    assert "logprobs is 21; legal is an integer from 0 to 20" in tiny.refused(tmp_path, "generate", *asked, "--json", "--logprobs", 21)
 
 
 def test_a_model_is_traced_and_run_and_leaves_nothing(tiny, tmp_path, tiny_checkpoint, expected):
@@ -125,6 +160,8 @@ def test_text_needs_a_tokenizer_and_ids_do_not(tiny, own_artifact, tmp_path):
     assert "tiny has no tokenizer, so no --prompt; legal is --token-ids" in tiny.refused(tmp_path, "generate", "tiny", "--prompt", "a")
     told = generated(tiny, tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2)
     assert (told["text"], len(told["token_ids"])) == ("", 2)
+    told = generated(tiny, tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2, "--logprobs", 1)
+    assert [(entry["token"], entry["token_id"]) for entry in told["logprobs"]] == [("", token) for token in told["token_ids"]]
 
 
 def test_a_stale_artifact_is_refused_with_the_field(tiny, own_artifact, tmp_path):
@@ -165,7 +202,8 @@ def test_ranks_that_it_starts_say_what_one_device_says(tiny, tmp_path, sharded):
     finally:
         torch.set_num_threads(threads)
     assert together["token_ids"] == alone["token_ids"]
-    assert together["record"]["decode_steps"] == [["decode-b1-q1", 7]]
+    assert together["record"]["decode_steps"] == alone["record"]["decode_steps"]
+    assert together["record"]["verify_steps"] > 0
     assert together["artifact"] == Artifact.open(sharded("tp=2")).digest
 
 

@@ -14,7 +14,7 @@ from npucompile.lowering.ascend.container import Container, encode, messages
 from npucompile.tools.memory import GIB, MemoryPlan, Part
 from npucompile.tools.stages import STAGES
 
-NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q1", "decode-b2-q1", "decode-b4-q1"]
+NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
 def told(tiny, tmp_path, *arguments):
@@ -45,9 +45,36 @@ def test_json_has_every_bucket(tiny, tmp_path, tiny_artifact, tiny_checkpoint):
     assert everything["memory"]["state_bytes"] == made.state_bytes
     assert everything["memory"]["peak_bytes"] == max(bucket["memory"]["peak_bytes"] for bucket in everything["buckets"])
     assert everything["toolchain"]["torch"]
+    assert (everything["limits"]["drafts"], everything["limits"]["slots_per_request"], everything["max_logprobs"]) == (3, 4, 20)
+    decode, prefill = everything["buckets"][-1], everything["buckets"][0]
+    assert decode["inputs"] == {
+        "drafts": "i32[4]", "base": "i32[4]", "seats": "i32[4]", "page_table": "i32[4,4]", "write_slots": "i32[4,4]",
+        "temperature": "f32[4]", "top_k": "i32[4]", "top_p": "f32[4]", "min_p": "f32[4]", "logprobs": "i32[4]", "uniform": "f32[4,7]",
+    }  # fmt: skip
+    assert decode["outputs"] == {
+        "tokens": "i32[4,4]", "chosen_logprobs": "f32[4,4]", "top_ids": "i32[4,4,20]", "top_logprobs": "f32[4,4,20]",
+        "logits": "f32[4,4,260]", "counts": "i32[4]", "drafts": "i32[4,3]",
+    }  # fmt: skip
+    assert prefill["inputs"]["next_tokens"] == "i32[1]"
+    assert "counts" not in prefill["outputs"]
 
 
-@pytest.mark.parametrize(("asked", "name"), [("4", "decode-b4-q1"), ("1", "decode-b1-q1"), ("prefill-b1-q16", "prefill-b1-q16")])
+def test_what_a_bucket_takes_and_gives_is_shown_with_it(tiny, tmp_path, tiny_artifact):
+    lines = tiny.cli(tmp_path, "inspect", tiny_artifact, "--bucket", "2").stdout.splitlines()
+    assert lines[-3] == ""
+    assert lines[-2].startswith("inputs   drafts i32[2], base i32[2], seats i32[2], page_table i32[2,4], ")
+    assert lines[-1].endswith("counts i32[2], drafts i32[2,3]")
+
+
+def test_without_drafts_that_is_said(tiny, tmp_path, tiny_checkpoint):
+    none = {"num_speculative_tokens": 0, "max_logprobs": 0}
+    tiny.built(tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), **none), tmp_path / "artifacts" / "plain")
+    lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
+    assert lines[1] == "context 64, 4 pages of 16 tokens, 1 state slots, requests in flight: 1"
+    assert lines[2] == "drafts a step: 0; log probabilities: none"
+
+
+@pytest.mark.parametrize(("asked", "name"), [("4", "decode-b4-q4"), ("1", "decode-b1-q4"), ("prefill-b1-q16", "prefill-b1-q16")])
 def test_one_bucket_is_named_by_name_or_decode_batch(tiny, tmp_path, tiny_artifact, asked, name):
     assert [bucket["name"] for bucket in told(tiny, tmp_path, tiny_artifact, "--bucket", asked)["buckets"]] == [name]
 
@@ -61,7 +88,7 @@ def test_an_unknown_bucket_is_named_beside_what_there_is(tiny, tmp_path, tiny_ar
 def test_stages_are_printed_as_they_were_stored(tiny, tmp_path, tiny_artifact):
     texts = {stage: tiny.cli(tmp_path, "inspect", tiny_artifact, "--bucket", "4", "--stage", stage).stdout for stage in STAGES}
     for stage, text in texts.items():
-        assert f"decode-b4-q1 {stage}" in text.splitlines()[0]
+        assert f"decode-b4-q4 {stage}" in text.splitlines()[0]
         assert "paged_attention" in text
     assert len(set(texts.values())) == 3
 
@@ -75,11 +102,12 @@ def test_the_table_is_for_reading(tiny, tmp_path, own_artifact):
     lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
     assert lines[0].startswith("tiny (qwen3_5) for eager, f32, mesh 1 ")
     assert lines[0].endswith(str(own_artifact))
-    assert lines[1] == "context 64, 16 pages of 16 tokens, 4 state slots"
-    assert lines[2].startswith("memory: weights 0.2 MB, state 0.0 MB, activations at most 0.0 MB")
-    assert [line.split()[0] for line in lines[6:]] == NAMES
-    assert all(line.split()[1] == "eager" for line in lines[6:])
-    assert all(" - " in line for line in lines[6:])
+    assert lines[1] == "context 64, 16 pages of 16 tokens, 16 state slots, requests in flight: 4"
+    assert lines[2] == "drafts a step: 3; log probabilities: of up to 20 most likely tokens"
+    assert lines[3].startswith("memory: weights 0.2 MB, state 0.1 MB, activations at most 0.1 MB")
+    assert [line.split()[0] for line in lines[7:]] == NAMES
+    assert all(line.split()[1] == "eager" for line in lines[7:])
+    assert all(" - " in line for line in lines[7:])
 
 
 def test_a_proof_is_shown(tiny, tmp_path, own_artifact):
@@ -109,7 +137,7 @@ def test_nothing_to_inspect_is_said(tiny, tmp_path):
 
 
 TALKS = (("all_reduce", "tp", "bf16[4,64]"), ("all_reduce", "tp", "bf16[4,64]"))
-PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, Limits(128, 2, 2, 128))
+PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
 
 
 @pytest.fixture
@@ -141,8 +169,8 @@ def test_an_artifact_for_npus_says_what_it_is_for(tiny, tmp_path, npu):
     lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
     assert lines[0].startswith("tiny (qwen3_5) for ascend-a3, f32, w4a8, mesh dp=2,tp=2 ")
     assert lines[1] == "deployment row-1"
-    assert lines[3] == "memory of a rank: 3.0 of 64.0 GiB (--memory shows its parts)"
-    assert [line.split()[:2] for line in lines[7:]] == [[name, "ge"] for name in NAMES]
+    assert lines[4] == "memory of a rank: 3.0 of 64.0 GiB (--memory shows its parts)"
+    assert [line.split()[:2] for line in lines[8:]] == [[name, "ge"] for name in NAMES]
     everything = told(tiny, tmp_path)
     assert (everything["deployment"], everything["quantization"]) == ("row-1", "w4a8")
     assert everything["buckets"][0]["census"] == {"Data": 1, "HcomAllReduce": 2}
@@ -156,12 +184,12 @@ def test_the_graph_an_npu_compiles_is_a_stage(tiny, tmp_path, npu):
         "body/talk1 = HcomAllReduce(body/talk0:0) group='tp' : bf16[4,64]",
     ])  # fmt: skip
     as_json = told(tiny, tmp_path, "--bucket", "4", "--stage", "ge")
-    assert (as_json["bucket"], as_json["stage"], as_json["text"], as_json["inputs"]) == ("decode-b4-q1", "ge", shown, 1)
+    assert (as_json["bucket"], as_json["stage"], as_json["text"], as_json["inputs"]) == ("decode-b4-q4", "ge", shown, 1)
 
 
 def test_a_stage_that_is_not_there_is_named_beside_those_that_are(tiny, tmp_path, npu, tiny_artifact):
     said = tiny.refused(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "traced")
-    assert "decode-b4-q1 has no stage 'traced' on mesh dp=2,tp=2; it has partitioned, lowered, ge" in said
+    assert "decode-b4-q4 has no stage 'traced' on mesh dp=2,tp=2; it has partitioned, lowered, ge" in said
     assert tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "lowered").stdout == "l\n"
     assert "is not compiled; --stage ge shows" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--bucket", "4", "--stage", "ge")
 
@@ -169,8 +197,8 @@ def test_a_stage_that_is_not_there_is_named_beside_those_that_are(tiny, tmp_path
 @pytest.mark.parametrize("view", ["collectives", "census"])
 def test_views_are_of_one_bucket_or_of_all(tiny, tmp_path, npu, view):
     lines = tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", f"--{view}").stdout.splitlines()
-    assert lines[0].startswith("decode-b4-q1: ")
-    assert told(tiny, tmp_path, "--bucket", "4", f"--{view}")["bucket"] == "decode-b4-q1"
+    assert lines[0].startswith("decode-b4-q4: ")
+    assert told(tiny, tmp_path, "--bucket", "4", f"--{view}")["bucket"] == "decode-b4-q4"
     assert [part.split(":")[0] for part in tiny.cli(tmp_path, "inspect", f"--{view}").stdout.split("\n\n")] == NAMES
     assert [one["bucket"] for one in told(tiny, tmp_path, f"--{view}")] == NAMES
 

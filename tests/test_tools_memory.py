@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Aval, Leaf, Limits, Mesh, Rules
-from npucompile.models import registry
+from npucompile.models import registry, seats
 from npucompile.tools.deployments import deployment, limits_for
 from npucompile.tools.memory import (
     GIB,
@@ -71,19 +71,22 @@ def w4a8_leaves() -> tuple[list[Leaf], list[Leaf], Limits]:
             aval = Aval((*aval.shape[:-1], aval.shape[-1] // 2), torch.uint8, aval.axes)
         elif not name.startswith("mtp") and len(aval.shape) > 1 and name not in ("embed", "head"):
             aval = replace(aval, dtype=torch.int8)
-        params.append(Leaf(name, aval))
+        params.append(Leaf(f"params.{name}", aval))
     pools = tree.flatten(model.family.abstract_state(model.config, limits, torch.bfloat16))
-    return params, [Leaf(name, replace(aval, dtype=torch.bfloat16)) for name, aval in pools], limits
+    state = [Leaf(name, replace(aval, dtype=torch.bfloat16)) for name, aval in pools]
+    return params, [*state, Leaf("seats", seats.state(limits))], limits
 
 
 def test_qwen_397b_on_an_a3_node_adds_up():
     params, state, limits = w4a8_leaves()
     window = dispatch_window_bytes(A3, 54 * 4 // 2, 4096, 512, 10, 16)
     groups = communicators(MESH, dispatch_bytes=window)
-    plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=1 * GIB, inputs_bytes=MIB, communicators=groups)
+    groups = {"communicators": groups, "draft": "params.mtp."}
+    plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=1 * GIB, inputs_bytes=MIB, **groups)
     told, expert = parts(plan), 3 * 4096 * 1024
     # 60 layers of 512 experts at half a byte, and the draft head's 512 at two, over 16 ranks.
-    assert told["expert weights"] == 60 * 512 * expert // 2 // 16 + 512 * expert * 2 // 16
+    assert told["expert weights"] == 60 * 512 * expert // 2 // 16
+    assert 0 < told["draft head"] - 512 * expert * 2 // 16 < GIB // 4
     # Embedding and head alone are half of 2 x 248320 x 4096 x 2 bytes; the rest of a 397B model is few layers of attention.
     assert 248320 * 4096 * 2 < told["other weights"] < 7 * GIB
     # One of two kv heads: 16 pools of keys and of values (15 full-attention layers and the draft's).
@@ -92,6 +95,9 @@ def test_qwen_397b_on_an_a3_node_adds_up():
     assert told["state slots"] == limits.num_slots * 45 * (32 * 128 * 128 + 3 * 12288 // 2) * 2
     assert plan.page_bytes * limits.num_pages == told["KV pages"]
     assert plan.slot_bytes * limits.num_slots == told["state slots"]
+    # A position, an index and four tokens of each of 54 requests, and the null seat's.
+    assert plan.seat_bytes * 55 == told["seats"] == 55 * 6 * 4
+    assert told["other state"] == 0
     assert told["activations"] == 4 * told["workspace"] == GIB
     assert told["communication"] == 3 * 2 * HCCL_BUFFER_BYTES + 2 * (-(-window // MIB) * MIB)
     assert plan.total_bytes == sum(told.values())
@@ -105,14 +111,29 @@ def test_qwen_397b_on_an_a3_node_adds_up():
         on_two.check()
 
 
+def test_a_draft_head_is_counted_once_and_told_apart_where_there_is_one():
+    params, state, limits = w4a8_leaves()
+    whole, apart = (parts(plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=0, draft=draft)) for draft in ("", "params.mtp."))
+    names = ("expert weights", "other weights", "draft head")
+    assert sum(whole[name] for name in names) == sum(apart[name] for name in names)
+    assert whole["draft head"] == 0
+    assert all(whole[name] > apart[name] > 0 for name in names[:2])
+    again = parts(plan_memory(iter(params), iter(state), MESH, RULES, A3, limits, peak_bytes=0, draft="params.mtp."))
+    assert again == apart
+
+
 def test_a_table_explains_every_part():
     params, state, limits = w4a8_leaves()
-    plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=GIB, communicators=communicators(MESH))
+    groups = {"communicators": communicators(MESH), "draft": "params.mtp."}
+    plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=GIB, **groups)
     text = plan.as_table()
     for said in (
         "32 of 512 experts a layer",
         "2189 pages of 128 tokens, 2048 KiB a page",
         "217 slots, 4 a request",
+        "draft head",
+        "unquantised; its pages are among the KV pages",
+        "55 seats, 24 B a seat: what each request goes on with",
         "dp (8 ranks) 2 x 200 MiB",
         "3.04 GiB  what torch_npu never offers",
         "of 64.00 GiB a rank",
@@ -167,25 +188,34 @@ def test_a_part_that_is_neither_pages_nor_slots_is_counted():
     assert (told["KV pages"], told["state slots"], told["other state"]) == (48, 0, 5)
 
 
-def made(limits: Limits, fixed: int, page: int, slot: int, limit: int) -> MemoryPlan:
-    pools = Part("pools", limits.num_pages * page + limits.num_slots * slot, "")
-    return MemoryPlan("ascend-a3", "dp=1,tp=1", (Part("fixed", fixed, ""), pools), limit, page, slot, limits)
+def made(limits: Limits, fixed: int, page: int, slot: int, limit: int, seat: int = 0) -> MemoryPlan:
+    pools = Part("pools", limits.num_pages * page + limits.num_slots * slot + limits.num_seats * seat, "")
+    return MemoryPlan("ascend-a3", "dp=1,tp=1", (Part("fixed", fixed, ""), pools), limit, page, slot, seat, limits)
 
 
 def whole(requests: int, pages: int, per_request: int) -> Limits:
-    return Limits(16, 1 + requests * pages, 1 + requests * per_request, pages * 16, per_request)
+    return Limits(16, 1 + requests * pages, 1 + requests * per_request, pages * 16, per_request, per_request - 1)
 
 
 sizes = st.integers(0, 200)
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), sizes, st.integers(1, 50), st.integers(0, 50), st.integers(0, 40_000))
-def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_request, fixed, page, slot, limit):
-    asked = made(whole(requests, pages, per_request), fixed, page, slot, limit)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    sizes,
+    st.integers(1, 50),
+    st.integers(0, 50),
+    st.integers(0, 9),
+    st.integers(0, 40_000),
+)
+def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_request, fixed, page, slot, seat, limit):
+    asked = made(whole(requests, pages, per_request), fixed, page, slot, limit, seat)
     fit = largest_fitting(asked)
 
     def fits(limits: Limits) -> bool:
-        return made(limits, fixed, page, slot, limit).fits
+        return made(limits, fixed, page, slot, limit, seat).fits
 
     assert fit.requests == 0 or fits(whole(fit.requests, pages, per_request))
     assert not fits(whole(fit.requests + 1, pages, per_request))
@@ -201,12 +231,12 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_req
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 400), st.integers(1, 50), st.integers(1, 50), st.integers(0, 40_000))
 def test_a_shared_pool_keeps_its_share(requests, pages, pool, page, slot, limit):
     """Half the pages of every request whole, say: the answer is a plan with half the pages of its own requests, that fits."""
-    asked = made(Limits(16, 1 + max(pool, pages), 1 + requests * 2, pages * 16, 2), 0, page, slot, limit)
+    asked = made(Limits(16, 1 + max(pool, pages), 1 + requests * 2, pages * 16, 2, 1), 0, page, slot, limit)
     fit = largest_fitting(asked)
     if fit.requests:
         share = min((asked.limits.num_pages - 1) / (requests * pages), 1)
         held = max(int(fit.requests * share * pages), pages)
-        assert made(Limits(16, 1 + held, 1 + fit.requests * 2, pages * 16, 2), 0, page, slot, limit).fits
+        assert made(Limits(16, 1 + held, 1 + fit.requests * 2, pages * 16, 2, 1), 0, page, slot, limit).fits
     if fit.context_len:
         # One request can always reach its end.
         assert fit.context_len <= fit.pool_tokens
@@ -225,6 +255,6 @@ def test_a_refusal_names_the_parts_the_overrun_and_what_fits():
 
 
 def test_a_refusal_of_a_shared_pool_offers_a_smaller_one():
-    plan = made(Limits(16, 1 + 60, 1 + 10 * 4, 8 * 16, 4), 2 * GIB, GIB, GIB, 64 * GIB)
+    plan = made(Limits(16, 1 + 60, 1 + 10 * 4, 8 * 16, 4, 3), 2 * GIB, GIB, GIB, 64 * GIB)
     with pytest.raises(SpecError, match=r"or 320 cached tokens in all \(asked: 960\) at 10 requests of 128"):
         plan.check()

@@ -8,7 +8,7 @@ import pytest
 from npucompile.graphs.errors import NpucompileError, RequestError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact import Artifact
-from npucompile.runtime.buckets import Row, pack
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.executor import Executor
 from npucompile.runtime.request import ExecutionRecord, Sampling
 from npucompile.tools.offline import Completion, complete
@@ -23,19 +23,19 @@ def executor(tiny_artifact):
 
 def by_hand(executor, prompt, count):
     """Greedy decoding with nothing between it and the graphs."""
-    pages = [1, 2, 3, 4]
+    pages = slots = [1, 2, 3, 4]
 
-    def run(bucket, tokens, start):
-        row = Row(tokens, start, pages, 1, [1], GREEDY, [])
-        return int(executor.run(bucket, pack(bucket, [row], executor.limits))["tokens"][0, 0])
+    def run(bucket, row):
+        return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
 
-    start = 0
     for start in range(0, len(prompt), 16):
-        token = run(Bucket("prefill", 1, 16), prompt[start : start + 16], start)
-    made = [token]
+        (following,) = prompt[start + 16 : start + 17] or [-1]
+        outputs = run(Bucket("prefill", 1, 16), PrefillRow(prompt[start : start + 16], start, pages, 1, 1, following))
+    made = [int(outputs["tokens"][0, 0])]
     while len(made) < count:
-        made.append(run(Bucket("decode", 1, 1), [made[-1]], len(prompt) + len(made) - 1))
-    return tuple(made)
+        outputs = run(Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(made) - 1, pages, slots, 3))
+        made += outputs["tokens"][0, : outputs["counts"][0]].tolist()
+    return tuple(made[:count])
 
 
 def test_completions_are_what_the_graphs_say(executor):
@@ -46,9 +46,28 @@ def test_completions_are_what_the_graphs_say(executor):
     assert [one.token_ids for one in found] == expected
     for one, prompt in zip(found, prompts, strict=True):
         assert (one.prompt_tokens, one.completion_tokens, one.reason) == (len(prompt), 6, "length")
-        assert one.acceptance_length == 1.0
+        assert one.acceptance_length == one.record.acceptance_length >= 1.0
         assert one.record.prefill_chunks
-    assert any(one.record.padded_rows or dict(one.record.decode_steps).get("decode-b4-q1") for one in found)
+        assert one.logprobs == ()
+    assert any(one.record.padded_rows or dict(one.record.decode_steps).get("decode-b4-q4") for one in found)
+
+
+def test_drafts_and_log_probabilities_change_no_token(executor):
+    prompts = [[1, 2, 3], [9] * 20, [200, 100]]
+    free, off, one = ([*complete(executor, prompts, GREEDY, 24, NO_STOP, logprobs=2, speculative_tokens=k)] for k in (None, 0, 1))
+    assert [each.token_ids for each in free] == [each.token_ids for each in off] == [each.token_ids for each in one]
+    for each in off:
+        assert each.acceptance_length == 1.0
+        assert each.record.verify_steps == 0
+        assert sum(count for _, count in each.record.decode_steps) == 23
+    assert any(each.acceptance_length > 1 for each in free)
+    assert all(each.acceptance_length <= 2 for each in one)
+    for each in (*free, *off):
+        assert [told.top[0] for told in each.logprobs] == [(t, told.logprob) for t, told in zip(each.token_ids, each.logprobs, strict=True)]
+    for mine, its in zip(free, off, strict=True):
+        assert [told.logprob for told in mine.logprobs] == pytest.approx([told.logprob for told in its.logprobs], abs=1e-4)
+    with pytest.raises(RequestError, match="speculative_tokens is 4; legal is an integer from 0 to 3"):
+        complete(executor, prompts, GREEDY, 4, NO_STOP, speculative_tokens=4)
 
 
 def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
@@ -90,10 +109,10 @@ def test_a_step_that_fails_is_told(tiny, executor, caplog):
         complete(Broken(executor, executor.buckets), [[1]], GREEDY, 4, NO_STOP)
 
 
-@pytest.mark.parametrize(("completed", "steps", "length"), [(1, (), 1.0), (7, (("a", 2), ("b", 1)), 2.0), (9, (("a", 4),), 2.0)])
-def test_acceptance_length_counts_decode_steps_of_any_bucket(completed, steps, length):
-    record = ExecutionRecord(0.0, 1.0, 2.0, (), steps, 0, 0)
-    assert Completion(3, (), completed, "length", record).acceptance_length == length
+@pytest.mark.parametrize(("steps", "accepted", "length"), [(0, (), 1.0), (0, (0, 0), 1.0), (3, (2, 1), 2.0), (4, (0, 0), 1.0)])
+def test_acceptance_length_is_that_of_steps_that_verify_drafts(steps, accepted, length):
+    record = ExecutionRecord(0.0, 1.0, 2.0, (), (("a", 9),), 0, 0, verify_steps=steps, accepted_per_position=accepted)
+    assert Completion(3, (), 7, "length", record).acceptance_length == length
 
 
 def test_outputs_are_plain_numbers(executor):

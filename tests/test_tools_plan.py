@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
 from npucompile.graphs.types import Bucket, Limits, Mesh
@@ -19,18 +20,43 @@ from npucompile.tools.plan import Options
 def test_a_plan_of_a_checkpoint(tiny, tiny_checkpoint):
     made = plan.plan(Options(str(tiny_checkpoint), (1, 2, 4), (16, 4), 64, None, "float32", "eager"))
     assert made.buckets == (
-        Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 1), Bucket("decode", 2, 1), Bucket("decode", 4, 1),
+        Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4),
     )  # fmt: skip
-    assert made.limits == Limits(page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4, max_model_len=64)
+    assert made.limits == Limits(page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3)
     assert made.dtype == torch.float32
     assert made.references == ()
-    assert made.notes == ()
+    assert made.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)",)
     assert made.eos_ids == (tiny.EOS,)
+    assert (made.model.drafting, made.max_logprobs) == (True, 20)
+
+
+def test_a_model_without_a_draft_head_drafts_nothing(tiny, tmp_path):
+    made = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
+    assert made.limits == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {1}
+    assert (made.notes, made.model.drafting, made.max_logprobs) == ((), False, 20)
+    assert made == plan.plan(options_of(made.arguments))
+
+
+@pytest.mark.parametrize("drafts", range(8))
+def test_as_many_drafts_as_are_asked_for(tiny, tiny_checkpoint, drafts):
+    made = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
+    assert (made.limits.drafts, made.limits.slots_per_request, made.limits.num_seats) == (drafts, drafts + 1, 5)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {drafts + 1}
+    assert (made.model.drafting, made.notes) == (drafts > 0, ())
+
+
+def test_log_probabilities_of_no_more_tokens_than_there_are(tiny, tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "few", vocab_size=12, tokenizer=False, eos_token_id=1)
+    assert tiny.planned(model).max_logprobs == 12
+    assert tiny.planned(model, max_logprobs=5).max_logprobs == 5
+    with pytest.raises(SpecError, match=r"max_logprobs is 13; legal for few are 0 to 12"):
+        tiny.planned(model, max_logprobs=13)
 
 
 def test_rows_of_large_buckets_have_a_reference_of_one_row(tiny, tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint, buckets=(2, 4))
-    assert made.references == (Bucket("decode", 1, 1),)
+    assert made.references == (Bucket("decode", 1, 4),)
     assert not set(made.references) & set(made.buckets)
 
 
@@ -39,10 +65,14 @@ def test_bytes_are_those_of_the_real_tensors(tiny, tiny_checkpoint):
     file = tiny_checkpoint / "model.safetensors"
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     assert made.params_bytes == file.stat().st_size - header
-    keys_and_values = 2 * made.limits.num_pages * made.limits.page_size * 16 * 4
+    # Of the one attention layer, and of the draft head.
+    keys_and_values = 2 * 2 * made.limits.num_pages * made.limits.page_size * 16 * 4
     recurrent = made.limits.num_slots * 2 * 8 * 8 * 4
     convolved = made.limits.num_slots * 3 * (2 * 8 + 2 * 8) * 4
-    assert made.state_bytes == keys_and_values + recurrent + convolved
+    seats = made.limits.num_seats * (2 + 4) * 4
+    assert made.state_bytes == keys_and_values + recurrent + convolved + seats
+    head = sum(tensor.nbytes for name, tensor in load_file(file).items() if name.startswith("mtp."))
+    assert tiny.planned(tiny_checkpoint, num_speculative_tokens=0).params_bytes == made.params_bytes - head
 
 
 def test_choices_of_the_plan_are_explained(tmp_path, tiny):
@@ -73,6 +103,10 @@ def test_a_context_shorter_than_the_default_is_taken_whole(tmp_path, tiny):
         ({"buckets": ()}, r"no decode buckets; legal is at least one"),
         ({"prefill": (128, 256)}, r"no prefill chunk of \(128, 256\) fits max_model_len 64; legal are sizes from 1 to 64"),
         ({"dtype": "float64"}, r"dtype is 'float64'; legal are auto, float32, bfloat16"),
+        ({"num_speculative_tokens": 8}, r"speculative tokens is 8; legal are 0 to 7"),
+        ({"num_speculative_tokens": -1}, r"speculative tokens is -1; legal are 0 to 7"),
+        ({"max_logprobs": 21}, r"max_logprobs is 21; legal for tiny are 0 to 20"),
+        ({"max_logprobs": -1}, r"max_logprobs is -1; legal for tiny are 0 to 20"),
     ],
 )
 def test_what_is_not_legal_is_refused_with_what_is(tiny, tiny_checkpoint, options, message):
@@ -82,7 +116,7 @@ def test_what_is_not_legal_is_refused_with_what_is(tiny, tiny_checkpoint, option
 
 def test_more_requests_than_rows(tiny, tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint, max_num_seqs=6)
-    assert (made.limits.num_slots, made.limits.num_pages) == (7, 25)
+    assert (made.limits.num_seats, made.limits.num_slots, made.limits.num_pages) == (7, 25, 25)
 
 
 def test_buckets_in_any_order_and_twice_are_one_set(tiny, tiny_checkpoint):
@@ -134,16 +168,19 @@ def same(one, other):
 
 
 OTHER = {"buckets": (2, 3), "prefill": (4, 5, 7), "max_num_seqs": 9, "dtype": "bfloat16", "backend": "null"}
+NEITHER = {"num_speculative_tokens": 0, "max_logprobs": 0}
+FEW = {"num_speculative_tokens": 1, "max_logprobs": 5}
 
 
-@pytest.mark.parametrize("changes", [{}, OTHER])
+@pytest.mark.parametrize("changes", [{}, OTHER, NEITHER, FEW])
 def test_its_arguments_make_the_same_plan(monkeypatch, tmp_path, tiny, tiny_checkpoint, changes):
     monkeypatch.chdir(tiny_checkpoint.parent)
     made = tiny.planned("tiny", **changes)
     arguments = made.arguments
     monkeypatch.chdir(tmp_path)
     again = plan.plan(options_of(arguments))
-    assert replace(again, found=made.found, model=made.model) == made
+    # What is said was not chosen.
+    assert replace(again, found=made.found, model=replace(again.model, name="tiny"), notes=made.notes) == made
     assert again.found.checkpoint_dir.samefile(tiny_checkpoint)
 
 
@@ -273,23 +310,31 @@ def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
     assert plan.plan(options_of(made.arguments)) == made
 
 
-@pytest.mark.parametrize("changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}, {"max_logprobs": 4}]
+)
 def test_arguments_of_a_target_make_the_same_plan(tiny, tmp_path, changes):
     made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
     assert same(made, plan.plan(options_of(made.arguments)))
 
 
 def test_what_a_target_alone_leaves_open_is_chosen(tiny, tmp_path):
-    model = tiny.write_checkpoint(tmp_path / "model", **{**tiny.NPU_SIZES, "max_position_embeddings": 300})
-    made = plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
-    assert made.limits == Limits(page_size=128, num_pages=1 + 16 * 2, num_slots=17, max_model_len=256)
-    assert [bucket.name for bucket in made.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q1" for n in (1, 2, 4, 8, 16))]
-    assert (made.quantization, made.phase, made.deployment, made.published) == ("none", "mixed", "", False)
+    for heads in (0, 1):
+        sizes = {**tiny.NPU_SIZES, "max_position_embeddings": 300, "mtp_num_hidden_layers": heads}
+        model = tiny.write_checkpoint(tmp_path / f"model-{heads}", **sizes)
+        made = plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
+        width = 1 + 3 * heads
+        assert made.limits == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
+        assert [bucket.name for bucket in made.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
+        assert (made.quantization, made.phase, made.deployment, made.published) == ("none", "mixed", "", False)
+        # A device would compute them for every row of every step.
+        assert made.max_logprobs == 0
+        assert plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
 
 
 def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
     made = plan.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
-    assert made.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4)
+    assert made.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
     assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {4}
     assert made.deployment == ""
     fewer = plan.plan(Options(BIG, num_speculative_tokens=1))
@@ -299,7 +344,7 @@ def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployment
 def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():
     made = plan.plan(options_for(SPLIT, "prefill"))
     assert [bucket.kind for bucket in made.buckets] == ["prefill"]
-    assert made.limits.slots_per_request == 1
+    assert (made.limits.slots_per_request, made.limits.drafts) == (1, 3)
     assert plan.plan(replace(options_for(SPLIT, "prefill"), max_num_seqs=3)).limits.num_slots == 4
     assert plan.plan(options_for(SPLIT, None)).phase == "decode"
 
@@ -352,9 +397,11 @@ def test_what_npus_cannot_have_is_refused_by_name(options, error, message):
         plan.plan(Options(BIG, **options))
 
 
-def test_graphs_here_verify_no_drafts_and_say_so(tiny_checkpoint):
-    with pytest.raises(SpecError, match=r"--speculative-tokens 2: .*legal is 0"):
-        plan.plan(Options(str(tiny_checkpoint), num_speculative_tokens=2))
+@pytest.mark.parametrize("place", [{}, {"backend": "eager"}, {"target": "ascend-a3", "mesh": "tp=1"}])
+def test_drafts_of_a_model_without_a_draft_head_are_refused(tiny, tmp_path, place):
+    model = tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0)
+    with pytest.raises(SpecError, match=r"2.* headless has no draft head.*; legal is 0"):
+        plan.plan(Options(str(model), num_speculative_tokens=2, **place))
 
 
 def test_rules_are_of_the_bucket(tiny, tmp_path):

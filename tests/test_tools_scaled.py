@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npucompile.graphs import tree
-from npucompile.graphs.types import Bucket, Limits, Mesh
+from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Mesh
 from npucompile.lowering.manifest import GraphEntry, Manifest
 from npucompile.models import registry
 from npucompile.models.params import avals
@@ -21,6 +21,8 @@ from npucompile.tools.scaled import Form, scaled_cases, scaled_config, scaled_la
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
 MOE = "qwen3.5-397b"
+DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 2
+"""What a graph sends of four layers and three drafts, or of its drafts after the first alone."""
 PLACES = sorted(
     {(row.model, str(phase.mesh)) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()}
 )
@@ -43,8 +45,8 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
     chosen = {
         "model": {"name": name, "config": found.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
-        "limits": Limits(128, 1000, 400, 4096, 4),
-        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, ["moe_dispatch"]), entry("decode", 8, 4, ["moe_dispatch"])),
+        "limits": Limits(128, 1000, 400, 4096, 4, 3),
+        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     empty = dict.fromkeys(Manifest.__dataclass_fields__)
     return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
@@ -73,7 +75,7 @@ def test_every_device_holds_a_little_of_what_it_holds_much_of(name, mesh):
     assert all(width % 8 == 0 for width in (after.hidden_size, after.moe_intermediate_size, after.intermediate_size))
     assert after.rotary_dim / after.head_dim == before.rotary_dim / before.head_dim
     assert after.layer_types == (LINEAR, LINEAR, LINEAR, FULL)
-    assert after.mtp_num_hidden_layers == 0
+    assert after.mtp_num_hidden_layers == before.mtp_num_hidden_layers == 1
     assert (after.rope_theta, after.rms_norm_eps, after.variant) == (before.rope_theta, before.rms_norm_eps, before.variant)
 
 
@@ -93,8 +95,8 @@ def test_layers_keep_their_period(kinds, small):
 
 
 def test_buckets_of_one_form_share_a_small_one():
-    entries = [entry("decode", batch, 4, ["moe_dispatch"]) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
-    cases = scaled_cases(entries, 2)
+    entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
+    cases = scaled_cases(entries, 2, 3)
     told = [(case.bucket.name, [one.bucket.batch * one.bucket.q_len for one in case.stands_for]) for case in cases]
     assert told == [
         ("prefill-b1-q192", [3584, 64, 4096]),
@@ -117,16 +119,28 @@ def test_buckets_of_one_form_share_a_small_one():
     ],
 )
 def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
-    (case,) = scaled_cases([entry(bucket.kind, bucket.batch, bucket.q_len)], tp)
+    (case,) = scaled_cases([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3)
     assert case.bucket.name == small
-    assert Form.of(case.bucket, tp, False) == Form.of(bucket, tp, False)
+    assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
 
 
 def test_exchange_forms_are_told_apart():
-    cases = scaled_cases([entry("prefill", 1, 4096), entry("prefill", 1, 512, ["moe_dispatch", "moe_combine"])], 2)
-    assert [case.form.dispatches for case in cases] == [False, True]
-    small = scaled.scaled(manifest(graphs=(entry("prefill", 1, 4096), entry("prefill", 1, 512, ["moe_dispatch"]))), 3)
-    assert [small.held(case, F32).config.variant.most_dispatched for case in small.cases] == [0, Variant().most_dispatched]
+    graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
+    small = scaled.scaled(manifest(graphs=graphs), 3)
+    found = {case.form.dispatched: small.held(case, F32).config.variant.most_dispatched for case in small.cases}
+    assert found == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
+    # Without drafts whatever is sent is the layers' own.
+    assert [scaled.dispatched(graph, 0) for graph in graphs] == ["none", "all", "all"]
+
+
+@pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
+def test_a_small_step_that_sends_the_tokens_of_drafts_alone_has_more_of_others(tp, batch, small):
+    """It is the layers' pass that gathers, for it has more tokens than a device may send; its image must have more than it may, too."""
+    made = scaled.scaled(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
+    (case,) = made.cases
+    assert case.bucket.name == small
+    most = made.held(case, F32).config.variant.most_dispatched
+    assert scaled.share(case.bucket, case.bucket.batch, tp) <= most < scaled.share(case.bucket, case.bucket.tokens, tp)
 
 
 def test_a_small_model_is_held_as_the_large_one():
@@ -137,10 +151,44 @@ def test_a_small_model_is_held_as_the_large_one():
     assert (small.of(F32), small.of(BF16)) == (small.model, small.shipped)
     assert small.requests == 3
     width, longest = 4, 192 + scaled.PROMPT_MORE + 4 * (1 + 3)
-    assert small.limits.slots_per_request == width
+    assert (small.limits.slots_per_request, small.limits.drafts) == (width, 3)
     assert small.limits.max_model_len >= longest
     assert small.limits.num_pages > 1 + small.requests * small.limits.pages_per_request
     assert small.limits.num_slots > 1 + small.requests * width
+    assert small.limits.num_seats > 1 + small.requests
+
+
+@pytest.mark.parametrize("drafts", range(8))
+def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts):
+    graphs = (entry("decode", 4, drafts + 1, DISPATCHED), entry("decode", 5, drafts + 1, DISPATCHED))
+    small = scaled.scaled(manifest(graphs=graphs, limits=Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)), 2)
+    assert small.steps == max(2, -(-(drafts + 2) // 2))
+    longest = 2 * scaled.PROMPT_MORE + scaled.PROMPT_MORE + (drafts + 1) * small.steps * len(small.cases)
+    assert small.limits.max_model_len >= longest
+    alone = scaled.scaled(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
+    rows = alone.cases[0].bucket.batch - 1
+    assert alone.steps == max(2, -(-(drafts + 2) // min(2, rows)))
+
+
+def test_a_model_drafts_as_its_artifact_does():
+    for drafts in (0, 2):
+        limits = Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)
+        graphs = (entry("prefill", 1, 512), entry("decode", 4, drafts + 1))
+        small = scaled.scaled(manifest(graphs=graphs, limits=limits), 1)
+        for model in (small.shipped, small.model, small.reference, scaled.full(manifest(limits=limits))):
+            assert model.drafting == (drafts > 0)
+            assert ("mtp" in model.params(F32)) == (drafts > 0)
+        names = scaled.draw(small.model, torch.Generator().manual_seed(0))
+        assert any(name.startswith("mtp.") for name in names) == (drafts > 0)
+
+
+def test_log_probabilities_are_told_of_as_many_tokens_as_in_the_artifact():
+    def telling(most):
+        outputs = (Leaf("outputs.tokens", Aval((4, 4), torch.int32)), Leaf("outputs.top_ids", Aval((4, 4, most), torch.int32)))
+        return replace(entry("decode", 4, 4), outputs=outputs)
+
+    assert scaled.scaled(manifest(graphs=(entry("prefill", 1, 512), telling(5))), 1).max_logprobs == 5
+    assert scaled.scaled(manifest(), 1).max_logprobs == 0
 
 
 def test_float_experts_are_compared_with_a_checkpoints_form():

@@ -9,7 +9,7 @@ import pytest
 from npucompile.graphs.types import Bucket
 from npucompile.tools import stages
 
-DECODE, PREFILL = Bucket("decode", 2, 1), Bucket("prefill", 1, 4)
+DECODE, PREFILL = Bucket("decode", 2, 4), Bucket("prefill", 1, 4)
 
 
 @pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=lambda b: b.name)
@@ -34,8 +34,23 @@ def test_numbers_are_those_of_the_plan(tiny, tiny_checkpoint):
         assert one.memory["peak_bytes"] > 0
         assert set(one.cost) == {"flops", "read_bytes", "write_bytes"}
     hidden, vocab = tiny.CONFIG["hidden_size"], tiny.VOCAB
-    assert decode.cost["flops"] > 2 * 2 * hidden * vocab
-    assert prefill.cost["flops"] > decode.cost["flops"]
+    # Of two requests with four candidates each, and three drafts.
+    assert decode.cost["flops"] > 2 * 2 * (4 + 3) * hidden * vocab
+    assert tiny.stage_once(made, Bucket("prefill", 1, 16)).cost["flops"] > prefill.cost["flops"]
+
+
+def test_what_is_asked_of_a_step_is_in_its_graph(tiny, tiny_checkpoint):
+    """Drafts and log probabilities, or neither."""
+    both = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE)
+    neither = tiny.stage_once(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0), Bucket("decode", 2, 1))
+    outputs = {leaf.name: leaf.aval.shape for leaf in both.partitioned.signature.outputs}
+    assert outputs == {
+        "outputs.tokens": (2, 4), "outputs.counts": (2,), "outputs.drafts": (2, 3), "outputs.logits": (2, 4, tiny.VOCAB),
+        "outputs.chosen_logprobs": (2, 4), "outputs.top_ids": (2, 4, 20), "outputs.top_logprobs": (2, 4, 20),
+    }  # fmt: skip
+    assert {leaf.name for leaf in neither.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.logits"}
+    assert [leaf.name for leaf in neither.partitioned.signature.params if ".mtp." in leaf.name] == []
+    assert both.cost["flops"] > 4 * neither.cost["flops"]
 
 
 def test_the_eager_form_is_always_there_and_the_target_only_beside_it(tiny, tiny_checkpoint):
@@ -58,12 +73,12 @@ def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny, ti
     assert one.memory["params_bytes"] == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
 
 
-def test_what_is_for_npus_has_no_eager_form_and_gives_tokens_alone(tiny, tmp_path):
+def test_what_is_for_npus_has_no_eager_form_and_gives_no_logits(tiny, tmp_path):
     made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), backend="null")
     one = stages.stage(made, made.buckets[-1])
     assert one.eager is None
     assert one.texts["lowered"] == one.target.as_text()
-    assert [leaf.name for leaf in one.partitioned.signature.outputs] == ["outputs.tokens"]
+    assert {leaf.name for leaf in one.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.drafts"}
     assert one.memory["state_bytes"] == made.state_bytes
 
 

@@ -16,7 +16,7 @@ from npucompile.lowering.serial import decode, encode
 from npucompile.tools.progress import Progress
 from npucompile.tools.verify import RowByRow, verify
 
-NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q1", "decode-b2-q1", "decode-b4-q1"]
+NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
 @pytest.fixture
@@ -50,33 +50,33 @@ def test_every_bucket_is_measured(tiny, tiny_artifact):
         assert measured["token_mismatches"] == 0
         assert f"{name} (eager) logits within" in said.getvalue()
     # Of the largest bucket: 1, 3 and 4 live rows, each twice.
-    assert found["decode-b4-q1"]["rows"] == 16
+    assert found["decode-b4-q4"]["rows"] == 16
 
 
 @pytest.mark.parametrize(("error", "measured"), [(1e-3, r"logits differ by 0\.\d+"), (float("nan"), "logits differ by inf")])
 def test_an_executable_that_is_wrong_is_named(tiny, own_artifact, stub, error, measured):
-    artifact = tiny.with_compiled(own_artifact, "stub", ["decode-b2-q1"])
+    artifact = tiny.with_compiled(own_artifact, "stub", ["decode-b2-q4"])
     verify(artifact, tiny.QUIET)
     stub.error = error
-    with pytest.raises(VerifyError, match=rf"^decode-b2-q1 \(stub\) against the eager graph: {measured}; legal is at most 1e-05 \(6 rows"):
+    with pytest.raises(VerifyError, match=rf"^decode-b2-q4 \(stub\) against the eager graph: {measured}; legal is at most 1e-05 \(6 rows"):
         verify(artifact, tiny.QUIET)
 
 
 def test_a_graph_whose_rows_depend_on_their_batch_is_named(tiny, own_artifact):
     """Nothing but the bucket of one row can tell: the reference itself is wrong."""
-    artifact = doctored(tiny, own_artifact, "decode-b4-q1")
-    with pytest.raises(VerifyError, match=r"^decode-b4-q1 \(eager\) against eager rows run alone: (logits|state) differ by"):
+    artifact = doctored(tiny, own_artifact, "decode-b4-q4")
+    with pytest.raises(VerifyError, match=r"^decode-b4-q4 \(eager\) against eager rows run alone: (logits|state) differ by"):
         verify(artifact, tiny.QUIET)
 
 
 def test_a_reference_that_is_not_served_is_enough(tiny, own_artifact):
     def change(manifest, _):
-        single = [entry for entry in manifest.graphs if entry.bucket == Bucket("decode", 1, 1)]
+        single = [entry for entry in manifest.graphs if entry.bucket == Bucket("decode", 1, 4)]
         return replace(manifest, graphs=tuple(e for e in manifest.graphs if e not in single), references=tuple(single))
 
     tiny.published(own_artifact, change)
-    artifact = doctored(tiny, own_artifact, "decode-b2-q1")
-    with pytest.raises(VerifyError, match=r"decode-b2-q1 .*against eager rows run alone"):
+    artifact = doctored(tiny, own_artifact, "decode-b2-q4")
+    with pytest.raises(VerifyError, match=r"decode-b2-q4 .*against eager rows run alone"):
         verify(artifact, tiny.QUIET)
 
 
@@ -96,24 +96,30 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     manifest = artifact.manifest
     entries = {entry.bucket.name: entry for entry in manifest.graphs}
-    entry = entries["decode-b4-q1"]
-    single, whole = (load_compiled(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q1", "decode-b4-q1"))
+    entry = entries["decode-b4-q4"]
+    single, whole = (load_compiled(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q4", "decode-b4-q4"))
     weights = artifact.load_weights()
     values = {
-        "tokens": [[3], [0], [9], [0]], "starts": [0, 0, 0, 0], "lengths": [1, 0, 1, 0],
-        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "read_slots": [0] * 4, "write_slots": [[1], [0], [2], [0]],
-        "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0]] * 4,
+        "seats": [1, 0, 2, 0], "drafts": [3, 0, 1, 0], "base": [0] * 4, "logprobs": [1, 0, 0, 0],
+        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "write_slots": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
+        "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0] * 7] * 4,
     }  # fmt: skip
 
     def operands():
         state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
+        seats = state[[leaf.name for leaf in manifest.state].index("state.seats")]
+        seats[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
         inputs = [torch.tensor(values[leaf.name.split(".")[1]], dtype=leaf.aval.dtype) for leaf in entry.inputs]
         return [*(weights[leaf.name] for leaf in manifest.params), *state, *inputs]
 
-    tokens, logits = RowByRow(single, entry, artifact)(operands())
-    expected_tokens, expected_logits = whole(operands())
-    for row in (0, 2):
-        assert torch.equal(tokens[row], expected_tokens[row])
-        assert torch.allclose(logits[row], expected_logits[row], atol=1e-5)
-    assert not logits[1].any()
-    assert not logits[3].any()
+    ours, theirs = operands(), operands()
+    first, last = len(manifest.params), len(manifest.params) + len(manifest.state)
+    for found, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
+        for row in (0, 2):
+            assert torch.allclose(found[row], expected[row], atol=1e-5)
+        assert found[0].any()
+        assert not found[1].any()
+        assert not found[3].any()
+    for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
+        # What padding leaves in the null page, slot and seat is nobody's.
+        assert torch.allclose(mine[1:], its[1:], atol=1e-5)

@@ -9,7 +9,7 @@ from npucompile.lowering.artifact import Artifact
 from npucompile.tools import verify_mesh as module
 from npucompile.tools.verify_mesh import verify_mesh
 
-NAMES = ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
+NAMES = ["prefill-b1-q4", "decode-b1-q4", "decode-b2-q4"]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,3 @@ def test_without_weights_nothing_can_run(tiny, artifact, monkeypatch):
     monkeypatch.setattr(module, "load_shard", without)
     with pytest.raises(ArtifactError, match="built without weights"):
         verify_mesh(artifact, tiny.QUIET)
-
-
-def test_the_worse_of_two_verdicts_is_kept():
-    one, other = module.Verdict(1, 0.5, 0.1, 0), module.Verdict(2, 0.2, 0.3, 4)
-    assert module._worse(one, other) == module.Verdict(3, 0.5, 0.3, 4)

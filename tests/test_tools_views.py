@@ -26,7 +26,7 @@ LAYER = [
 GE = ["HcomAllGather", "HcomReduceScatter", "MoeDistributeDispatchV2", "MoeDistributeCombineV2"]
 LAST = ("all_gather_into_tensor", "tp", "i32[4,1]")
 TALKS = (*LAYER * 3, LAST)
-PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, Limits(128, 2, 2, 128))
+PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
 
 
 def container(talks: list[tuple[str, str, str]], *, chained: bool = True) -> Container:

@@ -11,10 +11,11 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,7 +31,7 @@ from npucompile.lowering.backends import eager
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.runtime.executor import Executor
-from npucompile.tools import build, build_device, device_pool, stages
+from npucompile.tools import build, build_device, check, device_pool, stages
 from npucompile.tools.cli import main
 from npucompile.tools.plan import Options, Plan, plan
 from npucompile.tools.progress import Progress
@@ -42,6 +43,7 @@ CONFIG: dict[str, Any] = {
     "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "eos_token_id": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "mtp_num_hidden_layers": 1,
 }  # fmt: skip
 NPU_SIZES: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "hidden_size": 64, "num_attention_heads": 4,
@@ -53,19 +55,31 @@ NPU_SIZES: dict[str, Any] = {
 
 VOCAB, EOS = 260, 256
 BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
+AGREEMENT = 40.0
+"""How much the last token outweighs all before it: of ten drafts about four are right, and greedy streams do not all run in circles."""
+UNTAKEN = -(10**6)
+"""What a poisoned seat holds: no token, and no place."""
 QUIET = Progress(quiet=True)
 
 
-def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, **changes: Any) -> Path:
-    """A checkpoint in the layout of Hugging Face, with a byte-level tokenizer: ids below 256 are bytes."""
+def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agreeing: bool = False, **changes: Any) -> Path:
+    """A checkpoint in the layout of Hugging Face, with a byte-level tokenizer: ids below 256 are bytes.
+
+    A drawn draft head is as good as never right; an agreeing one is now and then.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
     (directory / "config.json").write_text(json.dumps(config))
-    params = registry.from_config(directory.name, config).params(torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = initialise(params, generator)
-    # Away from zeros and ones, so that no parameter can be dropped without a change of tokens.
-    noisy = tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
+    model, generator = registry.from_config(directory.name, config), torch.Generator().manual_seed(seed)
+    params = model.family.abstract_params(model.config, torch.float32)
+    noisy: dict[str, Any] = {}
+    # The draft head last: with it and without it the same seed gives the same layers.
+    for part in (model.params(torch.float32), {name: params[name] for name in params if name == model.family.DRAFT}):
+        drawn = initialise(part, generator)
+        # Away from zeros and ones, so that no parameter can be dropped without a change of tokens.
+        noisy |= tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
+    if agreeing:
+        _agree(noisy, noisy[model.family.DRAFT])
     checkpoint.save(params, noisy, directory)
     if tokenizer:
         table = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
@@ -73,6 +87,14 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, **c
         table.decoder = decoders.ByteLevel()
         table.save(str(directory / "tokenizer.json"))
     return directory
+
+
+def _agree(weights: dict[str, Any], head: dict[str, Any]) -> None:
+    """Lets the next token follow mostly from the last one, to the model and to its draft head."""
+    weights["embed"] *= AGREEMENT
+    head["fc"][:, : len(head["fc"])] += AGREEMENT * torch.eye(len(head["fc"]))
+    head["norm_embedding"].zero_()
+    head["norm"].copy_(weights["norm"])
 
 
 def planned(model: Path, **options: Any) -> Plan:
@@ -96,7 +118,8 @@ _STAGED: dict[object, stages.Staged] = {}
 
 def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
-    key = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.mesh, made.target, bucket)
+    what = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
+    key = (*what, made.mesh, made.target, bucket)
     if key not in _STAGED:
         _STAGED[key] = stages.stage(made, bucket)
     return _STAGED[key]
@@ -181,8 +204,7 @@ class Stub:
             backend = stub.name
 
             def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                tokens, logits = run(operands)
-                return [tokens, logits + stub.error]
+                return [result + stub.error if result.shape[-1] == VOCAB else result for result in run(operands)]
 
         return Executable()
 
@@ -248,7 +270,7 @@ class Narrowed:
     def __init__(self, executor: Executor, buckets: Sequence[Bucket], **limits: int) -> None:
         self.executor, self.buckets = executor, tuple(buckets)
         self.limits: Limits = replace(executor.limits, **limits)
-        self.vocab_size = executor.vocab_size
+        self.vocab_size, self.max_logprobs = executor.vocab_size, executor.max_logprobs
 
     def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         assert bucket in self.buckets
@@ -261,10 +283,64 @@ class Narrowed:
         return self.executor.compiles()
 
 
+class Launching:
+    """An executor that runs the steps of another one in a thread of its own, in the order in which they are launched.
+
+    Attributes:
+        most_in_flight: most steps launched whose outcome nobody had read.
+    """
+
+    run_ahead = 1
+
+    def __init__(self, executor: Executor | Narrowed) -> None:
+        self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
+        self.vocab_size, self.max_logprobs = executor.vocab_size, executor.max_logprobs
+        self.most_in_flight = self._in_flight = 0
+        self._thread = ThreadPoolExecutor(1)
+
+    def launch(self, bucket: Bucket, inputs: Sequence[Mapping[str, Any]]) -> Launched:
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        return Launched(self, self._thread.submit(lambda: [self.executor.run(bucket, one) for one in inputs]))
+
+    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise AssertionError("an engine launches where it can")
+
+    def read(self) -> None:
+        self._in_flight -= 1
+
+    def refresh(self) -> bool:
+        return self.executor.refresh()
+
+    def compiles(self) -> int:
+        return self.executor.compiles()
+
+    def __enter__(self) -> Launching:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+
+
+class Launched(NamedTuple):
+    """A step that runs, or waits for its turn."""
+
+    launching: Launching
+    outcome: Future[list[Mapping[str, Any]]]
+
+    def result(self) -> list[Mapping[str, Any]]:
+        self.launching.read()
+        return self.outcome.result()
+
+
 def poison(executor: Executor) -> None:
-    """Fills every state pool with NaN: what a request did not write itself must not reach it."""
-    for pool in executor._state:
-        pool.fill_(float("nan"))
+    """Fills every state pool with NaN, and every seat with what no step can start from: a request must see only what it wrote itself."""
+    for leaf, pool in zip(executor.artifact.manifest.state, executor._state, strict=True):
+        if check.is_seats(leaf):
+            # The null seat is what rows of padding start from.
+            pool[1:] = UNTAKEN
+        else:
+            pool.fill_(float("nan"))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 from ..graphs.errors import SpecError
+from ..graphs.types import Aval
 from ..lowering.artifact import Artifact, GraphEntry, Manifest
 from ..lowering.executable import Executable, check_operands, load_compiled
-from ..runtime.buckets import Row, pack, write_width
+from ..runtime.buckets import DecodeRow, PrefillRow, pack
 from .bench_machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
 from .bench_report import Column, Table, Value
 from .bench_stats import Clock, interleave, ratio, seconds_per_call, spread
@@ -58,6 +59,7 @@ class Case:
         rows: live rows; fewer than the batch where the artifact has not the slots for more.
         executables: "eager", and "compiled" where there is one; all over the same operands.
         read_bytes: what a step must read.
+        seats: the pool of seats among the operands, and what it holds before every step.
     """
 
     entry: GraphEntry
@@ -66,6 +68,13 @@ class Case:
     executables: Mapping[str, Executable]
     operands: Sequence[torch.Tensor]
     read_bytes: int
+    seats: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def again(self, executable: Executable) -> None:
+        """Runs the step once more, from where it started: each step leaves another start for the next one."""
+        if self.seats is not None:
+            self.seats[0].copy_(self.seats[1])
+        executable(self.operands)
 
 
 def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> Case:
@@ -80,7 +89,9 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
         executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
     operands, rows = step_operands(manifest, params, entry, context)
     check_operands(operands, manifest.signature(entry))
-    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context))
+    at = len(params) + [leaf.name for leaf in manifest.state].index("state.seats")
+    kept = (operands[at], operands[at].clone())
+    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), kept)
 
 
 def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> tuple[list[torch.Tensor], int]:
@@ -91,21 +102,32 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
     limits, bucket = manifest.limits, entry.bucket
     generator = torch.Generator().manual_seed(SEED)
     draw = random.Random(SEED)
-    vocab, width, pages = int(manifest.model["vocab_size"]), write_width(bucket), -(-(context + bucket.q_len) // limits.page_size)
-    live = min(bucket.batch, (limits.num_slots - 1) // limits.slots_per_request, (limits.num_pages - 1) // pages)
-    rows = [
-        Row(
-            tokens=[draw.randrange(vocab) for _ in range(bucket.q_len)],
-            start=context,
-            pages=[1 + i * pages + page for page in range(pages)],
-            read_slot=1 + i * limits.slots_per_request,
-            write_slots=[1 + i * limits.slots_per_request + min(j, limits.slots_per_request - 1) for j in range(width)],
-        )
-        for i in range(live)
-    ]
-    state = [(0.1 * torch.randn(leaf.aval.shape, generator=generator)).to(leaf.aval.dtype) for leaf in manifest.state]
-    inputs = pack(bucket, rows, limits)
+    vocab = int(manifest.model["vocab_size"])
+    # A step that drafts writes beyond its own tokens.
+    pages = -(-min(limits.max_model_len, context + bucket.q_len + limits.drafts) // limits.page_size)
+    live = min(bucket.batch, limits.num_seats - 1, (limits.num_pages - 1) // pages)
+    owned = [[1 + i * pages + page for page in range(pages)] for i in range(live)]
+    slots = [[1 + i * limits.slots_per_request + j for j in range(limits.slots_per_request)] for i in range(live)]
+    tokens = [[draw.randrange(vocab) for _ in range(bucket.q_len)] for _ in range(live)]
+    rows: list[DecodeRow] | list[PrefillRow]
+    if bucket.kind == "decode":
+        rows = [DecodeRow(1 + i, context, owned[i], slots[i], limits.drafts) for i in range(live)]
+    else:
+        rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
+    state = [_filled(leaf.aval, generator) for leaf in manifest.state]
+    held = state[[leaf.name for leaf in manifest.state].index("state.seats")]
+    if bucket.kind == "decode":
+        for i in range(live):
+            held[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=held.dtype)
+    told = any(leaf.name == "inputs.logprobs" for leaf in entry.inputs)
+    inputs = pack(bucket, rows, limits, max_logprobs=int(told))
     return [*params, *state, *(torch.from_numpy(inputs[leaf.name.split(".", 1)[1]]) for leaf in entry.inputs)], live
+
+
+def _filled(aval: Aval, generator: torch.Generator) -> torch.Tensor:
+    if not aval.dtype.is_floating_point:
+        return torch.zeros(aval.shape, dtype=aval.dtype)
+    return (0.1 * torch.randn(aval.shape, generator=generator)).to(aval.dtype)
 
 
 def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
@@ -114,8 +136,10 @@ def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
     The graph's own count is made before any context is known, and has every row's whole page table in it.
     """
     limits, bucket = manifest.limits, entry.bucket
-    pools = [leaf.aval for leaf in manifest.state if leaf.aval.axes[0] == "pages"]
-    per_token = sum(pool.nbytes for pool in pools) // (limits.num_pages * limits.page_size)
+    # The draft head reads its pool once a draft.
+    reads = {leaf.name: 1 if leaf.name.startswith("state.layers.") else limits.drafts for leaf in manifest.state}
+    pools = sum(reads[leaf.name] * leaf.aval.nbytes for leaf in manifest.state if leaf.aval.axes[0] == "pages")
+    per_token = pools // (limits.num_pages * limits.page_size)
     beyond = limits.max_model_len - min(limits.max_model_len, context + bucket.q_len)
     return int(entry.cost["read_bytes"]) - bucket.batch * beyond * per_token
 
@@ -211,7 +235,7 @@ def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clo
 
 def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None = None) -> dict[str, list[float]]:
     """Seconds of a step, by executable ("read" is the reader), one value per repetition."""
-    calls = {name: partial(executable, case.operands) for name, executable in case.executables.items()}
+    calls = {name: partial(case.again, executable) for name, executable in case.executables.items()}
     timed = {name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}
     if beside is not None:
         timed["read"] = partial(seconds_per_call, beside.read, clock, calls=STEPS)

@@ -20,9 +20,10 @@ from ..lowering.executable import Executable
 from ..runtime.engine import Engine
 from ..runtime.engine import Executor as Steps
 from ..runtime.executor import Executor
-from ..runtime.request import Event, FinishEvent, Request, TokenEvent
+from ..runtime.request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
 from ..server.client import Client, raise_if_refused
 from ..server.run import serving
+from . import acceptance
 from . import serving as services
 from .bench_report import Column, Table, Value
 from .bench_stats import Clock, interleave, spread
@@ -37,6 +38,7 @@ COLUMNS = (
     Column("step_ms", "decode step ms", 3),
     Column("executable_ms", "of it executable ms", 3),
     Column("host_ms", "of it host ms", 3),
+    Column("acceptance_length", "tokens a step"),
 )
 
 
@@ -81,12 +83,14 @@ class Run:
         token_ids: what each stream was told.
         arrivals: for each stream, (seconds since it was submitted, tokens that arrived then).
         steps: (whole step, inside the executable) seconds of every decode step; empty where that cannot be seen.
+        records: execution record of each stream; empty where they cannot be seen.
     """
 
     seconds: float
     token_ids: tuple[tuple[int, ...], ...]
     arrivals: tuple[tuple[tuple[float, int], ...], ...]
     steps: tuple[tuple[float, float], ...] = ()
+    records: tuple[ExecutionRecord, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,7 +168,8 @@ def through_engine(executor: Steps, calls: Sequence[tuple[str, float]], load: Lo
         taken = clock() - started
         steps += [(taken, seconds) for kind, seconds in calls[before:] if kind == "decode"]
     seconds = clock() - began
-    return Run(seconds, tuple(sink.result() for sink in sinks), tuple(tuple(sink.arrivals) for sink in sinks), tuple(steps))
+    records = tuple(sink.end.record for sink in sinks if sink.end)
+    return Run(seconds, tuple(sink.result() for sink in sinks), tuple(tuple(sink.arrivals) for sink in sinks), tuple(steps), records)
 
 
 class _Sink:
@@ -236,6 +241,7 @@ def row(load: Load, path: str, runs: Sequence[Run]) -> dict[str, Value]:
         found["step_ms"] = spread(1e3 * statistics.median(step for step, _ in run.steps) for run in runs)
         found["executable_ms"] = spread(1e3 * statistics.median(inner for _, inner in run.steps) for run in runs)
         found["host_ms"] = spread(1e3 * statistics.median(step - inner for step, inner in run.steps) for run in runs)
+    found["acceptance_length"] = acceptance.length([record for run in runs for record in run.records])
     return found
 
 
@@ -279,5 +285,6 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
         "websocket: server and client run in one process, all streams on one connection; a token that completes no character arrives "
         "with the next that does",
         "host: what surrounds the executable in a decode step: scheduling, packing inputs, book-keeping, events",
+        "tokens a step: that verifies drafts, of each request in it: the drafts it accepts and the token after them",
     )
     return Table("streams", "Throughput through the whole engine", COLUMNS, tuple(rows), notes)

@@ -53,7 +53,7 @@ def _build(plan: planning.Plan, out: Path, cache: Path, progress: Progress, jobs
 def plan_lines(plan: planning.Plan) -> list[str]:
     """What will be built, as a person reads it."""
     sizes = f"{plan.params_bytes / 1e6:,.1f} MB of weights, {plan.state_bytes / 1e6:,.1f} MB of state"
-    requests = (plan.limits.num_slots - 1) // plan.limits.slots_per_request
+    requests = plan.limits.num_seats - 1
     lines = [
         f"{plan.found.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
         f"  {sizes}{' a device' if plan.mesh.size > 1 else ''}; context {plan.limits.max_model_len}, {requests} requests in flight"
@@ -61,7 +61,7 @@ def plan_lines(plan: planning.Plan) -> list[str]:
         *(f"  {note}" for note in plan.notes),
     ]
     if plan.mesh.size > 1 or plan.on_device:
-        drafts = f", {plan.limits.slots_per_request - 1} drafts" if plan.on_device else ""
+        drafts = f", {plan.limits.drafts} drafts" if plan.on_device else ""
         lines.insert(1, f"  target {plan.target.name}, mesh {plan.mesh} ({plan.mesh.size} ranks), quantization {plan.quantization}{drafts}")
     return lines
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..graphs import report, tree
+from ..graphs import report
 from ..graphs.trace import signature_of
 from ..graphs.types import DTYPE_NAMES, Bucket, Leaf
 from ..lowering.artifact import ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
@@ -24,6 +23,7 @@ from .journal import Journal
 from .plan import Plan
 from .progress import Progress
 from .report import Report
+from .scaled import share
 from .stages import partition_bucket
 
 
@@ -79,6 +79,7 @@ def plan_key(plan: Plan, bucket: Bucket) -> str:
         repr(plan.model.config),
         repr(bucket),
         repr(plan.limits),
+        plan.max_logprobs,
         str(plan.dtype),
         str(plan.mesh),
         repr(plan.rules(bucket)),
@@ -125,17 +126,14 @@ def _memory(plan: Plan, described: Manifest, entries: tuple[GraphEntry, ...]) ->
     """What one device holds; without entries, of its weights, pools and communication alone."""
     config, ranks = plan.model.config, plan.mesh.size
     experts = getattr(config, "num_experts", 0)
-    # Tokens of one rank, all of them where a group has fewer than ranks.
-    shares = [math.ceil(b.tokens / plan.mesh.axis("tp")) if b.tokens >= plan.mesh.axis("tp") else b.tokens for b in plan.buckets]
-    share = max((share for share in shares if share <= config.variant.most_dispatched), default=0)
+    sent = max((tokens for tokens in _shares(plan) if tokens <= config.variant.most_dispatched), default=0)
     window = 0
-    if experts and ranks > 1 and share:
-        window = memory.dispatch_window_bytes(plan.target, share, config.hidden_size, experts, config.num_experts_per_tok, ranks)
-    weights, pools = _draft_head(plan)
+    if experts and ranks > 1 and sent:
+        window = memory.dispatch_window_bytes(plan.target, sent, config.hidden_size, experts, config.num_experts_per_tok, ranks)
     groups = {group for entry in entries for _, group, _ in entry.collectives} or {"tp", "world"}
-    planned = memory.plan_memory(
+    return memory.plan_memory(
         described.params,
-        (*described.state, *pools),
+        described.state,
         plan.mesh,
         plan.rules(),
         plan.target,
@@ -143,9 +141,8 @@ def _memory(plan: Plan, described: Manifest, entries: tuple[GraphEntry, ...]) ->
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
         communicators=memory.communicators(plan.mesh, groups, window),
+        draft=f"params.{plan.model.family.DRAFT}.",
     )
-    held = sum(memory.local_bytes(leaf.aval, plan.mesh, plan.rules()) for leaf in weights)
-    return replace(planned, parts=(*planned.parts, memory.Part("draft head", held, "unquantised; its pages are among the KV pages")))
 
 
 def _sketches(plan: Plan) -> tuple[GraphEntry, ...]:
@@ -158,18 +155,11 @@ def _sketches(plan: Plan) -> tuple[GraphEntry, ...]:
     return tuple(found)
 
 
-def _draft_head(plan: Plan) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """Parameters and pools of the draft head. No graph reads them yet, but who verifies drafts needs room for what makes them."""
-    family, config = plan.model.family, plan.model.config
-    plain = replace(config, variant=replace(config.variant, attention="plain", experts="grouped"))
-    if plan.phase != "prefill" and plan.limits.slots_per_request == 1:
-        return (), ()
-    params = family.abstract_params(plain, plan.dtype).get("mtp", {})
-    state = family.abstract_state(plain, plan.limits, plan.dtype).get("mtp", {})
-    return (
-        tuple(Leaf(f"params.mtp.{name}", param.aval) for name, param in tree.flatten(params)),
-        tuple(Leaf(f"state.mtp.{name}", aval) for name, aval in tree.flatten(state)),
-    )
+def _shares(plan: Plan) -> Iterator[int]:
+    """Tokens of one rank in every pass over layers: the model's, and the draft head's over one token a row."""
+    for bucket in plan.buckets:
+        for tokens in (bucket.tokens, *((bucket.batch,) if plan.limits.drafts > 1 else ())):
+            yield share(bucket, tokens, plan.mesh.axis("tp"))
 
 
 def _bytes(leaves: tuple[Leaf, ...]) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import click
 import torch
 
 from ..graphs.errors import ArtifactMissing, SpecError
 from ..lowering.artifact import Artifact
-from . import bench_build, bench_load, bench_machine, bench_peer, bench_step, bench_streams
+from ..models import registry
+from ..server.text import TextCodec
+from . import bench_build, bench_load, bench_machine, bench_peer, bench_speculation, bench_step, bench_streams
 from . import build as building
 from . import plan as planning
 from .bench_report import Table, as_data, as_markdown, as_text
@@ -20,8 +23,8 @@ from .cli import Home
 from .locate import artifact_path
 from .progress import Progress
 
-FIGURES = ("build", "load", "decode", "prefill", "streams", "peer")
-SLOW = ("build",)
+FIGURES = ("build", "load", "decode", "prefill", "streams", "speculation", "peer")
+SLOW = ("build", "speculation")
 """Figures that are measured only when named."""
 
 BUSY = 0.5
@@ -38,6 +41,7 @@ class Settings:
         rounds: of what takes longer: fresh processes, whole loads.
         builds: rounds of builds.
         jobs: graphs compiled at a time.
+        prompts: file of prompts for speculation; None is the model's own.
     """
 
     loads: tuple[Load, ...]
@@ -45,6 +49,7 @@ class Settings:
     rounds: int
     builds: int
     jobs: int
+    prompts: Path | None = None
 
 
 @click.command("bench")
@@ -57,6 +62,9 @@ class Settings:
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams and peer.")
 @click.option("--builds", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of a build.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="Prompts for speculation, one a line.  [default: the model's own]"
+)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print Markdown, as in docs/benchmarks.md.")
@@ -72,6 +80,7 @@ def command(
     rounds: int,
     builds: int,
     jobs: int,
+    prompts: Path | None,
     threads: int | None,
     as_json: bool,
     markdown: bool,
@@ -88,7 +97,7 @@ def command(
     if threads:
         torch.set_num_threads(threads)
     wanted = figure_names(only) if only is not None else None
-    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in counts(streams)), repetitions, rounds, builds, jobs)
+    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in counts(streams)), repetitions, rounds, builds, jobs, prompts)
     progress = Progress()
     machine = bench_machine.describe()
     if machine.load > BUSY:
@@ -147,7 +156,7 @@ def measure(
     sources: dict[str, Callable[[], list[Table]]] = {}
     if wanted != ("build",):
         artifact = find_or_build(home, name, progress)
-        if {"load", "streams", "peer"} & set(wanted):
+        if {"load", "streams", "speculation", "peer"} & set(wanted):
             for load in settings.loads:
                 load.check(artifact.manifest.limits.max_model_len)
         subject = describe(artifact)
@@ -177,8 +186,31 @@ def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progre
         "decode": lambda: bench_step.decode(artifact, settings.repetitions, progress),
         "prefill": lambda: [bench_step.prefill(artifact, settings.repetitions, progress)],
         "streams": lambda: [bench_streams.streams(artifact, settings.loads, settings.rounds, progress)],
+        "speculation": lambda: [speculation(artifact, home, settings, progress)],
         "peer": lambda: [bench_peer.peer(artifact, settings.loads, settings.rounds, progress)],
     }
+
+
+def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> Table:
+    """What drafting gains; the same artifact without drafts is built beside it, or brought up to date.
+
+    Raises:
+        SpecError: the artifact does not draft, was built on another machine, or there are no prompts for its model.
+    """
+    manifest = artifact.manifest
+    if not manifest.limits.drafts:
+        raise SpecError(f"{artifact.path} drafts nothing; legal is one built with --speculative-tokens of at least 1")
+    found = registry.find(manifest.build_arguments[0])
+    path = settings.prompts or (found.checkpoint_dir / "prompts.txt" if found.checkpoint_dir else None)
+    if path is None or not path.is_file():
+        raise SpecError(f"no prompts for {found.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
+    if manifest.tokenizer is None:
+        raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
+    texts = bench_speculation.read_prompts(path, TextCodec.load(artifact.path / manifest.tokenizer))
+    options = replace(bench_build.options(manifest.build_arguments), num_speculative_tokens=0)
+    beside = artifact.path.with_name(f"{artifact.path.name}-k0")
+    plain = building.build(planning.plan(options), beside, home.cache, progress, jobs=settings.jobs)
+    return bench_speculation.speculation(artifact, Artifact.open(plain.path), texts, settings.loads, settings.rounds, progress)
 
 
 def describe(artifact: Artifact) -> dict[str, str]:

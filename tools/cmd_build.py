@@ -51,7 +51,14 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
 @click.option("--deployment", metavar="ID", help="A published deployment: target, mesh and sizes (`npucompile deployments` lists them).")
 @click.option("--phase", type=click.Choice(["prefill", "decode"]), help="One side of a deployment that splits them.  [default: both]")
 @click.option("--quantization", type=click.Choice(choices.SCHEMES), help="How parameters are held.  [default: none, or the deployment's]")
-@click.option("--speculative-tokens", "num_speculative_tokens", type=click.IntRange(0, 7), help="Drafts that a decode step verifies.")
+@click.option(
+    "--speculative-tokens", "num_speculative_tokens", type=click.IntRange(0, 7),
+    help="Tokens that each step drafts and the next one verifies.  [default: 3 with a draft head, or the deployment's]",
+)  # fmt: skip
+@click.option(
+    "--max-logprobs", type=click.IntRange(0, 20),
+    help="Of how many most likely tokens a request may ask the log probabilities.  [default: 20, for NPUs 0]",
+)  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--patience", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")

@@ -21,7 +21,18 @@ from ..server.client import stream_text
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this probability.")
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
 @click.option("--seed", type=int, default=None, help="Repeatable sampling.")
-def command(prompt: str, url: str, max_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> None:
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
+def command(
+    prompt: str,
+    url: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    speculative_tokens: int | None,
+) -> None:
     """Stream the continuation of PROMPT from `npucompile serve`.
 
     Example: npucompile chat "In the beginning" --temperature 0.7 --top-p 0.9
@@ -29,6 +40,8 @@ def command(prompt: str, url: str, max_tokens: int, temperature: float, top_k: i
     options: dict[str, Any] = {"max_output_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if seed is not None:
         options["seed"] = seed
+    if speculative_tokens is not None:
+        options["speculative_tokens"] = speculative_tokens
 
     async def stream() -> None:
         async for delta in stream_text(url, prompt, **options):

@@ -17,7 +17,10 @@ from ..lowering.artifact import Artifact
 from ..runtime.executor import Executor
 from ..runtime.request import Sampling
 from ..runtime.sharded import ShardedExecutor
+from ..server.logprobs import token_objects
+from ..server.spelling import Spelling
 from ..server.text import TextCodec
+from . import acceptance
 from . import build as building
 from . import plan as planning
 from .cli import Home
@@ -38,6 +41,8 @@ from .progress import Progress
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random stream of the request.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of the text.")
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
+@click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of so many most likely tokens.")
 @click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model afresh, uncompiled, in this type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
@@ -53,6 +58,8 @@ def command(
     min_p: float,
     seed: int,
     ignore_eos: bool,
+    speculative_tokens: int | None,
+    logprobs: int | None,
     dtype: str | None,
     as_json: bool,
 ) -> None:
@@ -65,6 +72,8 @@ def command(
     """
     if (prompt is None) == (token_ids is None):
         raise SpecError("give exactly one of --prompt and --token-ids")
+    if logprobs is not None and not as_json:
+        raise SpecError("--logprobs is told with --json only; legal is both, or neither")
     asked = parse_ids(token_ids) if token_ids is not None else None
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     settings, place = Settings(), place_of(home.environment)
@@ -81,10 +90,12 @@ def command(
         team = stack.enter_context(leading(artifact, place, settings, home.environment))
         executor = team.executor() if team else Executor(artifact)
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
-        (done,) = complete(executor, [ids], sampling, max_tokens, stop)
+        asked_for = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
+        (done,) = complete(executor, [ids], sampling, max_tokens, stop, **asked_for)
     text = codec.decode(done.token_ids) if codec else ""
     if as_json:
-        click.echo(json.dumps(as_dict(done, text, executor)))
+        told = {"logprobs": logprobs_of(done, codec)} if logprobs is not None else {}
+        click.echo(json.dumps(as_dict(done, text, executor) | told))
         return
     click.echo(text)
     click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
@@ -103,12 +114,19 @@ def as_dict(done: Completion, text: str, executor: Executor | ShardedExecutor) -
             "total_tokens": done.prompt_tokens + done.completion_tokens,
         },
         "acceptance_length": done.acceptance_length,
+        "acceptance_rates": acceptance.rates([done.record]),
         "model": manifest.model["name"],
         "dtype": manifest.dtype,
         "artifact": executor.artifact.digest,
         "backends": executor.backends,
         "record": asdict(done.record),
     }
+
+
+def logprobs_of(done: Completion, codec: TextCodec | None) -> list[dict[str, Any]]:
+    """Log probabilities of the generated tokens, an object each as a server sends them; without a tokenizer their texts are empty."""
+    nothing = Spelling("", b"")
+    return token_objects(codec.spell if codec else lambda _: nothing, done.token_ids, done.logprobs)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

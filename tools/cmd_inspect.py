@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from ..graphs.errors import SpecError
+from ..graphs.types import DTYPE_NAMES, Leaf
 from ..lowering.artifact import Artifact, GraphEntry, Manifest
 from . import views
 from .cli import Home
@@ -58,7 +60,7 @@ def command(
     elif as_json:
         click.echo(json.dumps(as_dict(opened, entries), indent=1))
     else:
-        click.echo("\n".join(table(opened, entries)))
+        click.echo("\n".join([*table(opened, entries), *(signature(entries[0]) if bucket is not None else ())]))
 
 
 def show(shown: list[views.View], as_json: bool, *, one: bool) -> None:
@@ -108,7 +110,7 @@ def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
 
 
 def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
-    """All of a manifest that is not operand by operand."""
+    """All of a manifest but its parameters and its state, one by one."""
     manifest = artifact.manifest
     model = {k: v for k, v in manifest.model.items() if k != "config"} | {"config": json.loads(manifest.model["config"])}
     return {
@@ -121,6 +123,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
         "deployment": manifest.deployment,
         "quantization": manifest.quantization,
         "limits": {name: getattr(manifest.limits, name) for name in manifest.limits.__dataclass_fields__},
+        "max_logprobs": max(entry.max_logprobs for entry in manifest.graphs),
         "memory": {
             "params_bytes": sum(leaf.aval.nbytes for leaf in manifest.params),
             "state_bytes": sum(leaf.aval.nbytes for leaf in manifest.state),
@@ -137,6 +140,8 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
                 "q_len": entry.bucket.q_len,
                 "backend": runs_on(manifest, entry),
                 "digest": entry.digest,
+                "inputs": _types(entry.inputs),
+                "outputs": _types(entry.outputs),
                 "cost": dict(entry.cost),
                 "memory": dict(entry.memory),
                 "collectives": [list(c) for c in entry.collectives],
@@ -151,12 +156,14 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
 def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
     """What a person wants to see first."""
     told = as_dict(artifact, entries)
-    model, memory, limits = told["model"], told["memory"], artifact.manifest.limits
+    model, memory, limits, most = told["model"], told["memory"], artifact.manifest.limits, told["max_logprobs"]
     held = f", {told['quantization']}" if told["quantization"] != "none" else ""
     lines = [
         f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}{held}, mesh {told['mesh']}   {artifact.path}",
         *([f"deployment {told['deployment']}"] if told["deployment"] else []),
-        f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots",
+        f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots, "
+        f"requests in flight: {limits.num_seats - 1}",
+        f"drafts a step: {limits.drafts}; log probabilities: {f'of up to {most} most likely tokens' if most else 'none'}",
         _memory_line(artifact.manifest, memory),
         "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),
         "",
@@ -168,6 +175,17 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
         numbers = f"{flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
         lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9} {numbers}  {proof:<14} {entry.digest[:12]}")
     return lines
+
+
+def signature(entry: GraphEntry) -> list[str]:
+    """What a step of a bucket takes beside parameters and state, and what it gives."""
+    said = {"inputs": _types(entry.inputs), "outputs": _types(entry.outputs)}
+    return ["", *(f"{part:<8} {', '.join(f'{name} {kind}' for name, kind in types.items())}" for part, types in said.items())]
+
+
+def _types(leaves: Sequence[Leaf]) -> dict[str, str]:
+    kinds = {leaf.name.partition(".")[2]: leaf.aval for leaf in leaves}
+    return {name: f"{DTYPE_NAMES[aval.dtype]}[{','.join(map(str, aval.shape))}]" for name, aval in kinds.items()}
 
 
 def _memory_line(manifest: Manifest, memory: dict[str, int]) -> str:

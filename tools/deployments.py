@@ -165,7 +165,8 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     - Pages hold the published cap of cached tokens. Where there is none they hold every request whole; but a prefix that was cached
       already is held once, and where only a context length is published (vLLM hands out whatever memory is left, which no number states)
       all requests together get at most POOL_TOKENS, or one whole context if that is more.
-    - Slots are k+1 a request; 1 where nothing is decoded, for prefill writes the state after its last token only.
+    - Slots are k+1 a request; 1 where nothing is decoded, for prefill writes the state after its last token only. It drafts all the
+      same: the side that decodes begins with its drafts.
 
     Args:
         page_size: P, of the target.
@@ -185,7 +186,7 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     else:
         raise SpecError(f"deployment {deployment.id}, {phase.name}: neither input and output lengths nor a context length are published")
     pages = full if phase.max_total_tokens is None else max(_pages(phase.max_total_tokens, page_size), _pages(longest, page_size))
-    return Limits(page_size, 1 + pages, 1 + requests * slots, _pages(longest, page_size) * page_size, slots)
+    return Limits(page_size, 1 + pages, 1 + requests * slots, _pages(longest, page_size) * page_size, slots, k)
 
 
 def prefill_chunk(deployment: Deployment) -> int:

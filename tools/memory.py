@@ -73,7 +73,7 @@ class MemoryPlan:
         target, mesh: what it is for.
         parts: everything on the device, the runtime's own part included.
         limit_bytes: memory of one rank.
-        page_bytes, slot_bytes: what one more page and one more slot take in all pools together.
+        page_bytes, slot_bytes, seat_bytes: what one more page, slot and seat take in all pools together.
         limits: sizes that were asked for.
     """
 
@@ -83,6 +83,7 @@ class MemoryPlan:
     limit_bytes: int
     page_bytes: int
     slot_bytes: int
+    seat_bytes: int
     limits: Limits
 
     @property
@@ -110,7 +111,7 @@ class MemoryPlan:
     @staticmethod
     def from_dict(told: Mapping[str, Any]) -> MemoryPlan:
         """The plan that `as_dict` wrote."""
-        sizes = {name: told[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes")}
+        sizes = {name: told[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "seat_bytes")}
         return MemoryPlan(parts=tuple(Part(**part) for part in told["parts"]), limits=Limits(**told["limits"]), **sizes)
 
     def check(self) -> None:
@@ -151,15 +152,15 @@ def largest_fitting(plan: MemoryPlan) -> Fitting:
     smaller graphs.
     """
     limits, whole, page = plan.limits, plan.limits.pages_per_request, plan.page_bytes
-    requests, slots = _requests(limits), limits.slots_per_request * plan.slot_bytes
+    requests, own = _requests(limits), limits.slots_per_request * plan.slot_bytes + plan.seat_bytes
     share = min(Fraction(limits.num_pages - 1, requests * whole), Fraction(1))
-    pools = (limits.num_pages - 1) * page + requests * slots
+    pools = (limits.num_pages - 1) * page + requests * own
     free = plan.limit_bytes - plan.total_bytes + pools
-    each = whole * share * page + slots
+    each = whole * share * page + own
     most = math.floor(free / each) if each else requests
-    if slots or free < whole * page:
-        most = min(most, (free - whole * page) // max(slots, 1))
-    pages = max(free - requests * slots, 0) // page if page else limits.num_pages - 1
+    if own or free < whole * page:
+        most = min(most, (free - whole * page) // max(own, 1))
+    pages = max(free - requests * own, 0) // page if page else limits.num_pages - 1
     context = min(math.floor(pages / (requests * share)), pages) if share else 0
     return Fitting(max(most, 0), context * limits.page_size, pages * limits.page_size)
 
@@ -175,41 +176,49 @@ def plan_memory(
     peak_bytes: int,
     inputs_bytes: int = 0,
     communicators: Sequence[Communicator] = (),
+    draft: str = "",
 ) -> MemoryPlan:
     """What one rank holds.
 
     Args:
         params: parameters with global shapes and logical axes; those with an axis "experts" are told apart.
-        state: pools with global shapes; an axis "pages" or "slots" says what they hold.
+        state: pools with global shapes; an axis "pages", "slots" or "seats" says what they hold.
         mesh: legal on the target.
         rules: which mesh axes a logical axis is split over.
         limits: sizes of the pools.
         peak_bytes: largest sum of live intermediate values of any graph, on one rank.
         inputs_bytes: inputs and results of one step.
         communicators: groups that the graphs talk in, as `communicators` lists them.
+        draft: what the names of the draft head's parameters begin with; "" where there is none.
     """
-    weights = list(params)
+    heads, weights = list[Leaf](), list[Leaf]()
+    for leaf in params:
+        (heads if draft and leaf.name.startswith(draft) else weights).append(leaf)
     expert, other = _split(weights, "experts", mesh, rules)
     pools = list(state)
     kv, _ = _split(pools, "pages", mesh, rules)
-    slots, loose = _split([leaf for leaf in pools if "pages" not in leaf.aval.axes], "slots", mesh, rules)
+    slots, _ = _split(pools, "slots", mesh, rules)
+    seats, _ = _split(pools, "seats", mesh, rules)
+    loose = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - seats
     held = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
     workspace = peak_bytes // WORKSPACE_SHARE
     reserved = target.reserved_bytes(mesh)
     parts = [
         Part("expert weights", expert, _why_experts(weights, mesh, rules)),
         Part("other weights", other, f"{sum('experts' not in leaf.aval.axes for leaf in weights)} parameters, as the mesh splits them"),
+        Part("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
         Part("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
         Part("state slots", slots, f"{held}, {_each(slots, limits.num_slots)} a slot"),
-        Part("other state", loose, "pools of neither pages nor slots"),
+        Part("seats", seats, f"{limits.num_seats} seats, {seats // limits.num_seats} B a seat: what each request goes on with"),
+        Part("other state", loose, "pools of neither pages nor slots nor seats"),
         Part("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
         Part("workspace", workspace, f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"),
         Part("inputs", inputs_bytes, "inputs and results of a step"),
         Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
         Part("runtime", reserved, "what torch_npu never offers" if reserved else "nothing is kept from a rank"),
     ]
-    page, slot = kv // limits.num_pages, slots // limits.num_slots
-    return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), page, slot, limits)
+    each = kv // limits.num_pages, slots // limits.num_slots, seats // limits.num_seats
+    return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *each, limits)
 
 
 def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
@@ -291,7 +300,7 @@ def _each(total: int, count: int) -> str:
 
 
 def _requests(limits: Limits) -> int:
-    return max((limits.num_slots - 1) // limits.slots_per_request, 1)
+    return max(limits.num_seats - 1, 1)
 
 
 def _round_up(size: int, multiple: int) -> int:

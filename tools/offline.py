@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..graphs.errors import NpucompileError
 from ..runtime.device import Executor
 from ..runtime.engine import Engine
-from ..runtime.request import Event, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent
+from ..runtime.request import Event, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Completion:
     Attributes:
         token_ids: what was generated, without the token that stopped it.
         reason: "stop" or "length".
+        logprobs: of each of the tokens, where they were asked for.
     """
 
     prompt_tokens: int
@@ -26,18 +27,28 @@ class Completion:
     completion_tokens: int
     reason: str
     record: ExecutionRecord
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per decode step; the first token comes from prefill."""
-        steps = sum(count for _, count in self.record.decode_steps)
-        return (self.completion_tokens - 1) / steps if steps else 1.0
+        """Mean tokens of a decode step that verifies drafts; 1 without such steps, as every other one gives one."""
+        return self.record.acceptance_length or 1.0
 
 
 def complete(
-    executor: Executor, prompts: Sequence[Sequence[int]], sampling: Sampling, max_tokens: int, stop_token_ids: frozenset[int]
+    executor: Executor,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    max_tokens: int,
+    stop_token_ids: frozenset[int],
+    *,
+    logprobs: int | None = None,
+    speculative_tokens: int | None = None,
 ) -> list[Completion]:
     """Runs prompts to their ends, batched together as a server would.
+
+    Args:
+        logprobs, speculative_tokens: as in `Request`.
 
     Raises:
         RequestError: a prompt can never be served.
@@ -46,7 +57,7 @@ def complete(
     engine = Engine(executor, refresh_every_s=None)
     collected = [_Collector() for _ in prompts]
     for i, (prompt, sink) in enumerate(zip(prompts, collected, strict=True)):
-        engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids), sink)
+        engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens), sink)
     while not all(sink.done.is_set() for sink in collected):
         engine.step()
     return [sink.result() for sink in collected]
@@ -57,18 +68,21 @@ class _Collector:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.end: FinishEvent | None = None
         self.done = threading.Event()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self.tokens.extend(event.token_ids)
+            self.logprobs.extend(event.logprobs)
         else:
             self.end = event
             self.done.set()
 
     def result(self) -> Completion:
-        assert self.end is not None
-        if self.end.reason == "error":
-            raise NpucompileError(f"generation failed: {self.end.message}")
-        return Completion(self.end.prompt_tokens, tuple(self.tokens), self.end.completion_tokens, self.end.reason, self.end.record)
+        end = self.end
+        assert end is not None
+        if end.reason == "error":
+            raise NpucompileError(f"generation failed: {end.message}")
+        return Completion(end.prompt_tokens, tuple(self.tokens), end.completion_tokens, end.reason, end.record, tuple(self.logprobs))

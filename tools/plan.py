@@ -23,6 +23,8 @@ DEFAULT_MODEL_LEN = 1024
 DEVICE_MODEL_LEN = 4096
 DEVICE_CHUNK = 2048
 PAGE_SIZE = 16
+MAX_LOGPROBS = 20
+"""As many as OpenAI's API knows."""
 CPU, ONE = target("cpu"), Mesh()
 
 
@@ -43,6 +45,7 @@ class Options:
         deployment, phase: a published deployment (tools/deployments.py), and which of its instances.
         quantization: scheme that parameters are held in (models/variant.py).
         num_speculative_tokens: k, drafts a decode step verifies.
+        max_logprobs: of how many most likely tokens a request may ask the log probabilities.
     """
 
     model: str
@@ -58,6 +61,7 @@ class Options:
     phase: str | None = None
     quantization: str | None = None
     num_speculative_tokens: int | None = None
+    max_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Plan:
         limits: of one dp group.
         notes: choices the plan made for the user, each with its reason.
         published: the limits are the deployment's own, not made of a context and a number of requests.
+        max_logprobs: of how many most likely tokens the log probabilities are told; 0 tells none.
     """
 
     found: registry.Found
@@ -85,6 +90,7 @@ class Plan:
     deployment: str = ""
     phase: str = "mixed"
     published: bool = False
+    max_logprobs: int = 0
 
     @property
     def on_device(self) -> bool:
@@ -105,7 +111,7 @@ class Plan:
             "buckets": ",".join(map(str, decode)),
             "prefill": ",".join(map(str, prefill)),
             "max-model-len": "" if self.published else self.limits.max_model_len,
-            "max-num-seqs": "" if self.published else (self.limits.num_slots - 1) // self.limits.slots_per_request,
+            "max-num-seqs": "" if self.published else self.limits.num_seats - 1,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
         }
@@ -113,7 +119,7 @@ class Plan:
             mesh = str(self.mesh) if self.mesh.axes else ""
             options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
-            options |= {"speculative-tokens": self.limits.slots_per_request - 1} if self.on_device and self.phase != "prefill" else {}
+        options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         return (_asked(self.found), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
@@ -160,7 +166,7 @@ def plan(options: Options) -> Plan:
             mesh=options.mesh,
             quantization=options.quantization,
             drafts=options.num_speculative_tokens,
-            drafting=bool(getattr(found.model.config, "mtp_num_hidden_layers", 0)),
+            drafting=found.model.has_draft_head,
         )
     if options.phase and not (device and device.deployment):
         raise SpecError(f"--phase {options.phase} is one side of a deployment that splits them; name it, as in --deployment ID")
@@ -188,11 +194,14 @@ def _for_here(options: Options, found: registry.Found) -> Plan:
     prefill = _prefill(chunks, length)
     if dropped := sorted({chunk for chunk in chunks if chunk > length}):
         notes.append(f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {length}")
-    decode = tuple(Bucket("decode", batch, 1) for batch in batches)
-    limits = Limits(PAGE_SIZE, 1 + sequences * (length // PAGE_SIZE), 1 + sequences, length)
+    drafts, why = _drafts(options, found)
+    notes += [why] if why else []
+    decode = tuple(Bucket("decode", batch, drafts + 1) for batch in batches)
+    limits = Limits(PAGE_SIZE, 1 + sequences * (length // PAGE_SIZE), 1 + sequences * (drafts + 1), length, drafts + 1, drafts)
     scheme = options.quantization or "none"
-    model = _held(found.model, mesh, scheme, torch.float32)
-    made = Plan(found, model, (*prefill, *decode), limits, dtype, backend, tuple(notes), CPU, mesh, scheme)
+    model = replace(_held(found.model, mesh, scheme, torch.float32), drafting=drafts > 0)
+    told = _max_logprobs(options, found, MAX_LOGPROBS)
+    made = Plan(found, model, (*prefill, *decode), limits, dtype, backend, tuple(notes), CPU, mesh, scheme, max_logprobs=told)
     _check_memory(made)
     if never := sorted(set(found.eos_ids) - set(made.eos_ids)):
         note = f"end-of-text ids {never} lie outside the vocabulary of {found.model.config.vocab_size} and end nothing"
@@ -200,13 +209,31 @@ def _for_here(options: Options, found: registry.Found) -> Plan:
     return made
 
 
+def _drafts(options: Options, found: registry.Found) -> tuple[int, str | None]:
+    """k of a build for this machine, and why when the plan chose it."""
+    asked, has = options.num_speculative_tokens, found.model.has_draft_head
+    if asked is None:
+        chosen = plan_device.DEFAULT_DRAFTS if has else 0
+        return chosen, f"each step drafts {chosen} tokens and verifies them in the next (--speculative-tokens to change)" if has else None
+    if not 0 <= asked <= plan_device.MOST_DRAFTS:
+        raise SpecError(f"speculative tokens is {asked}; legal are 0 to {plan_device.MOST_DRAFTS}")
+    if asked and not has:
+        raise SpecError(f"--speculative-tokens {asked}: {found.name} has no draft head (mtp_num_hidden_layers is 0); legal is 0")
+    return asked, None
+
+
+def _max_logprobs(options: Options, found: registry.Found, default: int) -> int:
+    """Of how many most likely tokens log probabilities are told."""
+    most = min(MAX_LOGPROBS, found.model.config.vocab_size)
+    asked = min(default, most) if options.max_logprobs is None else options.max_logprobs
+    if not 0 <= asked <= most:
+        raise SpecError(f"max_logprobs is {asked}; legal for {found.name} are 0 to {most}")
+    return int(asked)
+
+
 def _refuse_for_here(options: Options, found: registry.Found) -> None:
     if options.backend == "ge":
         raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
-    if options.num_speculative_tokens:
-        raise SpecError(
-            f"--speculative-tokens {options.num_speculative_tokens}: graphs that run on this machine verify no drafts yet; legal is 0"
-        )
     if found.checkpoint_dir is None and options.backend != "null":
         raise SpecError(
             f"{found.name} is a set of sizes without weights, and --backend {options.backend or 'inductor'} runs them; "
@@ -229,20 +256,22 @@ def _for_device(options: Options, found: registry.Found, device: plan_device.Dev
     prefill = _prefill(chunks, length) if chunks or options.prefill is not None else ()
     decode = tuple(Bucket("decode", batch, device.drafts + 1) for batch in batches)
     # The recurrent operator of the NPU takes no other state, whatever the model's file or a launch for another kernel says.
-    model = _held(found.model, device.mesh, device.quantization, torch.bfloat16)
+    model = replace(_held(found.model, device.mesh, device.quantization, torch.bfloat16), drafting=device.drafts > 0)
     if not device.target.dispatches:
         # Replaced, not refused: gathering moves more bytes and means the same.
         model = replace(model, config=replace(model.config, variant=replace(model.config.variant, most_dispatched=0)))
     notes = (f"deployment {device.deployment}, {device.phase}",) if device.deployment else ()
     place = (device.target, device.mesh, device.quantization, device.deployment, device.phase, published)
-    return Plan(found, model, (*prefill, *decode), limits, dtype, options.backend or device.target.backend, notes, *place)
+    # Off unless asked for: a device computes them for every row of every step, since no graph depends on who asks.
+    told = _max_logprobs(options, found, 0)
+    return Plan(found, model, (*prefill, *decode), limits, dtype, options.backend or device.target.backend, notes, *place, told)
 
 
 def _device_limits(options: Options, found: registry.Found, device: plan_device.Device) -> tuple[list[int], Limits, bool]:
     """Decode batch sizes, none where nothing is decoded; limits; and whether those are the deployment's own."""
     page, held = device.target.page_size, device.limits
     longest = found.max_position_embeddings // page * page
-    requests = (held.num_slots - 1) // held.slots_per_request if held else 0
+    requests = held.num_seats - 1 if held else 0
     if device.phase == "prefill":
         batches: list[int] = []
         asked = options.max_num_seqs or requests
@@ -259,7 +288,7 @@ def _device_limits(options: Options, found: registry.Found, device: plan_device.
             f"max_model_len is {length}; legal for {found.name} on {device.target.name} is a multiple of {page} up to {longest}"
         )
     slots = 1 if device.phase == "prefill" else device.drafts + 1
-    return batches, Limits(page, 1 + asked * (length // page), 1 + asked * slots, length, slots), False
+    return batches, Limits(page, 1 + asked * (length // page), 1 + asked * slots, length, slots, device.drafts), False
 
 
 def _held(model: step.Model, mesh: Mesh, scheme: str, state_dtype: torch.dtype) -> step.Model:

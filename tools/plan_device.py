@@ -10,7 +10,7 @@ from . import deployments as table
 from .targets import Target, check_mesh, target
 
 DEFAULT_DRAFTS = 3
-"""k where the model drafts and nothing else is said: what every published deployment of these models runs."""
+"""k where the model has a draft head and nothing else is said: what every published deployment of these models runs."""
 
 MOST_DRAFTS = 7
 """The recurrent kernel verifies at most 8 tokens of a request at once."""
@@ -23,7 +23,7 @@ class Device:
     Attributes:
         deployment: its id, "" where the sizes were given one by one.
         phase: "mixed", "prefill" or "decode".
-        drafts: k.
+        drafts: k, of an instance that only prefills too.
         limits, buckets, prefill: None where the deployment says nothing of them.
     """
 
@@ -62,6 +62,9 @@ def decide(
     """
     if drafts is not None and not 0 <= drafts <= MOST_DRAFTS:
         raise SpecError(f"speculative tokens is {drafts}; legal are 0 to {MOST_DRAFTS}: the recurrent kernel verifies no more")
+    if drafts and not drafting:
+        raise SpecError(f"speculative tokens is {drafts}, and {model} has no draft head; legal is 0")
+    drafts = drafts if drafting else 0
     row = table.deployment(deployment) if deployment else None
     if row is None and target_name is None and mesh is None:
         row = table.default_for(model)
@@ -69,8 +72,8 @@ def decide(
         chosen = target(target_name or "cpu")
         if chosen.backend != "ge":
             return None
-        made = Device(chosen, Mesh.parse(mesh or ""), quantization or "none", DEFAULT_DRAFTS if drafting else 0)
-        return _checked(replace(made, drafts=made.drafts if drafts is None else drafts))
+        made = Device(chosen, Mesh.parse(mesh or ""), quantization or "none", DEFAULT_DRAFTS if drafts is None else drafts)
+        return _checked(made)
     if row.model != model:
         raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
     return _checked(_of_row(row, phase, target_name, mesh, quantization, drafts))

@@ -12,8 +12,9 @@ from ..graphs.trace import signature_of
 from ..graphs.types import Leaf, Mesh, Signature
 from ..lowering.shards import coordinates, local_slice
 from ..models import step
-from .check import deviation, is_paged
-from .rehearse import Expected, Script
+from .check import deviation, is_paged, is_seats
+from .drafting import SEATS, alike, check_logprobs, check_seats, drafts, start
+from .rehearse import Expected, Script, seat_pool
 from .scaled import Case, Scaled, held_params
 
 Run = Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]
@@ -52,7 +53,7 @@ class Heard:
     """What ranks gave.
 
     Attributes:
-        turns: outputs of each rank by name, by number of the turn.
+        turns: outputs of each rank by name, and its pool of seats after the step, by number of the turn.
         state: pools of each rank in the end.
         before, after: the same around some of the turns.
     """
@@ -90,20 +91,41 @@ class Cast:
         return Cast(small, script, signature.state, tuple(params))
 
     def replay(self, graphs: Graphs, keep: Collection[int] = ()) -> Heard:
-        """Plays the script: every step is fed as the script has it, whatever ranks gave before; only their state is their own.
+        """Plays the script: every step is fed as the script has it, seats included, whatever ranks gave before.
 
         Args:
             keep: turns around which the state is kept.
         """
         state: States = tuple(self._first(rank) for rank in range(self.small.mesh.size))
-        turns, before, after = {}, {}, {}
-        for number in range(len(self.script.turns)):
+        turns, before, after, seats = {}, {}, {}, seat_pool(self.leaves)
+        for number, turn in enumerate(self.script.turns):
+            for rank, pools in enumerate(state):
+                pools[seats].copy_(turn.seats[self.group(rank)])
             if number in keep:
                 before[number] = self._copied(state)
             turns[number] = self._play(graphs, number, state)
             if number in keep:
                 after[number] = self._copied(state)
+            self._forgive(number, turns[number], state)
         return Heard(turns, state, before, after)
+
+    def _forgive(self, number: int, said: Sequence[Outputs], state: States) -> None:
+        """Rows that sampled another token, as they may, go on with the draft head's cache of the script, as with its tokens."""
+        turn, prefix, page = self.script.turns[number], f"state.{self.small.model.family.DRAFT}.", self.small.limits.page_size
+        for rank, pools in enumerate(state):
+            group = self.group(rank)
+            expected = turn.expected[group]
+            places = [i for i in range(len(expected.rows)) if not alike(turn, group, i, said[rank])] if expected else []
+            if not expected or not places or not self.small.limits.drafts:
+                continue
+            right = self.share(self.script.last[group], rank)
+            for place in places:
+                row = expected.rows[place]
+                at = start(turn, group, row) + torch.arange(expected.taken[place])
+                pages, offsets = turn.inputs[group]["page_table"][row, at // page], at % page
+                for leaf, pool, kept in zip(self.leaves, pools, right, strict=True):
+                    if leaf.name.startswith(prefix):
+                        pool[pages, offsets] = kept[pages, offsets]
 
     def excerpt(self, graphs: Graphs, before: Mapping[int, States]) -> Heard:
         """Plays single turns, each from the state that it is given."""
@@ -121,7 +143,9 @@ class Cast:
             place = torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)
             given = {**turn.inputs[at.get("dp", 0)], "coords": place}
             operands.append([*self.params[rank], *pools, *(given[_short(leaf)] for leaf in signature.inputs)])
-        return tuple(dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands))
+        said = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
+        seats = seat_pool(self.leaves)
+        return tuple({**outputs, SEATS: pools[seats].clone()} for outputs, pools in zip(said, state, strict=True))
 
     def _copied(self, state: States) -> States:
         return tuple([pool.to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state)
@@ -153,7 +177,7 @@ class Cast:
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
                 yield leaf, torch.cat([pool[page, :used] for page, used in self.script.pages[group]] or [pool[0, :0]])
-            else:
+            elif not is_seats(leaf):
                 yield leaf, pool[list(self.script.slots[group])]
 
 
@@ -161,44 +185,48 @@ def against_script(cast: Cast, heard: Heard, allowed: Allowed, what: str) -> dic
     """Compares what ranks gave with what one device gives.
 
     Half of a rank's results and of each pool's live rows must be within `typical`, all logits within `worst`, and each pool within
-    `state`. A greedy token must be the script's where its logit leads by more than the difference of the logits allows.
+    `state`. A greedy token, and a draft, must be the script's where its logit leads by more than the difference of the logits allows.
+    Counts and seats must follow from the tokens and drafts that the rank itself said.
 
     Returns:
-        rows, logits_error, typical_error, state_error, tokens (that had to be equal), token_mismatches (that had not).
+        rows, logits_error, typical_error, state_error, tokens and drafts (that had to be equal), and their mismatches (that had not).
 
     Raises:
         VerifyError: naming the graphs, the step, the rank, the measure, its value and the largest legal one.
     """
     typical = worst = state_error = 0.0
-    rows = tokens = mismatches = 0
+    rows, equals = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
     for rank in range(cast.small.mesh.size):
         where, errors = f"{what}, {_named(rank, cast.small.mesh)}", []
         for number, outputs in heard.turns.items():
-            turn = cast.script.turns[number]
-            expected = turn.expected[cast.group(rank)]
-            if expected is None:
-                continue
+            turn, group, said = cast.script.turns[number], cast.group(rank), outputs[rank]
             step_of = f"{where}, step {number} ({turn.case.bucket.name})"
-            error = _row_errors(expected, outputs[rank]["logits"])
+            if (expected := turn.expected[group]) is None:
+                check_seats(turn, group, said, step_of)
+                continue
+            error = _errors(expected, said["logits"])
             _refuse(float(error.max()), allowed.worst, f"{step_of}: logits")
-            equal, bound = _tokens(expected, outputs[rank]["tokens"], error, allowed.typical)
-            if bool((bound & ~equal).any()):
-                found = outputs[rank]["tokens"][list(expected.rows)].tolist()
-                raise VerifyError(f"{step_of}: rows {expected.rows} say {found}, one device {expected.tokens.tolist()}")
-            errors.append(error)
-            tokens, mismatches = tokens + int(bound.sum()), mismatches + int((~equal & ~bound).sum())
+            _count(equals, "token", expected, said["tokens"], _tokens(expected, said["tokens"], error, allowed.typical), step_of)
+            check_seats(turn, group, said, step_of)
+            if cast.small.limits.drafts:
+                _count(equals, "draft", expected, said["drafts"], drafts(turn, group, said, error.amax(1), allowed.typical), step_of)
+            if cast.small.max_logprobs:
+                check_logprobs(expected, turn.inputs[group]["logprobs"], said, error.clamp(min=allowed.typical), step_of)
+            errors.append(error[_valid(expected)])
         if errors:
             every = torch.cat(errors)
             rows += len(every)
             worst, typical = max(worst, float(every.max())), max(typical, float(every.median()))
             _refuse(float(every.median()), allowed.typical, f"{where}: half of all logits")
             state_error = max(state_error, _check_state(cast, heard, rank, allowed, where))
-    told = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, "tokens": tokens}
-    return {name: float(value) for name, value in told.items()} | {"token_mismatches": float(mismatches)}
+    told = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **equals}
+    return {name: float(value) for name, value in told.items()}
 
 
 def against_each_other(cast: Cast, one: Heard, other: Heard, what: str) -> dict[str, float]:
-    """Compares two graphs that do the same arithmetic, bit for bit: tokens of live rows, and all pools but null pages and slots.
+    """Compares two graphs that do the same arithmetic, bit for bit: tokens of live rows, and all pools but what is null.
+
+    Seats are pools, and hold counts and drafts.
 
     Args:
         one: with the states after every turn that `other` has.
@@ -233,23 +261,36 @@ def _valid(expected: Expected) -> torch.Tensor:
     return torch.arange(expected.tokens.shape[1])[None, :] < torch.tensor(expected.valid)[:, None]
 
 
-def _row_errors(expected: Expected, logits: torch.Tensor) -> torch.Tensor:
-    """Largest difference of each result's logits over the larger of 1 and its largest logit: [results]; infinite where one is NaN."""
-    valid = _valid(expected)
-    wanted, found = expected.logits[valid].float(), logits[list(expected.rows)][valid].float()
+def _errors(expected: Expected, logits: torch.Tensor) -> torch.Tensor:
+    """Largest difference of each result's logits over the larger of 1 and its largest logit: [rows, W].
+
+    Infinite where one is NaN, and 0 where results mean nothing.
+    """
+    wanted, found = expected.logits.float(), logits[list(expected.rows)].float()
     error = (wanted - found).abs().amax(-1) / wanted.abs().amax(-1).clamp(min=1.0)
-    return torch.where(torch.isnan(error), float("inf"), error)
+    return torch.where(_valid(expected), torch.where(torch.isnan(error), float("inf"), error), 0.0)
 
 
 def _tokens(expected: Expected, tokens: torch.Tensor, error: torch.Tensor, typical: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens are the script's, and which must be: [results] bool each."""
-    valid = _valid(expected)
-    logits = expected.logits[valid].float()
+    """Which tokens are the script's or mean nothing, and which must be the script's: [rows, W] bool each."""
+    valid, logits = _valid(expected), expected.logits.float()
     best = logits.topk(2).values
     slack = 2 * error.clamp(min=typical) * logits.abs().amax(-1).clamp(min=1.0)
-    greedy = torch.tensor(expected.greedy)[:, None].expand_as(valid)[valid]
-    bound = torch.where(greedy, best[:, 0] - best[:, 1] > slack, error <= SETTLED)
-    return tokens[list(expected.rows)][valid] == expected.tokens[valid], bound
+    greedy = torch.tensor(expected.greedy)[:, None]
+    bound = torch.where(greedy, best[:, :, 0] - best[:, :, 1] > slack, error <= SETTLED)
+    return (tokens[list(expected.rows)] == expected.tokens) | ~valid, bound & valid
+
+
+def _count(
+    equals: dict[str, int], kind: str, expected: Expected, said: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], what: str
+) -> None:
+    """Counts what is equal where it must be, and what differs where it may; refuses what differs where it must not."""
+    equal, bound = found
+    if bool((bound & ~equal).any()):
+        right = (expected.tokens if kind == "token" else expected.drafts).tolist()
+        raise VerifyError(f"{what}: {kind}s of rows {expected.rows} are {said[list(expected.rows)].tolist()}, one device's {right}")
+    equals[f"{kind}s"] += int(bound.sum())
+    equals[f"{kind}_mismatches"] += int((~equal & ~bound).sum())
 
 
 def _check_state(cast: Cast, heard: Heard, rank: int, allowed: Allowed, where: str) -> float:

@@ -44,8 +44,9 @@ class Form:
         width: Q of decode; for prefill the largest power of two up to 64 that divides it, which is the delta rule's chunk.
         shared: devices of a group share the tokens of a step.
         evenly: without padding them.
-        rows_shared: they share its requests evenly, when sampling.
-        dispatches: tokens are sent to the experts' devices instead of being gathered on all.
+        rows_shared: they share its requests evenly, when sampling and where the draft head takes in one token of each.
+        dispatched: which tokens are sent to the experts' devices instead of being gathered on all: "none", "drafts" (where the draft head
+            takes in one token a row) or "all".
     """
 
     kind: str
@@ -53,13 +54,13 @@ class Form:
     shared: bool
     evenly: bool
     rows_shared: bool
-    dispatches: bool
+    dispatched: str
 
     @staticmethod
-    def of(bucket: Bucket, tp: int, dispatches: bool) -> Form:
+    def of(bucket: Bucket, tp: int, dispatched: str) -> Form:
         """The form of a bucket whose groups have `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatches)
+        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatched)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Scaled:
         cases: prefill first; all run over the same pools.
         limits: of one dp group.
         requests: that every dp group has room for.
+        steps: decode steps of each decode case.
+        max_logprobs: of how many tokens the artifact's graphs tell log probabilities.
     """
 
     shipped: Model
@@ -91,11 +94,14 @@ class Scaled:
     cases: tuple[Case, ...]
     limits: Limits
     requests: int
+    steps: int
+    max_logprobs: int
 
     def held(self, case: Case, dtype: torch.dtype) -> Model:
         """The model of a case's graph that computes in a type: how experts get their tokens is the case's own."""
-        model = self.of(dtype)
-        return model if case.form.dispatches else with_variant(model, replace(model.config.variant, most_dispatched=0))
+        model, rows = self.of(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
+        most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched}[case.form.dispatched]
+        return with_variant(model, replace(model.config.variant, most_dispatched=most))
 
     def of(self, dtype: torch.dtype) -> Model:
         """The model whose graphs compute in a type; its parameters and state are those of all its cases."""
@@ -110,23 +116,27 @@ def scaled(manifest: Manifest, steps: int) -> Scaled:
     """The small image of an artifact.
 
     Args:
-        steps: decode steps of each decode case that requests must have room for.
+        steps: decode steps of each decode case; there are more where so few do not accept every number of drafts.
     """
     mesh, large = mesh_of(manifest), full(manifest)
     small = replace(large, config=scaled_config(large.config, mesh))
     variant = replace(small.config.variant, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
-    cases = scaled_cases(manifest.graphs, mesh.axis("tp"))
+    cases = scaled_cases(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MOST_REQUESTS + 1)
     requests = max(1, min(MOST_REQUESTS, rows - 1))
-    width = max((case.bucket.q_len for case in cases if case.bucket.kind == "decode"), default=0)
-    decoded = width * (1 + steps * sum(case.bucket.kind == "decode" for case in cases))
+    width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
+    # Of three requests one is busy with its end.
+    fewest = min((max(1, min(requests, bucket.batch - 1, 2)) for bucket in decode), default=1)
+    steps = max(steps, -(-(width + 1) // fewest))
+    decoded = width * (1 + steps) * len(decode)
     longest = max(CHUNK_TOKENS, *(case.bucket.q_len for case in cases)) + PROMPT_MORE + decoded
     page, slots = manifest.limits.page_size, manifest.limits.slots_per_request
     pages = -(-longest // page)
-    # Pages and slots that belong to nobody are left, to hold what must never be read.
-    limits = Limits(page, 2 + requests * pages, 2 + requests * slots, pages * page, slots)
-    return Scaled(small, with_variant(small, variant), with_variant(small, plain), mesh, cases, limits, requests)
+    # Pages, slots and a seat that belong to nobody are left, to hold what must never be read.
+    limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
+    held = small, with_variant(small, variant), with_variant(small, plain)
+    return Scaled(*held, mesh, cases, limits, requests, steps, most_logprobs(manifest))
 
 
 def with_variant(model: Model, variant: Variant) -> Model:
@@ -137,7 +147,13 @@ def with_variant(model: Model, variant: Variant) -> Model:
 def full(manifest: Manifest) -> Model:
     """The artifact's own model, held as the artifact holds it."""
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
-    return with_variant(model, variant_of(manifest, model.config))
+    return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
+
+
+def most_logprobs(manifest: Manifest) -> int:
+    """Of how many tokens an artifact's graphs tell log probabilities."""
+    told = [leaf.aval.shape[-1] for entry in manifest.graphs for leaf in entry.outputs if leaf.name == "outputs.top_ids"]
+    return max(told, default=0)
 
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:
@@ -189,7 +205,6 @@ def scaled_config(config: Any, mesh: Mesh) -> Any:
         num_experts_per_tok=min(config.num_experts_per_tok, MOST_CHOICES, max(1, experts // 2)) if experts else 0,
         moe_intermediate_size=32 if config.moe_intermediate_size else 0,
         shared_expert_intermediate_size=8 * max(4, tp) if config.shared_expert_intermediate_size else 0,
-        mtp_num_hidden_layers=0,
     )
 
 
@@ -204,18 +219,24 @@ def period(kinds: tuple[str, ...]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def scaled_cases(entries: Iterable[GraphEntry], tp: int) -> tuple[Case, ...]:
-    """One small bucket for every form among the graphs."""
+def scaled_cases(entries: Iterable[GraphEntry], tp: int, drafts: int) -> tuple[Case, ...]:
+    """One small bucket for every form among the graphs, which draft so many tokens."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
-        forms.setdefault(Form.of(entry.bucket, tp, dispatches(entry)), []).append(entry)
+        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts)), []).append(entry)
     made = [Case(_bucket(form, tuple(held), tp), form, tuple(held)) for form, held in forms.items()]
     return tuple(sorted(made, key=lambda case: (case.form.kind != "prefill", case.form)))
 
 
-def dispatches(entry: GraphEntry) -> bool:
-    """Whether a graph sends tokens to experts' devices."""
-    return any(name == DISPATCH for name, *_ in entry.collectives)
+def dispatched(entry: GraphEntry, drafts: int) -> str:
+    """Which tokens a graph sends to experts' devices, as in `Form`; every pass over a layer has an exchange of its own."""
+    sent = sum(name == DISPATCH for name, *_ in entry.collectives)
+    return "none" if not sent else "drafts" if sent < drafts else "all"
+
+
+def share(bucket: Bucket, tokens: int, tp: int) -> int:
+    """Tokens of one device in a pass over so many, of a bucket's step: groups share those of a step that has a token a device."""
+    return -(-tokens // tp) if bucket.tokens >= tp else tokens
 
 
 def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
@@ -226,7 +247,10 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
         tried = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
-    return next((bucket for bucket in tried if Form.of(bucket, tp, form.dispatches) == form), smallest)
+    # A device that sends the fewer tokens alone must have more in the step.
+    if form.dispatched == "drafts":
+        tried = [bucket for bucket in tried if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
+    return next((bucket for bucket in tried if Form.of(bucket, tp, form.dispatched) == form), smallest)
 
 
 def draw(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:

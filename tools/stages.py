@@ -46,7 +46,7 @@ def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partiti
     Raises:
         GraphError: naming the stage or pass that cannot go on.
     """
-    program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=not plan.on_device)
+    program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=not plan.on_device, max_logprobs=plan.max_logprobs)
     traced = trace(program) if plan.mesh.size == 1 else None
     return traced, optimise(partition(traced or program, plan.mesh, plan.rules(bucket)))
 

@@ -107,7 +107,7 @@ class Built:
 class _Proof:
     def __init__(self, artifact: Artifact, scratch: Path, cache_dir: Path, progress: Progress, steps: int, seed: int) -> None:
         self.artifact, self.scratch, self.cache_dir, self.progress = artifact, scratch, cache_dir, progress
-        self.steps, self.seed = steps, seed
+        self.seed = seed
         self.small = scaled(artifact.manifest, steps)
         variant = self.small.model.config.variant
         self.quantised = variant.attention != "plain" or variant.experts not in ("plain", "grouped")
@@ -143,7 +143,7 @@ class _Proof:
         small, generator = self.small, torch.Generator().manual_seed(self.seed)
         with self.check("small model") as measured:
             checkpoint = draw(small.model, generator)
-            script = rehearse(small, checkpoint, self.steps, generator)
+            script = rehearse(small, checkpoint, generator)
             measured |= _told(small, script)
         cast, allowed = Cast.of(small, script, checkpoint, F32), QUANTISED if self.quantised else FLOAT
         with self.check("lowered f32") as measured:
@@ -181,7 +181,8 @@ class _Proof:
     def build(self, small: Scaled, case: Case, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> Built:
         """A case's graph by the pipeline of a build."""
         made, out = backend("ge"), self.scratch / "graph.ge"
-        program = step.program(small.held(case, dtype), case.bucket, small.limits, dtype, emit_logits=emit_logits)
+        held, how = small.held(case, dtype), {"emit_logits": emit_logits, "max_logprobs": small.max_logprobs}
+        program = step.program(held, case.bucket, small.limits, dtype, **how)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
         lowered = made.lower(partitioned)
         if not convert:

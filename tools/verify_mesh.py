@@ -20,7 +20,7 @@ from ..lowering.manifest import GraphEntry, Manifest
 from ..lowering.serial import decode
 from ..lowering.shards import coordinates, load_shard, local_slice, mesh_of
 from ..models import step
-from .check import TOLERANCES, Scene, Tolerance, Verdict, difference, is_paged, judge, scene
+from .check import TOLERANCES, Scene, Tolerance, Verdict, difference, force, judge, scene, verdict
 from .progress import Progress
 from .scaled import full, rules_of
 
@@ -50,9 +50,9 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
     weights, found = artifact.load_weights(), {}
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
-            verdict = _verify_entry(artifact, entry, weights, shards)
-            found[entry.bucket.name] = {name: float(value) for name, value in asdict(verdict).items()}
-            bar.step(f"{entry.bucket.name} on {manifest.mesh}: logits within {verdict.logits_error:.1e}")
+            measured = _verify_entry(artifact, entry, weights, shards)
+            found[entry.bucket.name] = {name: float(value) for name, value in asdict(measured).items()}
+            bar.step(f"{entry.bucket.name} on {manifest.mesh}: logits within {measured.logits_error:.1e}")
     return found
 
 
@@ -65,20 +65,23 @@ def _verify_entry(
     params = [weights[leaf.name] for leaf in manifest.params]
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
     tolerance = SUMMED if DTYPES[manifest.dtype] == torch.float32 else TOLERANCES[DTYPES[manifest.dtype]]
-    measured = Verdict(0, 0.0, 0.0, 0)
+    measured = Verdict()
     for first in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
         generator = torch.Generator().manual_seed(first)
         # The first group has at least a row; others have fewer, or none.
         lives = [(first - group) % (entry.bucket.batch + 1) if group else first for group in range(dp)]
         scenes = [scene(entry.bucket, signature, manifest.limits, params, vocab, live, generator) for live in lives]
-        measured = _worse(measured, _compare(manifest, entry, signature, scenes, shards, reference, ours, tolerance))
+        if entry.bucket.kind == "decode":
+            for one in scenes:
+                force(reference, one, signature)
+        measured = measured.worse(_compare(manifest, entry, signature, scenes, shards, reference, ours, tolerance))
     return judge(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
 def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signature]:
     """A bucket's step on one device that holds parameters and state as the artifact does, whole."""
     model = full(manifest)
-    program = step.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype])
+    program = step.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
     made = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
     return EagerExecutable(lower_eager(made).graph), made.signature
 
@@ -109,36 +112,16 @@ def _compare(
     results = ours(operands)
     whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(one.operands)] for one in scenes]
     expected = [dict(zip(map(_short, signature.outputs), reference(each), strict=True)) for each in whole]
-    found = Verdict(0, 0.0, 0.0, 0)
+    found = Verdict()
     for rank, given_back in enumerate(results):
         group = coordinates(mesh, rank).get("dp", 0)
-        one, told = scenes[group], dict(zip(map(_short, entry.outputs), given_back, strict=True))
-        state_error = max(
-            tolerance.measure(
-                *_live(leaf, one, whole[group][first + i][local_slice(leaf.aval, mesh, rules, rank)], operands[rank][first + i])
-            )
+        told = dict(zip(map(_short, entry.outputs), given_back, strict=True))
+        pools = [
+            (leaf, whole[group][first + i][local_slice(leaf.aval, mesh, rules, rank)], operands[rank][first + i])
             for i, leaf in enumerate(manifest.state)
-        )
-        logits = tolerance.measure(expected[group]["logits"][one.rows], told["logits"][one.rows])
-        wrong = sum(not torch.equal(expected[group]["tokens"][row], told["tokens"][row]) for row in one.rows)
-        found = _worse(found, Verdict(len(one.rows), logits, state_error, wrong))
+        ]
+        found = found.worse(verdict(scenes[group], expected[group], told, pools, tolerance.measure))
     return found
-
-
-def _live(leaf: Leaf, one: Scene, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not is_paged(leaf):
-        return a[one.slots], b[one.slots]
-    places = [(page, slice(0, used)) for _, page, used in one.pages]
-    return tuple(torch.cat([pool[at].flatten() for at in places] or [pool[:0].flatten()]) for pool in (a, b))  # type: ignore[return-value]
-
-
-def _worse(one: Verdict, other: Verdict) -> Verdict:
-    return Verdict(
-        one.rows + other.rows,
-        max(one.logits_error, other.logits_error),
-        max(one.state_error, other.state_error),
-        one.token_mismatches + other.token_mismatches,
-    )
 
 
 def _short(leaf: Leaf) -> str:

@@ -45,7 +45,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
     rules = rules_of(model, mesh)
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
-    planned = _check_memory(manifest, rules)
+    planned = _check_memory(manifest, rules, f"params.{model.family.DRAFT}.")
     return {"operands": len(wanted), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
 
 
@@ -54,15 +54,14 @@ def _leaves(part: str, values: object) -> list[Leaf]:
     return [Leaf(name, aval) for name, aval in pairs]
 
 
-def _check_memory(manifest: Manifest, rules: Rules) -> MemoryPlan:
+def _check_memory(manifest: Manifest, rules: Rules, draft: str) -> MemoryPlan:
     told = MemoryPlan.from_dict(manifest.memory)
     peak = max((entry.memory["peak_bytes"] for entry in manifest.graphs), default=0)
-    again = plan_memory(
-        manifest.params, manifest.state, mesh_of(manifest), rules, target(manifest.target), manifest.limits, peak_bytes=peak
-    )
+    place = mesh_of(manifest), rules, target(manifest.target)
+    again = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft)
     found = {part.name: part.nbytes for part in told.parts}
     for part in again.parts:
-        # It may count more than the graphs' operands: a draft head's, and what ranks talk through.
+        # It counts more than the graphs' operands: what ranks talk through.
         if found.get(part.name, 0) < part.nbytes:
             raise VerifyError(f"memory plan: {part.name} takes {found.get(part.name)} bytes; the manifest's operands take {part.nbytes}")
     if not told.fits or told.limit_bytes > again.limit_bytes:
