@@ -185,14 +185,14 @@ class Limits:
     drafts: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name} is {getattr(self, name)}; it is at least 1")
         if self.drafts < 0 or self.slots_per_request not in (1, self.drafts + 1):
             raise SpecError(
                 f"{self.slots_per_request} slots per request and {self.drafts} drafts; legal are at least 0 drafts, and one slot more than "
                 "drafts or, where requests are only prefilled, 1"
             )
-        for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name} is {getattr(self, name)}; it is at least 1")
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
 

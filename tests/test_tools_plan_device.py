@@ -37,9 +37,9 @@ def test_who_says_another_place_does_not_get_the_default(asked):
 def test_what_is_said_beside_a_row_wins():
     made = decided(deployment=PUBLISHED, mesh="dp=4,tp=4", quantization="w8a8", drafts=1)
     assert (str(made.mesh), made.quantization, made.drafts, made.deployment) == ("dp=4,tp=4", "w8a8", 1, PUBLISHED)
-    assert made.limits.slots_per_request == 2
+    assert (made.limits.slots_per_request, made.limits.drafts) == (2, 1)
     none = decided(deployment=PUBLISHED, drafts=0)
-    assert (none.drafts, none.limits.slots_per_request) == (0, 1)
+    assert (none.drafts, none.limits.slots_per_request, none.limits.drafts) == (0, 1, 0)
     assert decided(deployment=PUBLISHED, target_name="ascend-a2").target.name == "ascend-a2"
 
 
@@ -49,6 +49,8 @@ def test_sides_of_a_deployment_prefill_or_decode():
     assert (str(decode.mesh), decode.prefill) == ("dp=16,tp=2", ())
     assert decode.buckets == (1, 2, 4, 8, 16, 24, 32)
     assert (prefill.limits.slots_per_request, decode.limits.slots_per_request) == (1, 4)
+    # Whoever decodes begins with the drafts of whoever prefilled.
+    assert (prefill.limits.drafts, decode.limits.drafts, prefill.drafts, decode.drafts) == (3, 3, 3, 3)
     assert decided(deployment=SPLIT) == decode
 
 
@@ -57,8 +59,16 @@ def test_a_target_alone_has_one_rank_and_no_sizes():
     assert (made.mesh, made.quantization, made.drafts) == (Mesh(), "none", DEFAULT_DRAFTS)
     assert (made.limits, made.buckets, made.prefill, made.deployment) == (None, None, None, "")
     assert decided("any", target_name="ascend-a3", drafting=False).drafts == 0
-    assert decided("any", target_name="ascend-a3", drafting=False, drafts=2).drafts == 2
     assert decided("any", target_name="ascend-a3", drafts=0).drafts == 0
+
+
+def test_a_model_without_a_draft_head_drafts_nothing():
+    for place in ({"target_name": "ascend-a3"}, {"deployment": PUBLISHED}):
+        made = decided(**place, drafting=False)
+        assert made.drafts == decided(**place, drafting=False, drafts=0).drafts == 0
+        assert made.limits is None or (made.limits.drafts, made.limits.slots_per_request) == (0, 1)
+        with pytest.raises(SpecError, match=rf"speculative tokens is 2, and {BIG} has no draft head; legal is 0"):
+            decided(**place, drafting=False, drafts=2)
 
 
 @pytest.mark.parametrize(

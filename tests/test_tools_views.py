@@ -61,14 +61,14 @@ def device(tiny: Any, path: Path, **changes: Any) -> Artifact:
         made = {"compiled": Compiled("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
         if callable(made["compiled"]):
             made["compiled"] = Compiled("ge", writer.add("graphs", encode(made["compiled"]()), "ge"), "key")
-        graphs = tuple(replace(entry, **made) if entry.bucket.name == "decode-b4-q1" else entry for entry in manifest.graphs)
+        graphs = tuple(replace(entry, **made) if entry.bucket.name == "decode-b4-q4" else entry for entry in manifest.graphs)
         told = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w8a8", "deployment": "row-1", "memory": PLAN.as_dict()}
         return replace(manifest, graphs=graphs, **told)
 
     return tiny.published(path, change)
 
 
-def entry(artifact: Artifact, name: str = "decode-b4-q1") -> GraphEntry:
+def entry(artifact: Artifact, name: str = "decode-b4-q4") -> GraphEntry:
     return next(one for one in artifact.manifest.graphs if one.bucket.name == name)
 
 
@@ -79,7 +79,7 @@ def test_the_ge_graph_is_shown_with_what_belongs_to_it(tiny, own_artifact):
     assert shown.told["text"] == "\n".join(shown.lines) + "\n"
     assert (shown.told["stage"], shown.told["bucket"], shown.told["options"], shown.told["outputs"]) == (
         "ge",
-        "decode-b4-q1",
+        "decode-b4-q4",
         {"mode": "m"},
         1,
     )
@@ -87,9 +87,9 @@ def test_the_ge_graph_is_shown_with_what_belongs_to_it(tiny, own_artifact):
 
 def test_a_bucket_without_a_ge_graph_says_what_it_is(tiny, own_artifact):
     artifact = device(tiny, own_artifact)
-    with pytest.raises(SpecError, match="decode-b1-q1 is not compiled; --stage ge shows graphs built for NPUs"):
-        views.ge_graph(artifact, entry(artifact, "decode-b1-q1"))
-    with pytest.raises(SpecError, match="decode-b4-q1 is compiled by eager"):
+    with pytest.raises(SpecError, match="decode-b1-q4 is not compiled; --stage ge shows graphs built for NPUs"):
+        views.ge_graph(artifact, entry(artifact, "decode-b1-q4"))
+    with pytest.raises(SpecError, match="decode-b4-q4 is compiled by eager"):
         views.ge_graph(artifact, replace(entry(artifact), compiled=Compiled("eager", "f", "k")))
 
 
@@ -97,7 +97,7 @@ def test_collectives_are_folded_proved_and_told_by_rank(tiny, own_artifact):
     artifact = device(tiny, own_artifact)
     shown = views.collectives(artifact, entry(artifact))
     # Of a step each rank receives 3 gathers of 1024 bytes and the last of 16, half of them, and as much again to sum.
-    assert shown.lines[0] == "decode-b4-q1: 13 collectives a rank, mesh dp=2,tp=2; a rank receives 0.00 MB over tp, 0.00 MB over world"
+    assert shown.lines[0] == "decode-b4-q4: 13 collectives a rank, mesh dp=2,tp=2; a rank receives 0.00 MB over tp, 0.00 MB over world"
     assert shown.told["moved_bytes"] == {"tp": 3 * (512 + 512) + 8, "world": 3 * 4 * 2 * 64 * (1 + 2) * 3 // 4}
     assert [line.split() for line in shown.lines[1:6]] == [
         ["3", "x", "|", *LAYER[0]], *(["|", *talk] for talk in LAYER[1:]), [*LAST],
@@ -111,8 +111,8 @@ def test_collectives_are_folded_proved_and_told_by_rank(tiny, own_artifact):
 
 def test_without_a_ge_graph_ranks_alone_are_proved(tiny, own_artifact):
     artifact = device(tiny, own_artifact)
-    shown = views.collectives(artifact, entry(artifact, "decode-b1-q1"))
-    assert shown.lines[0] == "decode-b1-q1: 0 collectives a rank, mesh dp=2,tp=2"
+    shown = views.collectives(artifact, entry(artifact, "decode-b1-q4"))
+    assert shown.lines[0] == "decode-b1-q4: 0 collectives a rank, mesh dp=2,tp=2"
     assert len(shown.told["proofs"]) == 1
 
 
@@ -132,7 +132,7 @@ def test_a_shipped_graph_that_differs_is_not_called_proved(tiny, own_artifact, m
 def test_operators_are_counted_in_all_and_by_kind_of_body(tiny, own_artifact):
     artifact = device(tiny, own_artifact)
     shown = views.census(artifact, entry(artifact))
-    assert shown.lines[0] == "decode-b4-q1: 16 operators"
+    assert shown.lines[0] == "decode-b4-q4: 16 operators"
     assert shown.lines[1].split("  ")[-4:] == ["main", "full_attention", "linear_attention x 2", "epilogue"]
     rows = {line.split()[0]: line.split()[1:] for line in shown.lines[2:9]}
     assert rows["HcomAllGather"] == ["4", "1", "1", "1"]
@@ -155,7 +155,7 @@ def test_operators_are_counted_in_all_and_by_kind_of_body(tiny, own_artifact):
 def test_a_bucket_for_this_cpu_has_costs_and_no_operators(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     shown = views.census(artifact, entry(artifact))
-    assert shown.lines[0] == "decode-b4-q1: no GE graph, so no operators to count"
+    assert shown.lines[0] == "decode-b4-q4: no GE graph, so no operators to count"
     assert shown.lines[1].startswith("cost of a step on one rank: ")
     assert (shown.told["roofline"], shown.told["bodies"], len(shown.lines)) == (None, {}, 2)
 
