@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from ..graphs import native
+from ..graphs import ops as ops
 from ..graphs.errors import LoweringError
 
 SOURCES = tuple(sorted((Path(__file__).parent / "cpp").glob("*.cpp")))
 
-# Sums may be reordered, which is what makes loops vector loops; NaN and infinity keep their meaning.
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-s")
+# Sums may be reordered, which is what makes loops vector loops. Not -ffast-math: a library linked with it makes the whole process
+# flush small numbers to zero when it is loaded, and NaN and infinity must keep their meaning.
+REORDER = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", *REORDER, "-s")
 
 _SIZES = ctypes.c_int64 * 7
 _POINTER = ctypes.c_void_p

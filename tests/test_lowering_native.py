@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,17 @@ def test_padding_rows_harm_nobody(attention):
 def test_what_it_would_misread_is_refused(attention, change, told):
     with pytest.raises(LoweringError, match=told):
         attention(*change(operands(*CASES[0], torch.float32)))
+
+
+def test_small_numbers_stay_what_they_are_in_a_process_that_loads_it(library, tmp_path):
+    """Flushing them to zero would be a property of the thread that loads: seen by everyone, and by this proof only in a fresh process."""
+    (tmp_path / "kernels.so").write_bytes(library)
+    code = (
+        "import sys; from pathlib import Path; from npucompile.lowering import native; "
+        "native.install(Path(sys.argv[1]).read_bytes()); tiny = 2.0 ** -1060; assert tiny / 2 > 0, 'flushed to zero'"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "kernels.so")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_equal_sources_give_equal_bytes_and_are_compiled_once(library, cache, tmp_path, monkeypatch):

@@ -127,7 +127,9 @@ def test_a_request_that_is_taken_in_again_drafts_the_same(oracle, speculators, n
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @torch.no_grad()
 def test_no_draft_is_made_beyond_the_longest_context(oracle, speculators, drafts):
-    """Drafts that still have a place are those of the whole text; the last page ends where the context does."""
+    """Drafts that still have a place are those of the whole text, and no other one leaves anything in the last page; nor does
+    a step that is launched after the end.
+    """
     model, context = oracle.drafting("dense"), 24
     held = speculators.limits(drafts, context, 3)
     server, request = speculators.Server(model.model, model.weights, drafts, held=held), speculators.Request(model.prompt(15), 2)
@@ -141,6 +143,8 @@ def test_no_draft_is_made_beyond_the_longest_context(oracle, speculators, drafts
         # Draft j is read at position start + 1 + j; the pass that makes it takes in one at start + j.
         assert drafted[: places + 1] == wanted[: places + 1]
         outputs = server.decode([request])
+    server.decode([request])
+    expect_cache(server, model, request)
     server.untouched([2])
 
 
