@@ -27,6 +27,7 @@ from npucompile.tools.device_pool import Job
 
 BIG = "qwen3.5-397b"
 FULL, LINEAR = "full_attention", "linear_attention"
+FIRST, NEXT = "draft_first", "draft_next"
 
 # What the layers of the full model are made of, whatever else there is: every operator of these once a layer.
 MOE = ("MoeGatingTopK", "MoeDistributeDispatchV2", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeDistributeCombineV2", "SwiGlu")
@@ -47,8 +48,8 @@ def lowered(tiny, tmp_path_factory):
 
 
 def kind_of(body):
-    """Kind of layer that a body was made of; bodies of one kind are numbered."""
-    return next((kind for kind in (FULL, LINEAR) if kind in body), body)
+    """Kind of layer, or pass of the draft head, that a body was made of; bodies of one kind are numbered."""
+    return next((kind for kind in (FULL, LINEAR, FIRST, NEXT) if kind in body), body)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,19 @@ def test_every_layer_has_its_fused_operators_exactly_once(lowered, census):
     quantised = found[FULL].get("DynamicQuant", 0) + found[FULL].get("AddRmsNormDynamicQuant", 0)
     assert quantised == 2
     assert not {"GatherElements", "Sort", "SoftmaxV2", "ArgMaxV2"} & set(found[LINEAR])
+
+
+def test_drafts_are_made_in_the_graph_each_by_one_layer_that_is_not_quantised(lowered, census):
+    found, bodies = census
+    assert (bodies[FIRST], bodies[NEXT]) == (1, lowered[0].limits.drafts - 1) == (1, 2)
+    once = ("FusedInferAttentionScore", "ScatterPaKvCache", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+    for kind in (FIRST, NEXT):
+        assert {name: found[kind].get(name, 0) for name in once} == dict.fromkeys(once, 1)
+        assert not [name for name in found[kind] if "Quant" in name]
+        assert found[kind]["GroupedMatmul"] == 2
+        assert "Transpose" not in found[kind]
+        # Of a vocabulary in two parts each rank finds its best token, and both compare.
+        assert sum(count for name, count in found[kind].items() if name.startswith("ArgMax")) == 2
 
 
 def test_no_weight_is_turned_and_no_layer_loops(census):
@@ -174,7 +188,8 @@ def test_weights_are_multiplied_as_they_are_held(tiny, model, tmp_path, scheme):
     done = tiny.lower_once(Job(made, made.buckets[-1], tmp_path / "x.ge", tmp_path))
     fused, dense = done.census.get("GroupedMatmulSwigluQuantV2", 0), done.census.get("QuantBatchMatmulV3", 0)
     assert (fused, dense) == ((4, 2) if scheme == "w4a8" else (0, 0))
-    assert done.census["MoeDistributeDispatchV2"] == 4
+    # Four layers and the draft head.
+    assert done.census["MoeDistributeDispatchV2"] == 5
 
 
 def test_a_graph_that_communicates_otherwise_than_its_partition_is_not_kept(tiny, model, tmp_path, monkeypatch):

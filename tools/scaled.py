@@ -136,7 +136,7 @@ def scaled(manifest: Manifest, steps: int) -> Scaled:
     # Pages, slots and a seat that belong to nobody are left, to hold what must never be read.
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
     held = small, with_variant(small, variant), with_variant(small, plain)
-    return Scaled(*held, mesh, cases, limits, requests, steps, most_logprobs(manifest))
+    return Scaled(*held, mesh, cases, limits, requests, steps, max((entry.max_logprobs for entry in manifest.graphs), default=0))
 
 
 def with_variant(model: Model, variant: Variant) -> Model:
@@ -148,12 +148,6 @@ def full(manifest: Manifest) -> Model:
     """The artifact's own model, held as the artifact holds it."""
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
-
-
-def most_logprobs(manifest: Manifest) -> int:
-    """Of how many tokens an artifact's graphs tell log probabilities."""
-    told = [leaf.aval.shape[-1] for entry in manifest.graphs for leaf in entry.outputs if leaf.name == "outputs.top_ids"]
-    return max(told, default=0)
 
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:

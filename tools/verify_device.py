@@ -181,8 +181,8 @@ class _Proof:
     def build(self, small: Scaled, case: Case, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> Built:
         """A case's graph by the pipeline of a build."""
         made, out = backend("ge"), self.scratch / "graph.ge"
-        held, how = small.held(case, dtype), {"emit_logits": emit_logits, "max_logprobs": small.max_logprobs}
-        program = step.program(held, case.bucket, small.limits, dtype, **how)
+        held, told = small.held(case, dtype), small.max_logprobs
+        program = step.program(held, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=told)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
         lowered = made.lower(partitioned)
         if not convert:
