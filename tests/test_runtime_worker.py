@@ -29,7 +29,8 @@ class Executor:
         self.ran.append(inputs["tokens"].tolist())
         if 13 in inputs["tokens"]:
             raise ZeroDivisionError("unlucky")
-        return {"tokens": inputs["tokens"] * 2, "logits": np.zeros(3)}
+        told = np.zeros((2, 1), np.float32)
+        return {"tokens": inputs["tokens"] * 2, "counts": np.ones(2, np.int32), "logits": np.zeros(3), "chosen_logprobs": told}
 
 
 class Running:
@@ -54,8 +55,8 @@ class Running:
     def say(self, kind, **fields):
         self.stream.sendall(encode(kind, **fields))
 
-    def step(self, number, token):
-        self.say("step", step=number, bucket=BUCKET.name, inputs={"tokens": np.full((2, 1), token, np.int32)})
+    def step(self, number, token, **inputs):
+        self.say("step", step=number, bucket=BUCKET.name, inputs={"tokens": np.full((2, 1), token, np.int32), **inputs})
 
     def hears(self):
         while (message := receive(self.stream)).kind == "beat":
@@ -87,12 +88,22 @@ def test_the_first_of_another_group_answers(running):
     for number in (1, 2):
         one.step(number, 10 * number)
         answer = one.hears()
-        assert (answer.kind, answer.fields["step"], list(answer.fields["outputs"])) == ("outputs", number, ["tokens"])
+        assert (answer.kind, answer.fields["step"], list(answer.fields["outputs"])) == ("outputs", number, ["tokens", "counts"])
         assert answer.fields["outputs"]["tokens"].tolist() == [[20 * number]] * 2
     one.say("stop")
     assert one.end() == "stopped"
     assert one.executor.ran == [[[10]] * 2, [[20]] * 2]
     assert one.told.empty()
+
+
+def test_log_probabilities_are_answered_where_a_row_asked(running):
+    one = running(2, "dp=2,tp=2")
+    one.hears()
+    for asked in ([0, 0], [0, 1]):
+        one.step(1, 5, logprobs=np.array(asked, np.int32))
+        assert ("chosen_logprobs" in one.hears().fields["outputs"]) == any(asked)
+    one.say("stop")
+    assert one.end() == "stopped"
 
 
 @pytest.mark.parametrize(("rank", "mesh"), [(1, "dp=2,tp=2"), (3, "dp=2,tp=2"), (1, "tp=2")])

@@ -1,8 +1,13 @@
-"""The house stands: a random checkpoint becomes an artifact, a server and a stream, in seconds."""
+"""The house stands: a random checkpoint becomes an artifact that is proved, a server and a stream, in seconds.
+
+Drafts make it faster and change nothing: every answer is told with them, without them, and by an artifact that knows none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+
+import pytest
 
 from npucompile.lowering.artifact import Artifact
 from npucompile.runtime.engine import Engine
@@ -13,21 +18,42 @@ from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.text import TextCodec
 from npucompile.tools.offline import complete
+from npucompile.tools.verify import verify
 
 PROMPTS = ["In the beginning", "a", "And it came to pass, that there went out"]
+TOKENS = 24
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11},
+    {"temperature": 0.0, "speculative_tokens": 1},
+    {"temperature": 0.0, "speculative_tokens": 0},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11, "speculative_tokens": 0},
+]
 
 
-def test_a_checkpoint_becomes_a_stream(tiny, tmp_path):
-    model = tiny.write_checkpoint(tmp_path / "model", seed=7)
-    tiny.built(tiny.planned(model, buckets=(1, 2), prefill=(16,)), tmp_path / "artifact", fresh=True)
-    artifact = Artifact.open(tmp_path / "artifact")
-    manifest = artifact.manifest
-    codec = TextCodec.load(artifact.path / manifest.tokenizer)
+@pytest.fixture(scope="module")
+def artifacts(tiny, tmp_path_factory):
+    """By k, of one checkpoint."""
+    home = tmp_path_factory.mktemp("home")
+    model = tiny.write_checkpoint(home / "model", seed=7, agreeing=True)
+    for k, told in ((3, 2), (0, 0)):
+        sizes = {"buckets": (1, 4), "prefill": (16,), "num_speculative_tokens": k, "max_logprobs": told}
+        tiny.built(tiny.planned(model, **sizes), home / f"k{k}", fresh=True)
+    return {k: Artifact.open(home / f"k{k}") for k in (3, 0)}
+
+
+def test_what_was_built_is_proved(tiny, artifacts):
+    for artifact in artifacts.values():
+        assert {name: measured["token_mismatches"] for name, measured in verify(artifact, tiny.QUIET).items()} == {
+            entry.bucket.name: 0 for entry in artifact.manifest.graphs
+        }
+
+
+def test_a_checkpoint_becomes_a_stream(artifacts):
+    manifest = artifacts[3].manifest
+    codec = TextCodec.load(artifacts[3].path / manifest.tokenizer)
     eos = frozenset(manifest.model["eos_ids"])
-    prompts = [codec.encode(prompt) for prompt in PROMPTS]
-    offline = [one for prompt in prompts for one in complete(Executor(artifact), [prompt], Sampling(), 16, eos)]
-
-    executor = Executor(artifact)
+    executor = Executor(artifacts[3])
     engine = Engine(executor)
     service = Service(engine, codec, ServedModel("tiny", manifest.limits.max_model_len, executor.vocab_size, eos))
     engine.start()
@@ -36,19 +62,54 @@ def test_a_checkpoint_becomes_a_stream(tiny, tmp_path):
             streamed = asyncio.run(stream(url))
     finally:
         engine.stop(drain=False)
-
-    assert [tuple(tokens) for tokens, _ in streamed] == [one.token_ids for one in offline]
-    assert [text for _, text in streamed] == [codec.decode(one.token_ids) for one in offline]
-    assert len({one.token_ids for one in offline}) == len(PROMPTS)
     assert executor.compiles() == 0
+
+    plain = Executor(artifacts[0])
+    for options, answers in zip(OPTIONS, streamed, strict=True):
+        sampling = Sampling(**{name: value for name, value in options.items() if name != "speculative_tokens"})
+        expected = [one for prompt in PROMPTS for one in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]
+        assert [answer.token_ids for answer in answers] == [one.token_ids for one in expected]
+        assert [answer.text for answer in answers] == [codec.decode(one.token_ids) for one in expected]
+        assert len({answer.token_ids for answer in answers}) == len(PROMPTS)
+        for answer in answers:
+            check_usage(answer.usage, options.get("speculative_tokens", 3))
+            check_logprobs(answer, greedy=sampling.temperature == 0.0)
 
 
 async def stream(url):
-    """All prompts at once over one socket; tokens and text of their deltas."""
+    """All prompts with all options, at once over one socket."""
 
-    async def one(client, prompt):
-        deltas = [e async for e in client.create(prompt, max_output_tokens=16) if e["type"] == "response.output_text.delta"]
-        return [token for delta in deltas for token in delta["token_ids"]], "".join(delta["delta"] for delta in deltas)
+    async def one(client, prompt, options):
+        wanted = {"max_output_tokens": TOKENS, "top_logprobs": 2, "include": ["message.output_text.logprobs"], **options}
+        return await client.create(prompt, **wanted).completion()
 
     async with await Client.connect(url) as client:
-        return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS))
+        rows = [asyncio.gather(*(one(client, prompt, options) for prompt in PROMPTS)) for options in OPTIONS]
+        return await asyncio.gather(*rows)
+
+
+def check_usage(usage, drafts):
+    """What the answer says of its drafts is possible, and what it does not draft costs a step each."""
+    record = usage["npucompile"]
+    steps, accepted = record["verify_steps"], record["accepted_per_position"]
+    decode_steps = sum(record["decode_steps"].values())
+    assert usage["output_tokens"] <= 1 + decode_steps + sum(accepted)
+    if not drafts:
+        assert (steps, record["drafted_tokens"], accepted, record["acceptance_length"]) == (0, 0, [0, 0, 0], None)
+        assert decode_steps == usage["output_tokens"] - 1
+    else:
+        # At the end of the context there is no room for a draft.
+        assert 0 < steps <= decode_steps
+        assert record["drafted_tokens"] <= drafts * steps
+        assert record["acceptance_length"] == 1 + sum(accepted) / steps > 1
+        assert accepted == sorted(accepted, reverse=True)
+        assert not any(accepted[drafts:])
+
+
+def check_logprobs(answer, *, greedy):
+    """One for each token, with the two most likely ones; a greedy token is the first of them."""
+    assert [entry["token_id"] for entry in answer.logprobs] == list(answer.token_ids)
+    for entry in answer.logprobs:
+        first, second = entry["top_logprobs"]
+        assert 0 > first["logprob"] >= max(second["logprob"], entry["logprob"])
+        assert not greedy or first["token_id"] == entry["token_id"]

@@ -23,14 +23,24 @@ def test_a_checkpoint_becomes_an_artifact_of_its_name(tiny, tmp_path, tiny_check
     assert result.exit_code == 0
     assert result.stdout == f"{out}\n"
     artifact = Artifact.open(out)
-    decode = [Bucket("decode", batch, 1) for batch in (1, 2, 3)]
+    decode = [Bucket("decode", batch, 4) for batch in (1, 2, 3)]
     assert [entry.bucket for entry in artifact.manifest.graphs] == [Bucket("prefill", 1, 4), *decode]
     said = result.stderr
-    assert "tiny: 4 buckets for eager (prefill-b1-q4, decode-b1-q1, decode-b2-q1, decode-b3-q1)" in said
+    assert "tiny: 4 buckets for eager (prefill-b1-q4, decode-b1-q4, decode-b2-q4, decode-b3-q4)" in said
     assert "MB of weights" in said
     assert "context 16, 3 requests in flight" in said
+    assert "each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)" in said
     assert "built in" in said
     assert "0 compiled, 0 up to date" in said
+
+
+def test_drafts_and_log_probabilities_are_as_asked_for(tiny, tmp_path, tiny_checkpoint):
+    asked = ("--buckets", "1", *SMALL, "--speculative-tokens", 1, "--max-logprobs", 2)
+    assert tiny.cli(tmp_path, "build", tiny_checkpoint, *asked).exit_code == 0
+    manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
+    decode = manifest.graphs[-1]
+    assert (decode.bucket, manifest.limits.drafts, decode.max_logprobs) == (Bucket("decode", 1, 2), 1, 2)
+    assert manifest.build_arguments[-4:] == ("--speculative-tokens", "1", "--max-logprobs", "2")
 
 
 def test_out_says_where(tiny, tmp_path, tiny_checkpoint):
@@ -185,6 +195,7 @@ def test_what_npus_cannot_have_is_said_before_anything_is_built(tiny, tmp_path, 
         (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w4a8'"),
         (("--phase", "both"), "'both' is not one of 'prefill', 'decode'"),
         (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
+        (("--max-logprobs", "21"), "21 is not in the range 0<=x<=20"),
         (("--jobs", "0"), "0 is not in the range x>=1"),
         (("--deploy", SPLIT), "No such option"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from npucompile.lowering.artifact import Artifact
 from npucompile.tools import cmd_verify
 
-NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q1", "decode-b2-q1", "decode-b4-q1"]
+NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
 @pytest.fixture
@@ -102,5 +102,5 @@ def test_steps_and_seed_are_refused_for_this_machine(tiny, tmp_path, own_artifac
 def test_an_artifact_for_several_ranks_is_proved_on_all_of_them(tiny, tmp_path, sharded):
     result = tiny.cli(tmp_path, "verify", sharded("tp=2"))
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["prefill-b1-q4", "decode-b1-q1", "decode-b2-q1"]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["prefill-b1-q4", "decode-b1-q4", "decode-b2-q4"]
     assert "on tp=2: logits within" in result.stderr

@@ -24,7 +24,7 @@ from npucompile.tools import serving as module
 from npucompile.tools.compile_pool import run_all
 from npucompile.tools.serving import Builder, incomplete, start
 
-COMPILED = "decode-b1-q1"
+COMPILED = "decode-b1-q3"
 PROMPT = "In the"
 
 
@@ -70,15 +70,20 @@ class Swapped:
 
 @pytest.fixture(scope="module")
 def swapped(tiny, tiny_checkpoint, tmp_path_factory):
-    """Served uncompiled first; then one of its two buckets is compiled; then asked until the server runs that."""
+    """Served uncompiled first; then one of its two buckets is compiled; then asked until the server runs that.
+
+    Two drafts and a few log probabilities are all that a decode graph can have, and no more than it takes to compile them.
+    """
     out = tmp_path_factory.mktemp("swapped") / "tiny"
-    made = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor")
+    few = {"num_speculative_tokens": 2, "max_logprobs": 2}
+    made = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
     with mock.patch.object(build, "run_all", return_value=iter(())):
         tiny.built(made, out)
     with served(Artifact.open(out)) as (running, url):
         health_before, before = health(url), ask(url).token_ids
         with mock.patch.object(build, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.name == COMPILED], workers)):
             report = tiny.built(made, out)
+        assert list(report.compiled) == [COMPILED]
         after = ask(url).token_ids
         while health(url)["compiled_buckets"] == 0:
             after = ask(url).token_ids
@@ -103,7 +108,8 @@ from npucompile.runtime.executor import Executor
 from npucompile.runtime.request import Sampling
 from npucompile.tools.offline import complete
 executor = Executor(Artifact.open(Path(sys.argv[1])))
-(done,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset())
+(done,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
+assert [told.top[0][0] for told in done.logprobs] == list(done.token_ids)
 compilers = [name for name in sys.modules if name.startswith(("torch._inductor.codegen", "torch._dynamo.symbolic_convert"))]
 print(json.dumps([executor.compiles(), executor.backends, done.token_ids, compilers]))
 """
@@ -255,5 +261,5 @@ def test_a_real_build_in_a_real_process(tiny, tiny_checkpoint, tmp_path, capfd):
     finally:
         builder.process.wait()
     assert builder.process.returncode == 0
-    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q1"]
+    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q4"]
     assert capfd.readouterr().out == ""
