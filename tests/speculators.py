@@ -54,14 +54,12 @@ class Request:
 
     Attributes:
         seat: where the device keeps its next step; its pages and slots follow from it.
-        random: random number of its i-th token; None takes those of its seed.
         counts: tokens that each of its decode steps gave.
     """
 
     prompt: list[int]
     seat: int
     knobs: Knobs = field(default_factory=Knobs)
-    random: Callable[[int], float] | None = None
     said: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
@@ -72,7 +70,7 @@ class Request:
 
     def number(self, index: int) -> float:
         """Random number of its token `index`."""
-        return (self.random or functools.partial(uniform, self.knobs.seed))(index)
+        return uniform(self.knobs.seed, index)
 
 
 def traced(program: Program) -> Call:
@@ -95,8 +93,8 @@ def direct(program: Program) -> Call:
 def token_by_token(program: Program) -> Call:
     """The traced graph with every product taken for one token at a time, which makes all its kernels row independent.
 
-    A matrix product may sum in another order where it has more rows, and so may attention where it has more keys: this is what
-    keeps steps of different widths from being equal bit for bit.
+    A matrix product may sum in another order where it has more rows, and attention where it has more keys; then what a token leaves
+    depends, in its last bits, on the rows around it.
     """
     return _runs(program, _alone)
 

@@ -26,7 +26,7 @@ def _threads():
 @pytest.fixture
 def jobs(tiny, tiny_checkpoint, tmp_path):
     made = tiny.planned(tiny_checkpoint)
-    one = tiny.stage_once(made, Bucket("decode", 1, 1))
+    one = tiny.stage_once(made, Bucket("decode", 1, 4))
     graph, signature = encode(one.eager.graph), one.eager.signature
     return [Job(name, graph, signature, "eager", tmp_path / f"{name}.graph", tmp_path, 0) for name in ("a", "b", "c")]
 

@@ -21,7 +21,7 @@ from npucompile.runtime.process_groups import Groups
 from npucompile.runtime.wire import encode
 from npucompile.tools.launch import GROUPS, check_world, facts
 
-DECODE = Bucket("decode", 1, 1)
+DECODE = Bucket("decode", 1, 4)
 
 
 class Rank1:
@@ -67,7 +67,7 @@ def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1
     """Ctrl-C and torchrun's SIGTERM reach all ranks; rank 0 ends them in order."""
     one = rank1()
     executor = Executor(one.artifact, rank=0)
-    inputs = pack(DECODE, [], executor.limits)
+    inputs = pack(DECODE, [], executor.limits, max_logprobs=executor.max_logprobs)
     for number in range(3):
         one.job.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
         assert executor.run(DECODE, inputs)["tokens"].dtype == np.int32
@@ -81,7 +81,7 @@ def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1
 
 def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(rank1):
     one = rank1()
-    inputs = pack(DECODE, [], one.artifact.manifest.limits)
+    inputs = pack(DECODE, [], one.artifact.manifest.limits, max_logprobs=one.artifact.manifest.graphs[0].max_logprobs)
     one.job.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
     time.sleep(0.3)
     began = time.monotonic()

@@ -27,9 +27,7 @@ def _abstract(
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `starts[b] + t`.
 
     Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a
