@@ -80,7 +80,9 @@ def test_without_drafts_no_draft_head_is_read(plain: Artifact) -> None:
     assert needed_bytes(plain.manifest, entry, 9) - needed_bytes(plain.manifest, entry, 8) == 2 * 2 * 16 * 4
 
 
-def test_bytes_are_those_that_the_graphs_count_has_for_a_longer_context(tiny: ModuleType, tiny_checkpoint: Path, artifact: Artifact) -> None:
+def test_bytes_are_those_that_the_graphs_count_has_for_a_longer_context(
+    tiny: ModuleType, tiny_checkpoint: Path, artifact: Artifact
+) -> None:
     entry = entry_of(artifact.manifest, "decode-b4-q4")
     longer = tiny.stage_once(tiny.planned(tiny_checkpoint, max_model_len=128), entry.bucket)
     per_token = needed_bytes(artifact.manifest, entry, 1) - needed_bytes(artifact.manifest, entry, 0)

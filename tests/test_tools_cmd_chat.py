@@ -45,7 +45,9 @@ def test_what_the_server_refuses_is_said(tiny, tmp_path, server):
     _, url = server
     assert "the context of 'tiny' is 64 tokens" in tiny.refused(tmp_path, "chat", "x" * 64, "--url", url)
     assert "temperature" in tiny.refused(tmp_path, "chat", "x", "--temperature", "-2", "--url", url)
-    assert "speculative_tokens is 4; legal is" in tiny.refused(tmp_path, "chat", "x", "--max-tokens", 4, "--speculative-tokens", 4, "--url", url)
+    assert "speculative_tokens is 4; legal is" in tiny.refused(
+        tmp_path, "chat", "x", "--max-tokens", 4, "--speculative-tokens", 4, "--url", url
+    )
 
 
 def test_where_nobody_listens_a_server_is_suggested(tiny, tmp_path):

@@ -45,7 +45,8 @@ def test_json_says_all_there_is(tiny, tmp_path, tiny_artifact, expected):
     assert told == {
         "text": text, "token_ids": list(tokens), "finish_reason": "length",
         "usage": {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6},
-        "acceptance_length": 1 + sum(accepted) / steps, "acceptance_rates": [times / steps for times in accepted], "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
+        "acceptance_length": 1 + sum(accepted) / steps, "acceptance_rates": [times / steps for times in accepted],
+        "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
         "backends": {entry.bucket.name: "eager" for entry in artifact.manifest.graphs},
     }  # fmt: skip
     assert record["prefill_chunks"] == ["prefill-b1-q16"]
@@ -101,7 +102,7 @@ def test_drafts_can_be_left_out_and_change_no_token(tiny, tmp_path, tiny_artifac
 
 
 def test_log_probabilities_are_told_as_a_server_tells_them(tiny, tmp_path, tiny_artifact, expected):
-    _, tokens, text = expected
+    _, tokens, _ = expected
     asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
     told = generated(tiny, tmp_path, *asked, "--logprobs", 2)
     assert told["token_ids"] == list(tokens)

@@ -14,12 +14,14 @@ import torch
 from npucompile.graphs.errors import LoweringError, VerifyError
 from npucompile.graphs.partition import partition
 from npucompile.graphs.primitive import TABLE
+from npucompile.graphs.types import Bucket
 from npucompile.lowering.ascend.container import decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
-from npucompile.models import feed_forward
+from npucompile.models import feed_forward, speak
 from npucompile.tools import replay, verify_device
 from npucompile.tools.rehearse import Expected, Script, Turn
+from npucompile.tools.scaled import Case, Form
 from npucompile.tools.verify_device import describe, excerpts, is_for_device
 
 DECODE, BOTH = ("decode",), ("prefill", "decode")
@@ -86,7 +88,30 @@ def test_every_check_is_told_with_what_it_measured(prove):
     assert told["lowered f32"]["rows"] == 2 * told["small model"]["results"]
     assert 0 < told["lowered f32"]["logits_error"] < verify_device.FLOAT.worst / 10
     assert told["GE f32"] == told["lowered f32"]
-    assert told["GE bf16 as lowered"]["tokens"] >= 20
+    assert told["lowered f32"]["drafts"] > 10
+    assert told["GE bf16 as lowered"]["tokens"] >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
+        ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
+        ("seat_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"seat \d holds \["),
+    ],
+    ids=["none", "wrong", "another"],
+)
+def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, told):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {told}"):
+        prove()
+
+
+def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
+    right = speak.axis_index
+    monkeypatch.setattr(speak, "axis_index", lambda axis: 1 - right(axis))
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): drafts of rows"):
+        prove()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +195,7 @@ def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monke
                 op.attr["epsilon"].f = 0.1
 
     spoiled(monkeypatch, duller)
-    with pytest.raises(VerifyError, match=r"GE bf16 against lowered bf16, rank 0 .*, step 0 \(decode-b4-q2\): "):
+    with pytest.raises(VerifyError, match=r"GE bf16 against lowered bf16, rank 0 .*, step \d \(decode-b4-q2\): "):
         prove()
 
 
@@ -196,13 +221,25 @@ def test_targets_decide_which_proof_it_is(artifact):
     assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu", "eager", "inductor", "null")] == [True, True, *[False] * 4]
 
 
-def test_excerpts_have_every_case_at_its_fullest_and_its_last():
-    def turn(case, *valid):
-        nothing = torch.zeros(0)
-        return Turn(case, (), tuple(Expected((), (n,), (), nothing, nothing) if n else None for n in valid))
+def test_excerpts_have_every_case_at_its_fullest_and_the_last_that_decodes():
+    """A row that goes on reads what a step before it left; the first chunk of a prompt does not."""
+    small, large, chunk = (Case(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
 
-    script = Script((turn("a", 1, 0), turn("a", 3, 1), turn("a", 2, 1), turn("b", 1), turn("b", 5), turn("c", 1)), (), (), (), (), ())
-    assert excerpts(script) == (1, 2, 4, 5)
+    def turn(case, at, *valid):
+        """Groups with so many live results each, of a row with so many tokens in the caches."""
+        told = tuple(Expected((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
+        inputs = {"starts": torch.tensor([at]), "seats": torch.tensor([1])}
+        return Turn(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), told)
+
+    def chosen(*turns):
+        return excerpts(Script(turns, (), (), (), (), ()))
+
+    assert chosen(turn(chunk, 0, 9, 9), turn(chunk, 5, 1, 0), turn(chunk, 7, 1, 1), turn(chunk, 9, 1, 0)) == (2,)
+    assert chosen(turn(chunk, 0, 1, 0), turn(chunk, 0, 2, 2)) == (1,)
+    assert chosen(turn(small, 5, 1, 0), turn(large, 5, 2, 0), turn(small, 5, 3, 1), turn(small, 5, 2, 1)) == (1, 2, 3)
+
+
+KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
 
 
 def test_what_was_measured_is_told_in_few_digits():

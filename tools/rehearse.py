@@ -155,6 +155,7 @@ class _Stage:
         limits, most = self.small.limits, self.small.requests
         chunk = max((case.bucket.q_len for case in self.of_kind["prefill"]), default=2 * PROMPT_MORE)
         lengths = [chunk + min(PROMPT_MORE - group % 5, chunk), 1 + group % 7, chunk // 2 + group % 3]
+        lengths = [min(length, chunk) for length in lengths] if self.late(group) else lengths
         pages, slots, free = (self._shuffled(count) for count in (limits.num_pages, limits.num_slots, limits.num_seats))
         made = []
         for i in range(most if group % 2 == 0 and not self.late(group) else 1):

@@ -29,8 +29,9 @@ from ..lowering.lockstep import Lockstep
 from ..lowering.lower import Lowered
 from ..models import step
 from . import verify_shipped
+from .drafting import start
 from .progress import Progress
-from .rehearse import Script, rehearse
+from .rehearse import Script, Turn, rehearse
 from .replay import Allowed, Cast, Heard, against_each_other, against_script
 from .scaled import Case, Scaled, draw, scaled
 from .targets import TARGETS, target
@@ -193,13 +194,18 @@ class _Proof:
 
 
 def excerpts(script: Script) -> tuple[int, ...]:
-    """Turns that stand for all: of every case the one with most live results, and the last."""
+    """Turns that stand for all: of every case the fullest in which a row goes on behind tokens it has, and the last that decodes."""
     chosen: set[int] = set()
     for case in {turn.case for turn in script.turns}:
         numbers = [i for i, turn in enumerate(script.turns) if turn.case == case]
-        live = {i: sum(sum(one.valid) for one in script.turns[i].expected if one) for i in numbers}
-        chosen |= {max(numbers, key=live.__getitem__), numbers[-1]}
+        chosen |= {max(numbers, key=lambda i: _fullness(script.turns[i])), *(numbers[-1:] if case.form.kind == "decode" else ())}
     return tuple(sorted(chosen))
+
+
+def _fullness(turn: Turn) -> tuple[bool, int]:
+    """Whether a row has tokens already, and live results."""
+    live = [(group, one) for group, one in enumerate(turn.expected) if one]
+    return any(start(turn, group, row) for group, one in live for row in one.rows), sum(sum(one.valid) for _, one in live)
 
 
 def lockstep(small: Scaled, graphs: Mapping[Case, Built]) -> dict[Case, tuple[Lockstep, Signature]]:
