@@ -171,8 +171,9 @@ def test_whatever_shares_the_batch_and_whichever_buckets_run_it(tiny, executor, 
     assert executor.compiles() == 0
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.4, seed=3)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(tiny, executor, alone, run_ahead):
+def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(tiny, executor, alone, run_ahead, sampling):
     """What the test above is about takes place."""
     tiny.poison(executor)
     with tiny.Launching(executor) as launching:
@@ -180,10 +181,10 @@ def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_re
         sinks = [[] for _ in PROMPTS[:4]]
         ends = []
         for i, (prompt, tokens) in enumerate(zip(PROMPTS, sinks, strict=False)):
-            collect(engine, Request(str(i), prompt, 24), tokens, ends)
+            collect(engine, Request(str(i), prompt, 24, sampling), tokens, ends)
         while engine.step():
             pass
-    assert sinks == [alone(prompt, 24) for prompt in PROMPTS[:4]]
+    assert sinks == [alone(prompt, 24, sampling) for prompt in PROMPTS[:4]]
     assert launching.most_in_flight == 1 + run_ahead
     accepted = [sum(times) for times in zip(*(end.record.accepted_per_position for end in ends), strict=True)]
     assert all(accepted), accepted

@@ -140,7 +140,7 @@ def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
     assert texts["lowered"] == done.lowered
     # Sixty layers of two kinds: each kind is told once.
     assert done.lowered.count("npu_recurrent_gated_delta_rule_functional") <= 3
-    assert done.lowered.count("npu_fused_infer_attention_score") <= 2
+    assert done.lowered.count("npu_fused_infer_attention_score") <= 3, "of a layer and of the two draft passes"
 
 
 # --- small models ---

@@ -13,6 +13,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact import Artifact
 from npucompile.lowering.executable import load_compiled
 from npucompile.lowering.serial import decode, encode
+from npucompile.tools import check
 from npucompile.tools.progress import Progress
 from npucompile.tools.verify import RowByRow, verify
 
@@ -51,6 +52,19 @@ def test_every_bucket_is_measured(tiny, tiny_artifact):
         assert f"{name} (eager) logits within" in said.getvalue()
     # Of the largest bucket: 1, 3 and 4 live rows, each twice.
     assert found["decode-b4-q4"]["rows"] == 16
+
+
+def test_every_count_of_accepted_drafts_is_compared(tiny, tiny_artifact, monkeypatch):
+    seen, right = {}, check.verdict
+
+    def noted(one, expected, found, *rest):
+        if "counts" in expected:
+            seen.setdefault(len(expected["counts"]), set()).update(expected["counts"][one.rows].tolist())
+        return right(one, expected, found, *rest)
+
+    monkeypatch.setattr(check, "verdict", noted)
+    verify(Artifact.open(tiny_artifact), tiny.QUIET)
+    assert seen[4] == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("error", "measured"), [(1e-3, r"logits differ by 0\.\d+"), (float("nan"), "logits differ by inf")])
