@@ -149,7 +149,7 @@ def test_whatever_shares_the_batch_and_whichever_buckets_run_it(tiny, executor, 
         engine = Engine(launching, refresh_every_s=None, prefill_burst=2, run_ahead=run_ahead)
         found, expected = [], []
         for i, (prompt, count, kind, drafts, wait) in enumerate(mix):
-            sampling = Sampling(0.8, 20, 0.9, 0.01, seed=i) if kind == "sampled" else GREEDY
+            sampling = Sampling(0.4, 20, 0.95, 0.01, seed=i) if kind == "sampled" else GREEDY
             said = alone(prompt, count, sampling)
             stop = frozenset(said[wait % (len(said) - 1) :][:1]) if kind == "stopped" else frozenset()
             expected.append(alone(prompt, count, sampling, stop))
