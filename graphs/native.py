@@ -1,4 +1,4 @@
-"""Turns the name of a kernel that is compiled code into an operator of graphs; the code is bound where an executable brings it along."""
+"""Turns the name of a kernel that is compiled code into an operator of graphs; packages call the code itself, not the operator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from .errors import PrimitiveError
 NAMESPACE = "npuc_native"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
+FEW_ROWS = 64
+"""Most rows for which kernels of our own serve products: with more, arithmetic and not memory decides, and torch's are as good."""
+
 TABLE: dict[str, Native] = {}
 """Every native operator by name; filled when `graphs.ops` is imported."""
 
@@ -22,7 +25,7 @@ class Native:
     An operator of its own, so that a reference graph in the same process still runs the reference.
 
     Args:
-        name: of the operator.
+        name: of the operator; unique among all C functions that torch's packages call.
         schema: torch operator schema without the name.
         abstract: results on meta tensors.
 
@@ -42,10 +45,10 @@ class Native:
         TABLE[name] = self
 
     def bind(self, kernel: Callable[..., Any] | None) -> None:
-        """Makes `kernel` what the operator calls on CPU tensors, in place of any before; None unbinds it."""
+        """Makes `kernel` what the operator calls on CPU tensors, for who runs a lowered graph node by node; None unbinds it."""
         self._kernel = kernel
 
     def _call(self, *args: Any) -> Any:
         if self._kernel is None:
-            raise PrimitiveError(f"operator {NAMESPACE}.{self.name} has no kernel in this process; executables that call it bring one")
+            raise PrimitiveError(f"operator {NAMESPACE}.{self.name} has no kernel in this process; packages that call it bring one")
         return self._kernel(*args)

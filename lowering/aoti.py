@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..graphs.errors import LoweringError
-from . import chained
+from . import chained, native
 
 MODEL = "model"
 """Name of the one model in a package."""
@@ -107,6 +107,8 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
     # Applied through the architecture flag, the one compiler flag that inductor lets a caller choose; -s strips symbols.
     prefixes = {cache_dir: ".", Path(torch.__file__).parent: "torch"}
     mapped = " ".join(f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in prefixes.items())
+    level = instruction_set() or "native"
+    kernels = native.archive(compiler()[0], level, cache_dir)
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(cache_dir / "graphs" / name),
@@ -118,7 +120,10 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
         "post_grad_custom_post_pass": chained.write_in_place,
         # Torch identifies a precompiled header by running the openssl command.
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,
-        "cpp.march": f"{instruction_set() or 'native'} {mapped} -s",
+        # What a package calls of the kernels is linked into it.
+        "aot_inductor.custom_ops_to_c_shims": native.shims(),
+        "aot_inductor.custom_op_libs": [f":{kernels.name}"],
+        "cpp.march": f"{level} {mapped} -s -L{shlex.quote(str(kernels.parent))}",
         "cpp.vec_isa_ok": True,
         "cpp.dynamic_threads": threads == 0,
         "cpp.threads": threads or -1,

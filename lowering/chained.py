@@ -6,8 +6,10 @@ operand at the first link and again at the end.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch.fx import Graph, Node
@@ -16,6 +18,9 @@ from torch.fx.node import map_arg
 from ..graphs.alias import is_view, owner
 
 COPY, PUT, PUT_IN_PLACE = torch.ops.aten.copy_.default, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
+DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+"""Of this file: what it does to a graph shows in no text of one."""
+
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,11 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
 
     A compiler that knows donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
     """
-    signature = partitioned.signature
+    signature, flat = partitioned.signature, flatten(partitioned.graph)
     events.record("trace")
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
-        graph = make_fx(_Inliner(flatten(partitioned.graph), backend).run)(*fakes)
+        graph = make_fx(_Inliner(flat, backend, set(_claims(flat, *_pools(flat, signature)))).run)(*fakes)
     graph.graph.eliminate_dead_code()
     donate(graph, signature)
     name_placeholders(graph, signature)
@@ -66,17 +67,24 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
 
 
 class _Inliner(Interpreter):
-    """Runs a graph with a backend's lowerings in place of primitives."""
+    """Runs a graph with a backend's lowerings in place of primitives.
 
-    def __init__(self, graph: GraphModule, backend: str) -> None:
+    Args:
+        writers: nodes that may write what they replace; others, whose lowering might, are left to the reference.
+    """
+
+    def __init__(self, graph: GraphModule, backend: str, writers: Collection[Node]) -> None:
         super().__init__(graph)
-        self.backend = backend
+        self.backend, self._writers = backend, writers
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        primitive = of_target(target)
-        if primitive is not None:
-            return (primitive.kept(self.backend) or primitive.lower_for(self.backend))(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+    def run_node(self, n: Node) -> Any:
+        primitive = of_target(n.target)
+        if primitive is None:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if primitive.donates and n not in self._writers:
+            return primitive.rule("reference")(*args, **kwargs)
+        return (primitive.kept(self.backend) or primitive.lower_for(self.backend))(*args, **kwargs)
 
 
 def donate(graph: GraphModule, signature: Signature) -> None:
@@ -87,10 +95,9 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     memory with a pool: the next step would change it under its reader.
     """
     nodes = graph.graph
-    placeholders = [n for n in nodes.nodes if n.op == "placeholder"]
-    pools = placeholders[len(signature.params) : len(signature.params) + len(signature.state)]
+    pools, replaced = _pools(graph, signature)
     (output,) = (n for n in nodes.nodes if n.op == "output")
-    for writer, pairs in _claims(graph, pools, results_of(graph)[len(signature.outputs) :]).items():
+    for writer, pairs in _claims(graph, pools, replaced).items():
         _write_in_place(graph, writer, pairs)
     # Whatever a twin wrote is by now the pool itself.
     results = results_of(graph)
@@ -106,6 +113,13 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     output.args = (tuple(kept),)
     nodes.lint()
     graph.recompile()
+
+
+def _pools(graph: GraphModule, signature: Signature) -> tuple[list[Node], list[Node]]:
+    """The state operands of a graph, and what it makes of them."""
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    pools = placeholders[len(signature.params) : len(signature.params) + len(signature.state)]
+    return pools, results_of(graph)[len(signature.outputs) :]
 
 
 def _claims(graph: GraphModule, pools: list[Node], stored: list[Node]) -> dict[Node, list[tuple[Node, Node]]]:

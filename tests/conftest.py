@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,6 +77,15 @@ def ranks(tiny: ModuleType) -> ModuleType:
 def fleets() -> ModuleType:
     """The file fleets.py beside this one."""
     return load_beside("fleets")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Iterator[ModuleType]:
+    """The file kernels.py beside this one, and every native operator callable while anybody uses it."""
+    module = load_beside("kernels")
+    module.bind()
+    yield module
+    module.unbind()
 
 
 @pytest.fixture(scope="session")

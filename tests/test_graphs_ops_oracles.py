@@ -77,6 +77,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return x / (1 + (-x).exp())
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("backend", ["reference", "inductor"])
 @pytest.mark.parametrize(("T", "E", "X"), [(1, 9, 2), (5, 4, 2), (3, 2, 1), (2, 16, 4)])
 def test_moe_experts(T: int, E: int, X: int, backend: str) -> None:

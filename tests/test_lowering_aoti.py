@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering import aoti
+from npucompile.lowering import aoti, native
+
+
+@pytest.fixture(autouse=True)
+def archive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernels would be; what makes them is tested by itself."""
+    monkeypatch.setattr(native, "archive", lambda compiler, level, cache_dir: cache_dir / "native" / f"kernels-{level}.a")
 
 
 def capability(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -66,6 +72,14 @@ def test_paths_are_mapped_away_even_with_blanks_in_them() -> None:
     flags = shlex.split(f"-march={aoti.options(Path('/my cache'), 'g_1', 0)['cpp.march']}")
     assert "-ffile-prefix-map=/my cache=." in flags
     assert flags[0].startswith("-march=")
+
+
+def test_packages_are_linked_with_the_kernels_of_their_architecture() -> None:
+    options = aoti.options(Path("/my cache"), "g_1", 0)
+    architecture, *flags = shlex.split(options["cpp.march"])
+    assert options["aot_inductor.custom_op_libs"] == [f":kernels-{architecture}.a"]
+    assert "-L/my cache/native" in flags
+    assert options["aot_inductor.custom_ops_to_c_shims"] == native.shims()
 
 
 @pytest.mark.parametrize(("openssl", "headers"), [(None, False), ("/usr/bin/openssl", True)])

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..native import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..slots import read_slots, states_to_write, write_slots_npu
 
@@ -89,6 +90,35 @@ def _inplace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, windows = _convolve(x, weight, state, read, write, starts, lengths)
     return out, state.index_put_((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+
+
+def _outputs_alone(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_token_by_token = Native(
+    "npuc_conv",
+    "(Tensor x, Tensor weight, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
+    _outputs_alone,
+).op
+
+
+@causal_conv.lowering("inductor")
+def causal_conv_on_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+) -> Any:
+    """A window after every token in float32: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
+    if write.shape[1] != x.shape[1] or {x.dtype, weight.dtype, state.dtype} != {torch.float32}:
+        return causal_conv_reference(x, weight, state, read, write, starts, lengths)
+    return _token_by_token(x, weight, state, read, write, starts), state
 
 
 @causal_conv.lowering("ge")

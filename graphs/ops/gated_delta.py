@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import PrimitiveError
+from ..native import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..slots import read_slots, write_slots_npu
 
@@ -230,6 +231,47 @@ def _inplace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
     return out, state.index_put_((write.flatten().long(),), after)
+
+
+def _outputs_alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+_token_by_token = Native(
+    "npuc_delta",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
+    _outputs_alone,
+).op
+
+
+@gated_delta.lowering("inductor")
+def gated_delta_on_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    read: torch.Tensor,
+    write: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    chunk: int,
+) -> Any:
+    """Token by token in float32 by a kernel that reads and writes states in the pool (lowering/cpp/delta.cpp)."""
+    if chunk or {x.dtype for x in (q, k, v, g, beta, state)} != {torch.float32}:
+        return gated_delta_reference(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
+    return _token_by_token(q, k, v, g, beta, state, read, write, starts), state
 
 
 NPU_TOKENS = 8

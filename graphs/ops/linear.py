@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..native import FEW_ROWS, Native
 from ..primitive import Cost, Primitive, nbytes
 
 linear = Primitive("linear", "(Tensor x, Tensor weight) -> Tensor", factors="t k, n k -> t n; sum k")
@@ -26,6 +27,20 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [T, N].
     """
     return torch.nn.functional.linear(x, weight)
+
+
+_few_rows = Native("npuc_linear", linear.schema, _abstract).op
+
+
+@linear.lowering("inductor")
+def linear_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Few rows in float32 go through a kernel that reads weights as fast as memory gives them (lowering/cpp/linear.cpp).
+
+    Each row's result is the same bit for bit in any company; torch picks another order of summing for another number of rows.
+    """
+    if x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype == torch.float32:
+        return _few_rows(x, weight)
+    return linear_reference(x, weight)
 
 
 @linear.lowering("ge")

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..native import FEW_ROWS, Native
 from ..primitive import Cost, Primitive, nbytes
 from .grouped_experts import grouped_experts_ge
 from .moe_sort import moe_sort_ge, moe_unsort_ge
@@ -44,7 +45,20 @@ def moe_experts_reference(
     return total.to(x.dtype)
 
 
+_few_rows = Native("npuc_experts", moe_experts.schema, _abstract).op
+
+
 @moe_experts.lowering("inductor")
+def moe_experts_on_cpu(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Few rows in float32 go through a kernel that reads the chosen experts alone (lowering/cpp/experts.cpp), row by row as `linear`."""
+    if x.shape[0] <= FEW_ROWS and {x.dtype, weights.dtype, gate_up.dtype, down.dtype} == {torch.float32}:
+        few: torch.Tensor = _few_rows(x, weights, ids, gate_up, down)
+        return few
+    return moe_experts_static(x, weights, ids, gate_up, down)
+
+
 def moe_experts_static(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:

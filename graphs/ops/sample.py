@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..native import Native
 from ..primitive import Cost, Primitive, nbytes
 
 sample = Primitive(
@@ -84,8 +85,9 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(picked, last).to(torch.int32)
 
 
-# Greedy steps need no sort and no random number, which only the values tell: a compiled CPU graph calls the node as it is.
-sample.keep("inductor")
+# Greedy steps need no sort and no random number, which only the values tell: a compiled CPU graph calls a kernel that looks at them
+# (lowering/cpp/sample.cpp).
+sample.keep("inductor", Native("npuc_sample", sample.schema, _abstract).op)
 
 
 @sample.lowering("ge")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..primitive import Cost, Primitive, nbytes
+from .linear import linear_on_cpu
 
 swiglu_linear = Primitive("swiglu_linear", "(Tensor x, Tensor weight) -> Tensor", factors="t _, _ f _ -> t f")
 
@@ -29,6 +30,13 @@ def swiglu_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     """
     gate, up = torch.nn.functional.linear(x, weight.flatten(0, 1)).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+@swiglu_linear.lowering("inductor")
+def _cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = linear_on_cpu(x, weight.flatten(0, 1)).chunk(2, -1)
+    gated: torch.Tensor = torch.nn.functional.silu(gate) * up
+    return gated
 
 
 @swiglu_linear.lowering("ge")

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..native import Native
 from ..primitive import Cost, Primitive, nbytes
 
 token_logprobs = Primitive(
@@ -54,8 +55,9 @@ def _told(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Three:
     return told.gather(-1, tokens[..., None].to(torch.int64)).squeeze(-1), ids.to(torch.int32), values
 
 
-# Most steps are asked by nobody, which only the values tell: a compiled CPU graph calls the node as it is.
-token_logprobs.keep("inductor")
+# Most steps are asked by nobody, which only the values tell: a compiled CPU graph calls a kernel that looks at them
+# (lowering/cpp/sample.cpp).
+token_logprobs.keep("inductor", Native("npuc_logprobs", token_logprobs.schema, _abstract).op)
 
 
 @token_logprobs.lowering("ge")

@@ -12,10 +12,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ...graphs import events
-from ...graphs.fakes import fake, graph_of
 from ...graphs.flatten import bodies
 from ...graphs.outline import outline
 from ...graphs.primitive import of_target
+from ...graphs.record import record
 from ...graphs.types import Signature
 from ...graphs.verify import results_of
 from ..lower import Lowered
@@ -66,11 +66,7 @@ def _lower_body(body: GraphModule, pools: Pools) -> GraphModule:
                 values[operand].copy_(results[result])
         return tuple(value for i, value in enumerate(results) if i not in written)
 
-    with FakeTensorMode(), torch.no_grad():
-        graph = graph_of(run, [fake(v.shape, v.dtype, v.stride(), "meta") for v in operands])
-    graph.graph.eliminate_dead_code()
-    (output,) = (n for n in graph.graph.nodes if n.op == "output")
-    output.args = (tuple(output.args[0]),)
+    graph = record(run, operands, FakeTensorMode())
     fuse(graph)
     graph.recompile()
     return graph

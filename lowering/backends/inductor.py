@@ -16,7 +16,7 @@ from ...graphs import native as native_ops
 from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
 from ...graphs.primitive import NAMESPACE
-from .. import native
+from .. import chained, native
 from ..backend import Backend
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 NAME = "inductor"
 _ROOT = "graph"
 _MODEL = "model"
-_KERNELS = f"{_ROOT}/data/native/kernels.so"
 
 
 class PackageExecutable:
@@ -51,9 +50,6 @@ class PackageExecutable:
             self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, -1).run
         except RuntimeError as error:
             raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_said(error)}") from error
-        with zipfile.ZipFile(path) as archive:
-            if _KERNELS in archive.namelist():
-                native.install(archive.read(_KERNELS))
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned."""
@@ -85,11 +81,7 @@ def compile_package(graph: GraphModule, signature: Signature, out_path: Path, *,
         files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
     except Exception as error:
         raise LoweringError(f"inductor could not compile {out_path.name}: {type(error).__name__}: {_said(error)}") from error
-    if any(getattr(node.target, "namespace", None) == native_ops.NAMESPACE for node in graph.graph.nodes):
-        kernels = native.compile_library(aoti.compiler()[0], aoti.instruction_set() or "native", cache_dir.resolve())
-    else:
-        kernels = None
-    out_path.write_bytes(package(files, kernels))
+    out_path.write_bytes(package(files))
 
 
 def check_operators(graph: GraphModule) -> None:
@@ -105,15 +97,10 @@ def check_operators(graph: GraphModule) -> None:
         raise LoweringError(f"the inductor backend runs operators of {', '.join(legal)}; this graph also calls {', '.join(foreign)}")
 
 
-def package(files: Mapping[str, bytes], kernels: bytes | None = None) -> bytes:
-    """The package torch's loader reads, as a zip whose bytes depend on nothing but the files.
-
-    Args:
-        kernels: library of the native operators that the graph calls; the loader leaves it alone.
-    """
+def package(files: Mapping[str, bytes]) -> bytes:
+    """The package torch's loader reads, as a zip whose bytes depend on nothing but the files."""
     entries = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"6\n"}
     entries |= {f"data/aotinductor/{_MODEL}/{name}": content for name, content in files.items()}
-    entries |= {_KERNELS.removeprefix(f"{_ROOT}/"): kernels} if kernels else {}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in sorted(entries):
@@ -129,6 +116,7 @@ def options(threads: int) -> dict[str, Any]:
         "compiler": aoti.compiler()[1],
         "cpu_features": list(aoti.cpu_features()),
         "instruction_set": aoti.instruction_set(),
+        "chained": chained.DIGEST,
         "kernels": native.digest(),
         "threads": threads,
         "wrapper": aoti.WRAPPER_OPT_LEVEL,

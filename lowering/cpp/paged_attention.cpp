@@ -1,88 +1,123 @@
 // Grouped-query attention over paged keys and values that are read in place, as graphs/ops/paged_attention.py says.
 //
 // One thread takes one key head of one request: all its query rows pass over the keys together, so each key is read once.
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
+#include "dots.h"
+#include "kernels.h"
+
+using namespace npuc;
+
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float load(float x) { return x; }
-
-inline float load(bf16 x) {
-    const uint32_t wide = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-inline void store(float& to, float x) { to = x; }
-
-inline void store(bf16& to, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    to.bits = std::isnan(x) ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // B requests of Q tokens, H query heads on G key heads of width D, pages of P tokens, N pages a request.
 struct Sizes {
     int64_t B, Q, H, G, D, P, N;
 };
 
+// Below so many products a second thread costs more than it brings.
+constexpr int64_t WORTH = 1 << 16;
+
+// Values that rows take in together.
+constexpr int64_t VALUES = 32;
+
+// Floats of a head: where they lie, or widened into `copy`.
+const float* floats(const float* x, int64_t, float*) { return x; }
+
+const float* floats(const bf16* x, int64_t D, float* copy) {
+    for (int64_t d = 0; d < D; d++) copy[d] = widen(x[d]);
+    return copy;
+}
+
+// sums[r][d] += sum over j of weights[r][j] * values[j][d] for R rows and L columns of them, all d of a head in turn.
+template <int R>
+void gather(float* sums, int64_t D, const float* weights, int64_t ld, const float* const* values, int64_t count) {
+    int64_t d = 0;
+    for (; d + L <= D; d += L) {
+        vec acc[R];
+        UNROLL for (int r = 0; r < R; r++) acc[r] = load(sums + r * D + d);
+        for (int64_t j = 0; j < count; j++) {
+            const vec value = load(values[j] + d);
+            UNROLL for (int r = 0; r < R; r++) acc[r] += weights[r * ld + j] * value;
+        }
+        UNROLL for (int r = 0; r < R; r++) store(sums + r * D + d, acc[r]);
+    }
+    for (; d < D; d++)
+        for (int64_t j = 0; j < count; j++)
+            for (int r = 0; r < R; r++) sums[r * D + d] += weights[r * ld + j] * values[j][d];
+}
+
+// Softmax of `count` scores in place; room for L - 1 more lies behind them.
+void softmax(float* scores, int64_t count) {
+    for (int64_t j = count; j % L; j++) scores[j] = -INFINITY;
+    float lanes[L], most = -INFINITY, whole = 0.0f;
+    vec largest = load(scores), sum = {};
+    for (int64_t j = 0; j < count; j += L) {
+        const vec next = load(scores + j);
+        largest = (next > largest) | (next != next) ? next : largest;
+    }
+    store(lanes, largest);
+    for (float lane : lanes) most = lane > most || lane != lane ? lane : most;
+    for (int64_t j = 0; j < count; j += L) {
+        const vec weight = exponential(load(scores + j) - most);
+        store(scores + j, weight);
+        sum += weight;
+    }
+    store(lanes, sum);
+    for (float lane : lanes) whole += lane;
+    for (int64_t j = 0; j < count; j += L) store(scores + j, load(scores + j) / whole);
+}
+
 template <typename T>
 void one_head(const T* q, const T* k, const T* v, const int32_t* table, int64_t start, int64_t live, float scale, const Sizes& s,
               int64_t b, int64_t g, T* out) {
-    const int64_t R = s.H / s.G, rows = s.Q * R, D = s.D, last = std::min(start + s.Q, s.N * s.P);
-    const auto place = [&](int64_t row) { return ((b * s.Q + row / R) * s.H + g * R + row % R) * D; };
+    constexpr int R = 4, KEYS = L / R;
+    const int64_t heads = s.H / s.G, rows = s.Q * heads, D = s.D, last = std::min(start + s.Q, s.N * s.P), ld = (last + L) / L * L;
+    const auto place = [&](int64_t row) { return ((b * s.Q + row / heads) * s.H + g * heads + row % heads) * D; };
     const auto entry = [&](int64_t j) { return ((int64_t(table[j / s.P]) * s.P + j % s.P) * s.G + g) * D; };
-    const auto seen = [&](int64_t row) { return std::min(start + row / R + 1, last); };
-    std::vector<float> query(rows * D), scores(rows * last), sums(rows * D, 0.0f), key(D);
+    std::vector<float> query(rows * D), scores(rows * ld), found(rows * D), copies(std::max<int64_t>(KEYS, VALUES) * D);
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t d = 0; d < D; d++) query[row * D + d] = load(q[place(row) + d]) * scale;
-    for (int64_t j = 0; j < last; j++) {
-        const T* from = k + entry(j);
-        for (int64_t d = 0; d < D; d++) key[d] = load(from[d]);
-        // The first token that sees key j is token j - start; those before it do not.
-        for (int64_t row = std::max<int64_t>(0, j - start) * R; row < rows; row++) {
-            float dot = 0.0f;
-            for (int64_t d = 0; d < D; d++) dot += query[row * D + d] * key[d];
-            scores[row * last + j] = dot;
+        for (int64_t d = 0; d < D; d++) query[row * D + d] = widen(q[place(row) + d]) * scale;
+    const float *own[R], *keys[KEYS];
+    for (int64_t j = 0; j < last; j += KEYS) {
+        const int64_t count = std::min<int64_t>(KEYS, last - j);
+        for (int64_t i = 0; i < KEYS; i++) keys[i] = i < count ? floats(k + entry(j + i), D, &copies[i * D]) : keys[0];
+        for (int64_t row = 0; row < rows; row += R) {
+            for (int64_t r = 0; r < R; r++) own[r] = &query[std::min(row + r, rows - 1) * D];
+            put(dots<R, 0>(own, keys, D, nullptr), KEYS, &scores[row * ld + j], ld, std::min<int64_t>(R, rows - row), count);
         }
     }
-    for (int64_t row = 0; row < rows; row++) {
-        float* own = &scores[row * last];
-        const int64_t count = seen(row);
-        float most = -INFINITY, whole = 0.0f;
-        for (int64_t j = 0; j < count; j++) most = std::max(most, own[j]);
-        for (int64_t j = 0; j < count; j++) whole += own[j] = std::exp(own[j] - most);
-        for (int64_t j = 0; j < count; j++) own[j] /= whole;
-    }
-    // Values at and beyond `live` are never read: nobody wrote them.
-    for (int64_t j = 0; j < std::min(last, live); j++) {
-        const T* from = v + entry(j);
-        for (int64_t d = 0; d < D; d++) key[d] = load(from[d]);
-        for (int64_t row = std::max<int64_t>(0, j - start) * R; row < rows; row++) {
-            const float weight = scores[row * last + j];
-            for (int64_t d = 0; d < D; d++) sums[row * D + d] += weight * key[d];
+    // Token t sees keys up to start + t; values at and beyond `live` are never read: nobody wrote them.
+    const auto seen = [&](int64_t row) { return std::min(start + row / heads + 1, last); };
+    for (int64_t row = 0; row < rows; row++) softmax(&scores[row * ld], seen(row));
+    const int64_t end = std::min(last, live);
+    std::vector<const float*> values(VALUES);
+    for (int64_t j = 0; j < end; j += VALUES) {
+        const int64_t count = std::min(VALUES, end - j);
+        for (int64_t i = 0; i < count; i++) values[i] = floats(v + entry(j + i), D, &copies[i * D]);
+        for (int64_t row = 0; row < rows; row++) {
+            // Four rows that see all of these at once; others one by one, as far as they see.
+            const int64_t sees = std::min(seen(row) - j, count);
+            if (sees == count && row + 4 <= rows) {
+                gather<4>(&found[row * D], D, &scores[row * ld + j], ld, values.data(), count);
+                row += 3;
+            } else if (sees > 0) {
+                gather<1>(&found[row * D], D, &scores[row * ld + j], ld, values.data(), sees);
+            }
         }
     }
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t d = 0; d < D; d++) store(out[place(row) + d], sums[row * D + d]);
+        for (int64_t d = 0; d < D; d++) narrow(out[place(row) + d], found[row * D + d]);
 }
 
 template <typename T>
 void attend(const T* q, const T* k, const T* v, const int32_t* table, const int32_t* starts, const int32_t* lengths, float scale,
-            const Sizes& s, T* out) {
+            const int64_t* sizes, T* out) {
+    const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
     int64_t keys = 0;
     for (int64_t b = 0; b < s.B; b++) keys += starts[b] + s.Q;
-    // Below this much work threads cost more than they bring.
-#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * s.Q * s.H * s.D >= 200000)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * s.Q * s.H * s.D >= WORTH)
     for (int64_t b = 0; b < s.B; b++)
         for (int64_t g = 0; g < s.G; g++)
             one_head(q, k, v, table + b * s.N, starts[b], starts[b] + lengths[b], scale, s, b, g, out);
@@ -90,12 +125,13 @@ void attend(const T* q, const T* k, const T* v, const int32_t* table, const int3
 
 }  // namespace
 
-#define ENTRY(name, T)                                                                                                                 \
-    extern "C" void name(const T* q, const T* k, const T* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,     \
-                         float scale, const int64_t* sizes, T* out) {                                                                  \
-        const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};                                           \
-        attend<T>(q, k, v, table, starts, lengths, scale, s, out);                                                                     \
-    }
+void npuc_attention(const float* q, const float* k, const float* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                    float scale, const int64_t* sizes, float* out) {
+    attend(q, k, v, table, starts, lengths, scale, sizes, out);
+}
 
-ENTRY(paged_attention_f32, float)
-ENTRY(paged_attention_bf16, bf16)
+void npuc_attention_bf16(const void* q, const void* k, const void* v, const int32_t* table, const int32_t* starts, const int32_t* lengths,
+                         float scale, const int64_t* sizes, void* out) {
+    const auto of = [](const void* x) { return static_cast<const bf16*>(x); };
+    attend(of(q), of(k), of(v), table, starts, lengths, scale, sizes, static_cast<bf16*>(out));
+}

@@ -1,0 +1,63 @@
+// The gated delta rule token by token, as graphs/ops/gated_delta.py says; states are read and written where they lie.
+#include <cmath>
+
+#include "dots.h"
+#include "kernels.h"
+
+using namespace npuc;
+
+namespace {
+
+// Below so many products a second thread costs more than it brings.
+constexpr int64_t WORTH = 1 << 16;
+
+// One token of one head: takes the state `from` [Dv, Dk], null for zeros, to `to`, which may be the same.
+void one_token(const float* q, const float* k, const float* v, float decay, float beta, const float* from, float* to, int64_t Dk, int64_t Dv,
+               float* out) {
+    // A state of zeros: any finite row, faded to nothing.
+    const float fade = from ? decay : 0.0f;
+    if (!from) {
+        std::fill(to, to + Dv * Dk, 0.0f);
+        from = to;
+    }
+    float both = 0.0f;
+    for (int64_t i = 0; i < Dk; i++) both += q[i] * k[i];
+    for (int64_t row = 0; row < Dv; row += L) {
+        const int64_t count = std::min<int64_t>(L, Dv - row);
+        const float* rows[L];
+        UNROLL for (int i = 0; i < L; i++) rows[i] = from + (row + std::min<int64_t>(i, count - 1)) * Dk;
+        const vec seen_k = dots<1, 0>(&k, rows, Dk, nullptr), seen_q = dots<1, 0>(&q, rows, Dk, nullptr);
+        float deltas[L] = {}, outs[L];
+        std::memcpy(deltas, v + row, count * sizeof(float));
+        const vec delta = beta * (load(deltas) - fade * seen_k);
+        store(deltas, delta);
+        store(outs, fade * seen_q + both * delta);
+        std::memcpy(out + row, outs, count * sizeof(float));
+        for (int64_t r = 0; r < count; r++) {
+            const float* old = from + (row + r) * Dk;
+            float* made = to + (row + r) * Dk;
+            int64_t i = 0;
+            for (; i + L <= Dk; i += L) store(made + i, fade * load(old + i) + deltas[r] * load(k + i));
+            for (; i < Dk; i++) made[i] = fade * old[i] + deltas[r] * k[i];
+        }
+    }
+}
+
+}  // namespace
+
+void npuc_delta(const float* q, const float* k, const float* v, const float* g, const float* beta, float* state, const int32_t* read,
+                const int32_t* write, const int32_t* starts, const int64_t* sizes, float* out) {
+    const int64_t B = sizes[0], Q = sizes[1], own = sizes[2], H = sizes[3], Dk = sizes[4], Dv = sizes[5], share = H / own;
+#pragma omp parallel for collapse(2) schedule(static) if (B * Q * H * Dk * Dv >= WORTH)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++) {
+            const auto slot = [&](int32_t s) { return state + (s * H + h) * Dk * Dv; };
+            const float* from = starts[b] == 0 ? nullptr : slot(read[b]);
+            for (int64_t t = 0; t < Q; t++) {
+                const int64_t at = (b * Q + t) * own + h / share, place = (b * Q + t) * H + h;
+                float* to = slot(write[b * Q + t]);
+                one_token(q + at * Dk, k + at * Dk, v + place * Dv, std::exp(g[place]), beta[place], from, to, Dk, Dv, out + place * Dv);
+                from = to;
+            }
+        }
+}

@@ -1,0 +1,213 @@
+// What a package calls: torch's handles of tensors become pointers and sizes of the kernels. Compiled into each package.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cstdio>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+struct Failed {};
+
+void check(AOTITorchError error) {
+    if (error != AOTI_TORCH_SUCCESS) throw Failed{};
+}
+
+// A tensor of a handle that somebody else owns.
+struct Tensor {
+    void* data;
+    const int64_t *sizes, *strides;
+    int64_t dim;
+    int32_t dtype;
+
+    explicit Tensor(AtenTensorHandle handle) {
+        int64_t *found_sizes, *found_strides;
+        check(aoti_torch_get_data_ptr(handle, &data));
+        check(aoti_torch_get_dim(handle, &dim));
+        check(aoti_torch_get_sizes(handle, &found_sizes));
+        check(aoti_torch_get_strides(handle, &found_strides));
+        check(aoti_torch_get_dtype(handle, &dtype));
+        sizes = found_sizes, strides = found_strides;
+    }
+
+    // Whether elements lie next to each other from dimension `from` on.
+    bool dense(int64_t from = 0) const {
+        int64_t step = 1;
+        for (int64_t d = dim - 1; d >= from; step *= sizes[d--])
+            if (sizes[d] != 1 && strides[d] != step) return false;
+        return true;
+    }
+};
+
+// A tensor as dense as a kernel wants it: as it lies, or copied.
+template <typename T>
+struct Dense {
+    std::vector<T> copy;
+    const T* data;
+
+    explicit Dense(const Tensor& from) : data(static_cast<const T*>(from.data)) {
+        if (from.dense()) return;
+        int64_t count = 1;
+        for (int64_t d = 0; d < from.dim; d++) count *= from.sizes[d];
+        copy.resize(count);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = 0, left = i;
+            for (int64_t d = from.dim - 1; d >= 0; d--) at += left % from.sizes[d] * from.strides[d], left /= from.sizes[d];
+            copy[i] = data[at];
+        }
+        data = copy.data();
+    }
+};
+
+// Rows [T, K] of floats with any distance between them.
+struct Rows {
+    std::vector<float> copy;
+    const float* data;
+    int64_t ld;
+
+    explicit Rows(const Tensor& from) : data(static_cast<const float*>(from.data)), ld(from.sizes[0] == 1 ? from.sizes[1] : from.strides[0]) {
+        if (from.dense(1)) return;
+        Dense<float> dense(from);
+        copy.swap(dense.copy);
+        data = copy.data(), ld = from.sizes[1];
+    }
+};
+
+void* make(int64_t dim, const int64_t* sizes, int32_t dtype, AtenTensorHandle* made) {
+    std::vector<int64_t> strides(dim, 1);
+    for (int64_t d = dim - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
+    check(aoti_torch_empty_strided(dim, sizes, strides.data(), dtype, aoti_torch_device_type_cpu(), 0, made));
+    void* data;
+    check(aoti_torch_get_data_ptr(*made, &data));
+    return data;
+}
+
+template <typename Kernel>
+AOTITorchError guarded(const char* name, const Kernel& kernel) {
+    try {
+        kernel();
+        return AOTI_TORCH_SUCCESS;
+    } catch (...) {
+        std::fprintf(stderr, "npuc_native.%s failed: out of memory, or a tensor torch would not describe\n", name);
+        return AOTI_TORCH_FAILURE;
+    }
+}
+
+// Operands whose layout the graph promises; what breaks the promise is an error of the compiler, never of a request.
+void promised(bool kept) {
+    if (!kept) throw Failed{};
+}
+
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_npuc_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
+    return guarded("npuc_linear", [&] {
+        const Tensor input(x), w(weight);
+        promised(w.dense() && input.dtype == aoti_torch_dtype_float32() && w.dtype == input.dtype);
+        const Rows rows(input);
+        const int64_t sizes[] = {input.sizes[0], w.sizes[0]};
+        auto* y = static_cast<float*>(make(2, sizes, input.dtype, out));
+        npuc_linear(rows.data, rows.ld, static_cast<const float*>(w.data), sizes[0], sizes[1], w.sizes[1], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_experts(AtenTensorHandle x, AtenTensorHandle weights, AtenTensorHandle ids, AtenTensorHandle gate_up,
+                                           AtenTensorHandle down, AtenTensorHandle* out) {
+    return guarded("npuc_experts", [&] {
+        const Tensor input(x), share(weights), chosen(ids), wide(gate_up), narrow(down);
+        promised(wide.dense() && narrow.dense() && chosen.dtype == aoti_torch_dtype_int32());
+        for (const Tensor* one : {&input, &share, &wide, &narrow}) promised(one->dtype == aoti_torch_dtype_float32());
+        const Rows rows(input);
+        const Dense<float> shares(share);
+        const Dense<int32_t> choices(chosen);
+        auto* y = static_cast<float*>(make(2, input.sizes, input.dtype, out));
+        npuc_experts(rows.data, rows.ld, shares.data, choices.data, static_cast<const float*>(wide.data),
+                     static_cast<const float*>(narrow.data), input.sizes[0], chosen.sizes[1], wide.sizes[0], wide.sizes[2], wide.sizes[3], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_attention(AtenTensorHandle q, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
+                                             AtenTensorHandle page_table, AtenTensorHandle starts, AtenTensorHandle lengths, double scale,
+                                             AtenTensorHandle* out) {
+    return guarded("npuc_attention", [&] {
+        const Tensor query(q), keys(k_cache), values(v_cache), table(page_table), first(starts), live(lengths);
+        promised(keys.dense() && values.dense() && keys.dtype == query.dtype && values.dtype == query.dtype);
+        for (const Tensor* one : {&table, &first, &live}) promised(one->dtype == aoti_torch_dtype_int32());
+        const int64_t sizes[] = {query.sizes[0], query.sizes[1], query.sizes[2], keys.sizes[2], query.sizes[3], keys.sizes[1], table.sizes[1]};
+        const Dense<int32_t> pages(table), begin(first), count(live);
+        void* to = make(4, query.sizes, query.dtype, out);
+        if (query.dtype == aoti_torch_dtype_float32()) {
+            const Dense<float> rows(query);
+            npuc_attention(rows.data, static_cast<const float*>(keys.data), static_cast<const float*>(values.data), pages.data, begin.data,
+                           count.data, float(scale), sizes, static_cast<float*>(to));
+        } else {
+            promised(query.dtype == aoti_torch_dtype_bfloat16());
+            const Dense<uint16_t> rows(query);
+            npuc_attention_bf16(rows.data, keys.data, values.data, pages.data, begin.data, count.data, float(scale), sizes, to);
+        }
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_conv(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle state, AtenTensorHandle read,
+                                        AtenTensorHandle write, AtenTensorHandle starts, AtenTensorHandle* out) {
+    return guarded("npuc_conv", [&] {
+        const Tensor input(x), w(weight), pool(state), first(read), slots(write), begins(starts);
+        for (const Tensor* one : {&input, &w, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&first, &slots, &begins}) promised(one->dtype == aoti_torch_dtype_int32());
+        promised(pool.dense());
+        const Dense<float> inputs(input), weights(w);
+        const Dense<int32_t> from(first), to(slots), begin(begins);
+        auto* y = static_cast<float*>(make(3, input.sizes, input.dtype, out));
+        npuc_conv(inputs.data, weights.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, input.sizes[0], input.sizes[1],
+                  input.sizes[2], w.sizes[1], y);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_delta(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle g,
+                                         AtenTensorHandle beta, AtenTensorHandle state, AtenTensorHandle read, AtenTensorHandle write,
+                                         AtenTensorHandle starts, AtenTensorHandle* out) {
+    return guarded("npuc_delta", [&] {
+        const Tensor queries(q), keys(k), values(v), gates(g), betas(beta), pool(state), first(read), slots(write), begins(starts);
+        for (const Tensor* one : {&queries, &keys, &values, &gates, &betas, &pool}) promised(one->dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&first, &slots, &begins}) promised(one->dtype == aoti_torch_dtype_int32());
+        promised(pool.dense());
+        const Dense<float> q_(queries), k_(keys), v_(values), g_(gates), b_(betas);
+        const Dense<int32_t> from(first), to(slots), begin(begins);
+        const int64_t sizes[] = {values.sizes[0], values.sizes[1], keys.sizes[2], values.sizes[2], keys.sizes[3], values.sizes[3]};
+        auto* made = static_cast<float*>(make(4, values.sizes, values.dtype, out));
+        npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, sizes, made);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_sample(AtenTensorHandle logits, AtenTensorHandle temperature, AtenTensorHandle top_k,
+                                          AtenTensorHandle top_p, AtenTensorHandle min_p, AtenTensorHandle uniform, AtenTensorHandle* out) {
+    return guarded("npuc_sample", [&] {
+        const Tensor scores(logits), heat(temperature), k(top_k), p(top_p), least(min_p), draws(uniform);
+        promised(k.dtype == aoti_torch_dtype_int32());
+        for (const Tensor* one : {&scores, &heat, &p, &least, &draws}) promised(one->dtype == aoti_torch_dtype_float32());
+        const Dense<float> x(scores), t(heat), leading(p), floor(least), u(draws);
+        const Dense<int32_t> most(k);
+        auto* to = static_cast<int32_t*>(make(2, draws.sizes, k.dtype, out));
+        npuc_sample(x.data, t.data, most.data, leading.data, floor.data, u.data, scores.sizes[0], scores.sizes[1], scores.sizes[2], to);
+    });
+}
+
+AOTITorchError aoti_torch_cpu_npuc_logprobs(AtenTensorHandle logits, AtenTensorHandle tokens, AtenTensorHandle asked, int64_t most,
+                                            AtenTensorHandle* chosen, AtenTensorHandle* ids, AtenTensorHandle* values) {
+    return guarded("npuc_logprobs", [&] {
+        const Tensor scores(logits), taken(tokens), wanted(asked);
+        promised(scores.dtype == aoti_torch_dtype_float32());
+        for (const Tensor* one : {&taken, &wanted}) promised(one->dtype == aoti_torch_dtype_int32());
+        const Dense<float> x(scores);
+        const Dense<int32_t> token(taken), want(wanted);
+        const int64_t sizes[] = {scores.sizes[0], scores.sizes[1], most};
+        auto* one = static_cast<float*>(make(2, sizes, scores.dtype, chosen));
+        auto* which = static_cast<int32_t*>(make(3, sizes, taken.dtype, ids));
+        auto* all = static_cast<float*>(make(3, sizes, scores.dtype, values));
+        npuc_logprobs(x.data, token.data, want.data, sizes[0], sizes[1], scores.sizes[2], most, one, which, all);
+    });
+}
+}
