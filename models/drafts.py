@@ -1,4 +1,4 @@
-"""Turns the tokens a step decided on into drafts of the next ones: the draft head's pass over them, then token by token."""
+"""Turns the tokens a step decided on into drafts of the next ones: the draft head takes them in, then drafts token by token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from ..graphs import ops
 from ..graphs.block import block
@@ -13,8 +14,8 @@ from ..graphs.types import Limits, Tree
 from . import rows
 from .speak import best
 
-Pass = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tree]
-"""What a pass gives: the draft [B], the head's hidden states [B, M] that it was made of, its position [B], and the new pools."""
+Taken = tuple[Tree, Tree, Tree]
+"""What taking tokens in gives: what the head reads of each row's last one, its `starts` and `lengths` [B], and the new pools."""
 
 
 def draft(
@@ -22,9 +23,9 @@ def draft(
 ) -> tuple[torch.Tensor, Tree]:
     """Drafts k tokens after the last of each row's tokens that count.
 
-    The first pass takes in all tokens of the step with what the model saw before each: for every token that counts, the draft head's
-    cache then holds what it would hold had nothing been drafted. Each further pass takes in one draft, after the head's own hidden
-    state; the next step replaces what that leaves in the cache.
+    First the head takes in all tokens of the step with what the model saw before each: for every token that counts, its cache then
+    holds what it would hold had nothing been drafted. From the last one of each row it drafts a token, takes that in after its own
+    hidden state, and so on; the next step replaces what drafts leave in the cache.
 
     Args:
         family: of the model (family.py).
@@ -37,40 +38,42 @@ def draft(
     Returns:
         drafts [B, k] i32 and the new state.
     """
+    tokens, step = step["tokens"], {name: value for name, value in step.items() if name != "tokens"}
     weights = {name: value for name, value in params.items() if name != "layers"}
     pools = {family.DRAFT: state[family.DRAFT]}
     # Nothing is computed between the calls: each run of nodes there would be one more body to convert.
-    token, hidden, at, pools = block("draft_first", _first, (family, cfg), weights, pools, step, features, counts)
+    taken, at, pools = block("draft_take", _take, (family, cfg), weights, pools, {**step, "tokens": tokens, "lengths": counts}, features)
+    token, hidden = block("draft", _draft, (family, cfg), weights, pools, {**step, **at}, taken)
     found = [token]
     for _ in range(1, limits.drafts):
-        token, hidden, at, pools = block("draft_next", _next, (family, cfg, limits), weights, pools, step, counts, token, hidden, at)
+        taken, at, pools = block("draft_take_own", _take_own, (family, cfg, limits), weights, pools, {**step, **at}, token, hidden)
+        token, hidden = block("draft", _draft, (family, cfg), weights, pools, {**step, **at}, taken)
         found.append(token)
     return torch.stack(found, 1), {**state, **pools}
 
 
-def _first(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> Pass:
-    """The pass over the step's tokens: its draft is the one after each row's last token that counts."""
-    hidden, pools = family.draft(cfg, weights, pools, {**step, "lengths": counts}, features)
-    hidden = ops.last_rows(rows.whole(hidden, step["tokens"].numel()), counts)
-    return best(family.draft_head(cfg, weights, hidden)), hidden, step["starts"] + counts, pools
+def _take(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, step: Tree, features: torch.Tensor) -> Taken:
+    """Takes in all tokens of a step that count."""
+    taken, pools = family.draft_take(cfg, weights, pools, step, features, first=True)
+    live = (step["lengths"] > 0).to(torch.int32)
+    taken = pytree.tree_map(lambda x: ops.last_rows(x, step["lengths"]), taken)
+    return taken, {"starts": step["starts"] + step["lengths"] - live, "lengths": live}, pools
 
 
-def _next(
-    family: ModuleType,
-    cfg: Any,
-    limits: Limits,
-    weights: Tree,
-    pools: Tree,
-    step: Tree,
-    counts: torch.Tensor,
-    token: torch.Tensor,
-    hidden: torch.Tensor,
-    at: torch.Tensor,
-) -> Pass:
-    """The pass over what the one before gave."""
+def _take_own(
+    family: ModuleType, cfg: Any, limits: Limits, weights: Tree, pools: Tree, at: Tree, token: torch.Tensor, hidden: torch.Tensor
+) -> Taken:
+    """Takes in the token drafted after the one at `at`."""
     # Beyond the longest context there is no place for a key, nor anyone to read the draft.
-    lengths = ((counts > 0) & (at < limits.max_model_len)).to(torch.int32)
-    one = {**step, "tokens": token[:, None], "starts": at.clamp(max=limits.max_model_len - 1), "lengths": lengths}
-    hidden, pools = family.draft(cfg, weights, pools, one, rows.spread(hidden), first=False)
-    hidden = rows.whole(hidden, token.numel())
-    return best(family.draft_head(cfg, weights, hidden)), hidden, at + 1, pools
+    following = at["starts"] + 1
+    lengths = ((at["lengths"] > 0) & (following < limits.max_model_len)).to(torch.int32)
+    one = {"starts": following.clamp(max=limits.max_model_len - 1), "lengths": lengths}
+    taken, pools = family.draft_take(cfg, weights, pools, {**at, **one, "tokens": token[:, None]}, hidden, first=False)
+    return taken, one, pools
+
+
+def _draft(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, at: Tree, taken: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token after the last one taken in [B], and the hidden states it was made of."""
+    # Its id went in when it was taken; the shape says that there is one a row.
+    hidden = family.draft(cfg, weights, pools, {**at, "tokens": at["starts"][:, None]}, taken)
+    return best(family.draft_head(cfg, weights, rows.whole(hidden, at["starts"].shape[0]))), hidden

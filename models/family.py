@@ -51,13 +51,21 @@ class Family(Protocol):
         """Logits [T, V] of hidden states [T, M]."""
         ...
 
-    def draft(
-        self, cfg: Any, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool = True
-    ) -> tuple[torch.Tensor, Tree]:
-        """One pass of the draft head over tokens [B, Q], each the one after what `hidden` saw; its own hidden states and the new state.
+    def draft_take(self, cfg: Any, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
+        """The draft head takes in tokens [B, Q], each the one after what `hidden` saw: its cache has them after.
 
-        In the first pass of a step `hidden` is `Seen.features` of the model's pass; in others what the pass before returned.
-        `params` are the model's without `layers`, `state` is the draft head's part.
+        The first time in a step `hidden` is `Seen.features` of the model's pass; then it is what `draft` returned. `params` are the
+        model's without `layers`, `state` is the draft head's part.
+
+        Returns:
+            what `draft` reads of each token, a tree of whole tensors, [T, width] each, and the new state.
+        """
+        ...
+
+    def draft(self, cfg: Any, params: Tree, state: Tree, inputs: Tree, taken: Tree) -> torch.Tensor:
+        """The draft head on tokens that it took in: its hidden states, as many rows as `taken` has, laid out as the stream.
+
+        Apart from taking in, so that of all tokens of a step only the last of each row goes through the whole head.
         """
         ...
 

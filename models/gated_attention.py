@@ -70,18 +70,28 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     Returns:
         the same before the residual, and the new state.
     """
-    B, Q, H, D = batch.size, batch.q_len, cfg.num_attention_heads, cfg.head_dim
-    G = cfg.num_key_value_heads * cfg.variant.kv_repeat
-    x = rows.whole(x, B * Q)
-    q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
+    x = rows.whole(x, batch.size * batch.q_len)
+    state = remember(cfg, weights, state, batch, x)
+    return attend(cfg, weights, state, batch, x), state
+
+
+def remember(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
+    """The state with keys and values of normalised, whole x [T, M]."""
+    G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
     k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
-    slots = ops.cache_slots(batch.starts, batch.lengths, batch.page_table, state["k"].shape[1], Q)
+    slots = ops.cache_slots(batch.starts, batch.lengths, batch.page_table, state["k"].shape[1], batch.q_len)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
-    out = ops.paged_attention(q.view(B, Q, H, D), k_cache, v_cache, batch.page_table, batch.starts, batch.lengths, D**-0.5)
-    gated = out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D))
-    return rows.project(gated, weights["out"]), {"k": k_cache, "v": v_cache}
+    return {"k": k_cache, "v": v_cache}
+
+
+def attend(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """What normalised, whole x [T, M] finds in a state that has its keys, laid out as the stream, before the residual."""
+    H, D = cfg.num_attention_heads, cfg.head_dim
+    q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
+    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin).view(batch.size, batch.q_len, H, D)
+    out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.starts, batch.lengths, D**-0.5)
+    return rows.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -234,15 +234,23 @@ def _layer(
     """One layer from its normalised input to the next layer's: each residual add is fused with the norm that follows it."""
     block = gated_attention if kind == FULL else gated_deltanet
     mixed, pool = block.apply(cfg, layer["mixer"], pool, batch, x)
+    x, stream, routers = _fed(cfg, layer, batch.size * batch.q_len, mixed, stream, next_norm)
+    return x, stream, pool, routers
+
+
+def _fed(
+    cfg: Config, layer: Tree, tokens: int, mixed: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The layer after its mixer, on so many tokens."""
     x, stream = ops.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, 1.0)
     routers = []
     if cfg.num_experts:
         x, logits = feed_forward.moe(cfg, layer["mlp"], x)
         routers.append(logits)
     else:
-        x = feed_forward.dense(layer["mlp"], x, batch.size * batch.q_len)
+        x = feed_forward.dense(layer["mlp"], x, tokens)
     x, stream = ops.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, 1.0)
-    return x, stream, pool, routers
+    return x, stream, routers
 
 
 def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
@@ -251,26 +259,44 @@ def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool = True) -> tuple[torch.Tensor, Tree]:
-    """The multi-token-prediction head: from the hidden state of token i and the id of token i+1 towards token i+2.
+def draft_take(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[torch.Tensor, Tree]:
+    """The multi-token-prediction head takes in tokens: from the hidden state of token i and the id of token i+1, its keys and values.
 
     Args:
         params: tree of `abstract_params` with `embed` and `mtp`.
         state: tree of `abstract_state` with `mtp`.
         inputs: as for forward, `tokens` shifted left by one: row (b, t) holds the token after the one `hidden` saw.
-        hidden: [T, M] from forward, or from the previous draft pass.
+        hidden: [T, M], laid out as the stream: from forward, or from `draft`.
         first: whether it is from forward; this head treats both alike.
 
     Returns:
-        hidden [T, M] (feed it to `draft_head`, and to the next draft pass), laid out as the stream, and the new state.
+        the residual stream [T, M] that `draft` goes on with, whole, and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     token = ops.rms_norm(rows.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
-    stream = ops.linear(torch.cat([token, seen], -1), mtp["fc"])
+    stream = rows.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    x, _, pool, _ = block("mtp", _layer, (_unquantised(cfg), FULL), mtp["layer"], state[DRAFT], batch, x, stream, mtp["norm"])
-    return x, {**state, DRAFT: pool}
+    pool = gated_attention.remember(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    return stream, {**state, DRAFT: pool}
+
+
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, taken: torch.Tensor) -> torch.Tensor:
+    """The multi-token-prediction head's layer on tokens that it took in, towards the token after each.
+
+    Args:
+        params, state: as for `draft_take`.
+        inputs: of those tokens, all of a row's or some at its end; of `tokens` the shape is read.
+        taken: their rows of what `draft_take` returned, [T, M].
+
+    Returns:
+        hidden [T, M] (feed it to `draft_head`, and to the next `draft_take`), laid out as the stream.
+    """
+    batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    cfg, mtp = _unquantised(cfg), params[DRAFT]
+    x = ops.rms_norm(taken, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
+    mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    return _fed(cfg, mtp["layer"], batch.size * batch.q_len, mixed, rows.spread(taken), mtp["norm"])[0]
 
 
 draft_head = head

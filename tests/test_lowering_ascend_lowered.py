@@ -146,7 +146,7 @@ def test_the_main_graph_only_calls(decode: Partitioned) -> None:
     assert {n.target for n in found.graph.graph.nodes if n.op == "call_function"} == {operator.getitem}
     layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     order = [str(n.target) for n in found.graph.graph.nodes if n.op == "call_module"]
-    assert order == ["prologue", *layers, "between_1", "draft_first", "draft_next", "draft_next", "epilogue"]
+    assert order == ["prologue", *layers, "between_1", "draft_take", "draft", *("draft_take_own", "draft") * 2, "epilogue"]
     assert list(bodies(found.graph)) == list(dict.fromkeys(order))
     assert [n.meta["leaf"] for n in found.graph.graph.nodes if n.op == "placeholder"] == [leaf.name for leaf in decode.signature.operands]
 

@@ -86,28 +86,33 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the document's second table: what each draft pass of a step has; in a prefill of many tokens the first one."""
+    """One row of the document's second table: of the draft head, which takes tokens in and drafts from the last ones."""
 
     name: str
     mesh: str
     step: str
-    collectives: str
-    their_bytes: str
+    taking: str
+    taking_bytes: str
+    drafting: str
+    drafting_bytes: str
 
 
-SPREAD_PASS = (f"reduce_scatter tp, {SCATTERED}, {EXPERTS}, all_gather tp, all_gather tp", f"4*S*(n-1)/n + {SENT} + R*(n-1)")
-SPLIT_PASS = ("all_reduce tp, all_reduce tp, all_reduce tp, all_gather tp", "6*S*(n-1)/n + R*(n-1)")
-GATHERED_PASS = (SPREAD_PASS[0].replace(EXPERTS, GATHERED), SPREAD_PASS[1].replace(SENT, "2*S/n*(w-1)"))
+FOUND = "R*(n-1)"
+SPREAD_PASS = (EMBEDDED, STREAM, f"reduce_scatter tp, {EXPERTS}, all_gather tp, all_gather tp", f"{STREAM} + {SENT} + {FOUND}")
+SPLIT_PASS = ("all_reduce tp", STREAM, "all_reduce tp, all_reduce tp, all_gather tp", f"4*S*(n-1)/n + {FOUND}")
+FEW_PASS = ("all_reduce tp", STREAM, f"all_reduce tp, {EXPERTS}, all_gather tp", f"{STREAM} + 2*X*S*(w-1)/w + {FOUND}")
 PASSES = [
     Pass("dense", "tp=4", "decode 8x4", *SPLIT_PASS),
-    Pass("dense, groups alone", "dp=4", "decode 8x4", *NONE),
+    Pass("dense, few tokens", "tp=4", "decode 1x2", *SPLIT_PASS),
+    Pass("dense, groups alone", "dp=4", "decode 8x4", *NONE, *NONE),
     Pass("experts split", "tp=4", "decode 8x4", *SPLIT_PASS),
     Pass("experts spread", "tp=4", "decode 8x4", *SPREAD_PASS),
     Pass("experts spread, few requests", "tp=4", "decode 1x4", *SPREAD_PASS),
+    Pass("experts spread, few tokens", "tp=4", "decode 1x2", *FEW_PASS),
     Pass("experts spread, groups", "dp=2,tp=2", "decode 8x4", *SPREAD_PASS),
     Pass("experts spread, groups, odd batch", "dp=2,tp=2", "decode 3x3", *SPREAD_PASS),
-    Pass("experts spread, groups, many tokens", "dp=2,tp=2", "prefill 1x2048", *GATHERED_PASS),
-    Pass("experts spread, groups of one", "dp=4", "decode 8x4", EXPERTS, "2*X*S*(w-1)/w"),
+    Pass("experts spread, groups, many tokens", "dp=2,tp=2", "prefill 1x2048", *SPREAD_PASS),
+    Pass("experts spread, groups of one", "dp=4", "decode 8x4", *NONE, EXPERTS, "2*X*S*(w-1)/w"),
 ]
 MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_heads": 2}}
 
@@ -153,10 +158,10 @@ def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
     return [(name, groups(mesh)[group]) for name, group in found]
 
 
-def sizes(layout: Layout | Pass, *, further: bool = False) -> dict[str, float]:
-    """The letters of the document's formulas; those of a further draft pass, which has one token a row."""
+def sizes(layout: Layout | Pass, *, one_a_row: bool = False) -> dict[str, float]:
+    """The letters of the document's formulas, where all tokens of the step go through, or one a row."""
     mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
-    n, tokens = mesh.axis("tp"), int(B) * (1 if further else int(Q))
+    n, tokens = mesh.axis("tp"), int(B) * (1 if one_a_row else int(Q))
     rows = tokens if int(B) * int(Q) < n else -(-tokens // n) * n
     spoken = tokens if kind == "decode" else int(B)
     return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "R": int(B) * 8, "X": X, "n": n, "w": mesh.size}
@@ -172,7 +177,7 @@ def in_document(table: str, kind: Any, *columns: str) -> list[Any]:
 
 def test_the_document_says_what_is_tested():
     assert in_document("layouts", Layout, "collectives a layer", "bytes a layer", "others a step", "their bytes") == LAYOUTS
-    assert in_document("passes", Pass, "collectives a draft pass", "their bytes") == PASSES
+    assert in_document("passes", Pass, "taking tokens in", "its bytes", "drafting from the last ones", "its bytes") == PASSES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
@@ -193,15 +198,19 @@ def test_a_layout_has_the_collectives_it_needs_and_no_more(layout):
 
 
 @pytest.mark.parametrize("row", PASSES, ids=lambda row: row.name.replace(" ", "_"))
-def test_a_draft_pass_has_the_collectives_of_a_layer_and_what_stands_around_it(row):
+def test_the_draft_head_has_the_collectives_of_a_layer_and_what_stands_around_it(row):
+    """All tokens of a step are taken in once; whatever else the head does has one token a row."""
     made, mesh = partitioned(row), Mesh.parse(row.mesh)
     kinds = bodies(made.graph)
-    assert set(kinds) == {*LAYERS, "draft_first", "draft_next"}
-    further = (row.collectives, row.their_bytes) if row.step.startswith("decode") else SPREAD_PASS
-    for body, (said, moved) in (("draft_first", (row.collectives, row.their_bytes)), ("draft_next", further)):
+    taking, drafting = (row.taking, row.taking_bytes), (row.drafting, row.drafting_bytes)
+    # A head that drafts one token takes in none of its own.
+    own = {} if row.step.endswith("x2") else {"draft_take_own": taking}
+    wanted = {"draft_take": taking, "draft": drafting, **own}
+    assert set(kinds) == {*LAYERS, *wanted}
+    for body, (said, moved) in wanted.items():
         held = talks(kinds[body].graph.nodes)
         assert words(held, mesh) == stated(said, mesh)
-        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, further=body == "draft_next"))
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "draft_take"))
     certificate.check_ranks(certificate.expand(made.collectives, mesh))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
+from npucompile.graphs.flatten import bodies
+from npucompile.graphs.trace import trace
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5
 from npucompile.models.presets import BUNDLED
+from npucompile.models.step import program
 from npucompile.tools import tiny_draft, tiny_model
 
 MODELS = ["dense", "moe"]
@@ -28,7 +32,7 @@ def cache(model, weights, text):
     ids = torch.tensor([text], dtype=torch.int32)
     step = tiny_model.fresh_step(model.config, 1, len(text) - 1)
     hidden, state, _ = qwen3_5.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
-    _, state = qwen3_5.draft(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden)
+    _, state = qwen3_5.draft_take(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
     return {f"mtp.{name}": pool[1:, 0] for name, pool in state["mtp"].items()}
 
 
@@ -63,6 +67,31 @@ def test_drafts_and_cache_are_those_of_the_whole_text(oracle, speculators, name,
         wanted = recursion(model.model, model.weights, request.prompt + request.said, list(rows), drafts)
         assert list(rows.values()) == wanted.tolist()
         expect_cache(server, model, request)
+
+
+@pytest.mark.parametrize("bucket", [Bucket("decode", 3, 4), Bucket("prefill", 2, 16)], ids=lambda bucket: bucket.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_of_a_steps_tokens_one_a_row_goes_through_the_whole_head(oracle, speculators, name, bucket):
+    """However many are drafted; of the others keys and values are written."""
+    made, rows = trace(program(oracle.drafting(name).model, bucket, speculators.limits(3), torch.float32)).graph, bucket.batch
+    calls = Counter(str(node.target) for node in made.graph.nodes if node.op == "call_module" and "draft" in node.target)
+    assert calls == {"draft_take": 1, "draft": 3, "draft_take_own": 2}
+    done = {part: tokens(bodies(made)[part]) for part in calls}
+    fed = {"moe_experts": [rows], "moe_route": [rows]} if name == "moe" else {}
+    assert done["draft"] == {"rope": [rows], "paged_attention": [rows], "add_rms_norm": [rows] * 2, "swiglu_linear": [rows], **fed}
+    assert done["draft_take"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
+    assert done["draft_take_own"] == {"cache_write": [rows], "rope": [rows]}
+
+
+def tokens(part):
+    """Tokens that go through each primitive of a body, one by one."""
+    found = {}
+    for node in part.graph.nodes:
+        kind = getattr(node.target, "_opname", "")
+        if kind in ("rope", "cache_write", "paged_attention", "add_rms_norm", "swiglu_linear", "moe_route", "moe_experts"):
+            given = node.args[2 if kind == "cache_write" else 0].meta["val"]
+            found.setdefault(kind, []).append(given.shape[0] * (given.shape[1] if kind == "paged_attention" else 1))
+    return found
 
 
 @pytest.mark.parametrize("name", BUNDLED)

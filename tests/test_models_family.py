@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from npucompile.graphs import ops, tree
-from npucompile.graphs.block import block
 from npucompile.graphs.types import Aval
-from npucompile.models import family, qwen3_5, registry, rows, step
+from npucompile.models import family, feed_forward, gated_attention, qwen3_5, registry, rows, step
 from npucompile.models.batch import Batch
 from npucompile.models.family import Seen
 from npucompile.models.params import Param, Source, initialise
@@ -26,7 +25,7 @@ NAMES = [name for name, _ in inspect.getmembers(family.Family, inspect.isfunctio
 
 @pytest.mark.parametrize("module", registry.families(), ids=lambda module: module.FAMILY)
 def test_every_family_offers_what_the_protocol_names(module):
-    assert set(NAMES) == {"abstract_params", "abstract_state", "forward", "head", "draft", "draft_head"}
+    assert set(NAMES) == {"abstract_params", "abstract_state", "forward", "head", "draft_take", "draft", "draft_head"}
     for name in NAMES:
         wanted = list(inspect.signature(getattr(family.Family, name)).parameters.values())[1:]
         offered = list(inspect.signature(getattr(module, name)).parameters.values())
@@ -46,8 +45,8 @@ def _param(name, *shape):
 
 
 def eagle():
-    """A family whose draft head reads two hidden states side by side, of the embeddings and after the last layer, in the first pass of
-    a step, and its own state of half that width in the others. Its layer and its logits are its own.
+    """A family whose draft head reads two hidden states side by side, of the embeddings and after the last layer, the first time in
+    a step, and its own state of half that width afterwards. Its layer and its logits are its own.
     """
     module = ModuleType("eagle")
 
@@ -59,26 +58,34 @@ def eagle():
         return {**qwen3_5.abstract_params(cfg, dtype), HEAD: own}
 
     def abstract_state(cfg, limits, dtype):
-        return {**qwen3_5.abstract_state(cfg, limits, dtype), HEAD: qwen3_5.gated_attention.state(cfg, limits, dtype)}
+        return {**qwen3_5.abstract_state(cfg, limits, dtype), HEAD: gated_attention.state(cfg, limits, dtype)}
 
     def forward(cfg, params, state, inputs):
         hidden, state, seen = qwen3_5.forward(cfg, params, state, inputs)
         low = rows.embed(inputs["tokens"].reshape(-1), params["embed"])
         return hidden, state, Seen(torch.cat([low, hidden], -1), seen.routers)
 
-    def draft(cfg, params, state, inputs, hidden, *, first=True):
+    def draft_take(cfg, params, state, inputs, hidden, *, first):
         own, batch = params[HEAD], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
         assert hidden.shape[-1] == (2 if first else 1) * cfg.hidden_size
         seen = ops.linear(hidden, own["fuse"]) if first else hidden
         stream = ops.linear(torch.cat([rows.embed(batch.tokens, params["embed"]), seen], -1), own["join"])
+        stream = rows.whole(stream, batch.size * batch.q_len)
         x = ops.rms_norm(stream, own["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-        x, _, pool, _ = block("eagle", qwen3_5._layer, (cfg, qwen3_5.FULL), own["layer"], state[HEAD], batch, x, stream, own["norm"])
-        return x, {**state, HEAD: pool}
+        pool = gated_attention.remember(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
+        return {"stream": stream, "normed": x}, {**state, HEAD: pool}
+
+    def draft(cfg, params, state, inputs, taken):
+        layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+        mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, taken["normed"])
+        x, stream = ops.add_rms_norm(mixed, rows.spread(taken["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
+        x, _ = feed_forward.moe(cfg, layer["mlp"], x)
+        return ops.add_rms_norm(x, stream, params[HEAD]["norm"], cfg.rms_norm_eps, 1.0)[0]
 
     def draft_head(cfg, params, hidden):
         return ops.linear(hidden, params[HEAD]["head"])
 
-    offered = [abstract_params, abstract_state, forward, draft, draft_head]
+    offered = [abstract_params, abstract_state, forward, draft_take, draft, draft_head]
     module.__dict__.update({function.__name__: function for function in offered})
     module.head, module.FAMILY, module.MODEL_TYPES, module.DRAFT = qwen3_5.head, "eagle", (), HEAD
     return module
@@ -118,7 +125,7 @@ def test_a_head_of_other_features_drafts_and_says_the_same(fake, speculators, dr
 
 
 def written_out(model, weights, text, drafts):
-    """Drafts after a text, every pass over all of it."""
+    """Drafts after a text, the head on all of it at first."""
     cfg, module = model.config, model.family
     fresh = tiny_model.fresh_step(cfg, 1, len(text) - 1 + drafts)
     pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
@@ -126,12 +133,15 @@ def written_out(model, weights, text, drafts):
     ids = torch.tensor([text], dtype=torch.int32)
     inputs = {**fresh.inputs, "page_table": pages, "lengths": torch.tensor([len(text) - 1], dtype=torch.int32)}
     _, _, seen = module.forward(cfg, weights, state, {**inputs, "tokens": ids[:, :-1]})
-    hidden, state = module.draft(cfg, weights, state, {**inputs, "tokens": ids[:, 1:]}, seen.features)
-    found = [int(module.draft_head(cfg, weights, hidden[-1:]).argmax())]
+    inputs["tokens"] = ids[:, 1:]
+    taken, state = module.draft_take(cfg, weights, state, inputs, seen.features, first=True)
+    hidden = module.draft(cfg, weights, state, inputs, taken)[-1:]
+    found = [int(module.draft_head(cfg, weights, hidden).argmax())]
     for depth in range(1, drafts):
         one = {"tokens": torch.tensor([found[-1:]], dtype=torch.int32), "starts": torch.tensor([len(text) - 2 + depth], dtype=torch.int32)}
         one |= {"lengths": torch.ones(1, dtype=torch.int32), "write_slots": inputs["write_slots"], "read_slots": inputs["read_slots"]}
-        hidden, state = module.draft(cfg, weights, state, {**inputs, **one}, hidden[-1:], first=False)
+        taken, state = module.draft_take(cfg, weights, state, {**inputs, **one}, hidden, first=False)
+        hidden = module.draft(cfg, weights, state, {**inputs, **one}, taken)
         found.append(int(module.draft_head(cfg, weights, hidden).argmax()))
     return found
 

@@ -54,6 +54,35 @@ def test_a_prompt_then_single_tokens_equal_the_module(oracle, name):
             torch.testing.assert_close(out[b, 0], want[b][lengths[b] + step], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_of_remembered_tokens_some_may_attend(oracle, name):
+    """The last ones of each row find what they find where all attend; looking changes nothing."""
+    random, config = oracle.case(name), oracle.case(name).model.config
+    layer = config.layer_types.index("full_attention")
+    weights = random.weights["layers"][layer]["mixer"]
+    x = torch.randn(2, 20, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    lengths, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
+    want = [reference(random, layer, row) for row in x]
+    state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
+    fed, few = (torch.full((3, width, config.hidden_size), float("nan")) for width in (24, last))
+    for b, length in enumerate(lengths):
+        fed[b, :length], few[b] = x[b, :length], x[b, length - last : length]
+    rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(lengths)]
+    ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(lengths)]
+    whole, end = (
+        Batch.of(oracle.inputs(bucket, held), config.rotary_dim, config.rope_theta)
+        for bucket, held in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
+    )
+    state = gated_attention.remember(config, weights, state, whole, fed.flatten(0, 1))
+    before = {pool: values.clone() for pool, values in state.items()}
+    out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
+    for pool, values in before.items():
+        torch.testing.assert_close(state[pool], values, atol=0, rtol=0, equal_nan=True)
+
+
 @torch.no_grad()
 def test_a_sequence_may_fill_its_pages_to_the_last_token(oracle):
     """Positions up to page_size * pages, the largest that a page table can hold."""

@@ -27,7 +27,7 @@ class Case:
         drafts: k.
         live: rows that hold a request, by group; the others are padding.
         against: how one device holds the parameters.
-        talks: collectives that the decode step's layers must use, in any order.
+        talks: collectives that experts of the decode step must use, in any order; they use no others.
     """
 
     mesh: str
@@ -52,8 +52,8 @@ def repeated(variant: Variant, **changes: object) -> Variant:
     return Variant(**{**vars(variant), "kv_repeat": 2, **changes})
 
 
-def gathering(variant: Variant) -> Variant:
-    return Variant(**{**vars(variant), "most_dispatched": 1})
+def gathering(variant: Variant, most_dispatched: int = 0) -> Variant:
+    return Variant(**{**vars(variant), "most_dispatched": most_dispatched})
 
 
 CASES: dict[str, Case] = {
@@ -66,6 +66,7 @@ CASES: dict[str, Case] = {
     "experts dp=2,tp=2": Case("dp=2,tp=2", GROUPED, drafts=3, talks=DISPATCH),
     "experts dp=4": Case("dp=4", GROUPED, live=(2, 1, 0, 2), talks=DISPATCH),
     "gathered dp=2,tp=2": Case("dp=2,tp=2", gathering(GROUPED), drafts=1, talks=GATHER),
+    "gathered, the head's dispatched": Case("dp=2,tp=2", gathering(GROUPED, 1), drafts=3, talks=DISPATCH + GATHER),
     "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, talks=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),
@@ -137,8 +138,8 @@ def check_talks(case: Case, found: Partitioned) -> None:
     assert not ({*DISPATCH, GATHER[1]} - set(case.talks)) & talks
     if found.mesh.axis("dp") > 1:
         assert not {text for text in talks if not text.endswith("tp")} - set(case.talks), "nothing else crosses groups"
-    passes = ("draft_first", "draft_next")[: case.drafts]
-    assert set(bodies(found.graph)) == {"linear_attention", "full_attention", *passes}, "layers and passes are traced once a kind"
+    drafting = ("draft_take", "draft", "draft_take_own")[: case.drafts + (case.drafts > 0)]
+    assert set(bodies(found.graph)) == {"linear_attention", "full_attention", *drafting}, "layers and the draft head are traced once a kind"
 
 
 def test_requests_of_groups_differ(fleets: ModuleType) -> None:

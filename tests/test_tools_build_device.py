@@ -374,7 +374,8 @@ def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
     assert small != most
     assert talks(buckets=(128, 150)) == most
     assert talks(buckets=(2,), prefill=(512,)) == most
-    # Of 150 rows the drafts after the first alone are few enough, 75 a rank.
+    # Of 150 rows, and of 300 with one draft, the tokens that drafts are made from are few enough: one a row.
     assert talks(buckets=(150,)) == talks(buckets=(150,), num_speculative_tokens=0)
+    assert talks(buckets=(300,), num_speculative_tokens=1) == talks(buckets=(300,), num_speculative_tokens=0)
     assert "world" in talks(buckets=(600,), num_speculative_tokens=0), "nothing dispatches"
     assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"

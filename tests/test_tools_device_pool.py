@@ -27,7 +27,7 @@ from npucompile.tools.device_pool import Job
 
 BIG = "qwen3.5-397b"
 FULL, LINEAR = "full_attention", "linear_attention"
-FIRST, NEXT = "draft_first", "draft_next"
+TAKE, OWN, DRAFT = "draft_take", "draft_take_own", "draft"
 
 # What the layers of the full model are made of, whatever else there is: every operator of these once a layer.
 MOE = ("MoeGatingTopK", "MoeDistributeDispatchV2", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeDistributeCombineV2", "SwiGlu")
@@ -49,7 +49,7 @@ def lowered(tiny, tmp_path_factory):
 
 def kind_of(body):
     """Kind of layer, or pass of the draft head, that a body was made of; bodies of one kind are numbered."""
-    return next((kind for kind in (FULL, LINEAR, FIRST, NEXT) if kind in body), body)
+    return next((kind for kind in (FULL, LINEAR, OWN, TAKE, DRAFT) if kind in body), body)
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +84,19 @@ def test_every_layer_has_its_fused_operators_exactly_once(lowered, census):
 
 
 def test_drafts_are_made_in_the_graph_each_by_one_layer_that_is_not_quantised(lowered, census):
+    """Its keys and values are written where tokens are taken in; all else, the experts first, is done where a draft is made."""
     found, bodies = census
-    assert (bodies[FIRST], bodies[NEXT]) == (1, lowered[0].limits.drafts - 1) == (1, 2)
-    once = ("FusedInferAttentionScore", "ScatterPaKvCache", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
-    for kind in (FIRST, NEXT):
-        assert {name: found[kind].get(name, 0) for name in once} == dict.fromkeys(once, 1)
-        assert not [name for name in found[kind] if "Quant" in name]
-        assert found[kind]["GroupedMatmul"] == 2
-        assert "Transpose" not in found[kind]
+    assert (bodies[TAKE], bodies[OWN], bodies[DRAFT]) == (1, 2, 3)
+    assert lowered[0].limits.drafts == 3
+    once = ("FusedInferAttentionScore", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+    for kind in (TAKE, OWN, DRAFT):
+        assert {name: found[kind].get(name, 0) for name in once} == dict.fromkeys(once, int(kind == DRAFT))
+        assert found[kind].get("ScatterPaKvCache", 0) == int(kind != DRAFT)
+        assert found[kind].get("GroupedMatmul", 0) == 2 * (kind == DRAFT)
         # Of a vocabulary in two parts each rank finds its best token, and both compare.
-        assert sum(count for name, count in found[kind].items() if name.startswith("ArgMax")) == 2
+        assert sum(count for name, count in found[kind].items() if name.startswith("ArgMax")) == 2 * (kind == DRAFT)
+        assert not [name for name in found[kind] if "Quant" in name]
+        assert "Transpose" not in found[kind]
 
 
 def test_no_weight_is_turned_and_no_layer_loops(census):
@@ -140,7 +143,7 @@ def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
     assert texts["lowered"] == done.lowered
     # Sixty layers of two kinds: each kind is told once.
     assert done.lowered.count("npu_recurrent_gated_delta_rule_functional") <= 3
-    assert done.lowered.count("npu_fused_infer_attention_score") <= 3, "of a layer and of the two draft passes"
+    assert done.lowered.count("npu_fused_infer_attention_score") <= 2, "of a layer and of the draft head"
 
 
 # --- small models ---

@@ -21,8 +21,8 @@ from npucompile.tools.scaled import Form, scaled_cases, scaled_config, scaled_la
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
 MOE = "qwen3.5-397b"
-DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 2
-"""What a graph sends of four layers and three drafts, or of its drafts after the first alone."""
+DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
+"""What a graph sends of four layers and three drafts, or of its drafts alone."""
 PLACES = sorted(
     {(row.model, str(phase.mesh)) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()}
 )

@@ -189,8 +189,8 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
     monkeypatch.setattr(verify_shipped, "scaled_layers", lambda kinds: kinds)
     small = SimpleNamespace(collectives=decode_entry.collectives)
     told = verify_shipped.check_likeness(artifact, case, small, container)
-    # Two kinds of layers, the draft head's pass, and what lies before, between and behind them.
-    assert told == {"buckets": 1, "kinds": 6, "collectives": len(decode_entry.collectives)}
+    # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
+    assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
 
     def change(ops, model):
         next(op for op in ops.values() if op.type == "SwiGlu").type = "GeGlu"

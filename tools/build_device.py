@@ -158,7 +158,7 @@ def _sketches(plan: Plan) -> tuple[GraphEntry, ...]:
 def _shares(plan: Plan) -> Iterator[int]:
     """Tokens of one rank in every pass over layers: the model's, and the draft head's over one token a row."""
     for bucket in plan.buckets:
-        for tokens in (bucket.tokens, *((bucket.batch,) if plan.limits.drafts > 1 else ())):
+        for tokens in (bucket.tokens, *((bucket.batch,) if plan.limits.drafts else ())):
             yield share(bucket, tokens, plan.mesh.axis("tp"))
 
 

@@ -44,9 +44,9 @@ class Form:
         width: Q of decode; for prefill the largest power of two up to 64 that divides it, which is the delta rule's chunk.
         shared: devices of a group share the tokens of a step.
         evenly: without padding them.
-        rows_shared: they share its requests evenly, when sampling and where the draft head takes in one token of each.
+        rows_shared: they share its requests evenly, when sampling and where the draft head drafts from one token of each.
         dispatched: which tokens are sent to the experts' devices instead of being gathered on all: "none", "drafts" (where the draft head
-            takes in one token a row) or "all".
+            drafts from one token a row) or "all".
     """
 
     kind: str
@@ -225,7 +225,7 @@ def scaled_cases(entries: Iterable[GraphEntry], tp: int, drafts: int) -> tuple[C
 def dispatched(entry: GraphEntry, drafts: int) -> str:
     """Which tokens a graph sends to experts' devices, as in `Form`; every pass over a layer has an exchange of its own."""
     sent = sum(name == DISPATCH for name, *_ in entry.collectives)
-    return "none" if not sent else "drafts" if sent < drafts else "all"
+    return "none" if not sent else "drafts" if sent <= drafts else "all"
 
 
 def share(bucket: Bucket, tokens: int, tp: int) -> int:
