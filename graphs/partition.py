@@ -143,8 +143,7 @@ def _check(mesh: Mesh, rules: Rules) -> None:
 def _split(aval: Aval, mesh: Mesh, rules: Rules, axis: str) -> Aval:
     """What one position on a mesh axis holds of a value."""
     shape = (
-        size // mesh.axis(axis) if axis in rules.mesh_axes(logical) else size
-        for size, logical in zip(aval.shape, aval.axes, strict=True)
+        size // mesh.axis(axis) if axis in rules.mesh_axes(logical) else size for size, logical in zip(aval.shape, aval.axes, strict=True)
     )
     return Aval(tuple(shape), aval.dtype, aval.axes)
 

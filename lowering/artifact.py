@@ -1,11 +1,11 @@
 """Turns a directory into an artifact: content-addressed files, one manifest, refused loudly when either is not what it says.
 
-    manifest.msgpack             what everything is (lowering/manifest.py)
-    graphs/<digest>.graph        eager graph of a bucket
-    graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
-    stages/<digest>.json.z       texts of its stages
-    weights/<digest>.safetensors parameters, named as the graphs' operands
-    tokenizer/<digest>.json      tokenizer.json of the checkpoint
+manifest.msgpack             what everything is (lowering/manifest.py)
+graphs/<digest>.graph        eager graph of a bucket
+graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
+stages/<digest>.json.z       texts of its stages
+weights/<digest>.safetensors parameters, named as the graphs' operands
+tokenizer/<digest>.json      tokenizer.json of the checkpoint
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ class Processes:
 def test_every_process_but_the_first_counts(tmp_path: Path) -> None:
     clock = Ticks()
     processes = Processes(clock)
-    table = load(
-        tmp_path, prompt_tokens=7, rounds=3, threads=2, environment={}, progress=QUIET, launch=processes, clock=clock
-    )
+    table = load(tmp_path, prompt_tokens=7, rounds=3, threads=2, environment={}, progress=QUIET, launch=processes, clock=clock)
     assert processes.asked == [[str(tmp_path), "7", "2"]] * 4
     assert [row["stage"] for row in table.rows] == list(STAGES.values())
     measured = {row["stage"]: row["ms"] for row in table.rows}

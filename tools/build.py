@@ -145,9 +145,7 @@ def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) 
     )
 
 
-def _previous(
-    writer: ArtifactWriter, manifest: Manifest, name: str, key: str, eager: str
-) -> tuple[Compiled | None, Mapping[str, float]]:
+def _previous(writer: ArtifactWriter, manifest: Manifest, name: str, key: str, eager: str) -> tuple[Compiled | None, Mapping[str, float]]:
     """The executable of that key in the previous artifact, and its proof while weights and reference are those it was made with."""
     before = writer.previous.manifest if writer.previous else None
     for entry in before.graphs if before else ():

@@ -101,9 +101,7 @@ _A3 = Target(
 # (aclnnMoeDistributeDispatchV2, constraints), so eight nodes are the most.
 # Its dispatch operator takes other operands than the A3's (expert_scales, another shape of counts), which no lowering here gives:
 # tokens are gathered instead.
-_A2 = replace(
-    _A3, name="ascend-a2", npus_per_node=8, max_npus=64, node_link_bytes_per_s=_ROCE, tp_across_nodes=False, dispatches=False
-)
+_A2 = replace(_A3, name="ascend-a2", npus_per_node=8, max_npus=64, node_link_bytes_per_s=_ROCE, tp_across_nodes=False, dispatches=False)
 
 _TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}
 TARGETS = tuple(_TARGETS)
