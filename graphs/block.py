@@ -16,19 +16,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Proxy
-from torch.fx.experimental.proxy_tensor import (
-    PythonKeyTracer,
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
-)
+from torch.fx import GraphModule
 
 from .errors import GraphError
-from .fakes import fake, graph_of
 from .layout import partitioning, place
+from .record import Recorder, record, recording
 
 # Attributes that every module has, such as `half`, would hide a body of that name.
 _ATTRIBUTES = frozenset([*dir(GraphModule), *dir(torch.nn.Module())])
@@ -85,8 +79,8 @@ def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands
     Raises:
         GraphError: when `fn` is no plain function or closes over something, or returns something else than a tree of tensors.
     """
-    bodies, mode = _BODIES.get(), get_proxy_mode()
-    if bodies is None or mode is None:
+    bodies, recorder = _BODIES.get(), recording()
+    if bodies is None or recorder is None:
         return fn(*statics, *operands)
     if not isinstance(fn, FunctionType) or fn.__closure__:
         raise GraphError(f"block {name!r}: {fn} carries values of its own; legal is a function that is given them, as statics or operands")
@@ -99,9 +93,7 @@ def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands
     if body is None:
         body = _trace_body(bodies.fresh_name(name), fn, statics, flat, structure)
         bodies.by_key[key] = body
-    tracer = mode.tracer
-    assert isinstance(tracer, PythonKeyTracer)
-    return _call(tracer, body, flat)
+    return _call(recorder, body, flat)
 
 
 def _layout(value: Any) -> object:
@@ -130,17 +122,9 @@ def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], fla
         told.append((spec, tuple(_like(value) for value in results)))
         return locals_
 
-    with disable_proxy_modes_tracing(), collecting(bodies=False):
-        graph = graph_of(inner, [_fake(value) for value in map(_local, flat)])
-    graph.graph.eliminate_dead_code()
-    (output,) = (n for n in graph.graph.nodes if n.op == "output")
-    output.args = (tuple(output.args[0]),)
-    graph.recompile()
+    with collecting(bodies=False):
+        graph = record(inner, [_local(value) for value in flat], FakeTensorMode(), "cpu")
     return _Body(name, graph, *told[0])
-
-
-def _fake(value: torch.Tensor) -> torch.Tensor:
-    return fake(value.shape, value.dtype, value.stride(), value.device.type)
 
 
 def _like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -155,24 +139,8 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _call(tracer: PythonKeyTracer, body: _Body, flat: Sequence[Any]) -> Any:
-    """Emits the call and returns results that later nodes can read."""
-    if not hasattr(tracer.root, body.name):
-        setattr(tracer.root, body.name, body.graph)
-        # FX asks it whether a called module has side effects.
-        tracer.graph.owning_module = tracer.root  # type: ignore[assignment]
+def _call(recorder: Recorder, body: _Body, flat: Sequence[Any]) -> Any:
+    """Writes down the call and returns results that later nodes can read."""
     (output,) = (n for n in body.graph.graph.nodes if n.op == "output")
-    with disable_proxy_modes_tracing():
-        fakes = [_fake(node.meta["val"]) for node in output.args[0]]
-    proxy = tracer.create_proxy("call_module", body.name, tuple(_proxy(tracer, value) for value in flat), {})
-    proxy.node.meta["val"] = tuple(fakes)
-    values = track_tensor_tree(tuple(fakes), proxy, constant=None, tracer=tracer)
+    values = recorder.call(body.name, body.graph, [_local(value) for value in flat], [node.meta["val"] for node in output.args[0]])
     return pytree.tree_unflatten([wrap(value) for wrap, value in zip(body.wraps, values, strict=True)], body.structure)
-
-
-def _proxy(tracer: PythonKeyTracer, value: Any) -> Proxy:
-    slot = get_proxy_slot(_local(value), tracer, None)
-    if slot is None:
-        raise GraphError(f"a block is given {value!r}, which is neither an operand of the program nor computed from one")
-    proxy: Proxy = slot.proxy
-    return proxy

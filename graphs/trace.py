@@ -14,7 +14,7 @@ from . import events, tree
 from . import ops as ops
 from .block import collecting
 from .errors import GraphError
-from .fakes import fake, graph_of
+from .record import record
 from .types import Aval, Leaf, Program, Signature
 
 
@@ -28,7 +28,7 @@ class Traced:
 
 
 def trace(program: Program) -> Traced:
-    """Traces a program on fake tensors; nothing is allocated.
+    """Traces a program on tensors without values; nothing is allocated.
 
     Raises:
         GraphError: when the program returns no outputs and state, or a new state of another structure, shape or dtype.
@@ -88,13 +88,10 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
 
 
 def traced_graph(fn: Callable[..., list[torch.Tensor]], operands: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> GraphModule:
-    """make_fx of a flat function over fake CPU tensors, gradients off."""
+    """The graph of a flat function of CPU tensors, gradients off."""
     events.record("trace")
-    with FakeTensorMode(), torch.no_grad(), collecting():
-        graph = graph_of(fn, [fake(shape, dtype) for shape, dtype in operands])
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph
+    with collecting():
+        return record(fn, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in operands], FakeTensorMode(), "cpu")
 
 
 def name_placeholders(graph: GraphModule, signature: Signature) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..graphs import events
 from ..graphs.alias import owner
 from ..graphs.flatten import flatten
 from ..graphs.primitive import Primitive, of_target
+from ..graphs.record import record
 from ..graphs.text import as_text
 from ..graphs.trace import name_placeholders
 from ..graphs.types import Bucket, Signature
@@ -57,10 +57,9 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     """
     signature, flat = partitioned.signature, flatten(partitioned.graph)
     events.record("trace")
-    with FakeTensorMode(), torch.no_grad():
-        fakes = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
-        graph = make_fx(_Inliner(flat, backend, set(_claims(flat, *_pools(flat, signature)))).run)(*fakes)
-    graph.graph.eliminate_dead_code()
+    inliner = _Inliner(flat, backend, set(_claims(flat, *_pools(flat, signature))))
+    operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype, device="meta") for leaf in signature.operands]
+    graph = record(inliner.run, operands, FakeTensorMode(), "cpu")
     donate(graph, signature)
     name_placeholders(graph, signature)
     return Lowered(partitioned.program.bucket, backend, graph, signature)

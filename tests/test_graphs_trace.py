@@ -93,7 +93,7 @@ STATES: list[tuple[str, Forward, str]] = [
     ("name", lambda p, s, i: ({}, {"k": s["k"], "w": s["v"]}), "state v is f32[4,2,1,3], the new state returns w as"),
     ("missing", lambda p, s, i: ({}, {"k": s["k"]}), "state has 2 tensors, the new state 1"),
     ("extra", lambda p, s, i: ({}, {**s, "z": s["k"]}), "state has 2 tensors, the new state 3"),
-    ("no pair", lambda p, s, i: i["x"], "forward returned FakeTensor; it returns the pair (outputs, new state)"),
+    ("no pair", lambda p, s, i: i["x"], "forward returned Tensor; it returns the pair (outputs, new state)"),
     ("three", lambda p, s, i: ({}, s, s), "forward returned tuple; it returns the pair"),
     ("none", lambda p, s, i: ({"y": None}, s), "output y is None; every leaf is a tensor"),
     ("number", lambda p, s, i: ({"y": {"z": 3}}, s), "output y.z is 3; every leaf is a tensor"),

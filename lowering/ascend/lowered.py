@@ -48,8 +48,6 @@ class _Inliner(Interpreter):
         primitive = of_target(target)
         if primitive is not None:
             return primitive.lower_for(BACKEND)(*args, **kwargs)
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs = {**kwargs, "device": torch.device("meta")}
         return super().call_function(target, args, kwargs)
 
 

@@ -48,13 +48,14 @@ struct Dense {
 
     explicit Dense(const Tensor& from) : data(static_cast<const T*>(from.data)) {
         if (from.dense()) return;
-        int64_t count = 1;
-        for (int64_t d = 0; d < from.dim; d++) count *= from.sizes[d];
-        copy.resize(count);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t at = 0, left = i;
-            for (int64_t d = from.dim - 1; d >= 0; d--) at += left % from.sizes[d] * from.strides[d], left /= from.sizes[d];
-            copy[i] = data[at];
+        const int64_t wide = from.sizes[from.dim - 1], step = from.strides[from.dim - 1];
+        int64_t rows = 1;
+        for (int64_t d = 0; d < from.dim - 1; d++) rows *= from.sizes[d];
+        copy.resize(rows * wide);
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t at = 0, left = row;
+            for (int64_t d = from.dim - 2; d >= 0; d--) at += left % from.sizes[d] * from.strides[d], left /= from.sizes[d];
+            for (int64_t i = 0; i < wide; i++) copy[row * wide + i] = data[at + i * step];
         }
         data = copy.data();
     }
