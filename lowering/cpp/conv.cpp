@@ -7,14 +7,23 @@
 
 using namespace npuc;
 
+namespace {
+
+// Below so many products a second thread costs more than it brings.
+constexpr int64_t WORTH = 1 << 14;
+
+}  // namespace
+
 void npuc_conv(const float* x, const float* weight, float* state, const int32_t* read, const int32_t* write, const int32_t* starts,
                int64_t B, int64_t Q, int64_t C, int64_t taps, float* out) {
     // Channels side by side, as the inputs have them; the last vector of them filled up.
     const int64_t past = taps - 1, wide = (C + L - 1) / L * L;
-    std::vector<float> weights(taps * wide), window((past + Q) * wide);
+    std::vector<float> weights(taps * wide);
     for (int64_t c = 0; c < C; c++)
         for (int64_t tap = 0; tap < taps; tap++) weights[tap * wide + c] = weight[c * taps + tap];
+#pragma omp parallel for schedule(static) if (B * Q * C * taps >= WORTH)
     for (int64_t b = 0; b < B; b++) {
+        std::vector<float> window((past + Q) * wide);
         for (int64_t i = 0; i < past; i++) {
             const float* from = state + (read[b] * past + i) * C;
             float* to = &window[i * wide];
