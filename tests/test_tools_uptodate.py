@@ -15,6 +15,7 @@ from npucompile.tools import uptodate
 from npucompile.tools.uptodate import FOLDERS, fingerprint, matches, stamp_file, write
 
 ROOT = Path(__file__).parents[1]
+KERNELS = ("lowering/cpp/kernel.cpp", "lowering/cpp/kernel.h")
 OPTIONS = {"model": "m", "buckets": (2, 4), "mesh": None, "out": Path("/a")}
 
 
@@ -22,11 +23,13 @@ OPTIONS = {"model": "m", "buckets": (2, 4), "mesh": None, "out": Path("/a")}
 def package(tmp_path):
     """A package of one source a folder, with a bundled model."""
     root = tmp_path / "package"
-    for folder in (*FOLDERS, "models/bundled/small", "graphs/ops"):
+    for folder in (*FOLDERS, "models/bundled/small", "graphs/ops", "lowering/cpp"):
         (root / folder).mkdir(parents=True, exist_ok=True)
         (root / folder / "source.py").write_text("x = 1\n")
     (root / "__init__.py").write_text("")
     (root / "tools" / "table.json").write_text("{}")
+    for name in ("kernel.cpp", "kernel.h"):
+        (root / "lowering/cpp" / name).write_text("")
     (root / "models/bundled/small/config.json").write_text("{}")
     return root
 
@@ -67,6 +70,14 @@ def test_the_same_build_has_the_same_fingerprint(package, checkpoint):
     assert fingerprint(OPTIONS, package, [checkpoint]) == one
 
 
+def test_everything_that_the_package_is_made_of_counts():
+    """Or an artifact of other sources would pass for a new one: kernels in C++ once did."""
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    left_out = [file for file in files if not file.is_relative_to(ROOT / uptodate.BUNDLED) and file.suffix not in uptodate.SOURCES]
+    assert any(file.suffix == ".cpp" for file in files)
+    assert not left_out
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"model": "n"}, {"buckets": (2, 4, 8)}, {"mesh": "tp=2"}, {"out": Path("/b")}, {"more": 1}],
@@ -77,7 +88,7 @@ def test_every_option_counts(package, checkpoint, changed):
 
 
 @pytest.mark.parametrize(
-    "path", ["__init__.py", *(f"{folder}/source.py" for folder in FOLDERS), "graphs/ops/source.py", "tools/table.json"]
+    "path", ["__init__.py", *(f"{folder}/source.py" for folder in FOLDERS), "graphs/ops/source.py", "tools/table.json", *KERNELS]
 )
 def test_every_source_counts(package, checkpoint, path):
     before = fingerprint(OPTIONS, package, [checkpoint])

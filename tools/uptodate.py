@@ -19,6 +19,8 @@ FORMAT = 1
 
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
 BUNDLED = "models/bundled"
+SOURCES = (".py", ".json", ".cpp", ".h")
+"""What the package is made of, but for bundled models."""
 DISTRIBUTIONS = (
     "torch", "torch_npu", "protobuf", "safetensors", "msgpack", "numpy", "tokenizers", "packaging", "PyYAML", "click", "npucompile",
 )  # fmt: skip
@@ -89,7 +91,7 @@ def _sources(root: Path) -> Iterator[bytes]:
 
 
 def _is_source(root: Path, file: Path) -> bool:
-    return file.suffix in (".py", ".json") and not file.is_relative_to(root / BUNDLED) and file.is_file()
+    return file.suffix in SOURCES and not file.is_relative_to(root / BUNDLED) and file.is_file()
 
 
 def _models(*places: Path) -> Iterator[bytes]:
