@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -236,3 +237,11 @@ def test_loads_are_what_the_options_say(tiny: ModuleType, own_artifact: Path, tm
     monkeypatch.setattr(cmd_bench, "figures", figures)
     tiny.cli(tmp_path, "bench", "--only", "streams", *LITTLE)
     assert seen[0] == cmd_bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
+
+
+def test_a_figure_is_measured_on_a_thread_that_is_gone_afterwards() -> None:
+    thread = cmd_bench._alone(threading.current_thread)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    with pytest.raises(SpecError, match="of the figure"):
+        cmd_bench._alone(lambda: (_ for _ in ()).throw(SpecError("of the figure")))

@@ -107,6 +107,15 @@ def table_rows(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str
     return rows
 
 
+def apart(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Builds, or brings up to date, in a process of its own, of which nothing is left in the one that measures.
+
+    Raises:
+        NpucompileError: the build failed; what it said is on standard error.
+    """
+    _launch([str(out), str(cache_dir), str(jobs), *arguments], environment)
+
+
 def _launch(words: Sequence[str], environment: Mapping[str, str]) -> str:
     done = subprocess.run([sys.executable, "-m", __name__, *words], env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import click
 import torch
@@ -22,6 +24,8 @@ from .bench_streams import Load
 from .cli import Home
 from .locate import artifact_path
 from .progress import Progress
+
+T = TypeVar("T")
 
 FIGURES = ("build", "load", "decode", "prefill", "streams", "speculation", "peer")
 SLOW = ("build", "speculation")
@@ -155,7 +159,7 @@ def measure(
     subject: dict[str, str] = {}
     sources: dict[str, Callable[[], list[Table]]] = {}
     if wanted != ("build",):
-        artifact = find_or_build(home, name, progress)
+        artifact = _alone(lambda: find_or_build(home, name, progress))
         if {"load", "streams", "speculation", "peer"} & set(wanted):
             for load in settings.loads:
                 load.check(artifact.manifest.limits.max_model_len)
@@ -167,7 +171,17 @@ def measure(
         sources["build"] = lambda: [
             bench_build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
         ]
-    return subject, (table for figure in wanted for table in sources[figure]())
+    return subject, (table for figure in wanted for table in _alone(sources[figure]))
+
+
+def _alone(work: Callable[[], T]) -> T:
+    """Done by a thread that is gone afterwards.
+
+    OpenMP keeps workers for every thread that did tensor work, and where there are more of them than cores it lets all sleep between
+    operators: one figure's would slow down the next one's, by half where steps are short.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
 
 
 def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], list[Table]]]:
@@ -207,10 +221,12 @@ def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Pr
     if manifest.tokenizer is None:
         raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
     texts = bench_speculation.read_prompts(path, TextCodec.load(artifact.path / manifest.tokenizer))
-    options = replace(bench_build.options(manifest.build_arguments), num_speculative_tokens=0)
     beside = artifact.path.with_name(f"{artifact.path.name}-k0")
-    plain = building.build(planning.plan(options), beside, home.cache, progress, jobs=settings.jobs)
-    return bench_speculation.speculation(artifact, Artifact.open(plain.path), texts, settings.loads, settings.rounds, progress)
+    progress.say(f"{beside}: the same without drafts, built where it is not up to date")
+    # Of an option that is given twice the last one counts.
+    arguments = (*manifest.build_arguments, "--speculative-tokens", "0")
+    bench_build.apart(beside, home.cache, settings.jobs, arguments, home.environment)
+    return bench_speculation.speculation(artifact, Artifact.open(beside), texts, settings.loads, settings.rounds, progress)
 
 
 def describe(artifact: Artifact) -> dict[str, str]:
