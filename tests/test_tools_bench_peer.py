@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +92,16 @@ def test_the_peer_does_not_stop_at_the_end_of_text(tiny_checkpoint: Path, tiny: 
     config = json.loads((ends / "config.json").read_text())
     (ends / "config.json").write_text(json.dumps(config | {"eos_token_id": expected[0][2]}))
     assert transformers_generate(ends, torch.float32)(prompts, 8) == expected
+
+
+def test_torch_npu_without_cann_is_not_asked_for(tmp_path: Path) -> None:
+    """Installed, and failing when it is imported: in a process of its own, since tests hide it from transformers themselves."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
+    asked = "from transformers.utils import is_torch_npu_available; import transformers.modeling_flash_attention_utils"
+    code = f"from npucompile.tools import bench_peer; bench_peer._library(); {asked}; assert not is_torch_npu_available()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_transformers_it_says_what_to_install(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

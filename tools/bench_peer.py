@@ -74,6 +74,15 @@ def checkpoint_dir(manifest: Manifest) -> Path:
     raise ModelError(f"the artifact was built from {manifest.model['name']!r} at {named}, and no checkpoint is there to compare with")
 
 
+def _library() -> Any:
+    """transformers, on the CPU alone: it would import torch_npu wherever that is installed, which fails where there is no CANN."""
+    library: Any = importlib.import_module("transformers")
+    probes: Any = importlib.import_module("transformers.utils.import_utils")
+    found = probes._is_package_available
+    probes._is_package_available = lambda name, *rest, **named: (False, "N/A") if name == "torch_npu" else found(name, *rest, **named)
+    return library
+
+
 def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
     """transformers' own `generate` over a checkpoint, with its default settings.
 
@@ -82,7 +91,7 @@ def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
     """
     if not installed():
         raise SpecError(MISSING)
-    library: Any = importlib.import_module("transformers")
+    library = _library()
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
