@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -14,9 +15,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError
 from npucompile.lowering.artifact import Artifact
+from npucompile.lowering.executable import load_compiled
+from npucompile.models import seats
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.server.client import Client
 from npucompile.server.run import serving
 from npucompile.tools import build
@@ -120,6 +125,70 @@ print(json.dumps([executor.compiles(), executor.backends, done.token_ids, compil
     assert backends[COMPILED] == "inductor"
     assert tuple(tokens) == swapped.before
     assert compilers == []
+
+
+class Alone:
+    """A request by itself on an artifact's executables, from its prompt on; what it knows can be looked at, and its drafts changed."""
+
+    def __init__(self, path, prompt):
+        artifact = Artifact.open(path)
+        self.manifest, weights = artifact.manifest, artifact.load_weights()
+        self.executables = {e.bucket: load_compiled(path / (e.compiled.file if e.compiled else e.eager), e.backend) for e in self.entries}
+        self.params = [weights[leaf.name] for leaf in self.manifest.params]
+        self.state = {leaf.name: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.manifest.state}
+        self.pages = list(range(1, 1 + self.manifest.limits.pages_per_request))
+        self.slots = list(range(1, 1 + self.manifest.limits.slots_per_request))
+        self.seat, self.start, self.said = self.state["state.seats"][1], len(prompt), []
+        self.said.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
+
+    @property
+    def entries(self):
+        return self.manifest.graphs
+
+    def step(self, kind, row):
+        (entry,) = (e for e in self.entries if e.bucket.kind == kind)
+        inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
+        given = (torch.from_numpy(inputs[leaf.name.removeprefix("inputs.")]) for leaf in entry.inputs)
+        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *given])
+        return {leaf.name.removeprefix("outputs."): value for leaf, value in zip(entry.outputs, outputs, strict=True)}
+
+    def decode(self, drafts):
+        out = self.step("decode", DecodeRow(1, self.start, self.pages, self.slots, drafts))
+        count = int(out["counts"][0])
+        self.said += out["tokens"][0, :count].tolist()
+        self.start += count
+        return count
+
+    def memory(self):
+        """Keys and values of all its tokens, and the recurrent and convolution state after the last one."""
+        slot, found = self.slots[int(self.seat[seats.ACCEPTED])], {}
+        for name, pool in self.state.items():
+            if name.endswith((".k", ".v")):
+                found[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
+            elif name != "state.seats":
+                found[name] = pool[slot].clone()
+        return found
+
+
+def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_that_had_none(swapped):
+    """Every sum of our kernels has one order, so nothing is left to tell a kept draft from a token that was fed alone."""
+    prompt = list(start_codec(swapped.path).encode(PROMPT))[:4]
+    plain, memories = Alone(swapped.path, prompt), {}
+    while plain.start < 28:
+        memories[plain.start] = plain.memory()
+        plain.decode(0)
+    drafting, counts = Alone(swapped.path, prompt), []
+    for right in itertools.cycle((2, 0, 1, 1, 2, 2, 0)):
+        for name, held in drafting.memory().items():
+            assert torch.equal(held, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
+        if drafting.start > 20:
+            break
+        known = plain.said[len(drafting.said) :][:2]
+        wrong = [token if i < right else (token + 1) % 40 for i, token in enumerate(known)]
+        drafting.seat[seats.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
+        counts.append(drafting.decode(2))
+    assert set(counts) == {1, 2, 3}
+    assert drafting.said == plain.said[: len(drafting.said)]
 
 
 def start_codec(path):
