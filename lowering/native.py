@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
         made = Path(scratch) / "kernels.a"
         units = [path for path in sources() if path.suffix == ".cpp"]
         objects = [_compile(unit, compiler, architecture, Path(scratch)) for unit in units]
-        _run([shutil.which("ar") or "ar", "rcD", str(made), *map(str, objects)])
+        _run(["ar", "rcD", str(made), *map(str, objects)])
         # Another process may have made the same one meanwhile.
         made.replace(kept)
     return kept
@@ -87,7 +86,10 @@ def _compile(unit: Path, compiler: str, architecture: str, to: Path) -> Path:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LoweringError(f"the kernels need {command[0]}, which is not here; on Debian: apt-get install g++ binutils") from None
     if done.returncode:
         said = [line for line in done.stderr.strip().splitlines() if "error" in line] or [done.stderr.strip() or "no message"]
         raise LoweringError(f"{command[0]} could not compile the kernels: {said[0]}")

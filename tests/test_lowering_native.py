@@ -445,6 +445,12 @@ def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
     assert len(set(before)) == 5
 
 
+def test_a_tool_that_is_missing_is_named(tmp_path):
+    with pytest.raises(LoweringError, match=r"the kernels need no-such-compiler, which is not here; on Debian: apt-get install g\+\+ binutils"):
+        native.archive("no-such-compiler", "x86-64", tmp_path)
+    assert not list(tmp_path.rglob("*.a"))
+
+
 def test_a_source_that_does_not_compile_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "wrong.cpp").write_text("int main( {\n")
     monkeypatch.setattr(native, "sources", lambda: [tmp_path / "wrong.cpp"])
