@@ -446,7 +446,9 @@ def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
 
 
 def test_a_tool_that_is_missing_is_named(tmp_path):
-    with pytest.raises(LoweringError, match=r"the kernels need no-such-compiler, which is not here; on Debian: apt-get install g\+\+ binutils"):
+    with pytest.raises(
+        LoweringError, match=r"the kernels need no-such-compiler, which is not here; on Debian: apt-get install g\+\+ binutils"
+    ):
         native.archive("no-such-compiler", "x86-64", tmp_path)
     assert not list(tmp_path.rglob("*.a"))
 
