@@ -178,14 +178,6 @@ class Primitive:
 
         return register
 
-    def keep(self, backend: str, op: Rule | None = None) -> None:
-        """Says that a backend calls this node as an operator, its own or another that means the same, instead of tracing a lowering."""
-        self._rules[f"keep:{backend}"] = op or self.op
-
-    def kept(self, backend: str) -> Rule | None:
-        """The operator that a backend calls for this node; None where it traces a lowering."""
-        return self._rules.get(f"keep:{backend}")
-
     def lower_for(self, backend: str) -> Rule:
         """The lowering for a backend; the reference where the backend has none of its own."""
         return self._rules.get(f"lowering:{backend}") or self.rule("reference")

@@ -1,7 +1,7 @@
 """Turns a function of tensors that have no values into its graph: the operators that torch calls, in their order.
 
 What `make_fx` over fake tensors does in general is done here for what needs no more than shapes: the function runs on plain meta
-tensors, which torch's own C++ knows how to step through, and that takes a third of the time.
+tensors, which torch's own C++ knows how to step through, and that takes less than half of the time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ def trace(program: Program) -> Traced:
         GraphError: when the program returns no outputs and state, or a new state of another structure, shape or dtype.
     """
     operands = signature_of(program)
-    fakes = [leaf.aval for leaf in operands.operands]
     outputs: list[Leaf] = []
 
     def flat(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -42,7 +41,7 @@ def trace(program: Program) -> Traced:
         outputs.extend(leaves)
         return results
 
-    graph = traced_graph(flat, [(a.shape, a.dtype) for a in fakes])
+    graph = traced_graph(flat, [(leaf.aval.shape, leaf.aval.dtype) for leaf in operands.operands])
     signature = Signature(operands.params, operands.state, operands.inputs, tuple(outputs))
     name_placeholders(graph, signature)
     return Traced(program, graph, signature)

@@ -102,7 +102,11 @@ def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: st
 
 
 def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
-    """Inductor's configuration for one compile."""
+    """Inductor's configuration for one compile; the archive of kernels that it links is compiled where it is not there yet.
+
+    Raises:
+        LoweringError: the kernels do not compile.
+    """
     # Generated code names its own source and torch's headers in error messages: mapped, no path of this machine is left in it.
     # Applied through the architecture flag, the one compiler flag that inductor lets a caller choose; -s strips symbols.
     prefixes = {cache_dir: ".", Path(torch.__file__).parent: "torch"}

@@ -83,7 +83,7 @@ class _Inliner(Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if primitive.donates and n not in self._writers:
             return primitive.rule("reference")(*args, **kwargs)
-        return (primitive.kept(self.backend) or primitive.lower_for(self.backend))(*args, **kwargs)
+        return primitive.lower_for(self.backend)(*args, **kwargs)
 
 
 def donate(graph: GraphModule, signature: Signature) -> None:

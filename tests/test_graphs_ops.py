@@ -283,7 +283,7 @@ def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def lowerings(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Those for this machine, on operands of their own, since they may write pools; test_lowering_ge_*.py run the others."""
     for facet, fn in primitive._rules.items():
-        if facet in ("lowering:inductor", "keep:inductor"):
+        if facet == "lowering:inductor":
             yield facet, lambda *args, fn=fn: fn(*clone(args))
 
 

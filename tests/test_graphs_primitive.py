@@ -69,10 +69,6 @@ def test_a_backend_takes_its_own_lowering_or_the_reference(define: Define) -> No
     reference, lowering = twice.reference(lambda x: 2 * x), twice.lowering("inductor")(lambda x: x + x)
     assert twice.lower_for("inductor") is lowering
     assert twice.lower_for("eager") is reference
-    assert twice.kept("inductor") is None
-    twice.keep("inductor")
-    assert twice.kept("inductor") is twice.op
-    assert twice.kept("eager") is None
 
 
 # --- donation ---

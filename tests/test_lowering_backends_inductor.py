@@ -63,7 +63,7 @@ Rule = Callable[[Primitive], Callable[..., Any]]
 
 def compiled(primitive: Primitive) -> Callable[..., Any]:
     """What a graph for this backend calls: kernels of ours, as all is small and in float32."""
-    return primitive.kept("inductor") or primitive.lower_for("inductor")
+    return primitive.lower_for("inductor")
 
 
 def meant(primitive: Primitive) -> Callable[..., Any]:

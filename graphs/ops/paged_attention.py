@@ -85,7 +85,7 @@ def paged_attention_reference(
 
 # How long contexts are only the values tell, and a request of 60 tokens should not pay for a page table of 1,024: a compiled CPU
 # graph calls a kernel that reads pages in place (lowering/cpp/paged_attention.cpp).
-paged_attention.keep("inductor", Native("npuc_attention", paged_attention.schema, _abstract).op)
+paged_attention.lowering("inductor")(Native("npuc_attention", paged_attention.schema, _abstract).op)
 
 
 # Of the kernel's layouts, the one that takes a step's rows as they lie. Its documentation names head widths 128 and 192 for it,

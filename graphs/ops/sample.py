@@ -87,7 +87,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 # Greedy steps need no sort and no random number, which only the values tell: a compiled CPU graph calls a kernel that looks at them
 # (lowering/cpp/sample.cpp).
-sample.keep("inductor", Native("npuc_sample", sample.schema, _abstract).op)
+sample.lowering("inductor")(Native("npuc_sample", sample.schema, _abstract).op)
 
 
 @sample.lowering("ge")

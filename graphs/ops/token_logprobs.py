@@ -57,7 +57,7 @@ def _told(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Three:
 
 # Most steps are asked by nobody, which only the values tell: a compiled CPU graph calls a kernel that looks at them
 # (lowering/cpp/sample.cpp).
-token_logprobs.keep("inductor", Native("npuc_logprobs", token_logprobs.schema, _abstract).op)
+token_logprobs.lowering("inductor")(Native("npuc_logprobs", token_logprobs.schema, _abstract).op)
 
 
 @token_logprobs.lowering("ge")

@@ -15,7 +15,6 @@ from ...graphs import events
 from ...graphs import native as native_ops
 from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
-from ...graphs.primitive import NAMESPACE
 from .. import chained, native
 from ..backend import Backend
 
@@ -85,13 +84,13 @@ def compile_package(graph: GraphModule, signature: Signature, out_path: Path, *,
 
 
 def check_operators(graph: GraphModule) -> None:
-    """Refuses what has no CPU kernel here: anything but aten operators, and primitives kept as operators.
+    """Refuses what a package cannot call: anything but aten operators and native ones.
 
     Raises:
         LoweringError: naming the operators.
     """
     targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
-    legal = ("aten", "prims", NAMESPACE, native_ops.NAMESPACE)
+    legal = ("aten", "prims", native_ops.NAMESPACE)
     foreign = sorted(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace not in legal)
     if foreign:
         raise LoweringError(f"the inductor backend runs operators of {', '.join(legal)}; this graph also calls {', '.join(foreign)}")

@@ -8,6 +8,12 @@
 
 namespace npuc {
 
+// Columns of one piece of a product, which one thread takes: a multiple of every tile's.
+constexpr int64_t PIECE = 32;
+
+// Weights below which a second thread costs more than it brings.
+constexpr int64_t SHARED = 1 << 15;
+
 // Dot products of R rows x and L / R rows w, each of K floats: lane r * (L / R) + n is x[r] . w[n]. The last K % L products are added
 // to a sum one by one. Asks for AHEAD lines of 64 bytes at `next` with every L floats of K.
 template <int R, int AHEAD>

@@ -8,9 +8,6 @@ using namespace npuc;
 
 namespace {
 
-constexpr int64_t PIECE = 32;
-constexpr int64_t WORTH = 1 << 15;
-
 // Places (token * X + choice) grouped by expert.
 struct Chosen {
     std::vector<int64_t> places, first;  // of expert e: places[first[e]..first[e + 1])
@@ -57,7 +54,7 @@ void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t*
         row_of[chosen.places[i]] = i;
     }
     const int64_t widths = (2 * F + PIECE - 1) / PIECE, columns = (M + PIECE - 1) / PIECE;
-#pragma omp parallel if (active * F * M >= WORTH)
+#pragma omp parallel if (active * F * M >= SHARED)
     {
 #pragma omp for schedule(static)
         for (int64_t piece = 0; piece < active * widths; piece++) {

@@ -6,21 +6,11 @@
 
 using namespace npuc;
 
-namespace {
-
-// Columns of one piece of work: a multiple of every tile's.
-constexpr int64_t PIECE = 32;
-
-// Below so many weights a second thread costs more than it brings.
-constexpr int64_t WORTH = 1 << 15;
-
-}  // namespace
-
 void npuc_linear(const float* x, int64_t ld, const float* w, int64_t M, int64_t N, int64_t K, float* y) {
     std::vector<const float*> rows(M);
     for (int64_t m = 0; m < M; m++) rows[m] = x + m * ld;
     const int64_t pieces = (N + PIECE - 1) / PIECE;
-#pragma omp parallel for schedule(static) if (N * K >= WORTH)
+#pragma omp parallel for schedule(static) if (N * K >= SHARED)
     for (int64_t i = 0; i < pieces; i++)
         sweep(rows.data(), M, w, i * PIECE, std::min(N, (i + 1) * PIECE), K,
               [&](int64_t m, int64_t count, int64_t n, int64_t columns, vec tile, int wide) INLINED {
