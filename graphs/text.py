@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .flatten import bodies
+from .ir.flatten import bodies
 from .types import DTYPE_NAMES, Aval
 
 

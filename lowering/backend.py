@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     # Only a build lowers and compiles; a serving process must not load the compilers with this table.
     from torch.fx import GraphModule
 
-    from ..graphs.partition import Partitioned
+    from ..graphs.spmd.partition import Partitioned
     from ..graphs.types import Signature
     from .executable import Executable
     from .lower import Lowered

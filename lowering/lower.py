@@ -11,19 +11,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..graphs import events
-from ..graphs.alias import owner
-from ..graphs.flatten import flatten
+from ..graphs import compile_count
+from ..graphs.invariants import results_of
+from ..graphs.ir.alias import owner
+from ..graphs.ir.flatten import flatten
+from ..graphs.ir.record import record
+from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
-from ..graphs.record import record
 from ..graphs.text import as_text
-from ..graphs.trace import name_placeholders
 from ..graphs.types import Bucket, Signature
-from ..graphs.verify import results_of
 
 if TYPE_CHECKING:
     # A serving process loads this file with its backends; it has no use for the partitioner.
-    from ..graphs.partition import Partitioned
+    from ..graphs.spmd.partition import Partitioned
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
     A compiler that knows donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
     """
     signature, flat = partitioned.signature, flatten(partitioned.graph)
-    events.record("trace")
+    compile_count.record("trace")
     inliner = _Inliner(flat, backend, set(_claims(flat, *_pools(flat, signature))))
     operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype, device="meta") for leaf in signature.operands]
     graph = record(inliner.run, operands, FakeTensorMode(), "cpu")

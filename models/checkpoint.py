@@ -17,7 +17,7 @@ from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
 from .params import Param
-from .shards import SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
+from .safetensors_files import SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
 
 __all__ = ["Checkpoint", "digest", "load", "open_checkpoint", "save"]
 

@@ -9,10 +9,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..graphs import ops
-from ..graphs.block import block
+from ..graphs.ir.block import block
 from ..graphs.types import Limits, Tree
-from . import rows
-from .speak import best
+from . import sequence_parallel
+from .sampling import best
 
 Taken = tuple[Tree, Tree, Tree]
 """What taking tokens in gives: what the head reads of each row's last one, its `starts` and `lengths` [B], and the new pools."""
@@ -76,4 +76,4 @@ def _draft(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, at: Tree, t
     """The token after the last one taken in [B], and the hidden states it was made of."""
     # Its id went in when it was taken; the shape says that there is one a row.
     hidden = family.draft(cfg, weights, pools, {**at, "tokens": at["starts"][:, None]}, taken)
-    return best(family.draft_head(cfg, weights, rows.whole(hidden, at["starts"].shape[0]))), hidden
+    return best(family.draft_head(cfg, weights, sequence_parallel.whole(hidden, at["starts"].shape[0]))), hidden

@@ -9,10 +9,10 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import ModelError
-from ..graphs.layout import constrain, ways
-from ..graphs.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
+from ..graphs.spmd.layout import constrain, ways
+from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
-from . import quant, rows
+from . import quant, sequence_parallel
 from .params import Param, Source
 from .variant import Variant
 
@@ -105,7 +105,7 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     Returns:
         the same before the residual.
     """
-    return rows.project(ops.swiglu_linear(rows.whole(x, tokens), weights["gate_up"]), weights["down"])
+    return sequence_parallel.project(ops.swiglu_linear(sequence_parallel.whole(x, tokens), weights["gate_up"]), weights["down"])
 
 
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import quant, rows
+from . import quant, sequence_parallel
 from .batch import Batch
 from .params import Param, Source
 from .variant import Variant
@@ -70,7 +70,7 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     Returns:
         the same before the residual, and the new state.
     """
-    x = rows.whole(x, batch.size * batch.q_len)
+    x = sequence_parallel.whole(x, batch.size * batch.q_len)
     state = remember(cfg, weights, state, batch, x)
     return attend(cfg, weights, state, batch, x), state
 
@@ -91,7 +91,7 @@ def attend(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
     q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin).view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.starts, batch.lengths, D**-0.5)
-    return rows.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
+    return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

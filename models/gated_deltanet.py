@@ -9,7 +9,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import rows as stream
+from . import sequence_parallel as stream
 from .batch import Batch
 from .params import Param, Source
 from .variant import Variant

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..graphs import ops
-from ..graphs.block import block
 from ..graphs.errors import ConfigError
+from ..graphs.ir.block import block
 from ..graphs.types import Aval, Limits, Tree
-from . import feed_forward, gated_attention, gated_deltanet, rows
+from . import feed_forward, gated_attention, gated_deltanet, sequence_parallel
 from .batch import Batch
 from .config import Fields
 from .family import Seen
@@ -216,7 +216,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         reads the same hidden states.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-    stream = rows.embed(batch.tokens, params["embed"])
+    stream = sequence_parallel.embed(batch.tokens, params["embed"])
     layers = params["layers"]
     norms = [*(layer["input_norm"] for layer in layers[1:]), params["norm"]]
     x = ops.rms_norm(stream, layers[0]["input_norm"], cfg.rms_norm_eps, 1.0)
@@ -273,9 +273,9 @@ def draft_take(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: tor
         the residual stream [T, M] that `draft` goes on with, whole, and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-    token = ops.rms_norm(rows.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
+    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
-    stream = rows.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
+    stream = sequence_parallel.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
     pool = gated_attention.remember(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return stream, {**state, DRAFT: pool}
@@ -296,7 +296,7 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, taken: torch.Ten
     cfg, mtp = _unquantised(cfg), params[DRAFT]
     x = ops.rms_norm(taken, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
     mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
-    return _fed(cfg, mtp["layer"], batch.size * batch.q_len, mixed, rows.spread(taken), mtp["norm"])[0]
+    return _fed(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(taken), mtp["norm"])[0]
 
 
 draft_head = head

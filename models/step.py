@@ -12,10 +12,10 @@ import torch
 from ..graphs import ops
 from ..graphs.errors import SpecError
 from ..graphs.types import Aval, Bucket, Limits, Program, Tree
-from . import drafts, rows, seats
+from . import drafts, request_slots, sequence_parallel
 from .batch import abstract_inputs
 from .params import avals
-from .speak import speak
+from .sampling import speak
 
 READ = ("page_table", "starts", "lengths", "read_slots", "write_slots")
 
@@ -51,7 +51,7 @@ class Model:
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the seats."""
-        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": seats.state(limits)}
+        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
         return {name: value for name, value in tree.items() if self.drafting or name != self.family.DRAFT}
@@ -73,10 +73,12 @@ class _Step:
 
     def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Verifies each row's drafts, keeps what counts, drafts again."""
-        Q, seat = self.bucket.q_len, seats.read(state["seats"], inputs, self.limits)
+        Q, seat = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
         step = {**inputs, **seat._asdict()}
         hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: step[name] for name in ("tokens", *READ)})
-        told = self._speak(params, rows.whole(hidden, self.bucket.tokens), inputs, seats.uniforms(inputs, seat.starts, Q))
+        told = self._speak(
+            params, sequence_parallel.whole(hidden, self.bucket.tokens), inputs, request_slots.uniforms(inputs, seat.starts, Q)
+        )
         counts = ops.accept(told["tokens"], seat.tokens, seat.lengths)
         accepted = (counts - 1).clamp(min=0)
         last = told["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
@@ -84,7 +86,7 @@ class _Step:
         following = torch.cat([last[:, None], *made.values()], 1)
         # A row without room in its context said nothing, and its seat stays as it is.
         heard = torch.where(counts > 0, inputs["seats"], 0)
-        pool = seats.write(state["seats"], heard, seat.starts + counts, accepted, following)
+        pool = request_slots.write(state["seats"], heard, seat.starts + counts, accepted, following)
         return {**told, "counts": counts, **made}, {**state, "seats": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
@@ -93,13 +95,13 @@ class _Step:
         hidden, state, seen = self.model.family.forward(
             self.model.config, params, state, {name: inputs[name] for name in ("tokens", *READ)}
         )
-        hidden = ops.last_rows(rows.whole(hidden, self.bucket.tokens), lengths)
+        hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), lengths)
         told = self._speak(params, hidden, inputs, inputs["uniform"])
         sampled = told["tokens"][:, 0]
         after = {**inputs, "tokens": self._shifted(inputs, sampled)} if self.limits.drafts else inputs
         made, state = self._draft(params, state, after, seen.features, lengths)
         following = torch.cat([sampled[:, None], *made.values()], 1)
-        pool = seats.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), following)
+        pool = request_slots.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), following)
         return {**told, **made}, {**state, "seats": pool}
 
     def _speak(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:

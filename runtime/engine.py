@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
-from . import admission, sampled, scheduler, transitions
-from .device import Executor as Executor
-from .device import Pending, group_count, launcher, most_logprobs, most_run_ahead
-from .holdings import Holdings
-from .job import RankError
+from . import step_outputs
+from .distributed.control_plane import RankError
+from .executor import Executor as Executor
+from .executor import Pending, group_count, launcher, most_logprobs, most_run_ahead
 from .metrics import Metrics
 from .request import Event, FinishEvent, Request, TokenEvent
-from .scheduler import Policy, State, Step
+from .scheduler import admission, advance, schedule
+from .scheduler.kv_cache_manager import Holdings
+from .scheduler.schedule import Policy, State, Step
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Engine:
         """
         received = self._receive()
         self._refresh_when_due()
-        steps = scheduler.plan_together(self._states)
+        steps = schedule.plan_together(self._states)
         if steps is not None:
             self._checked = False
             self._begin(steps)
@@ -250,10 +251,10 @@ class Engine:
             self._inbox.clear()
         for message in messages:
             if isinstance(message, _Submit):
-                group = self._group_of[message.request.id] = scheduler.least_loaded(self._states)
-                self._publish(self._with(group, transitions.submit(self._states[group], message.request, message.submitted_ms)), ())
+                group = self._group_of[message.request.id] = schedule.least_loaded(self._states)
+                self._publish(self._with(group, advance.submit(self._states[group], message.request, message.submitted_ms)), ())
             elif (found := self._group_of.get(message.request_id)) is not None:
-                state, events = transitions.cancel(self._states[found], message.request_id, self._now_ms())
+                state, events = advance.cancel(self._states[found], message.request_id, self._now_ms())
                 self._publish(self._with(found, state), events)
         return bool(messages)
 
@@ -282,7 +283,7 @@ class Engine:
 
     def _begin(self, steps: Sequence[Step | None]) -> None:
         """Launches a step. One that cannot be launched is read at once, after all that were launched before it."""
-        states = transitions.launch_together(self._states, steps, self._now_ms())
+        states = advance.launch_together(self._states, steps, self._now_ms())
         (bucket,) = {step.bucket for step in steps if step is not None}
         inputs = [holdings.inputs(bucket, step) for holdings, step in zip(self._holdings, steps, strict=True)]
         with self._wake:
@@ -302,19 +303,21 @@ class Engine:
         bucket, steps, pending = self._flights.popleft()
         try:
             outputs = zip(steps, self._states, pending.result(), strict=True)
-            results = [() if step is None else sampled.read(out, step, state, self._executor.vocab_size) for step, state, out in outputs]
+            results = [
+                () if step is None else step_outputs.read(out, step, state, self._executor.vocab_size) for step, state, out in outputs
+            ]
         except RankError:
             raise
         except Exception as error:
             self._fail(bucket, steps, error)
         else:
-            states, events = transitions.commit_together(self._states, steps, results, self._now_ms())
+            states, events = advance.commit_together(self._states, steps, results, self._now_ms())
             self._publish(states, events, lambda: self._count_step(bucket, steps, results))
 
     def _fail(self, bucket: Bucket, steps: Sequence[Step | None], error: Exception) -> None:
         log.error("a step of %s failed", bucket.name, exc_info=error)
         message = f"{bucket.name}: {type(error).__name__}: {error}"
-        states, events = transitions.fail_together(self._states, steps, message, self._now_ms())
+        states, events = advance.fail_together(self._states, steps, message, self._now_ms())
         self._publish(states, events, self._metrics.count_failure)
 
     def _publish(self, states: tuple[State, ...], events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
@@ -332,7 +335,7 @@ class Engine:
         for sink, delivered in deliveries:
             self._deliver(sink, delivered)
 
-    def _count_step(self, bucket: Bucket, steps: Sequence[Step | None], results: Sequence[transitions.Results]) -> None:
+    def _count_step(self, bucket: Bucket, steps: Sequence[Step | None], results: Sequence[advance.Results]) -> None:
         metrics = self._metrics
         turns = [turn for step in steps if step is not None for turn in step.turns]
         metrics.count_step(bucket, len(turns), len(steps))
@@ -379,5 +382,5 @@ class Engine:
             self._refusal = message
         self._receive()
         for group in range(len(self._states)):
-            state, events = transitions.fail_all(self._states[group], message, self._now_ms())
+            state, events = advance.fail_all(self._states[group], message, self._now_ms())
             self._publish(self._with(group, state), events)

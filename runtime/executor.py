@@ -1,155 +1,126 @@
-"""Turns an artifact into device state and one executable per bucket, swapped in as they are finished."""
+"""Turns what an engine needs of the thing that runs its steps into protocols."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy.typing as npt
-import torch
 
-from ..graphs import events
-from ..graphs.errors import SpecError
-from ..graphs.types import Bucket, Limits, Rules, Signature
-from ..lowering.artifact import Artifact, GraphEntry
-from ..lowering.executable import Executable, check_operands, load_compiled
-from ..lowering.shards import coordinates, load_shard, local_leaves, local_signature, mesh_of
+from ..graphs.types import Bucket, Limits
 
-log = logging.getLogger(__name__)
+Inputs = Mapping[str, npt.NDArray[Any]]
+"""Inputs of one step by name, as `buckets.pack` makes them."""
 
-COMPILERS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
-"""Modules that a process loads only in order to compile."""
-
-COORDS = "coords"
-"""Input of a sharded graph that the rank itself knows: its indices on dp and tp, int32 [2]."""
+Outputs = Mapping[str, npt.NDArray[Any]]
+"""Outputs of one step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B]."""
 
 
-class Executor:
-    """Parameters, state pools and executables of one artifact on this machine's CPU.
+class Executor(Protocol):
+    """Device state and one executable per bucket.
 
-    A bucket runs its compiled executable where the artifact has one that is loaded, else the eager reference graph of the
-    same step; `backends` says which. Pools are allocated once; every bucket runs over the same ones.
-
-    Of an artifact for several devices it holds and runs the part of one rank. Its steps meet those of the other ranks in
-    collectives, so all ranks run the same buckets in the same order, over groups that are bound (`process_groups.Groups`).
-
-    Args:
-        artifact: opened and checked.
-        prefer_eager: never load compiled executables.
-        rank: which part; None where there is only one.
-
-    Raises:
-        ArtifactError: when a file is missing or is not what the manifest says.
-        SpecError: when the artifact is for several devices and no rank is given, or has no such rank.
+    May be offered as well: `backends` (bucket name -> backend name), and `max_logprobs`, of how many of the most likely tokens its
+    outputs tell log probabilities (0, which is what is assumed, tells none at all).
     """
 
-    def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:
-        self.artifact = artifact
-        mesh, rules = mesh_of(artifact.manifest), Rules.of(artifact.manifest.rules)
-        if rank is None and mesh.size > 1:
-            raise SpecError(f"{artifact.path} is for mesh {mesh}: it runs as {mesh.size} ranks, a process each, and not in this one alone")
-        at = coordinates(mesh, rank or 0)
-        self.limits: Limits = artifact.manifest.limits
-        self.vocab_size = int(artifact.manifest.model["vocab_size"])
-        self.max_logprobs = max((entry.max_logprobs for entry in artifact.manifest.graphs), default=0)
-        self.backends: dict[str, str] = {}
-        self._prefer_eager = prefer_eager
-        self._held = _operands(artifact)
-        params = load_shard(artifact, rank or 0)
-        self._params = [params[leaf.name] for leaf in artifact.manifest.params]
-        self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in local_leaves(artifact.manifest.state, mesh, rules)]
-        self._own = {COORDS: torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)}
-        self._entries = {entry.bucket: entry for entry in artifact.manifest.graphs}
-        self._signatures = {bucket: local_signature(artifact.manifest, entry) for bucket, entry in self._entries.items()}
-        self._names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}
-        self._outputs = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.outputs] for bucket, s in self._signatures.items()}
-        self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
-        self._modules = self._compilers_loaded()
-        self._counted = events.count()
+    @property
+    def limits(self) -> Limits:
+        """Sizes that every bucket was built for."""
+        ...
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What `run` takes."""
-        return tuple(sorted(self._entries))
-
-    def run(self, bucket: Bucket, inputs: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
-        """Runs one step and advances the state.
-
-        Args:
-            bucket: one of `buckets`.
-            inputs: arrays by name, as `buckets.pack` makes them.
-
-        Returns:
-            `tokens` int32 [B, W], in decode `counts` int32 [B], and what else the bucket's outputs are (models/step.py).
-
-        Raises:
-            SpecError: for a bucket the artifact does not have.
-        """
-        if bucket not in self._executables:
-            raise SpecError(f"no bucket {bucket.name}; the artifact has {', '.join(b.name for b in self.buckets)}")
-        given = [self._own[name] if name in self._own else torch.from_numpy(inputs[name]) for name in self._names[bucket]]
-        results = self._executables[bucket]([*self._params, *self._state, *given])
-        return {name: value.numpy() for name, value in zip(self._outputs[bucket], results, strict=True)}
-
-    def refresh(self) -> bool:
-        """Loads executables that a build finished since the last look; returns whether any bucket changed.
-
-        A directory that was built anew from other weights or for other sizes is left to the next process.
-
-        Raises:
-            NpucompileError: what the build left cannot be loaded; its buckets stay as they are until it publishes again.
-        """
-        newer = self.artifact.reload()
-        if newer is None:
-            return False
-        # Set before anything can fail: what cannot be loaded is reported once, not at every look.
-        self.artifact = newer
-        if self._prefer_eager:
-            return False
-        if _operands(newer) != self._held:
-            log.warning("%s was built anew from other weights or for other sizes; a restarted server will serve that", newer.path)
-            return False
-        newer.check_runnable()
-        changed = False
-        for entry in newer.manifest.graphs:
-            old = self._entries.get(entry.bucket)
-            if old is None or entry.compiled in (None, old.compiled) or entry.eager != old.eager:
-                continue
-            self._executables[entry.bucket] = self._load(entry)
-            self._entries[entry.bucket] = entry
-            changed = True
-        return changed
-
-    def compiles(self) -> int:
-        """Traces and compiles of this process since it was ready, and compilers it loaded since."""
-        return events.count() - self._counted + self._compilers_loaded() - self._modules
+        """What `run` takes; the same for the executor's lifetime, whichever backend runs them."""
+        ...
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all state pools."""
-        return sum(t.numel() * t.element_size() for t in self._state)
+    def vocab_size(self) -> int:
+        """V: token ids are 0 to V-1."""
+        ...
 
-    def _load(self, entry: GraphEntry) -> Executable:
-        executable = self._open(entry)
-        signature: Signature = self._signatures[entry.bucket]
-        blank = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.inputs]
-        check_operands([*self._params, *self._state, *blank], signature)
-        self.backends[entry.bucket.name] = executable.backend
-        return executable
+    def run(self, bucket: Bucket, inputs: Inputs) -> Outputs:
+        """Runs one step."""
+        ...
 
-    def _open(self, entry: GraphEntry) -> Executable:
-        if entry.compiled is None or self._prefer_eager:
-            return load_compiled(self.artifact.path / entry.reference, "eager")
-        return load_compiled(self.artifact.path / entry.compiled.file, entry.compiled.backend)
+    def refresh(self) -> bool:
+        """Loads executables that were finished meanwhile; returns whether any bucket changed."""
+        ...
 
-    @staticmethod
-    def _compilers_loaded() -> int:
-        return sum(name in sys.modules for name in COMPILERS)
+    def compiles(self) -> int:
+        """Traces and compiles in this process since it was ready."""
+        ...
 
 
-def _operands(artifact: Artifact) -> tuple[object, ...]:
-    """What an executor holds between steps; executables over anything else would misread it."""
-    manifest = artifact.manifest
-    return manifest.weights, manifest.params, manifest.state, manifest.limits, manifest.mesh, manifest.rules
+@runtime_checkable
+class GroupedExecutor(Executor, Protocol):
+    """An executor over several dp groups: each has its own requests, pages and slots; `limits` are those of one group."""
+
+    @property
+    def groups(self) -> int:
+        """How many."""
+        ...
+
+    def run_groups(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Sequence[Outputs]:
+        """Runs one step of all groups, in the same bucket; an item per group."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> Sequence[Outputs]:
+        """Waits for the step, and returns an item per group; raises what made it fail."""
+        ...
+
+
+@runtime_checkable
+class LaunchingExecutor(Executor, Protocol):
+    """An executor whose steps run while its caller goes on: in the order in which they were launched, each from the state before it."""
+
+    @property
+    def run_ahead(self) -> int:
+        """How many steps may be launched before the outcome of the one before them is known: 0 or 1."""
+        ...
+
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
+        """Starts one step of all groups, in the same bucket; the inputs, an item per group, are not changed afterwards."""
+        ...
+
+
+class Done(NamedTuple):
+    """A step that ran when it was launched."""
+
+    outputs: Sequence[Outputs]
+
+    def result(self) -> Sequence[Outputs]:
+        """The outputs of every group."""
+        return self.outputs
+
+
+def group_count(executor: Executor) -> int:
+    """How many dp groups an executor steps."""
+    return executor.groups if isinstance(executor, GroupedExecutor) else 1
+
+
+def most_run_ahead(executor: Executor) -> int:
+    """How many steps an executor lets its caller run ahead."""
+    return executor.run_ahead if isinstance(executor, LaunchingExecutor) else 0
+
+
+def most_logprobs(executor: Executor) -> int:
+    """Of how many of the most likely tokens an executor tells log probabilities."""
+    return int(getattr(executor, "max_logprobs", 0))
+
+
+def launcher(executor: Executor) -> Callable[[Bucket, Sequence[Inputs]], Pending]:
+    """What starts one step of all groups of an executor, or runs it where the executor cannot start one."""
+    if isinstance(executor, LaunchingExecutor):
+        return executor.launch
+    return lambda bucket, inputs: Done(run_step(executor, bucket, inputs))
+
+
+def run_step(executor: Executor, bucket: Bucket, inputs: Sequence[Inputs]) -> Sequence[Outputs]:
+    """Runs one step of all groups of an executor; an item per group."""
+    if len(inputs) == 1:
+        return [executor.run(bucket, inputs[0])]
+    return cast(GroupedExecutor, executor).run_groups(bucket, inputs)

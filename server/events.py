@@ -17,7 +17,7 @@ from typing import Any
 
 from ..graphs.errors import ProtocolError, RequestError
 from .connection import refusal
-from .items import Body, OutputItem
+from .output_items import Body, OutputItem
 from .usage import Usage, usage_object
 
 ServerEvent = dict[str, Any]

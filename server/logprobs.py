@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..runtime.request import TokenLogprobs
-from .spelling import Spelling
+from .token_text import Spelling
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's number for "next to impossible"; JSON has no -inf."""

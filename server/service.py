@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
 from ..runtime.request import Event, Request
-from .answer import Answer, Job
 from .connection import Create
 from .events import Head, completion_id
 from .protocol import Messages, ResponseCreate
-from .text import TextCodec
+from .response import Answer, Job
+from .tokenizer import TextCodec
 
 FIELD_OF = {"logprobs": "top_logprobs"}
 """What clients call the fields of a request that the runtime calls otherwise."""

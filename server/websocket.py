@@ -23,10 +23,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..graphs.errors import ProtocolError
 from ..runtime.request import Event
-from .answer import Answer
 from .connection import MAX_FRAME_BYTES, MAX_STREAMS, Connection, Create
 from .events import ServerEvent, error_event
 from .protocol import JSON, choose_subprotocol
+from .response import Answer
 from .service import Service
 
 log = logging.getLogger(__name__)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +17,8 @@ from hypothesis import settings
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import torch
+from support import kernels as native_kernels
+from support import ranks, tiny
 from transformers.utils import import_utils
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
@@ -32,76 +32,30 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
 
 
-def load_beside(name: str) -> ModuleType:
-    """A file of helpers beside this one; importlib mode has no sibling imports."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 @pytest.fixture(scope="session")
-def oracle() -> ModuleType:
-    """The file oracle.py beside this one."""
-    return load_beside("oracle")
-
-
-@pytest.fixture(scope="session")
-def speculators() -> ModuleType:
-    """The file speculators.py beside this one."""
-    return load_beside("speculators")
-
-
-@pytest.fixture(scope="session")
-def courses(oracle: ModuleType, speculators: ModuleType) -> Callable[[str], Any]:
+def courses() -> Callable[[str], Any]:
     """What greedy requests of a model say: `speculators.Course` by the model's name in oracle.py; made once, not to be changed."""
+    from support import oracle, speculators  # after transformers has been told that there is no torch_npu
+
     return functools.cache(lambda name: speculators.Course(oracle.drafting(name)))
 
 
 @pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The file tiny.py beside this one."""
-    return load_beside("tiny")
-
-
-@pytest.fixture(scope="session")
-def ranks(tiny: ModuleType) -> ModuleType:
-    """The file ranks.py beside this one."""
-    return load_beside("ranks")
-
-
-@pytest.fixture(scope="session")
-def fleets() -> ModuleType:
-    """The file fleets.py beside this one."""
-    return load_beside("fleets")
-
-
-@pytest.fixture(scope="session")
 def kernels() -> Iterator[ModuleType]:
-    """The file kernels.py beside this one, and every native operator callable while anybody uses it."""
-    module = load_beside("kernels")
-    module.bind()
-    yield module
-    module.unbind()
+    """support/kernels.py, with every native operator callable while any test uses it."""
+    native_kernels.bind()
+    yield native_kernels
+    native_kernels.unbind()
 
 
 @pytest.fixture(scope="session")
-def toy_device() -> ModuleType:
-    """The file toy_device.py beside this one."""
-    return load_beside("toy_device")
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint directory of two layers whose draft head is now and then right; not to be changed."""
     return Path(tiny.write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", seed=7, agreeing=True))
 
 
 @pytest.fixture(scope="session")
-def tiny_artifact(tiny: ModuleType, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It, built uncompiled in float32: decode batches 1, 2 and 4, three drafts, prefill chunks 4 and 16, context 64; not to be changed."""
     out = tmp_path_factory.mktemp("artifact") / "tiny"
     tiny.built(tiny.planned(tiny_checkpoint), out)
@@ -109,7 +63,7 @@ def tiny_artifact(tiny: ModuleType, tiny_checkpoint: Path, tmp_path_factory: pyt
 
 
 @pytest.fixture(scope="session")
-def sharded(tiny: ModuleType, ranks: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of one random checkpoint by mesh, "" being one device; built once, not to be changed."""
     root = tmp_path_factory.mktemp("sharded")
     checkpoint = tiny.write_checkpoint(root / "checkpoint", **ranks.SIZES)
@@ -117,14 +71,14 @@ def sharded(tiny: ModuleType, ranks: ModuleType, tmp_path_factory: pytest.TempPa
 
     def find(mesh: str) -> Path:
         if mesh not in made:
-            made[mesh] = ranks.build(tiny, checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
+            made[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
         return made[mesh]
 
     return find
 
 
 @pytest.fixture
-def own_artifact(tiny: ModuleType, tiny_artifact: Path, tmp_path: Path) -> Path:
+def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     """A copy of it that the test may change, where `npucompile` keeps artifacts with NPUCOMPILE_HOME at the test's directory."""
     return Path(tiny.copied(tiny_artifact, tmp_path / "artifacts" / "tiny"))
 

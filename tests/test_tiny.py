@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support import tiny
 
-from npucompile.lowering.artifact import Artifact
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import Executor
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.executor import Executor
 from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.text import TextCodec
-from npucompile.tools.offline import complete
-from npucompile.tools.verify import verify
+from npucompile.server.tokenizer import TextCodec
+from npucompile.tools.serve.offline import complete
+from npucompile.tools.verify.executables import verify
 
 PROMPTS = ["In the beginning", "a", "And it came to pass, that there went out"]
 TOKENS = 24
@@ -32,7 +33,7 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def artifacts(tiny, tmp_path_factory):
+def artifacts(tmp_path_factory):
     """By k, of one checkpoint."""
     home = tmp_path_factory.mktemp("home")
     model = tiny.write_checkpoint(home / "model", seed=7, agreeing=True)
@@ -42,7 +43,7 @@ def artifacts(tiny, tmp_path_factory):
     return {k: Artifact.open(home / f"k{k}") for k in (3, 0)}
 
 
-def test_what_was_built_is_proved(tiny, artifacts):
+def test_what_was_built_is_proved(artifacts):
     for artifact in artifacts.values():
         assert {name: measured["token_mismatches"] for name, measured in verify(artifact, tiny.QUIET).items()} == {
             entry.bucket.name: 0 for entry in artifact.manifest.graphs

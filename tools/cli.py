@@ -53,7 +53,7 @@ class Home:
 
 
 class Commands(click.Group):
-    """A group whose commands live in `tools/cmd_<name>.py` as `command`; `--help` alone imports none of them."""
+    """A group whose commands live in `tools/commands/<name>.py` as `command`; `--help` alone imports none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the pipeline."""
@@ -63,7 +63,7 @@ class Commands(click.Group):
         """Imports one command."""
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f".cmd_{name}", __package__).command
+        command: click.Command = importlib.import_module(f".commands.{name}", __package__).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

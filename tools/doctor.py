@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from ..graphs.errors import LoweringError
-from ..lowering.aoti import compiler
-from ..lowering.ascend.harness import DISTRIBUTIONS, installed, lacking
-from ..lowering.ascend.stubs import cann, find_compiler
-from .bench_machine import CPUINFO, cpu_model
+from ..lowering.ascend.toolchain.harness import DISTRIBUTIONS, installed, lacking
+from ..lowering.ascend.toolchain.stubs import cann, find_compiler
+from ..lowering.backends.inductor.aoti import compiler
+from .bench.machine import CPUINFO, cpu_model
 
 MEMINFO = Path("/proc/meminfo")
 DEVICES = Path("/dev")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..graphs.errors import ArtifactError, ArtifactMissing
-from ..lowering.artifact import MANIFEST, Artifact
+from ..lowering.artifact.artifact import MANIFEST, Artifact
 
 
 def artifact_path(artifacts: Path, given: str | None) -> Path:

@@ -20,10 +20,10 @@ from .paged_attention import paged_attention
 from .positions import cache_slots, positions
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
+from .request_slot_write import seat_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles
 from .sample import sample
-from .seat_write import seat_write
 from .swiglu_linear import swiglu_linear
 from .token_logprobs import token_logprobs
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from ..native import Native
+from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..slots import read_slots, states_to_write, write_slots_npu
+from ..state_slots import read_slots, states_to_write, write_slots_npu
 
 causal_conv = Primitive(
     "causal_conv",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..errors import PrimitiveError
-from ..native import Native
+from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..slots import read_slots, write_slots_npu
+from ..state_slots import read_slots, write_slots_npu
 
 Parts = tuple[torch.Tensor, ...]
 Carry = Callable[[Parts, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

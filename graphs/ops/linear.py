@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..native import FEW_ROWS, Native
+from ..native_ops import FEW_ROWS, Native
 from ..primitive import Cost, Primitive, nbytes
 
 linear = Primitive("linear", "(Tensor x, Tensor weight) -> Tensor", factors="t k, n k -> t n; sum k")

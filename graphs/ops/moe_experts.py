@@ -2,7 +2,7 @@
 
 import torch
 
-from ..native import FEW_ROWS, Native
+from ..native_ops import FEW_ROWS, Native
 from ..primitive import Cost, Primitive, nbytes
 from .grouped_experts import grouped_experts_ge
 from .moe_sort import moe_sort_ge, moe_unsort_ge

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..native import Native
+from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
 sample = Primitive(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..native import Native
+from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
 token_logprobs = Primitive(

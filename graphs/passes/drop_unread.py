@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from ..flatten import bodies
+from ..ir.flatten import bodies
 from .base import Pass
 from .drop_dead import run as drop_dead
 

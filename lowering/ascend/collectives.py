@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .container import GROUPS
-from .harness import Torchair
+from .ge_file import GROUPS
+from .toolchain.harness import Torchair
 
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "prod"}
 _DT_INT64 = 9

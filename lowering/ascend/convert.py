@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from .collectives import register
-from .container import GROUP, GROUPS, RANK, parse
 from .fuse import register as register_fused
-from .harness import Torchair
+from .ge_file import GROUP, GROUPS, RANK, parse
 from .inspect_ge import follow
+from .toolchain.harness import Torchair
 
 GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.float32: ("DT_FLOAT", 0),

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .container import Container, decode, parse, patched
-from .harness import Torchair
+from .ge_file import Container, decode, parse, patched
+from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
 """ACL's number of the tiled format that matrix units read without rearranging (ACL_FORMAT_FRACTAL_NZ)."""

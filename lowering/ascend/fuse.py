@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .harness import Torchair
+from .toolchain.harness import Torchair
 
 REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = "reduce_scatter", "all_gather", "all_reduce"
 FORMS: frozenset[str] = frozenset()

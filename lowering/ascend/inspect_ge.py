@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
-from .container import Container, messages, parse
+from .ge_file import Container, messages, parse
 
 IN_PLACE: dict[str, dict[int, int]] = {
     "Scatter": {0: 0},

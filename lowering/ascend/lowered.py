@@ -11,19 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 
-from ...graphs import events
-from ...graphs.flatten import bodies
-from ...graphs.outline import outline
+from ...graphs import compile_count
+from ...graphs.invariants import results_of
+from ...graphs.ir.flatten import bodies
+from ...graphs.ir.outline import outline
+from ...graphs.ir.record import record
 from ...graphs.primitive import of_target
-from ...graphs.record import record
 from ...graphs.types import Signature
-from ...graphs.verify import results_of
 from ..lower import Lowered
+from .donation import Placed, Pools, place
 from .fuse import fuse
-from .pools import Placed, Pools, place
 
 if TYPE_CHECKING:
-    from ...graphs.partition import Partitioned
+    from ...graphs.spmd.partition import Partitioned
 
 BACKEND = "ge"
 
@@ -34,7 +34,7 @@ def lower(partitioned: Partitioned) -> Lowered:
     Raises:
         LoweringError: a pool cannot be written where it is (pools.py).
     """
-    events.record("trace")
+    compile_count.record("trace")
     graph, signature = outline(partitioned.graph), partitioned.signature
     pools = place(graph, signature)
     lowered = {name: _lower_body(body, pools.bodies[name]) for name, body in bodies(graph).items()}

@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
+from ..artifact.graph_io import decode, encode
 from ..backend import Backend
 from ..lower import lower_eager
-from ..serial import decode, encode
 
 
 class EagerExecutable:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...graphs.errors import LoweringError
-from ..ascend import harness
+from ..ascend.toolchain import harness
 from ..backend import Backend
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from ...graphs.partition import Partitioned
+    from ...graphs.spmd.partition import Partitioned
     from ...graphs.types import Signature
     from ..executable import Executable
     from ..lower import Lowered
@@ -45,10 +45,10 @@ def lower(partitioned: Partitioned) -> Lowered:
 
 
 def compile_graph(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-    """Converts the graph with torchair, proves what can be proved of it, and writes a container (lowering/ascend/container.py)."""
-    from ..ascend.container import encode
+    """Converts the graph with torchair, proves what can be proved of it, and writes a container (lowering/ascend/ge_file.py)."""
+    from ..ascend.ge_file import encode
     from ..ascend.inspect_ge import check
-    from ..ascend.stitch import stitch
+    from ..ascend.link import stitch
 
     container = stitch(graph, signature, _torchair())
     check(container, signature)

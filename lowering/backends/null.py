@@ -9,7 +9,7 @@ from ..backend import Backend
 from ..lower import Lowered
 
 if TYPE_CHECKING:
-    from ...graphs.partition import Partitioned
+    from ...graphs.spmd.partition import Partitioned
 
 
 def lower(partitioned: Partitioned) -> Lowered:

@@ -1,0 +1,125 @@
+"""Turns a graph into what it costs: arithmetic, bytes moved, and the memory it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from .invariants import results_of
+from .ir.alias import is_view, owner, shares
+from .ir.flatten import bodies
+from .primitive import Cost, nbytes, of_target
+from .types import Signature
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one device needs to run a graph.
+
+    Attributes:
+        params_bytes: parameters.
+        state_bytes: donated pools, counted once: results take the operands' place.
+        inputs_bytes: inputs of a step.
+        peak_bytes: largest sum of live intermediate values, results included; views count nothing and keep alive what they view.
+    """
+
+    params_bytes: int
+    state_bytes: int
+    inputs_bytes: int
+    peak_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.params_bytes + self.state_bytes + self.inputs_bytes + self.peak_bytes
+
+
+def cost(graph: GraphModule) -> Cost:
+    """Sum over all nodes: a primitive's own rule; matrix products by torch's formulas; else one operation per result element."""
+    inner = {name: cost(body) for name, body in bodies(graph).items()}
+    total = Cost()
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            total = total + node_cost(node)
+        elif node.op == "call_module":
+            total = total + inner[str(node.target)]
+    return total
+
+
+def node_cost(node: Node) -> Cost:
+    """Cost of one node; views and unpacking are free."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_view(target):
+        return Cost()
+    args = [_value(a) for a in node.args]
+    primitive = of_target(target)
+    if primitive is not None:
+        result: Cost = primitive.rule("cost")(*args)
+        return result
+    outputs = [v for v in _flat(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    formula = flop_registry.get(target.overloadpacket)
+    flops = int(formula(*args, out_val=node.meta["val"])) if formula else sum(v.numel() for v in outputs)
+    return Cost(flops, nbytes(*[a for a in _flat(args) if isinstance(a, torch.Tensor)]), nbytes(*outputs))
+
+
+def memory(graph: GraphModule, signature: Signature) -> Memory:
+    """Static memory of a graph run node by node, freeing every value after its last reader."""
+    params, state, inputs = (sum(leaf.aval.nbytes for leaf in leaves) for leaves in (signature.params, signature.state, signature.inputs))
+    donated = set(results_of(graph)[len(signature.outputs) :])
+    return Memory(params, state, inputs, _peak(graph, donated))
+
+
+def _peak(graph: GraphModule, donated: set[Node]) -> int:
+    """Largest sum of values that live at the same time; a call needs what its body needs, and then holds its results."""
+    sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
+    inside: dict[Node, int] = {}
+    for name, body in bodies(graph).items():
+        calls = [node for node in graph.graph.nodes if node.op == "call_module" and node.target == name]
+        pools = {int(str(n.args[1])) for n in donated if n.args and n.args[0] in calls}
+        results = results_of(body)
+        peak = _peak(body, {results[i] for i in pools})
+        kept = sum(nbytes(results[i].meta["val"]) for i in range(len(results)) if i not in pools)
+        sizes.update(dict.fromkeys(calls, kept))
+        inside.update(dict.fromkeys(calls, peak))
+    # A value lives as long as anything that looks into it; one that nobody reads ends where it begins. What replaces a pool lives
+    # there, and does not keep alive what was made beside it.
+    last = {node: node for node in sizes}
+    for node in graph.graph.nodes:
+        last.update({owner(source): node for source in node.all_input_nodes if source not in donated})
+    ends: dict[Node, list[Node]] = {}
+    for source, reader in last.items():
+        ends.setdefault(reader, []).append(source)
+    live = peak = 0
+    for node in graph.graph.nodes:
+        peak = max(peak, live + inside.get(node, 0))
+        live += sizes.get(node, 0)
+        peak = max(peak, live)
+        live -= sum(sizes.get(source, 0) for source in ends.get(node, ()))
+    return peak
+
+
+def _own_bytes(node: Node, donated: set[Node]) -> int:
+    """Bytes a node allocates: nothing for views, unpacking, and results that replace a donated pool."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or shares(target) or node in donated:
+        return 0
+    values = _flat(node.meta.get("val"))
+    primitive = of_target(target)
+    pools = {result for _, result in primitive.donates} if primitive else set()
+    return nbytes(*[v for i, v in enumerate(values) if isinstance(v, torch.Tensor) and i not in pools])
+
+
+def _value(arg: object) -> object:
+    if isinstance(arg, Node):
+        return arg.meta["val"]
+    if isinstance(arg, (list, tuple)):
+        return [_value(a) for a in arg]
+    return arg
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (list, tuple)):
+        return [v for part in value for v in _flat(part)]
+    return [value]

@@ -1,0 +1,1 @@
+"""The graph itself: recorded from a program, made of bodies, flattened, outlined."""

@@ -1,0 +1,146 @@
+"""Turns a part of a program that repeats, such as a layer, into one traced body that the graph calls.
+
+Tracing sixty equal layers costs sixty times one; here the first call of each kind is traced, and every later call with operands
+of the same shapes and layouts becomes one node: `call_module`, whose target is the body's name in the graph. Whoever wants a
+flat graph takes `flatten` (graphs/ir/flatten.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from ..errors import GraphError
+from ..spmd.layout import partitioning, place
+from .record import Recorder, record, recording
+
+# Attributes that every module has, such as `half`, would hide a body of that name.
+_ATTRIBUTES = frozenset([*dir(GraphModule), *dir(torch.nn.Module())])
+
+
+@dataclass(frozen=True)
+class _Body:
+    """One traced kind of block: its name in the graph and what its flat results are."""
+
+    name: str
+    graph: GraphModule
+    structure: pytree.TreeSpec
+    wraps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+
+
+class _Bodies:
+    """The bodies of the program that is being traced."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[object, _Body] = {}
+
+    def fresh_name(self, name: str) -> str:
+        taken = {body.name for body in self.by_key.values()}
+        return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken and n not in _ATTRIBUTES)
+
+
+_BODIES: ContextVar[_Bodies | None] = ContextVar("bodies", default=None)
+
+
+@contextmanager
+def collecting(*, bodies: bool = True) -> Iterator[None]:
+    """While open, `block` traces bodies, or with `bodies=False` calls what it is given; only the tracer opens it."""
+    token = _BODIES.set(_Bodies() if bodies else None)
+    try:
+        yield
+    finally:
+        _BODIES.reset(token)
+
+
+def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands: Any) -> Any:
+    """`fn(*statics, *operands)`; in a traced graph, a call of a body that equal calls share.
+
+    A block that a body calls is a part of that body.
+
+    Args:
+        name: what the body is called in graphs.
+        fn: a function of a module; it must read nothing but its arguments, or two calls would not be equal.
+        statics: hashable arguments that are part of what the body is: configurations, sizes.
+        operands: trees of tensors.
+
+    Returns:
+        The tree of tensors that `fn` returns.
+
+    Raises:
+        GraphError: when `fn` is no plain function or closes over something, or returns something else than a tree of tensors.
+    """
+    bodies, recorder = _BODIES.get(), recording()
+    if bodies is None or recorder is None:
+        return fn(*statics, *operands)
+    if not isinstance(fn, FunctionType) or fn.__closure__:
+        raise GraphError(f"block {name!r}: {fn} carries values of its own; legal is a function that is given them, as statics or operands")
+    flat, structure = pytree.tree_flatten(operands)
+    if (here := place()) is not None:
+        flat = [*flat, here.coords]  # a body reads the device's position as it reads anything: as an operand
+    # 2, 2.0 and True are equal and hash alike; they are different statics.
+    key = (fn, statics, repr(statics), structure, tuple(_layout(value) for value in flat))
+    body = bodies.by_key.get(key)
+    if body is None:
+        body = _trace_body(bodies.fresh_name(name), fn, statics, flat, structure)
+        bodies.by_key[key] = body
+    return _call(recorder, body, flat)
+
+
+def _layout(value: Any) -> object:
+    """What decides how an operand is traced."""
+    local = _local(value)
+    placements = (value.shape, tuple(value.placements)) if isinstance(value, DTensor) else None
+    return tuple(local.shape), tuple(local.stride()), local.dtype, placements
+
+
+def _local(value: Any, what: str = "operands") -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise GraphError(f"a block's {what} are tensors, one is {value!r}; other values are statics")
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], flat: Sequence[Any], structure: pytree.TreeSpec) -> _Body:
+    """Traces `fn` on values of its own, so that whatever else it reads shows as a node without an operand."""
+    here = place()
+    told: list[tuple[pytree.TreeSpec, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = []
+
+    def inner(*values: torch.Tensor) -> list[torch.Tensor]:
+        wrapped = [_like(old)(new) for old, new in zip(flat, values, strict=True)]
+        with partitioning(replace(here, coords=wrapped.pop())) if here else nullcontext():
+            results, spec = pytree.tree_flatten(fn(*statics, *pytree.tree_unflatten(wrapped, structure)))
+        locals_ = [_local(value, "results") for value in results]
+        told.append((spec, tuple(_like(value) for value in results)))
+        return locals_
+
+    with collecting(bodies=False):
+        graph = record(inner, [_local(value) for value in flat], FakeTensorMode(), "cpu")
+    return _Body(name, graph, *told[0])
+
+
+def _like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes a local tensor into what `value` is: itself, or a DTensor of its layout."""
+    if not isinstance(value, DTensor):
+        return _itself
+    spec = value._spec
+    return lambda local: DTensor(local, spec, requires_grad=False)
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _call(recorder: Recorder, body: _Body, flat: Sequence[Any]) -> Any:
+    """Writes down the call and returns results that later nodes can read."""
+    (output,) = (n for n in body.graph.graph.nodes if n.op == "output")
+    values = recorder.call(body.name, body.graph, [_local(value) for value in flat], [node.meta["val"] for node in output.args[0]])
+    return pytree.tree_unflatten([wrap(value) for wrap, value in zip(body.wraps, values, strict=True)], body.structure)

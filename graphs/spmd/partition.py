@@ -1,0 +1,193 @@
+"""Turns a traced program into the graph one device of a mesh runs, by tracing it again through DTensor."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.fx import GraphModule, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ..errors import PartitionError
+from ..ir.flatten import bodies
+from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace, traced_graph
+from ..primitive import of_target
+from ..types import MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature
+from .layout import Place, assembled, local_of, partitioning, placements
+from .sharding import register_all
+
+DEVICE_AXIS = "tp"
+COORDS = "inputs.coords"
+EXPLICIT = ("experts",)
+"""Logical axes that may be split over the manual axis: only regions read values that carry them."""
+
+_TORCH, _GRAPHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """The graph of one device: local shapes, explicit collectives. Its signature holds local avals."""
+
+    program: Program
+    graph: GraphModule
+    signature: Signature
+    mesh: Mesh
+    rules: Rules
+
+    @property
+    def collectives(self) -> tuple[tuple[str, str, str], ...]:
+        """(collective, group, type) of every communication, in program order: what all ranks of a group must share."""
+        return tuple(_collectives(self.graph))
+
+
+def _collectives(graph: GraphModule) -> Iterator[tuple[str, str, str]]:
+    inner = {name: tuple(_collectives(body)) for name, body in bodies(graph).items()}
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            yield from inner[str(node.target)]
+        elif (group := collective_group(node)) is not None:
+            value = node.meta["val"]
+            first = value[0] if isinstance(value, (list, tuple)) else value
+            yield node.target._opname, group, str(Aval(tuple(first.shape), first.dtype))
+
+
+def collective_group(node: Node) -> str | None:
+    """The group a node communicates over; None when it does not communicate."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target.namespace == "_c10d_functional":
+        return None if "wait" in target._opname else str(node.args[-1])
+    primitive = of_target(target)
+    if primitive is None or not primitive.has("together"):
+        return None
+    return str(node.args[[argument.name for argument in target._schema.arguments].index("group")])
+
+
+def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned:
+    """Splits a program over a mesh; a mesh of one device leaves it as it is.
+
+    A program is written for one group of the mesh's manual axis. Within the group parameters and state enter as DTensors
+    placed by `rules`, inputs replicated; primitives follow their factor strings, `constrain` marks where layouts change,
+    and regions (graphs/spmd/region.py) hold the explicit communication, across groups too. No device is needed: collectives go to
+    a fake process group of the mesh's size. Groups have symbolic names in the graph, an axis or "world", and the position of
+    a device is an input, `inputs.coords` [2] i32 (its indices on `dp` and `tp`): one graph serves all ranks.
+
+    Args:
+        source: a program, or what was traced of it: only a mesh of one device has use for that.
+
+    Raises:
+        PartitionError: when the mesh has an unknown axis, sizes do not divide, axes collide, an operator has no sharding
+            rule, or a result ends in another layout than its operand had.
+    """
+    program = source.program if isinstance(source, Traced) else source
+    signature = signature_of(program)
+    _check(mesh, rules)
+    for leaf in signature.operands:
+        rules.check(leaf.aval, mesh, leaf.name)
+    if mesh.size == 1:
+        traced = source if isinstance(source, Traced) else trace(program)
+        return Partitioned(program, traced.graph, traced.signature, mesh, rules)
+    register_all()
+    full = Mesh(tuple((name, mesh.axis(name)) for name in MESH_AXES))
+    with _fake_devices(full) as devices:
+        held = [_split(leaf.aval, full, rules, MANUAL_AXIS) for leaf in signature.operands]
+        local = [_split(aval, full, rules, DEVICE_AXIS) for aval in held]
+        layouts = [placements(aval.axes, devices, rules) for aval in held]
+        kept = [*zip(signature.state, layouts[len(signature.params) : len(signature.params) + len(signature.state)], strict=True)]
+        outputs: list[Leaf] = []
+
+        def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+            wrapped = [assembled(v, devices, layout) for v, layout in zip(values, layouts, strict=False)]
+            with partitioning(Place(rules, full, devices, values[-1])):
+                results, leaves = call_flat(program, signature, wrapped)
+            outputs.extend(leaves)
+            ends = [*((leaf, placements((None,) * len(leaf.aval.shape), devices, rules)) for leaf in leaves), *kept]
+            return [_unwrap(r, end, leaf, program) for r, (leaf, end) in zip(results, ends, strict=True)]
+
+        with implicit_replication(), _refusals(program), ExplicitRedistributionContext():
+            graph = traced_graph(flat, [(a.shape, a.dtype) for a in (*local, _COORDS_AVAL)])
+        _name_groups(graph, devices.get_group().group_name)
+    leaves = [Leaf(leaf.name, aval) for leaf, aval in zip(signature.operands, local, strict=True)]
+    params, state = len(signature.params), len(signature.state)
+    inputs = (*leaves[params + state :], Leaf(COORDS, _COORDS_AVAL))
+    result = Signature(tuple(leaves[:params]), tuple(leaves[params : params + state]), inputs, tuple(outputs))
+    name_placeholders(graph, result)
+    return Partitioned(program, graph, result, mesh, rules)
+
+
+_COORDS_AVAL = Aval((len(MESH_AXES),), torch.int32)
+
+
+def _check(mesh: Mesh, rules: Rules) -> None:
+    for name, _ in mesh.axes:
+        if name not in MESH_AXES:
+            raise PartitionError(f"mesh {mesh} has an axis {name!r}; legal are {', '.join(MESH_AXES)}")
+    for logical, names in rules.table:
+        if MANUAL_AXIS in names and logical not in EXPLICIT and mesh.axis(MANUAL_AXIS) > 1:
+            raise PartitionError(
+                f"rule {logical!r} -> {names}: {MANUAL_AXIS!r} holds groups with requests of their own; legal over it is "
+                f"{', '.join(EXPLICIT)}"
+            )
+
+
+def _split(aval: Aval, mesh: Mesh, rules: Rules, axis: str) -> Aval:
+    """What one position on a mesh axis holds of a value."""
+    shape = (
+        size // mesh.axis(axis) if axis in rules.mesh_axes(logical) else size for size, logical in zip(aval.shape, aval.axes, strict=True)
+    )
+    return Aval(tuple(shape), aval.dtype, aval.axes)
+
+
+def _unwrap(value: torch.Tensor, layout: Sequence[Placement], leaf: Leaf, program: Program) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    if tuple(value.placements) != tuple(layout):
+        raise PartitionError(
+            f"{program.name}: {leaf.name} ends as {value.placements}, its place is {tuple(layout)}; constrain it in the model"
+        )
+    return local_of(value)
+
+
+def _name_groups(graph: GraphModule, device_group: str) -> None:
+    """Gives the group that DTensor communicates over its name, in the graph and its bodies."""
+    for part in (graph, *bodies(graph).values()):
+        for node in part.graph.nodes:
+            target = node.target
+            if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and node.args[-1] == device_group:
+                node.args = (*node.args[:-1], DEVICE_AXIS)
+        part.recompile()
+
+
+@contextmanager
+def _refusals(program: Program) -> Iterator[None]:
+    """Says which line of the model DTensor could not shard, or would have moved data for without being told to."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "mplicit redistribution" not in str(error):
+            raise
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _GRAPHS))]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
+        raise PartitionError(f"{program.name}: {where}\n  {error}; constrain what it reads, or give it a sharding rule") from error
+
+
+@contextmanager
+def _fake_devices(mesh: Mesh) -> Iterator[DeviceMesh]:
+    """The devices of one group, on a fake process group of the whole mesh."""
+    if dist.is_initialized():
+        raise PartitionError("partitioning needs its own process group, but torch.distributed is initialised in this process")
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", tuple(size for _, size in mesh.axes), mesh_dim_names=MESH_AXES)[DEVICE_AXIS]
+    finally:
+        dist.destroy_process_group()

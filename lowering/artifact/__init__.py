@@ -1,0 +1,1 @@
+"""What a build leaves on disk: content-addressed files, one manifest, shards of weights."""

@@ -1,0 +1,273 @@
+"""Turns a directory into an artifact: content-addressed files, one manifest, refused loudly when either is not what it says.
+
+manifest.msgpack             what everything is (lowering/artifact/manifest.py)
+graphs/<digest>.graph        eager graph of a bucket
+graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
+stages/<digest>.json.z       texts of its stages
+weights/<digest>.safetensors parameters, named as the graphs' operands
+tokenizer/<digest>.json      tokenizer.json of the checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
+from ..toolchain import differences, missing_features
+from .lock import exclusive
+from .manifest import Compiled, FileRecord, GraphEntry, Manifest, decode, encode
+
+MANIFEST = "manifest.msgpack"
+
+Stamp = tuple[int, int] | None
+"""Time and inode of a manifest; every publish makes new ones. None where there is no manifest."""
+
+
+class Artifact:
+    """An opened artifact directory.
+
+    Args:
+        path: the directory.
+        manifest: its description.
+        digest: sha256 of the manifest's bytes.
+        stamp: when those were read, as `stamp` says it.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, digest: str, stamp: Stamp = None) -> None:
+        self.path, self.manifest, self.digest, self._stamp = path, manifest, digest, stamp
+
+    @staticmethod
+    def open(path: Path, *, check: bool = True) -> Artifact:
+        """Reads a directory.
+
+        Args:
+            check: compare every file's size and sha256 with the manifest.
+
+        Raises:
+            ArtifactMissing: there is no artifact.
+            ArtifactTampered: the manifest or a file is not what it should be; names the file and both digests.
+            ArtifactStale: the manifest has another format.
+        """
+        # Before the bytes: what is published in between must look newer than they are.
+        before = stamp(path)
+        try:
+            data = (path / MANIFEST).read_bytes()
+        except OSError:
+            raise ArtifactMissing(f"{path} is not an artifact: it has no {MANIFEST}; `npucompile build` makes one") from None
+        artifact = Artifact(path, decode(data, str(path / MANIFEST)), hashlib.sha256(data).hexdigest(), before)
+        if check:
+            for name, record in artifact.manifest.files.items():
+                check_file(path / name, record)
+        return artifact
+
+    def check_runnable(self) -> None:
+        """Refuses an artifact whose executables were built for another toolchain or a machine this one cannot stand in for.
+
+        Raises:
+            ArtifactStale: naming the field, the built and the running value.
+        """
+        if not any(entry.compiled for entry in self.manifest.graphs):
+            return
+        found = differences(self.manifest.toolchain)
+        if found:
+            said = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in found)
+            raise ArtifactStale(f"{self.path} was built elsewhere: {said}; build it again here")
+        lacking = missing_features(self.manifest.cpu_features)
+        if lacking:
+            raise ArtifactStale(f"{self.path} needs a CPU with {', '.join(lacking)}, which this one lacks; build it again here")
+
+    def load_weights(self) -> dict[str, torch.Tensor]:
+        """Parameters by operand name.
+
+        Raises:
+            ArtifactError: the artifact was built without weights.
+            ArtifactTampered: the file cannot be read, or holds other tensors than the manifest says.
+        """
+        if self.manifest.weights is None:
+            raise ArtifactError(f"{self.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
+        file = self.path / self.manifest.weights
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ArtifactTampered(f"{file}: {error}") from None
+        for leaf in self.manifest.params:
+            tensor = tensors.get(leaf.name)
+            if tensor is None or tuple(tensor.shape) != leaf.aval.shape or tensor.dtype != leaf.aval.dtype:
+                held = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise ArtifactTampered(f"{file}: holds {held} as {leaf.name}; the manifest says {leaf.aval}")
+        return dict(tensors)
+
+    def reload(self) -> Artifact | None:
+        """The artifact as it is now, if a build has published since; files that are new are checked.
+
+        Raises:
+            ArtifactError: what is there now cannot be used.
+        """
+        if stamp(self.path) == self._stamp:
+            return None
+        newer = Artifact.open(self.path, check=False)
+        if newer.digest == self.digest:
+            self._stamp = newer._stamp
+            return None
+        for name, record in newer.manifest.files.items():
+            if name not in self.manifest.files:
+                check_file(newer.path / name, record)
+        return newer
+
+
+class ArtifactWriter:
+    """Adds files to an artifact and publishes manifests; one at a time per artifact.
+
+    A new artifact is made in a sibling directory and renamed into place by the first `publish`, so that a build that is
+    refused before leaves nothing. Files are named by their content and never rewritten; a manifest is replaced atomically.
+
+    Args:
+        path: the artifact's directory.
+
+    Raises:
+        ArtifactError: another build of this artifact is running, or something else is at `path`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.previous: Artifact | None = None
+        self.published: Manifest | None = None
+        self.files: dict[str, FileRecord] = {}
+
+    def __enter__(self) -> ArtifactWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.enter_context(exclusive(self.path.with_name(f".{self.path.name}.lock"), str(self.path)))
+            self._fresh = not (self.path / MANIFEST).exists()
+            if self._fresh and self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+                raise ArtifactError(f"{self.path} exists and is not an artifact; legal is a new or empty directory, or an artifact")
+            self.root = self.path.with_name(f".{self.path.name}.new") if self._fresh else self.path
+            if self._fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+                self.root.mkdir()
+            else:
+                self.previous = _open_or_none(self.path)
+            self._locked = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._locked:
+            if self._fresh:
+                shutil.rmtree(self.root, ignore_errors=True)
+            elif error is not None and (kept := self.published or (self.previous and self.previous.manifest)):
+                self.collect(kept)
+
+    def add(self, folder: str, data: bytes, suffix: str) -> str:
+        """Stores bytes under their digest; returns the path in the artifact."""
+        digest = hashlib.sha256(data).hexdigest()
+        name = f"{folder}/{digest[:32]}.{suffix}"
+        self.files[name] = FileRecord(digest, len(data))
+        target = self.root / name
+        if not (target.exists() and target.stat().st_size == len(data) and _sha256(target) == digest):
+            target.parent.mkdir(exist_ok=True)
+            _replace(target, data)
+        return name
+
+    def keep(self, name: str) -> bool:
+        """Takes a file of the previous artifact over, if it is there unharmed; returns whether it is."""
+        record = self.previous.manifest.files.get(name) if self.previous else None
+        if record is None:
+            return False
+        try:
+            check_file(self.path / name, record)
+        except ArtifactError:
+            return False
+        self.files[name] = record
+        return True
+
+    def publish(self, manifest: Manifest) -> Manifest:
+        """Makes a manifest the artifact's, with the records of all files it names; returns it with those."""
+        named = {manifest.weights, manifest.tokenizer}
+        for entry in (*manifest.graphs, *manifest.references):
+            named |= {entry.eager, entry.stages, entry.compiled.file if entry.compiled else None}
+        manifest = replace(manifest, files={name: self.files[name] for name in sorted(n for n in named if n)})
+        _replace(self.root / MANIFEST, encode(manifest))
+        self.published = manifest
+        if self._fresh:
+            if self.path.exists():
+                self.path.rmdir()
+            os.replace(self.root, self.path)
+            self.root, self._fresh = self.path, False
+        return manifest
+
+    def collect(self, manifest: Manifest) -> None:
+        """Removes files that the manifest does not name."""
+        for folder in ("graphs", "stages", "weights", "tokenizer"):
+            for file in sorted((self.path / folder).glob("*")):
+                if f"{folder}/{file.name}" not in manifest.files:
+                    file.unlink()
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of the artifact at `path` as it is now."""
+    try:
+        status = (path / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+def check_file(file: Path, record: FileRecord) -> None:
+    """Compares a file with its record.
+
+    Raises:
+        ArtifactTampered: naming the file, and the sizes or digests that differ.
+    """
+    try:
+        size = file.stat().st_size
+    except OSError:
+        raise ArtifactTampered(f"{file} is missing; the manifest says {record.size_bytes} bytes") from None
+    if size != record.size_bytes:
+        raise ArtifactTampered(f"{file} has {size} bytes; the manifest says {record.size_bytes}")
+    digest = _sha256(file)
+    if digest != record.sha256:
+        raise ArtifactTampered(f"{file} has sha256 {digest}; the manifest says {record.sha256}")
+
+
+def graph_key(lowered_text: str, backend: str, options: Mapping[str, Any], toolchain: Mapping[str, str]) -> str:
+    """Digest that decides whether an executable is up to date."""
+    told = (lowered_text, backend, sorted(options.items()), sorted(toolchain.items()))
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Writes so that a reader, or a machine that stops, sees the old file or the new one."""
+    part = target.with_name(f".{target.name}.part")
+    with part.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(part, target)
+
+
+def _open_or_none(path: Path) -> Artifact | None:
+    """An earlier artifact to take files over from; one that cannot be read has none to give."""
+    try:
+        return Artifact.open(path, check=False)
+    except ArtifactError:
+        return None
+
+
+__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "Compiled", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]

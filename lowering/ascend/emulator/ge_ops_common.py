@@ -1,0 +1,261 @@
+"""Turns operators of a serialised GE graph into calls that functions over torch tensors can read, each input and attribute by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ..convert import GE_DTYPES
+from ..ge_file import messages
+
+INT4 = 29
+"""Number of int4 in GE; torch has no such dtype."""
+_MORE_DTYPES: dict[torch.dtype, tuple[str, int]] = {torch.uint64: ("DT_UINT64", 10), torch.float64: ("DT_DOUBLE", 11)}
+DTYPES: Mapping[int, torch.dtype] = {number: dtype for dtype, (_, number) in (GE_DTYPES | _MORE_DTYPES).items()}
+"""Torch dtype by GE's own number, as attributes give it."""
+
+
+@dataclass(frozen=True)
+class Int4:
+    """An int4 tensor [..., N] as its packed words: int32 [..., N/8], the first value in the lowest bits."""
+
+    packed: torch.Tensor
+
+
+Value = torch.Tensor | Int4
+
+
+@dataclass(frozen=True)
+class GeOp:
+    """One operator, read once.
+
+    Attributes:
+        inputs: `name:port` of each tensor that it reads, "" for one that is absent.
+        slots: what GE calls each of `inputs`; those of a list are numbered, as in `x0`, `x1`.
+        after: operators that it waits for without reading them.
+        attrs: values by name; strings are decoded, constants are tensors.
+        results: for each output its type and sizes as in `bf16[16,2]`, "" where the graph does not say.
+    """
+
+    name: str
+    type: str
+    inputs: tuple[str, ...]
+    slots: tuple[str, ...]
+    after: tuple[str, ...]
+    attrs: Mapping[str, Any]
+    results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.type})"
+
+
+def read(op: Any) -> GeOp:
+    """The operator in an `OpDef` message.
+
+    Raises:
+        LoweringError: its inputs have no names, or an attribute is of a kind that no operator of the house has.
+    """
+    inputs = tuple(tensor for tensor in op.input if not tensor.endswith(":-1"))
+    slots = tuple(desc.name for desc in op.input_desc)
+    if op.type == "Data":
+        slots = ()
+    if len(slots) != len(inputs):
+        raise LoweringError(f"{op.name} ({op.type}) has {len(inputs)} inputs and names for {len(slots)}: {slots}")
+    attrs = {key: _attribute(f"{op.name}.{key}", value) for key, value in op.attr.items() if not key.startswith("_")}
+    return GeOp(
+        name=op.name,
+        type=op.type,
+        inputs=inputs,
+        slots=slots,
+        after=tuple(tensor.removesuffix(":-1") for tensor in op.input if tensor.endswith(":-1")),
+        attrs=attrs,
+        results=tuple(desc.attr["_meta"].s.decode() if "_meta" in desc.attr else "" for desc in op.output_desc),
+    )
+
+
+def _attribute(where: str, value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "s":
+        return value.s.decode()
+    if kind in ("i", "f", "b", "dt"):
+        return getattr(value, kind)
+    if kind == "list":
+        held = value.list
+        return [x.decode() for x in held.s] or list(held.i) or list(held.f) or list(held.b)
+    if kind == "t":
+        return _constant(where, value.t)
+    raise LoweringError(f"{where} is an attribute of kind {kind}; legal are s, i, f, b, dt, list and t")
+
+
+def _constant(where: str, message: Any) -> torch.Tensor:
+    shape, name = list(message.desc.shape.dim), messages().DataType.Name(message.desc.dtype)
+    dtypes = {name: dtype for dtype, (name, _) in (GE_DTYPES | _MORE_DTYPES).items()}
+    if name not in dtypes:
+        raise LoweringError(f"{where} is a constant of {name}; legal are {', '.join(dtypes)}")
+    wanted = math.prod(shape) * dtypes[name].itemsize
+    if len(message.data) != wanted:
+        raise LoweringError(f"{where} is a constant {name}{shape} of {len(message.data)} bytes; legal is {wanted}")
+    if not wanted:
+        return torch.empty(shape, dtype=dtypes[name])
+    return torch.frombuffer(bytearray(message.data), dtype=dtypes[name]).reshape(shape)
+
+
+@dataclass
+class Call:
+    """One operator with the values of its inputs on one rank.
+
+    What a function does not ask for is an input or attribute that it has no meaning for; `finish` refuses those.
+    """
+
+    op: GeOp
+    values: Sequence[Value | None]
+    asked: set[str] = field(default_factory=set)
+
+    def held(self, slot: str) -> Value | None:
+        """An input, or None where it is absent."""
+        self.asked.add(slot)
+        return next((value for name, value in zip(self.op.slots, self.values, strict=True) if name == slot), None)
+
+    def maybe(self, slot: str) -> torch.Tensor | None:
+        """An input that is a tensor, or None where it is absent.
+
+        Raises:
+            LoweringError: it is int4.
+        """
+        value = self.held(slot)
+        if isinstance(value, Int4):
+            raise LoweringError(
+                f"{self.op}: {slot} is int4 {tuple(value.packed.shape)} (packed); this operator takes tensors of torch's types"
+            )
+        return value
+
+    def tensor(self, slot: str) -> torch.Tensor:
+        """An input that must be there.
+
+        Raises:
+            LoweringError: it is not.
+        """
+        value = self.maybe(slot)
+        if value is None:
+            raise LoweringError(f"{self.op}: input {slot} is absent; it has {', '.join(self._present()) or 'none'}")
+        return value
+
+    def tensors(self, slot: str) -> list[torch.Tensor]:
+        """All inputs of a list, `slot` with a number behind it."""
+        return [self.tensor(name) for name in self.op.slots if name.startswith(slot) and name[len(slot) :].isdigit()]
+
+    def filled(self, slot: str) -> torch.Tensor | None:
+        """The one input of a list, None where it is the empty tensor that stands for an absent one."""
+        value = self.tensor(f"{slot}0")
+        return value if value.numel() else None
+
+    def ints(self, slot: str) -> list[int]:
+        """Values of an integer input: sizes, axes or positions.
+
+        Raises:
+            LoweringError: it is absent or not of integers.
+        """
+        value = self.tensor(slot)
+        if value.dtype not in (torch.int32, torch.int64):
+            raise LoweringError(f"{self.op}: {slot} is {value.dtype}; legal are int32 and int64")
+        return [int(one) for one in value.flatten().tolist()]
+
+    def one(self, slot: str) -> int:
+        """The one value of an integer input.
+
+        Raises:
+            LoweringError: it is absent, not of integers or not one.
+        """
+        values = self.ints(slot)
+        if len(values) != 1:
+            raise LoweringError(f"{self.op}: {slot} is {values}; legal is one number")
+        return values[0]
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute; where the graph does not hold it, GE takes its default."""
+        self.asked.add(name)
+        return self.op.attrs.get(name, default)
+
+    def legal(self, **values: Any) -> None:
+        """Refuses attributes that are there with any value but these.
+
+        Raises:
+            LoweringError: naming attribute, value and the legal one.
+        """
+        for name, value in values.items():
+            if (found := self.attr(name, value)) != value:
+                raise LoweringError(f"{self.op}: attribute {name} is {found!r}; the interpreter knows {value!r} only")
+
+    def ignore(self, *names: str) -> None:
+        """Attributes that change how an operator runs and not what it gives."""
+        self.asked.update(names)
+
+    def dtype(self, name: str, default: int | None = None) -> torch.dtype:
+        """The dtype whose GE number an attribute holds.
+
+        Raises:
+            LoweringError: the number is not one of those of the house.
+        """
+        number = self.attr(name, default)
+        if number not in DTYPES:
+            raise LoweringError(f"{self.op}: attribute {name} is dtype number {number}; legal are {sorted(DTYPES)}")
+        return DTYPES[number]
+
+    def finish(self) -> None:
+        """Refuses what was not asked for.
+
+        Raises:
+            LoweringError: naming it, and what the function read.
+        """
+        strange = sorted((set(self._present()) | set(self.op.attrs)) - self.asked)
+        if strange:
+            raise LoweringError(
+                f"{self.op} has {', '.join(strange)}, which the interpreter does not know; it knows {', '.join(sorted(self.asked))}"
+            )
+
+    def _present(self) -> list[str]:
+        return [name for name, value in zip(self.op.slots, self.values, strict=True) if value is not None]
+
+
+Results = Value | tuple[Value, ...]
+Function = Callable[[Call], Results]
+"""What an operator gives on one rank."""
+Together = Callable[[list[Call]], list[Results]]
+"""What an operator gives to each member of a group."""
+
+
+def same_dtype(call: Call, **tensors: torch.Tensor) -> None:
+    """Refuses inputs of several dtypes: GE promotes nothing.
+
+    Raises:
+        LoweringError: naming them.
+    """
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        held = ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
+        raise LoweringError(f"{call.op} takes {held}; legal is one dtype")
+
+
+def unary(function: Callable[[torch.Tensor], torch.Tensor], **legal: Any) -> Function:
+    """An operator of `x`; `legal` are the only values of its attributes."""
+
+    def run(call: Call) -> Results:
+        call.legal(**legal)
+        return function(call.tensor("x"))
+
+    return run
+
+
+def binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Function:
+    """An operator of `x1` and `x2`, which have one dtype and are broadcast."""
+
+    def run(call: Call) -> Results:
+        x1, x2 = call.tensor("x1"), call.tensor("x2")
+        same_dtype(call, x1=x1, x2=x2)
+        return function(x1, x2)
+
+    return run

@@ -1,0 +1,228 @@
+"""Turns GE's fused operators back into the signatures of the torch_npu operators, whose CPU kernels run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from . import kernels_dense as dense
+from . import kernels_moe as moe
+from . import kernels_state as state
+from .ge_ops_common import Call, Function, Int4, Results
+
+_INT8 = 2
+# Numbers of an output's dtype in attribute `dtype` of a grouped product, which are neither torch's nor GE's own.
+_PRODUCT_DTYPES: Mapping[int, torch.dtype | None] = {-1: None, 0: torch.float16, 1: torch.bfloat16, 2: torch.int32}
+
+
+def _rms_norm(call: Call) -> Results:
+    return dense.npu_rms_norm(call.tensor("x"), call.tensor("gamma"), call.attr("epsilon", 1e-6))
+
+
+def _add_rms_norm(call: Call) -> Results:
+    return dense.npu_add_rms_norm(call.tensor("x1"), call.tensor("x2"), call.tensor("gamma"), call.attr("epsilon", 1e-6))
+
+
+def _add_rms_norm_dynamic_quant(call: Call) -> Results:
+    # The default is written 1 in torchair, and is DT_INT8 in GE's own table.
+    if (kind := call.attr("dst_type", _INT8)) not in (1, _INT8):
+        raise LoweringError(f"{call.op}: attribute dst_type is {kind}; legal is {_INT8} (int8)")
+    return dense.npu_add_rms_norm_dynamic_quant(
+        call.tensor("x1"),
+        call.tensor("x2"),
+        call.tensor("gamma"),
+        smooth_scale1=call.maybe("smooth_scale1"),
+        smooth_scale2=call.maybe("smooth_scale2"),
+        epsilon=call.attr("epsilon", 1e-6),
+        output_mask=call.attr("output_mask") or None,
+    )
+
+
+def _swiglu(call: Call) -> Results:
+    return dense.npu_swiglu(call.tensor("x"), call.attr("dim", -1))
+
+
+def _rotary_mul(call: Call) -> Results:
+    return dense.npu_rotary_mul(call.tensor("x"), call.tensor("r1"), call.tensor("r2"))
+
+
+def _dynamic_quant(call: Call) -> Results:
+    call.legal(dst_type=_INT8)
+    return dense.npu_dynamic_quant(call.tensor("x"), smooth_scales=call.maybe("smooth_scales"))
+
+
+def _quant_matmul(call: Call) -> Results:
+    call.legal(group_size=0)
+    x1, x2 = call.tensor("x1"), call.tensor("x2")
+    return dense.npu_quant_matmul(
+        x1.mT if call.attr("transpose_x1", False) else x1,
+        x2.mT if call.attr("transpose_x2", False) else x2,
+        _signed(call.tensor("scale")),
+        pertoken_scale=call.maybe("pertoken_scale"),
+        bias=call.maybe("bias"),
+        output_dtype=call.dtype("dtype"),
+    )
+
+
+def _signed(scale: torch.Tensor) -> torch.Tensor:
+    """The kernels know a scale's 64 bits as int64."""
+    return scale.view(torch.int64) if scale.dtype == torch.uint64 else scale
+
+
+def _moe_gating_top_k(call: Call) -> Results:
+    call.legal(k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=0)
+    call.ignore("eps")
+    return moe.npu_moe_gating_top_k(
+        call.tensor("x"),
+        call.attr("k"),
+        bias=call.maybe("bias"),
+        out_flag=call.attr("out_flag", False),
+        routed_scaling_factor=call.attr("routed_scaling_factor", 1.0),
+    )
+
+
+def _moe_init_routing(call: Call) -> Results:
+    call.legal(expert_capacity=-1, drop_pad_mode=0)
+    return moe.npu_moe_init_routing_v2(
+        call.tensor("x"),
+        call.tensor("expert_idx"),
+        scale=call.maybe("scale"),
+        active_num=call.attr("active_num", -1),
+        expert_num=call.attr("expert_num", -1),
+        expert_tokens_num_type=call.attr("expert_tokens_num_type", 0),
+        expert_tokens_num_flag=call.attr("expert_tokens_num_flag", False),
+        quant_mode=call.attr("quant_mode", -1),
+        active_expert_range=call.attr("active_expert_range") or None,
+        row_idx_type=call.attr("row_idx_type", 0),
+    )
+
+
+def _moe_finalize_routing(call: Call) -> Results:
+    return moe.npu_moe_finalize_routing(
+        call.tensor("expanded_x"),
+        call.maybe("x1"),
+        call.maybe("x2"),
+        call.maybe("bias"),
+        call.maybe("scales"),
+        call.tensor("expanded_row_idx"),
+        call.maybe("expert_idx"),
+        call.attr("drop_pad_mode", 0),
+        call.attr("k", 1),
+    )
+
+
+def _weight(call: Call) -> torch.Tensor:
+    """Stacked weights; int4 as the int32 that hold it, which is also what an operator may take directly."""
+    value = call.held("weight0")
+    return value.packed if isinstance(value, Int4) else call.tensor("weight0")
+
+
+def _grouped_matmul(call: Call) -> Results:
+    call.legal(transpose_weight=False, transpose_x=False, act_type=0)
+    call.ignore("tuning_config")
+    if unmeant := [slot for slot in ("offset", "antiquant_scale", "antiquant_offset") if call.filled(slot) is not None]:
+        raise LoweringError(f"{call.op} has {', '.join(unmeant)}; the interpreter knows scale, bias and per_token_scale only")
+    number = call.attr("dtype", 0)
+    if number not in _PRODUCT_DTYPES:
+        raise LoweringError(f"{call.op}: attribute dtype is {number}; legal are {sorted(_PRODUCT_DTYPES)}")
+    bias, scale, rows = call.filled("bias"), call.filled("scale"), call.maybe("per_token_scale")
+    (y,) = moe.npu_grouped_matmul(
+        [call.tensor("x0")],
+        [_weight(call)],
+        bias=None if bias is None else [bias],
+        scale=None if scale is None else [_signed(scale)],
+        per_token_scale=None if rows is None else [rows],
+        group_list=call.maybe("group_list"),
+        split_item=call.attr("split_item", 0),
+        group_type=call.attr("group_type", -1),
+        group_list_type=call.attr("group_list_type", 0),
+        output_dtype=_PRODUCT_DTYPES[number],
+    )
+    return y
+
+
+def _grouped_matmul_swiglu_quant(call: Call) -> Results:
+    call.legal(quant_mode=0, quant_dtype=_INT8, transpose_weight=False)
+    # In what type the product is held on the way is the device's business: the kernel rounds once, at the end.
+    call.ignore("dequant_dtype", "tuning_config")
+    assist = call.filled("weight_assist_matrix")
+    return moe.npu_grouped_matmul_swiglu_quant_v2(
+        call.tensor("x"),
+        [_weight(call)],
+        [_signed(call.tensor("weight_scale0"))],
+        call.tensor("x_scale"),
+        call.tensor("group_list"),
+        weight_assist_matrix=None if assist is None else [assist],
+        dequant_mode=call.attr("dequant_mode", 0),
+        group_list_type=call.attr("group_list_type", 0),
+    )
+
+
+def _scatter_pa_kv_cache(call: Call) -> Results:
+    call.legal(scatter_mode="None", strides=[1, 1], offsets=[0, 0])
+    slots = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+    return state.npu_scatter_pa_kv_cache_functional(*map(call.tensor, slots), cache_mode=call.attr("cache_mode", "Norm"))
+
+
+_ATTENTION_ATTRS: Mapping[str, Any] = {
+    "num_heads": 1,
+    "scale": 1.0,
+    "pre_tokens": 2**31 - 1,
+    "next_tokens": 2**31 - 1,
+    "input_layout": "BSH",
+    "num_key_value_heads": 0,
+    "sparse_mode": 0,
+    "inner_precise": 0,
+    "block_size": 0,
+    "softmax_lse_flag": False,
+}
+
+
+def _attention(call: Call) -> Results:
+    call.legal(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
+    options = {name: call.attr(name, default) for name, default in _ATTENTION_ATTRS.items()}
+    return state.npu_fused_infer_attention_score(
+        call.tensor("query"),
+        call.tensor("key0"),
+        call.tensor("value0"),
+        atten_mask=call.maybe("atten_mask"),
+        actual_seq_lengths=call.maybe("actual_seq_lengths"),
+        actual_seq_lengths_kv=call.maybe("actual_seq_lengths_kv"),
+        block_table=call.maybe("block_table"),
+        **options,
+    )
+
+
+def _recurrent_gated_delta_rule(call: Call) -> Results:
+    return state.npu_recurrent_gated_delta_rule_functional(
+        *map(call.tensor, ("query", "key", "value", "state")),
+        beta=call.maybe("beta"),
+        scale=call.attr("scale_value", 1.0),
+        actual_seq_lengths=call.maybe("actual_seq_lengths"),
+        ssm_state_indices=call.maybe("ssm_state_indices"),
+        num_accepted_tokens=call.maybe("num_accepted_tokens"),
+        g=call.maybe("g"),
+    )
+
+
+FUSED: Mapping[str, Function] = {
+    "RmsNorm": _rms_norm,
+    "AddRmsNorm": _add_rms_norm,
+    "AddRmsNormDynamicQuant": _add_rms_norm_dynamic_quant,
+    "SwiGlu": _swiglu,
+    "RotaryMul": _rotary_mul,
+    "DynamicQuant": _dynamic_quant,
+    "QuantBatchMatmulV3": _quant_matmul,
+    "MoeGatingTopK": _moe_gating_top_k,
+    "MoeInitRoutingV3": _moe_init_routing,
+    "MoeFinalizeRoutingV2": _moe_finalize_routing,
+    "GroupedMatmul": _grouped_matmul,
+    "GroupedMatmulSwigluQuantV2": _grouped_matmul_swiglu_quant,
+    "ScatterPaKvCache": _scatter_pa_kv_cache,
+    "FusedInferAttentionScore": _attention,
+    "RecurrentGatedDeltaRule": _recurrent_gated_delta_rule,
+}
+"""Functions of one rank by type of operator; those that write in place return what they write."""

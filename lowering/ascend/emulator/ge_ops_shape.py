@@ -1,0 +1,224 @@
+"""Turns GE's operators that make, move, pick and write elements into functions over torch tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from ....graphs.errors import LoweringError
+from .ge_ops_common import INT4, Call, Function, Int4, Results, Value, same_dtype, unary
+from .kernels_state import npu_scatter_nd_update
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _fill(call: Call) -> Results:
+    value = call.tensor("value")
+    if value.numel() != 1:
+        raise LoweringError(f"{call.op}: value is {tuple(value.shape)}; legal is one number")
+    return value.reshape(()).expand(call.ints("dims")).clone()
+
+
+def _range(call: Call) -> Results:
+    bounds = [call.tensor(slot) for slot in ("start", "limit", "delta")]
+    # The only operator whose inputs may differ in dtype: torchair gives the limit in int64 and casts the result to what it wants.
+    dtype = functools.reduce(torch.promote_types, [bound.dtype for bound in bounds])
+    return torch.arange(*(bound.item() for bound in bounds), dtype=dtype)
+
+
+def _reshape(call: Call) -> Results:
+    call.legal(axis=0, num_axes=-1)
+    return call.tensor("x").reshape(call.ints("shape"))
+
+
+def _unsqueeze(call: Call) -> Results:
+    x, axes = call.tensor("x"), call.attr("axes", [])
+    rank = x.dim() + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _squeeze(call: Call) -> Results:
+    x, axes = call.tensor("x"), call.attr("axis", [])
+    axes = [axis % x.dim() for axis in axes] or [i for i, size in enumerate(x.shape) if size == 1]
+    if [axis for axis in axes if x.shape[axis] != 1]:
+        raise LoweringError(f"{call.op}: axes {axes} of {tuple(x.shape)}; legal are those of size 1")
+    return x.squeeze(axes)
+
+
+def _bitcast(call: Call) -> Results:
+    """Same bits, another dtype; int4 stands as the words that hold it."""
+    value, number, keep = call.held("x"), call.attr("type"), bool(call.attr("keep_dim", False))
+    if number == INT4 or isinstance(value, Int4):
+        return _bitcast_int4(call, value, number, keep)
+    x, dtype = call.tensor("x"), call.dtype("type")
+    if x.element_size() != dtype.itemsize:
+        raise LoweringError(f"{call.op}: {x.dtype} as {dtype}; legal are dtypes of one size, or int32 as int4 with keep_dim")
+    return x.view(dtype)
+
+
+def _bitcast_int4(call: Call, value: Value | None, number: int, keep: bool) -> Results:
+    if keep and number == INT4 and isinstance(value, torch.Tensor) and value.dtype == torch.int32:
+        return Int4(value)
+    held = f"int4 in {tuple(value.packed.shape)} int32" if isinstance(value, Int4) else str(getattr(value, "dtype", None))
+    raise LoweringError(f"{call.op}: {held} as dtype number {number}, keep_dim {keep}; legal is int32 as {INT4} (int4) with keep_dim")
+
+
+def _transpose(call: Call) -> Results:
+    return call.tensor("x").permute(call.ints("perm"))
+
+
+def _broadcast_to(call: Call) -> Results:
+    return call.tensor("x").broadcast_to(call.ints("shape"))
+
+
+def _tile(call: Call) -> Results:
+    x, multiples = call.tensor("x"), call.ints("multiples")
+    if len(multiples) != x.dim():
+        raise LoweringError(f"{call.op}: multiples {multiples} of {tuple(x.shape)}; legal is one a dimension")
+    return x.repeat(multiples)
+
+
+def _concat(slot: str) -> Function:
+    """Inputs `x0`, `x1` ... along the axis in input `slot`."""
+
+    def run(call: Call) -> Results:
+        axis, parts = call.one(slot), call.tensors("x")
+        same_dtype(call, **{f"x{i}": part for i, part in enumerate(parts)})
+        call.legal(N=len(parts))
+        return torch.cat(parts, axis)
+
+    return run
+
+
+def _pack(call: Call) -> Results:
+    parts = call.tensors("x")
+    same_dtype(call, **{f"x{i}": part for i, part in enumerate(parts)})
+    call.legal(N=len(parts))
+    return torch.stack(parts, call.attr("axis", 0))
+
+
+def _unpack(call: Call) -> Results:
+    x, axis = call.tensor("x"), call.attr("axis", 0)
+    call.legal(num=x.shape[axis])
+    parts: tuple[torch.Tensor, ...] = x.unbind(axis)
+    return parts
+
+
+def _split_v(call: Call) -> Results:
+    x, sizes, axis = call.tensor("x"), call.ints("size_splits"), call.one("split_dim")
+    call.legal(num_split=len(sizes))
+    if sizes.count(-1) == 1:
+        # One part takes what the others leave.
+        sizes[sizes.index(-1)] = x.shape[axis] - sum(sizes) - 1
+    if min(sizes) < 0 or sum(sizes) != x.shape[axis]:
+        raise LoweringError(f"{call.op}: parts of {sizes} of {tuple(x.shape)} along {axis}; legal are parts of the whole, one of them -1")
+    return torch.split(x, sizes, axis)
+
+
+def _split(call: Call) -> Results:
+    x, axis, parts = call.tensor("x"), call.one("split_dim"), call.attr("num_split")
+    if x.shape[axis] % parts:
+        raise LoweringError(f"{call.op}: {parts} parts of {tuple(x.shape)} along {axis}; legal are equal ones")
+    return x.chunk(parts, axis)
+
+
+def _strided_slice(call: Call) -> Results:
+    call.legal(begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0)
+    x, begin, end, axes, strides = call.tensor("x"), *(call.ints(slot) for slot in ("begin", "end", "axes", "strides"))
+    if len({len(begin), len(end), len(axes), len(strides)}) != 1 or min(strides, default=1) < 1:
+        raise LoweringError(f"{call.op}: begin {begin}, end {end}, axes {axes}, strides {strides}; legal are as many, strides from 1")
+    parts = [slice(None)] * x.dim()
+    for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
+        parts[axis] = slice(first, last, step)
+    return x[tuple(parts)]
+
+
+def _pad(call: Call) -> Results:
+    call.legal(mode="constant", paddings_contiguous=True)
+    x, value, paddings = call.tensor("x"), call.tensor("constant_values"), call.ints("paddings")
+    # torchair leaves the value in float32 whatever is padded; only of zero is that the same bits.
+    if value.dtype != x.dtype and value.item():
+        raise LoweringError(f"{call.op} pads {x.dtype} with {value.item()} in {value.dtype}; legal are one dtype, or zero")
+    if len(paddings) != 2 * x.dim():
+        raise LoweringError(f"{call.op}: paddings {paddings} of {tuple(x.shape)}; legal are two a dimension")
+    backwards = [pad for i in reversed(range(x.dim())) for pad in paddings[2 * i : 2 * i + 2]]
+    return torch.nn.functional.pad(x, backwards, value=value.item())
+
+
+def _shape(call: Call) -> Results:
+    return torch.tensor(call.tensor("x").shape, dtype=call.dtype("dtype", 3))
+
+
+def _gather(call: Call) -> Results:
+    call.legal(batch_dims=0)
+    call.ignore("is_preprocessed")
+    x, indices, axis = call.tensor("x"), call.tensor("indices"), call.one("axis")
+    at = _indices(call, indices, x.shape[axis], bool(call.attr("negative_index_support", False)))
+    axis %= x.dim()
+    return x.index_select(axis, at.flatten()).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+
+
+def _gather_elements(call: Call) -> Results:
+    x, index, axis = call.tensor("x"), call.tensor("index"), call.attr("dim", 0)
+    return x.gather(axis, _indices(call, index, x.shape[axis], negative=False))
+
+
+def _indices(call: Call, indices: torch.Tensor, size: int, negative: bool) -> torch.Tensor:
+    """int64 and from 0; what a device would read beyond an end is not ours to guess."""
+    lowest = -size if negative else 0
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise LoweringError(f"{call.op}: indices are {indices.dtype}; legal are int32 and int64")
+    if indices.numel() and not lowest <= int(indices.min()) <= int(indices.max()) < size:
+        raise LoweringError(f"{call.op}: indices from {int(indices.min())} to {int(indices.max())}; legal are {lowest} to {size - 1}")
+    return torch.where(indices < 0, indices + size, indices).long()
+
+
+def _scatter_nd_update(call: Call) -> Results:
+    call.ignore("use_locking")
+    return npu_scatter_nd_update(call.tensor("var"), call.tensor("indices"), call.tensor("updates"))
+
+
+def _assign(call: Call) -> Results:
+    call.ignore("validate_shape", "use_locking")
+    ref, value = call.tensor("ref"), call.tensor("value")
+    same_dtype(call, ref=ref, value=value)
+    if ref.shape != value.shape:
+        raise LoweringError(f"{call.op}: value {tuple(value.shape)} for {tuple(ref.shape)}; legal is the same")
+    return value
+
+
+SHAPE: Mapping[str, Function] = {
+    "Identity": unary(_itself),
+    "TensorMove": unary(_itself),
+    "ZerosLike": unary(torch.zeros_like),
+    "OnesLike": unary(torch.ones_like),
+    "Fill": _fill,
+    "Range": _range,
+    "Shape": _shape,
+    "Reshape": _reshape,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Bitcast": _bitcast,
+    "Transpose": _transpose,
+    "BroadcastTo": _broadcast_to,
+    "Tile": _tile,
+    "ConcatV2": _concat("concat_dim"),
+    "Concat": _concat("concat_dim"),
+    "Pack": _pack,
+    "Unpack": _unpack,
+    "Split": _split,
+    "SplitV": _split_v,
+    "StridedSliceV2": _strided_slice,
+    "PadV3": _pad,
+    "GatherV2": _gather,
+    "GatherElements": _gather_elements,
+    "ScatterNdUpdate": _scatter_nd_update,
+    "Assign": _assign,
+}
+"""Functions of one rank by type of operator; those that write in place return what they write."""

@@ -1,0 +1,282 @@
+"""Turns the operands of the NPU's expert operators, routing and grouped products, into their documented results on a CPU.
+
+Semantics: the operator documentation and tests of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu, test/test_custom_ops).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from .kernels_common import (
+    FLOATS,
+    dtype_of,
+    float_scale,
+    group_bounds,
+    int_matmul,
+    quantise_rows,
+    refuse_options,
+    require,
+    require_shape,
+    undefined,
+    unpack_int4,
+)
+
+
+def npu_moe_gating_top_k(
+    x: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, out_flag: bool = False, routed_scaling_factor: float = 1.0, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [T, E] -> y [T, X] like x, int32 expert ids [T, X], f32 [T, E]: softmax over all experts, never renormalised.
+
+    The bias [E] counts for the choice only; of equal scores the lower expert wins. The last result is the softmax when out_flag is
+    set, else undefined.
+    """
+    op = "npu_moe_gating_top_k"
+    refuse_options(op, options, k_group=1, group_count=1, eps=options.get("eps"))
+    scores = require(op, "x", x, FLOATS, (2,)).float().softmax(-1)
+    choice = scores if bias is None else scores + bias.float()
+    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    y = scores.gather(1, ids) * routed_scaling_factor
+    return y.to(x.dtype), ids.int(), scores if out_flag else undefined(*scores.shape, dtype=torch.float32)
+
+
+def npu_moe_init_routing_v2(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    active_num: int = -1,
+    expert_num: int = -1,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: list[int] | None = None,
+    row_idx_type: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of x [T, M] sorted by expert, those of experts outside active_expert_range left out.
+
+    Args:
+        x: [T, M].
+        expert_idx: int32 [T, X].
+        scale: quant_mode -1: f32 [T], carried along; quant_mode 1: f32 [1 or experts, M], multiplied in first.
+        quant_mode: -1 copies, 1 quantises each row to int8.
+        expert_tokens_num_type: 0 running sums, 1 counts.
+        row_idx_type: 0: result row of each (token, choice), -1 for one left out; 1: (token, choice) of each result row.
+
+    Returns:
+        rows [T*X, M], int32 row index [T*X], int64 tokens of each active expert, f32 scales [T*X]; rows beyond the active ones are
+        undefined.
+    """
+    op = "npu_moe_init_routing_v2"
+    refuse_options(op, options, expert_capacity=-1)
+    N = require(op, "expert_idx", expert_idx, (torch.int32,), (2,)).numel()
+    require(op, "x", x, FLOATS, (2,))
+    legal = (active_num <= 0 or active_num == N, quant_mode in (-1, 1), expert_tokens_num_type in (0, 1), row_idx_type in (0, 1))
+    if not all(legal):
+        raise LoweringError(
+            f"{op}: active_num {active_num}, quant_mode {quant_mode}, expert_tokens_num_type {expert_tokens_num_type}, row_idx_type "
+            f"{row_idx_type}; legal is {N}, -1 or 1, 0 or 1, 0 or 1"
+        )
+    first, last = active_expert_range or (0, expert_num)
+    flat = expert_idx.flatten().long()
+    order = torch.where((flat >= first) & (flat < last), flat, expert_num + last).argsort(stable=True)
+    sizes = torch.bincount(flat[(flat >= first) & (flat < last)] - first, minlength=last - first)
+    order = order[: int(sizes.sum())]
+    taken = order // expert_idx.shape[1]
+    rows, scales = _routed(op, x[taken], taken, flat[order] - first, scale, quant_mode, last - first)
+    expanded, carried = undefined(N, x.shape[1], dtype=rows.dtype), undefined(N, dtype=torch.float32)
+    expanded[: len(order)], carried[: len(order)] = rows, scales
+    index = torch.full((N,), -1, dtype=torch.int32)
+    if row_idx_type == 0:
+        index[order] = torch.arange(len(order), dtype=torch.int32)
+    else:
+        index[: len(order)] = order.int()
+    if not expert_tokens_num_flag:
+        sizes = undefined(dtype=torch.int64)
+    return expanded, index, sizes.cumsum(0) if expert_tokens_num_flag and expert_tokens_num_type == 0 else sizes, carried
+
+
+def _routed(
+    op: str, rows: torch.Tensor, token: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor | None, quant_mode: int, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if quant_mode == -1:
+        return rows, undefined(len(rows), dtype=torch.float32) if scale is None else scale[token].float()
+    wide = rows.float()
+    if scale is not None:
+        if scale.shape not in ((1, rows.shape[1]), (experts, rows.shape[1])):
+            raise LoweringError(f"{op}: scale is {tuple(scale.shape)}; legal is [1 or {experts}, {rows.shape[1]}]")
+        wide = wide * scale.float().expand(experts, -1)[expert]
+    return quantise_rows(wide)
+
+
+def npu_grouped_matmul(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    *,
+    bias: list[torch.Tensor] | None = None,
+    scale: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    output_dtype: int | torch.dtype | None = None,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """One product per expert over its rows: x [M, K] by weight [E, K, N] -> [M, N]; rows beyond the groups are undefined.
+
+    bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias);
+    w4a8 (weight int32 [E, K, N/8], scale int64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
+    The last form destroys its x, as the device does: x is undefined afterwards.
+    """
+    op = "npu_grouped_matmul"
+    refuse_options(op, options)
+    one = [None if given is None else _single(op, given) for given in (x, weight, bias, scale, per_token_scale)]
+    if split_item not in (2, 3) or group_type != 0:
+        raise LoweringError(f"{op}: split_item {split_item}, group_type {group_type}; legal is 2 or 3, and 0")
+    rows, w = require(op, "x", one[0], (*FLOATS, torch.int8), (2,)), require(op, "weight", one[1], (*FLOATS, torch.int8, torch.int32), (3,))
+    bounds = group_bounds(op, group_list, group_list_type or 0, w.shape[0], rows.shape[0])
+    if rows.dtype == torch.int8:
+        y = _quantised_groups(op, rows, w, one[3], one[4], one[2], bounds)
+        if w.dtype == torch.int32:
+            rows.fill_(-128)
+        return [y.to(dtype_of(op, output_dtype))]
+    require(op, "weight", w, (rows.dtype,))
+    refuse_options(op, {"scale": scale, "per_token_scale": per_token_scale})
+    y = undefined(rows.shape[0], w.shape[2], dtype=torch.float32)
+    for e, (low, high) in enumerate(bounds):
+        y[low:high] = rows[low:high].float() @ w[e].float() + (0.0 if one[2] is None else one[2][e].float())
+    return [y.to(rows.dtype if output_dtype is None else dtype_of(op, output_dtype))]
+
+
+def _single(op: str, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(tensors) > 1:
+        raise LoweringError(f"{op}: {len(tensors)} tensors in a list; legal is one, stacked over experts")
+    return tensors[0] if tensors else None
+
+
+def _quantised_groups(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    per_token: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bounds: list[tuple[int, int]],
+) -> torch.Tensor:
+    """int8 x [M, K] by int8 [E, K, N] or packed int4 [E, K, N/8] -> f64 [M, N]."""
+    packed = weight.dtype == torch.int32
+    w = unpack_int4(weight) if packed else require(op, "weight", weight, (torch.int8,))
+    E, N = w.shape[0], w.shape[2]
+    require_shape(op, "weight", w, (E, x.shape[1], N))
+    legal = (torch.int64, torch.float32) if packed else (torch.float32, torch.bfloat16)
+    wide = float_scale(require(op, "scale", scale, legal, (2, 3) if packed else (2,))).double()
+    wide = wide[:, None] if wide.dim() == 2 else wide
+    require_shape(op, "scale", wide, (E, wide.shape[1], N))
+    rows = require(op, "per_token_scale", per_token, (torch.float32,), (1,)).double()
+    require_shape(op, "per_token_scale", rows, x.shape[:1])
+    if packed or bias is not None:
+        require_shape(op, "bias", require(op, "bias", bias, (torch.float32 if packed else torch.int32,)), (E, N))
+    y = undefined(x.shape[0], N, dtype=torch.float64)
+    for e, (low, high) in enumerate(bounds):
+        added = None if bias is None else bias[e].double()
+        part = _packed_product(x[low:high], w[e], wide[e], added) if packed else _product(x[low:high], w[e], wide[e, 0], added)
+        y[low:high] = part * rows[low:high, None]
+    return y
+
+
+def _product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    total = int_matmul(x, w)
+    return (total if bias is None else total + bias) * scale
+
+
+def _packed_product(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, assist: torch.Tensor | None) -> torch.Tensor:
+    """x [M, K] = 16 * high + low + 8 with both in -8..7, so x @ w is two int4 products and 8 * sum(w), which the assist holds.
+
+    scale is [groups, N], each of K / groups inputs.
+    """
+    high = x.double().div(16).floor()
+    low = x.double() - 16 * high - 8
+    split, parts = w.double().unflatten(0, (scale.shape[0], -1)), x.new_zeros(x.shape[0], w.shape[1], dtype=torch.float64)
+    for i, weight in enumerate(split):
+        at = slice(i * weight.shape[0], (i + 1) * weight.shape[0])
+        parts = parts + (16 * (high[:, at] @ weight) + low[:, at] @ weight) * scale[i]
+    return parts if assist is None else parts + assist
+
+
+def npu_grouped_matmul_swiglu_quant_v2(
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    weight_scale: list[torch.Tensor],
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    weight_assist_matrix: list[torch.Tensor] | None = None,
+    dequant_mode: int | None = 0,
+    group_list_type: int | None = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grouped product, swiglu and int8 rows in one, with no rounding in between: int8 [M, F] and f32 [M].
+
+    x int8 [M, K]; weight int8 [E, K, 2F] or packed int4 int32 [E, K, 2F/8] with its assist f32 [E, 2F]; weight_scale [E, 2F]
+    (packed: also [E, groups, 2F]); x_scale f32 [M]. silu is on the first half. Rows beyond the groups are undefined; so is
+    all of x after a packed product.
+    """
+    op = "npu_grouped_matmul_swiglu_quant_v2"
+    refuse_options(op, options, dequant_dtype=6, quant_dtype=1)
+    w, scale = _single(op, weight), require(op, "weight_scale", _single(op, weight_scale), (torch.float32, torch.int64), (2, 3))
+    if dequant_mode != int(scale.dim() == 3 and scale.shape[1] > 1):
+        raise LoweringError(f"{op}: dequant_mode {dequant_mode}, weight_scale {tuple(scale.shape)}; legal is 1 for input groups, else 0")
+    assist = None if weight_assist_matrix is None else _single(op, weight_assist_matrix)
+    require(op, "x", x, (torch.int8,), (2,))
+    stacked = require(op, "weight", w, (torch.int8, torch.int32), (3,))
+    bounds = group_bounds(op, group_list, group_list_type or 0, stacked.shape[0], x.shape[0])
+    gate, up = _quantised_groups(op, x, stacked, scale, x_scale, assist, bounds).float().chunk(2, -1)
+    if stacked.dtype == torch.int32:
+        x.fill_(-128)
+    return quantise_rows(torch.nn.functional.silu(gate) * up)
+
+
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: torch.Tensor,
+    skip1: torch.Tensor | None,
+    skip2: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    expanded_src_to_dst_row: torch.Tensor,
+    export_for_source_row: torch.Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> torch.Tensor:
+    """out[t] = skip1 + skip2 + sum over x of scales[t, x] * (rows[map[t * X + x]] + bias[expert[t, x]]), summed in float32.
+
+    Args:
+        expanded_permuted_rows: [T*X, M]; modes 1 and 3: [E, C, M], read as [E*C, M].
+        scales: [T, X] in the rows' dtype, or None for ones (then X is k).
+        expanded_src_to_dst_row: int32 [T*X]; modes 1 and 3 also take -1, which stands for a row of zeros.
+        drop_pad_mode: 2 or 3; 0 and 1 are the same with map[x * T + t].
+    """
+    op = "npu_moe_finalize_routing"
+    padded = drop_pad_mode in (1, 3)
+    rows = require(op, "expanded_permuted_rows", expanded_permuted_rows, FLOATS, (3,) if padded else (2,)).flatten(0, -2)
+    index = require(op, "expanded_src_to_dst_row", expanded_src_to_dst_row, (torch.int32,), (1,)).long()
+    if drop_pad_mode not in range(4):
+        raise LoweringError(f"{op}: drop_pad_mode is {drop_pad_mode}; legal is 0 to 3")
+    X = (k or 1) if scales is None else require(op, "scales", scales, (rows.dtype,), (2,)).shape[1]
+    lowest = -1 if padded else 0
+    if index.numel() and not lowest <= int(index.min()) <= int(index.max()) < rows.shape[0]:
+        raise LoweringError(f"{op}: row indices from {int(index.min())} to {int(index.max())}; legal is {lowest} to {rows.shape[0] - 1}")
+    choices = index.view(-1, X) if drop_pad_mode in (2, 3) else index.view(X, -1).t()
+    parts = torch.where(choices[..., None] < 0, 0.0, rows[choices].float())
+    if bias is not None:
+        parts = parts + bias[require(op, "export_for_source_row", export_for_source_row, (torch.int32,), (2,)).long()].float()
+    if scales is not None:
+        require_shape(op, "scales", scales, choices.shape)
+        parts = parts * scales.float()[..., None]
+    out = parts.sum(1)
+    for skip in (skip1, skip2):
+        out = out if skip is None else out + skip.float()
+    return out.to(rows.dtype)

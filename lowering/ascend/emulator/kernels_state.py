@@ -1,0 +1,254 @@
+"""Turns the operands of the NPU's operators over pools of state, caches and recurrent states, into their documented results on a CPU.
+
+Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from .kernels_common import FLOATS, INDICES, refuse_options, require, require_shape, undefined
+
+MASK_SIZE = 2048
+MOST_TOKENS = 8
+
+
+@functools.cache
+def causal_mask() -> torch.Tensor:
+    """The compressed mask [2048, 2048] that causal attention wants, whatever the lengths: true above the diagonal."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
+
+
+def _written(op: str, pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows [T, ...] into pool [S, ...] at slots [T]; a slot that is written twice ends undefined."""
+    if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < pool.shape[0]:
+        raise LoweringError(f"{op}: slots from {int(at.min())} to {int(at.max())} are not all in a pool of {pool.shape[0]}")
+    pool[at] = rows.to(pool.dtype)
+    slots, counts = at.unique(return_counts=True)
+    twice = slots[counts > 1]
+    pool[twice] = undefined(*pool[twice].shape, dtype=pool.dtype)
+
+
+def npu_scatter_pa_kv_cache_functional(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    cache_mode: str | None = "PA_NZ",
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """key, value [T, G, D] into copies of the caches [pages, P, G, D] at slots [T] = page * P + place; a negative slot is skipped.
+
+    Raises:
+        LoweringError: also for the default cache_mode, whose caches have another layout.
+    """
+    op = "npu_scatter_pa_kv_cache_functional"
+    refuse_options(op, options)
+    if cache_mode != "Norm":
+        raise LoweringError(f"{op}: cache_mode is {cache_mode!r}; legal is 'Norm', caches of [pages, P, G, D]")
+    slots = require(op, "slot_mapping", slot_mapping, INDICES, (1,)).long()
+    kept = slots >= 0
+    caches = []
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        require(op, name, rows, (require(op, f"{name}_cache", cache, FLOATS, (4,)).dtype,), (3,))
+        require_shape(op, name, rows, (slots.shape[0], *cache.shape[2:]))
+        new = cache.clone(memory_format=torch.contiguous_format)
+        _written(op, new.flatten(0, 1), slots[kept], rows[kept])
+        caches.append(new)
+    return caches[0], caches[1]
+
+
+def npu_scatter_nd_update_(pool: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Writes updates [..., rest] into pool where indices [..., R] name the first R dimensions; returns the pool itself."""
+    op = "npu_scatter_nd_update_"
+    depth = require(op, "indices", indices, INDICES).shape[-1]
+    require(op, "updates", updates, (pool.dtype,))
+    require_shape(op, "updates", updates, (*indices.shape[:-1], *pool.shape[depth:]))
+    flat = torch.zeros(indices.shape[:-1], dtype=torch.int64)
+    for place, size in zip(indices.long().unbind(-1), pool.shape[:depth], strict=True):
+        if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < size:
+            raise LoweringError(f"{op}: indices from {int(place.min())} to {int(place.max())} are not all below the size {size}")
+        flat = flat * size + place
+    rows = pool.view(-1, *pool.shape[depth:])
+    _written(op, rows, flat.flatten(), updates.reshape(-1, *pool.shape[depth:]))
+    return pool
+
+
+def npu_scatter_nd_update(pool: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """The same into a copy of the pool."""
+    return npu_scatter_nd_update_(pool.clone(memory_format=torch.contiguous_format), indices, updates)
+
+
+def npu_fused_infer_attention_score(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    actual_seq_lengths_kv: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    softmax_lse_flag: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over paged caches: query i of Lq sees keys j <= i + Lkv - Lq (sparse_mode 3), or all (sparse_mode 0).
+
+    A key that a query does not see has no part in its result, whatever it holds.
+
+    Args:
+        query: TND [T, H, D], BSND [B, Q, H, D] or BSH [B, Q, H*D].
+        key, value: caches [pages, P, G*D] or [pages, G, P, D]; query head h reads head h // (H/G).
+        atten_mask: the compressed mask, `causal_mask()`; None in sparse_mode 0.
+        actual_seq_lengths: int64 [B]: TND running sums of query tokens, else query tokens of each sequence (absent: all Q).
+        actual_seq_lengths_kv: int64 [B] keys of each sequence.
+        block_table: int32 [B, N] pages of each sequence.
+
+    Returns:
+        o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] when not asked for. Rows beyond a sequence and
+        rows that see nothing are undefined.
+    """
+    op = "npu_fused_infer_attention_score"
+    refuse_options(op, options, pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=1)
+    if input_layout not in ("TND", "BSND", "BSH"):
+        raise LoweringError(f"{op}: input_layout is {input_layout!r}; legal is 'TND', 'BSND' or 'BSH'")
+    _check_mask(op, atten_mask, sparse_mode)
+    tables = require(op, "block_table", block_table, (torch.int32,), (2,))
+    G = num_key_value_heads or num_heads
+    keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
+    flat = require(op, "query", query, (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
+    out = undefined(*flat.shape[:2], values.shape[-1], dtype=query.dtype)
+    lse = undefined(*flat.shape[:2], dtype=torch.float32)
+    spans = _spans(op, query, actual_seq_lengths, actual_seq_lengths_kv, input_layout, tables.shape[0])
+    for (low, high, length), table in zip(spans, tables, strict=True):
+        if length > table.numel() * keys.shape[1]:
+            raise LoweringError(f"{op}: {length} keys in a block_table row of {table.numel()} pages of {keys.shape[1]}")
+        pages = table[: -(-length // keys.shape[1])].long()
+        k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
+        _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high], lse[low:high])
+    return out.reshape(*query.shape[:-1], -1), _lse_shape(lse, query, input_layout) if softmax_lse_flag else torch.empty(0)
+
+
+def _pages(op: str, name: str, cache: torch.Tensor, G: int, block_size: int) -> torch.Tensor:
+    """[pages, P, G, D] of either legal form."""
+    require(op, name, cache, FLOATS, (3, 4))
+    pages = cache.unflatten(-1, (G, -1)) if cache.dim() == 3 else cache.transpose(1, 2)
+    if (pages.shape[1], pages.shape[2]) != (block_size, G):
+        raise LoweringError(f"{op}: {name} {tuple(cache.shape)} against block_size {block_size} and {G} heads; legal is [pages, P, G*D]")
+    return pages
+
+
+def _spans(
+    op: str, query: torch.Tensor, ends: torch.Tensor | None, keys: torch.Tensor | None, layout: str, B: int
+) -> Iterator[tuple[int, int, int]]:
+    """First and last+1 row of each sequence among the flattened queries, and its number of keys."""
+    lengths = require(op, "actual_seq_lengths_kv", keys, (torch.int64,), (1,)).tolist()
+    if layout == "TND":
+        last = require(op, "actual_seq_lengths", ends, (torch.int64,), (1,)).tolist()
+        rows = list(zip([0, *last[:-1]], last, strict=True))
+        legal = last[-1] <= query.shape[0] and all(low <= high for low, high in rows)
+    else:
+        counts = [query.shape[1]] * B if ends is None else ends.tolist()
+        rows = [(i * query.shape[1], i * query.shape[1] + n) for i, n in enumerate(counts)]
+        legal = len(counts) == query.shape[0] and all(0 <= n <= query.shape[1] for n in counts)
+    if not legal or len(rows) != B or len(lengths) != B:
+        raise LoweringError(f"{op}: queries {tuple(query.shape)} {layout}, {B} block_table rows, query rows {rows}, key lengths {lengths}")
+    return ((low, high, length) for (low, high), length in zip(rows, lengths, strict=True))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """One sequence: q [Lq, H, D], k [G, Lkv, D] f32, v [G, Lkv, Dv] f32; fills the rows of out and lse that see a key."""
+    Lq, Lkv, per = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
+    seen = torch.ones(Lq, Lkv, dtype=torch.bool)
+    seen = seen.tril(Lkv - Lq) if causal else seen
+    some = seen.any(-1)
+    score = (q.float().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))[:, some]
+    # 0 * NaN is NaN: values of no meaning are summed as zeros, and then spoil those queries that see them.
+    mean = score.softmax(-1) @ torch.where(v.isfinite(), v, 0.0)
+    spoilt = seen[some].float() @ (~v.isfinite()).float() > 0
+    out[some] = mean.masked_fill(spoilt, float("nan")).transpose(0, 1).to(out.dtype)
+    lse[some] = score.logsumexp(-1).t()
+
+
+def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
+    if sparse_mode == 0 and mask is None:
+        return
+    given = require(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), (2,))
+    if sparse_mode != 3 or given.shape != causal_mask().shape or not torch.equal(given.bool(), causal_mask()):
+        raise LoweringError(
+            f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(given.shape)}; legal is 0 and none, or 3 and the compressed one: "
+            f"[{MASK_SIZE}, {MASK_SIZE}], true above the diagonal"
+        )
+
+
+def _lse_shape(lse: torch.Tensor, query: torch.Tensor, layout: str) -> torch.Tensor:
+    return lse[..., None] if layout == "TND" else lse.unflatten(0, query.shape[:2]).transpose(1, 2)[..., None]
+
+
+def npu_recurrent_gated_delta_rule_functional(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    g: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token: `S = e^g S; d = beta (v - S k); S = S + d k'; o = S q * scale`, in float32.
+
+    Args:
+        query, key: [T, Hk, Dk], unit length already; head j serves value heads j*r .. j*r+r-1.
+        value: [T, Hv, Dv].
+        state: [S, Hv, Dv, Dk] pool.
+        beta: [T, Hv], default 1; g: f32 [T, Hv] log decay, default 0; scale: default Dk ** -0.5.
+        actual_seq_lengths: int32 [B] tokens of each sequence, at most 8.
+        ssm_state_indices: int32 [T]: the slot that the state after each token goes to.
+        num_accepted_tokens: int32 [B], default 1: a sequence starts from the slot of its token number this minus one.
+
+    Returns:
+        o [T, Hv, Dv] like value, undefined beyond the sequences, and the pool with the slots replaced.
+    """
+    op = "npu_recurrent_gated_delta_rule_functional"
+    refuse_options(op, options)
+    T, Hv, Dv = require(op, "value", value, FLOATS, (3,)).shape
+    for name, given, shape in (("query", query, key.shape), ("state", state, (state.shape[0], Hv, Dv, key.shape[-1]))):
+        require_shape(op, name, require(op, name, given, (value.dtype,)), shape)
+    slots = require(op, "ssm_state_indices", ssm_state_indices, (torch.int32,), (1,))
+    require_shape(op, "ssm_state_indices", slots, (T,))
+    lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,))
+    accepted = torch.ones_like(lengths) if num_accepted_tokens is None else require(op, "num_accepted_tokens", num_accepted_tokens, INDICES)
+    q = query.float().repeat_interleave(Hv // query.shape[1], 1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    k = key.float().repeat_interleave(Hv // key.shape[1], 1)
+    decay = torch.ones(T, Hv) if g is None else require(op, "g", g, (torch.float32,), (2,)).exp()
+    write = torch.ones(T, Hv) if beta is None else beta.float()
+    out, pool, start = undefined(T, Hv, Dv, dtype=value.dtype), state.clone(memory_format=torch.contiguous_format), 0
+    for length, taken in zip(lengths.tolist(), accepted.tolist(), strict=True):
+        if not (0 < length <= MOST_TOKENS and 0 < taken <= length and start + length <= T):
+            raise LoweringError(f"{op}: {length} tokens, {taken} accepted, from row {start} of {T}; legal is up to {MOST_TOKENS}")
+        S = state[slots[start + taken - 1]].float()
+        for t in range(start, start + length):
+            S = S * decay[t, :, None, None]
+            delta = write[t, :, None] * (value[t].float() - (S * k[t, :, None]).sum(-1))
+            S = S + delta[..., None] * k[t, :, None]
+            out[t] = (S * q[t, :, None]).sum(-1).to(out.dtype)
+            pool[slots[t]] = S.to(pool.dtype)
+        start += length
+    return out, pool

@@ -1,0 +1,91 @@
+"""Turns the name of an NPU operator or a collective into a CPU kernel with its documented meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....graphs.errors import LoweringError
+from . import kernels_dense as dense
+from . import kernels_fused as fused
+from . import kernels_group as group
+from . import kernels_moe as moe
+from . import kernels_state as state
+from .kernels_group import Call
+
+
+def _named(namespace: str, *kernels: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {f"{namespace}.{kernel.__name__}.default": kernel for kernel in kernels}
+
+
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    **_named(
+        "npu",
+        dense.npu_rms_norm,
+        dense.npu_add_rms_norm,
+        dense.npu_add_rms_norm_dynamic_quant,
+        dense.npu_swiglu,
+        dense.npu_rotary_mul,
+        dense.npu_linear,
+        dense.npu_dynamic_quant,
+        dense.npu_quant_matmul,
+        state.npu_scatter_pa_kv_cache_functional,
+        state.npu_scatter_nd_update,
+        state.npu_scatter_nd_update_,
+        state.npu_recurrent_gated_delta_rule_functional,
+        moe.npu_moe_gating_top_k,
+        moe.npu_moe_init_routing_v2,
+        moe.npu_grouped_matmul,
+        moe.npu_grouped_matmul_swiglu_quant_v2,
+        moe.npu_moe_finalize_routing,
+    ),
+    **_named("air", state.npu_fused_infer_attention_score),
+}
+"""Kernels of one rank by the name of the operator overload; called with the arguments of its node.
+
+They take CPU tensors, refuse what they have no meaning for with LoweringError, and fill with NaN (integers: the lowest) every row that
+the documentation calls undefined. They also take float32 where the device has bfloat16 only, and keep it.
+"""
+
+GROUP_KERNELS: Mapping[str, Callable[[list[Call]], list[Any]]] = {
+    **_named(
+        "_c10d_functional",
+        group.all_reduce,
+        group.all_gather_into_tensor,
+        group.reduce_scatter_tensor,
+        group.all_to_all_single,
+        group.broadcast,
+    ),
+    **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named("npu", fused.npu_mm_reduce_scatter_base, fused.npu_mm_all_reduce_base, fused.npu_all_gather_base_mm),
+}
+"""Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
+
+# Position and name of the group among the arguments of each operator.
+_GROUP_ARGUMENT: Mapping[str, tuple[int, str]] = {
+    "_c10d_functional.all_reduce.default": (2, "group_name"),
+    "_c10d_functional.all_gather_into_tensor.default": (2, "group_name"),
+    "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
+    "_c10d_functional.all_to_all_single.default": (3, "group_name"),
+    "_c10d_functional.broadcast.default": (2, "group_name"),
+    "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
+    "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
+    "npu.npu_mm_reduce_scatter_base.default": (2, "hcom"),
+    "npu.npu_mm_all_reduce_base.default": (2, "hcom"),
+    "npu.npu_all_gather_base_mm.default": (2, "hcom"),
+}
+
+
+def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The symbolic group, "tp", "dp" or "world", that a call of a group kernel names.
+
+    Raises:
+        LoweringError: when the operator is no group kernel or the call names no group.
+    """
+    if op_name not in _GROUP_ARGUMENT:
+        raise LoweringError(f"{op_name} does not talk across ranks; those that do are {sorted(_GROUP_ARGUMENT)}")
+    position, name = _GROUP_ARGUMENT[op_name]
+    found = args[position] if len(args) > position else kwargs.get(name)
+    if not isinstance(found, str):
+        raise LoweringError(f"{op_name}: its group is {found!r}; legal is a name, such as 'tp', 'dp' or 'world'")
+    return found

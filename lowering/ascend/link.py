@@ -1,0 +1,260 @@
+"""Turns a hierarchical graph into one GE graph: every body is converted once and copied for every call."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graphs.errors import LoweringError
+from ...graphs.types import Signature
+from .convert import GE_DTYPES, Body, Port, convert_body, shape_of
+from .ge_file import Container, messages
+from .toolchain.harness import Torchair
+
+_LAYER = re.compile(r"\w+\.(?:(.+)\.)?layers\.(\d+)\.")
+_NOT_EMPTY = "ge.exec.allTensorNotEmpty"
+
+
+@dataclass
+class _Stitch:
+    """The graph as far as it is made.
+
+    Attributes:
+        model: the message.
+        values: what each node of the main graph is by now: a port, or the ports of a call. A state operand is its newest value.
+        operand: placeholder -> its position.
+        written: state operand -> whether an output must carry its new value home.
+    """
+
+    model: Any
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    operand: dict[fx.Node, int] = field(default_factory=dict)
+    written: dict[fx.Node, bool] = field(default_factory=dict)
+    prefixes: dict[str, int] = field(default_factory=dict)
+    patches: list[tuple[str, str, str]] = field(default_factory=list)
+    control: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    engine: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> Any:
+        return self.model.graph[0].op
+
+
+def stitch(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = "graph") -> Container:
+    """Makes one GE graph of a graph lowered for GE.
+
+    Constants are copied with their body, as torchair would have emitted them: a constant of two readers is treated
+    differently by GE's fusions, and constants cost no memory worth sharing.
+
+    Args:
+        graph: placeholders are `signature.operands`; then calls of bodies and getitem; results are `signature.outputs`, with or
+            without the state operands behind them.
+        signature: its state is what bodies may write.
+        ta: torchair, loaded.
+        name: of the GE graph.
+
+    Raises:
+        LoweringError: the graph has another form, a body cannot be converted, or bodies disagree on options.
+    """
+    s = _Stitch(messages().ModelDef())
+    s.model.graph.add().name = name
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
+    if len(placeholders) != len(signature.operands):
+        raise LoweringError(f"the graph has {len(placeholders)} operands, its signature {len(signature.operands)}")
+    state = set(placeholders[len(signature.params) : len(signature.params) + len(signature.state)])
+    results = _results(graph, signature, placeholders)
+    bodies = _bodies(graph, calls, ta)
+    read = {node.args[operand] for node in calls for operand in bodies[node].feeds.values()}
+    feeds = _data(s, placeholders, read | set(results))
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            _call(s, node, bodies[node], state)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            s.values[node] = s.values[node.args[0]][node.args[1]]
+        elif node.op not in ("placeholder", "output"):
+            raise LoweringError(f"the main graph has {node.op} {node.name} ({node.target}); legal are calls of bodies and getitem")
+    carried = [node for node, carry in s.written.items() if carry]
+    _net_output(s, [*_distinct(s, results), *(s.values[node] for node in carried)])
+    donations = tuple((len(results) + i, s.operand[node]) for i, node in enumerate(carried))
+    _attributes(s, len(feeds))
+    return Container(
+        graph=s.model.SerializeToString(deterministic=True),
+        options=_options(s, [placeholders[i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds),
+        donations=donations,
+        bound=tuple(sorted(s.operand[node] for node, carry in s.written.items() if not carry)),
+        inputs=len(placeholders),
+        outputs=len(results),
+        patches=tuple(s.patches),
+        feeds=None if feeds == [*range(len(placeholders))] else tuple(feeds),
+        engine=s.engine,
+    )
+
+
+def _results(graph: fx.GraphModule, signature: Signature, placeholders: list[fx.Node]) -> list[fx.Node]:
+    returned: Any = graph.graph.output_node().args[0]
+    first = len(signature.params)
+    nodes, own = list(returned), placeholders[first : first + len(signature.state)]
+    if len(nodes) == len(signature.results) and nodes[len(signature.outputs) :] == own:
+        nodes = nodes[: len(signature.outputs)]
+    if len(nodes) != len(signature.outputs) or not all(isinstance(node, fx.Node) for node in nodes):
+        raise LoweringError(f"the graph returns {len(nodes)} values, its signature has {len(signature.outputs)} outputs beside the state")
+    return nodes
+
+
+def _data(s: _Stitch, placeholders: list[fx.Node], used: set[Any]) -> list[int]:
+    """Data ops for the operands that are read, as torchair keeps only those; their positions."""
+    feeds: list[int] = []
+    taken: set[str] = set()
+    for i, node in enumerate(placeholders):
+        s.operand[node] = i
+        if node not in used:
+            continue
+        name = re.sub(r"[^\w./-]", "_", str(node.meta.get("leaf", node.name)))
+        if name in taken:
+            raise LoweringError(f"two operands are called {name}")
+        taken.add(name)
+        op = s.ops.add(name=name, type="Data")
+        op.attr["index"].i = len(feeds)
+        _describe(op.input_desc.add(), node.meta["val"], "x", "NPU")
+        _describe(op.output_desc.add(), node.meta["val"], "y", "NPU").attr["_meta"].s = shape_of(node.meta["val"]).encode()
+        _normalise(op)
+        feeds.append(i)
+        s.values[node] = Port(f"{name}:0", node.meta["val"])
+    return feeds
+
+
+def _describe(desc: Any, val: torch.Tensor, name: str, device: str = "") -> Any:
+    desc.name, desc.layout, desc.device_type = name, "ND", device
+    desc.dtype = messages().DataType.Value(GE_DTYPES[val.dtype][0])
+    desc.shape.dim.extend(val.shape)
+    return desc
+
+
+def _normalise(op: Any) -> None:
+    """Names of inputs and outputs with their positions, which GE reads from attributes."""
+    for side, descs in (("input", op.input_desc), ("output", op.output_desc)):
+        op.attr[f"_{side}_name_key"].list.s.extend(desc.name.encode() for desc in descs)
+        op.attr[f"_{side}_name_value"].list.i.extend(range(len(descs)))
+
+
+def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> dict[fx.Node, Body]:
+    """Body of each call; a module is converted once, under whatever names it is called."""
+    made: dict[int, Body] = {}
+    bodies: dict[fx.Node, Body] = {}
+    for node in calls:
+        module: Any = graph.get_submodule(str(node.target))
+        wanted = sum(inner.op == "placeholder" for inner in module.graph.nodes)
+        if len(node.args) != wanted or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+            raise LoweringError(f"{node.name} is called with {node.args}, {dict(node.kwargs)}; legal are {wanted} nodes, one an operand")
+        if id(module) not in made:
+            made[id(module)] = convert_body(module, ta, str(node.target))
+        bodies[node] = made[id(module)]
+    return bodies
+
+
+def _call(s: _Stitch, node: fx.Node, body: Body, state: set[fx.Node]) -> None:
+    _agree(s, body, str(node.target))
+    args: list[Any] = list(node.args)
+    prefix = _prefix(s, node)
+    names = {tensor: s.values[args[operand]].tensor for tensor, operand in body.feeds.items()}
+    _copy(s.ops, body, prefix, names)
+    s.patches += [(prefix + op, attribute, kind) for op, attribute, kind in body.patches]
+    s.control += [prefix + tensor for tensor in body.control]
+    s.values[node] = [_named(port, prefix, names) for port in body.results]
+    for operand, port in body.written.items():
+        if args[operand] not in state:
+            raise LoweringError(f"{node.name} ({node.target}) writes {args[operand]}; legal are the state operands of the program")
+        # A later call reads what this one wrote, so that GE keeps their order.
+        s.values[args[operand]] = _named(port, prefix, names)
+        s.written[args[operand]] = s.written.get(args[operand], False) or operand in body.donated
+
+
+def _copy(ops: Any, body: Body, prefix: str, names: Mapping[str, str]) -> None:
+    known = dict(names)
+    for op in body.ops:
+        new = ops.add()
+        new.CopyFrom(op)
+        new.name = prefix + op.name
+        for i, tensor in enumerate(op.input):
+            if tensor:
+                new.input[i] = known.get(tensor) or prefix + tensor
+
+
+def _named(port: Port, prefix: str, names: Mapping[str, str]) -> Port:
+    return replace(port, tensor=names.get(port.tensor) or prefix + port.tensor)
+
+
+def _prefix(s: _Stitch, node: fx.Node) -> str:
+    """`layer07_gated_deltanet/` where most operands are of that layer, else the name of the call; no two are equal."""
+    leaves = (str(arg.meta.get("leaf", "")) for arg in node.args if isinstance(arg, fx.Node))
+    layers = Counter(found.groups() for leaf in leaves if (found := _LAYER.match(leaf))).most_common(2)
+    prefix = node.name
+    # A layer may read the next one's norm as well; one that reads as much of both has no number.
+    if layers and (len(layers) == 1 or layers[0][1] > layers[1][1]):
+        part, number = layers[0][0]
+        prefix = re.sub(r"\W", "_", f"{part + '_' if part else ''}layer{int(number):02d}_{node.target}")
+    s.prefixes[prefix] = s.prefixes.get(prefix, 0) + 1
+    return f"{prefix}/" if s.prefixes[prefix] == 1 else f"{prefix}.{s.prefixes[prefix]}/"
+
+
+def _agree(s: _Stitch, body: Body, target: str) -> None:
+    for held, new in ((s.options, body.options), (s.engine, body.engine)):
+        for key, value in new.items():
+            if key == _NOT_EMPTY:
+                held[key] = min(held.get(key, value), value)
+            elif held.setdefault(key, value) != value:
+                raise LoweringError(f"option {key} is {value!r} for body {target} and {held[key]!r} for an earlier one; a graph has one")
+
+
+def _distinct(s: _Stitch, results: Sequence[fx.Node]) -> list[Port]:
+    """A result that is an operand, or that is returned twice, gets memory of its own, as every caller expects."""
+    taken, ports = {s.values[node].tensor for node in s.operand if node in s.values}, []
+    for i, node in enumerate(results):
+        port: Port = s.values[node]
+        if port.tensor in taken:
+            op = s.ops.add(name=f"result{i}", type="Identity")
+            op.input.append(port.tensor)
+            _describe(op.input_desc.add(), port.val, "x")
+            _describe(op.output_desc.add(), port.val, "y").attr["_meta"].s = shape_of(port.val).encode()
+            _normalise(op)
+            port = Port(f"result{i}:0", port.val)
+        taken.add(port.tensor)
+        ports.append(port)
+    return ports
+
+
+def _net_output(s: _Stitch, ports: Sequence[Port]) -> None:
+    op = s.ops.add(name="NetOutput", type="NetOutput")
+    for i, port in enumerate(ports):
+        op.input.append(port.tensor)
+        _describe(op.input_desc.add(), port.val, f"input{i}")
+    op.input.extend(s.control)
+    _normalise(op)
+    s.model.graph[0].attr["_output_dtypes"].list.i.extend(GE_DTYPES[port.val.dtype][1] for port in ports)
+
+
+def _attributes(s: _Stitch, data: int) -> None:
+    attr = s.model.graph[0].attr
+    attr["_input_placements"].list.i.extend([1] * data)
+    attr["_executor_type"].i = 1
+
+
+def _options(s: _Stitch, vals: list[torch.Tensor], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
+    """Those of the bodies, and those that torchair would derive from all operands and results."""
+    options = dict(s.options)
+    index = {operand: i for i, operand in enumerate(feeds)}
+    options["ge.exec.outputReuseMemIndexes"] = ",".join(map(str, range(results)))
+    if carried:
+        options["ge.exec.outputReuseInputMemIndexes"] = "|".join(f"{index[operand]},{output}" for operand, output in carried.items())
+    options["frozenInput"] = ",".join("0" for _ in vals)
+    options["ge.inputHintShape"] = ";".join(f"{i}:{list(val.shape)}" for i, val in enumerate(vals))
+    return options

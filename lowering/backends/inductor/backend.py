@@ -1,0 +1,171 @@
+"""Turns a lowered graph into an AOTInductor package (.pt2) for the CPU, and such a file into an executable."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....graphs import compile_count
+from ....graphs import native_ops as native_ops
+from ....graphs import ops as ops
+from ....graphs.errors import LoweringError
+from ...backend import Backend
+from . import in_place, native
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from ....graphs.spmd.partition import Partitioned
+    from ....graphs.types import Signature
+    from ...executable import Executable
+    from ...lower import Lowered
+
+NAME = "inductor"
+_ROOT = "graph"
+_MODEL = "model"
+
+
+class PackageExecutable:
+    """A loaded package. Loads in milliseconds, compiles nothing.
+
+    Args:
+        path: a file written by `compile_package`.
+
+    Raises:
+        LoweringError: when torch cannot load it.
+    """
+
+    backend = NAME
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # Not torch._inductor.aoti_load_package: that imports the compiler into the serving process.
+            self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, -1).run
+        except RuntimeError as error:
+            raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_said(error)}") from error
+
+    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        """Runs one step; state operands are updated in place, the outputs are returned."""
+        return self._run(operands)  # type: ignore[arg-type]  # pybind takes any sequence
+
+
+def compile_package(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
+    """Compiles a graph of aten operators into `out_path`; equal graphs give equal bytes.
+
+    Raises:
+        LoweringError: naming an operator that is not aten's, or what the compiler said.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ...artifact import graph_io
+    from . import aoti
+
+    check_operators(graph)
+    aoti.compiler()
+    with FakeTensorMode():
+        operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
+    data = graph_io.encode(graph)
+    name = hashlib.sha256(data + repr(sorted(options(threads).items())).encode()).hexdigest()[:16]
+    # A copy, because inductor rewrites the graph it is given; without values, because it takes those for its operands.
+    copy = graph_io.decode(data)
+    for node in copy.graph.nodes:
+        node.meta.clear()
+    compile_count.record("compile")
+    try:
+        files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
+    except Exception as error:
+        raise LoweringError(f"inductor could not compile {out_path.name}: {type(error).__name__}: {_said(error)}") from error
+    out_path.write_bytes(package(files))
+
+
+def check_operators(graph: GraphModule) -> None:
+    """Refuses what a package cannot call: anything but aten operators and native ones.
+
+    Raises:
+        LoweringError: naming the operators.
+    """
+    targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    legal = ("aten", "prims", native_ops.NAMESPACE)
+    foreign = sorted(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace not in legal)
+    if foreign:
+        raise LoweringError(f"the inductor backend runs operators of {', '.join(legal)}; this graph also calls {', '.join(foreign)}")
+
+
+def package(files: Mapping[str, bytes]) -> bytes:
+    """The package torch's loader reads, as a zip whose bytes depend on nothing but the files."""
+    entries = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"6\n"}
+    entries |= {f"data/aotinductor/{_MODEL}/{name}": content for name, content in files.items()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in sorted(entries):
+            archive.writestr(zipfile.ZipInfo(f"{_ROOT}/{name}", (1980, 1, 1, 0, 0, 0)), entries[name])
+    return buffer.getvalue()
+
+
+def options(threads: int) -> dict[str, Any]:
+    """What decides the bytes of a package besides graph, torch and machine."""
+    from . import aoti
+
+    return {
+        "compiler": aoti.compiler()[1],
+        "cpu_features": list(aoti.cpu_features()),
+        "instruction_set": aoti.instruction_set(),
+        "chained": in_place.DIGEST,
+        "kernels": native.digest(),
+        "threads": threads,
+        "wrapper": aoti.WRAPPER_OPT_LEVEL,
+    }
+
+
+def check_target() -> None:
+    """Refuses a machine that cannot compile.
+
+    Raises:
+        LoweringError: when there is no C++ compiler.
+    """
+    from . import aoti
+
+    aoti.compiler()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """CPU features a machine needs to run these packages."""
+    from . import aoti
+
+    return aoti.cpu_features()
+
+
+def lower(partitioned: Partitioned) -> Lowered:
+    """Replaces primitives by aten operators."""
+    from ...lower import lower_inline
+
+    return lower_inline(partitioned, NAME)
+
+
+def load(path: Path) -> Executable:
+    """Loads a package."""
+    return PackageExecutable(path)
+
+
+def _said(error: BaseException) -> str:
+    """The line of a long message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
+
+
+BACKEND = Backend(
+    name=NAME,
+    suffix="pt2",
+    lower=lower,
+    options=options,
+    cpu_features=cpu_features,
+    check_target=check_target,
+    compile=compile_package,
+    load=load,
+)

@@ -1,0 +1,1 @@
+"""Ranks of one job: rendezvous, process groups, control plane, workers."""

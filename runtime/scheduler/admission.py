@@ -1,0 +1,48 @@
+"""Turns a request into a refusal that says why it can never be served, or into nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...graphs.errors import RequestError
+from ...graphs.types import Limits
+from ..request import Request
+
+
+def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int) -> None:
+    """Returns when a request can be served.
+
+    Args:
+        limits: of what runs the steps.
+        vocab_size: V.
+        max_logprobs: of how many of the most likely tokens log probabilities are told; 0: none are told at all.
+
+    Raises:
+        RequestError: it never can.
+    """
+    most = limits.max_model_len - 1
+    if not 1 <= len(request.prompt) <= most:
+        raise RequestError(
+            f"the prompt has {len(request.prompt)} tokens; legal is 1 to {most} (max_model_len {most + 1} less one token to generate)",
+            param="prompt",
+            code="context_length_exceeded" if request.prompt else "invalid_request_error",
+        )
+    if type(request.max_tokens) is not int or request.max_tokens < 1:
+        raise RequestError(f"max_tokens is {request.max_tokens!r}; legal is an integer of at least 1", param="max_tokens")
+    _check_ids("prompt", request.prompt, vocab_size)
+    _check_ids("stop_token_ids", tuple(request.stop_token_ids), vocab_size)
+    if request.logprobs is not None and not max_logprobs:
+        raise RequestError(f"logprobs is {request.logprobs!r}; these graphs tell none, so legal is null", param="logprobs")
+    _check_count("logprobs", request.logprobs, max_logprobs)
+    _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in ids if type(token) is not int or not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"{name} has token id {wrong!r}; legal is an integer from 0 to {vocab_size - 1}", param=name)
+
+
+def _check_count(name: str, value: int | None, most: int) -> None:
+    if value is not None and (type(value) is not int or not 0 <= value <= most):
+        raise RequestError(f"{name} is {value!r}; legal is an integer from 0 to {most}, or null", param=name)

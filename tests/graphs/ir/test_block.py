@@ -1,0 +1,366 @@
+"""A part that repeats is traced once a kind, computes what it would inline, and reads nothing but its operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import GraphError, InvariantError
+from npucompile.graphs.invariants import check
+from npucompile.graphs.ir.block import block
+from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.ir.trace import Traced, trace
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.layout import constrain
+from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.region import Sum, axis_index, shard_map
+from npucompile.graphs.text import as_text
+from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+
+F32 = torch.float32
+X = torch.arange(24.0).view(4, 6) / 7
+Step = Callable[[Tree, torch.Tensor], Any]
+SEEN: list[str] = []
+
+
+def program(step: Step, **params: Aval) -> Program:
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        return {"y": step(p, i["x"])}, s
+
+    return Program("toy", Bucket("decode", 4, 1), forward, params, {}, {"x": Aval((4, 6), F32)})
+
+
+def traced(step: Step, **params: Aval) -> Traced:
+    SEEN.clear()
+    return trace(program(step, **params))
+
+
+def calls(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in graph.graph.nodes if n.op == "call_module"]
+
+
+def scaled(factor: float, x: torch.Tensor) -> torch.Tensor:
+    SEEN.append("scaled")
+    return torch.sin(x) * factor
+
+
+def pair(x: torch.Tensor, both: Tree) -> tuple[torch.Tensor, Tree]:
+    SEEN.append("pair")
+    return x + both["a"], {"b": [both["a"] * 2, (x.sum(0),)], "same": x}
+
+
+# --- one body a kind ---
+
+
+def test_equal_calls_share_one_trace() -> None:
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            x = block("layer", scaled, (2.0,), x)
+        return x
+
+    found = traced(step)
+    assert SEEN == ["scaled"]
+    assert calls(found.graph) == ["layer"] * 5
+    assert list(bodies(found.graph)) == ["layer"]
+    want = step({}, X)
+    assert SEEN == ["scaled"] * 6, "outside tracing a block is its function"
+    assert torch.equal(found.graph(X)[0], want)
+
+
+def test_another_trace_shares_nothing() -> None:
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        return block("layer", scaled, (2.0,), x)
+
+    first = traced(step)
+    again = traced(step)
+    assert SEEN == ["scaled"], "traced anew"
+    assert bodies(first.graph)["layer"] is not bodies(again.graph)["layer"]
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x], 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((scaled, (2.0,), lambda x: x), (scaled, (3.0,), lambda x: x)),
+        ((scaled, (2.0,), lambda x: x), (scaled, (2,), lambda x: x)),
+        ((scaled, (1,), lambda x: x), (scaled, (True,), lambda x: x)),
+        ((scaled, (0.0,), lambda x: x), (scaled, (-0.0,), lambda x: x)),
+        ((scaled, (2.0,), lambda x: x), (scaled, (2.0,), lambda x: x[:2])),
+        ((scaled, (2.0,), lambda x: x), (scaled, (2.0,), lambda x: x.bfloat16())),
+        ((scaled, (2.0,), lambda x: x[:, :4]), (scaled, (2.0,), lambda x: x.t()[:4].t())),
+        ((scaled, (2.0,), lambda x: x[:, :4].contiguous()), (scaled, (2.0,), lambda x: x[:, :4])),
+        ((scaled, (2.0,), lambda x: x), (wide, (), lambda x: x)),
+    ],
+    ids=["static", "kind of static", "bool", "sign of zero", "shape", "dtype", "strides equal", "strides", "function"],
+)
+def test_what_differs_is_another_body(first: Any, second: Any, request: pytest.FixtureRequest) -> None:
+    def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block("layer", fn, statics, view(x)) for fn, statics, view in (first, second)]
+
+    found = traced(step)
+    same = request.node.callspec.id == "strides equal"
+    assert calls(found.graph) == ["layer", "layer" if same else "layer_2"]
+    for got, want in zip(found.graph(X), step({}, X), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_one_operand_twice_or_two_are_one_body() -> None:
+    """How the caller came by its operands is no part of a body."""
+
+    def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
+        one, _ = block("pair", pair, (), x, {"a": x})
+        two, rest = block("pair", pair, (), x, {"a": one})
+        return [one, two, *rest["b"][1]]
+
+    found = traced(step)
+    assert calls(found.graph) == ["pair", "pair"]
+    for got, want in zip(found.graph(X), step({}, X), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_trees_go_in_and_come_out() -> None:
+    def step(p: Tree, x: torch.Tensor) -> Tree:
+        y, rest = block("pair", pair, (), x, {"a": x + 1})
+        return {"y": y, "rest": rest}
+
+    found = traced(step)
+    assert [leaf.name for leaf in found.signature.outputs] == ["outputs.y.y", *(f"outputs.y.rest.{n}" for n in ("b.0", "b.1.0", "same"))]
+    for got, want in zip(found.graph(X), pytree.tree_leaves(step({}, X)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_bodies_are_called_by_tuple_and_unpacked() -> None:
+    """What whoever reads a graph may count on: flat operands, a tuple of results, a value at every node."""
+
+    def step(p: Tree, x: torch.Tensor) -> Tree:
+        return block("pair", pair, (), x, {"a": x + 1})[1]
+
+    found = traced(step)
+    (call,) = (n for n in found.graph.graph.nodes if n.op == "call_module")
+    body = bodies(found.graph)["pair"]
+    results = body.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    assert [tuple(v.shape) for v in call.meta["val"]] == [(4, 6), (4, 6), (6,), (4, 6)]
+    assert [tuple(n.meta["val"].shape) for n in results] == [(4, 6), (4, 6), (6,), (4, 6)]
+    assert len(call.args) == sum(n.op == "placeholder" for n in body.graph.nodes) == 2
+    assert all("val" in n.meta for part in (found.graph, body) for n in part.graph.nodes if n.op != "output")
+    found.graph.graph.lint()
+    check(found.graph, found.signature, "trace")
+
+
+def outer(x: torch.Tensor) -> torch.Tensor:
+    return block("inner", scaled, (3.0,), x) + block("inner", scaled, (3.0,), x + 1)
+
+
+def test_a_block_in_a_body_is_a_part_of_it() -> None:
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        return block("inner", scaled, (3.0,), block("outer", outer, (), block("outer", outer, (), x)))
+
+    found = traced(step)
+    assert calls(found.graph) == ["outer", "outer", "inner"]
+    assert [calls(body) for body in bodies(found.graph).values()] == [[], []]
+    assert torch.equal(found.graph(X)[0], step({}, X))
+
+
+@pytest.mark.parametrize("name", ["half", "train", "graph", "forward", "training", "_modules"])
+def test_a_body_may_be_called_as_modules_attributes_are(name: str) -> None:
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        return block(name, scaled, (2.0,), block(name, scaled, (2.0,), x))
+
+    found = traced(step)
+    assert calls(found.graph) == [f"{name}_2"] * 2
+    assert torch.equal(found.graph(X)[0], step({}, X))
+
+
+# --- nothing from outside ---
+
+
+@dataclass(frozen=True)
+class Holder:
+    factor: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def closure(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * factor
+
+
+@pytest.mark.parametrize("fn", [closure(2), Holder(2), Holder(2).method, functools.partial(scaled, 2)], ids=lambda f: type(f).__name__)
+def test_a_function_that_carries_values_is_refused(fn: Callable[..., Any]) -> None:
+    with pytest.raises(GraphError, match=r"block 'layer': .* carries values of its own; legal is a function that is given them"):
+        traced(lambda p, x: block("layer", fn, (), x))
+
+
+LENT: dict[str, torch.Tensor] = {}
+
+
+def reads_lent(x: torch.Tensor) -> torch.Tensor:
+    return x + LENT["value"]
+
+
+def test_a_value_of_the_program_read_past_the_operands_is_refused() -> None:
+    """Computed in the graph and reached through a global: it would be a constant of the trace."""
+
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        LENT["value"] = x * 3
+        return block("layer", reads_lent, (), x)
+
+    with pytest.raises(GraphError, match=r"a tensor \(4, 6\) of torch.float32 on meta is neither an operand nor computed from one"):
+        traced(step)
+
+
+def test_a_tensor_that_exists_cannot_be_read() -> None:
+    LENT["value"] = torch.ones(4, 6)
+    with pytest.raises(GraphError, match=r"a tensor \(4, 6\) of torch.float32 on cpu is neither an operand"):
+        traced(lambda p, x: block("layer", reads_lent, (), x))
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def test_a_body_that_writes_its_operand_is_illegal() -> None:
+    found = traced(lambda p, x: block("layer", writes, (), x))
+    with pytest.raises(InvariantError, match="nothing_is_mutated: in layer: "):
+        check(found.graph, found.signature, "trace")
+
+
+def no_tensor(x: torch.Tensor) -> Tree:
+    return x, 3
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda p, x: block("layer", scaled, (), 2.0, x), "operands are tensors, one is 2.0; other values are statics"),
+        (lambda p, x: block("layer", scaled, (2.0,), None), "operands are tensors, one is None; other values are statics"),
+        (lambda p, x: block("layer", no_tensor, (), x), "a block's results are tensors, one is 3"),
+    ],
+)
+def test_only_tensors_go_in_and_come_out(step: Step, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        traced(step)
+
+
+# --- over several devices ---
+
+RULES = Rules.of({"ffn": "tp"})
+W = Aval((6, 8), F32, (None, "ffn"))
+
+
+def layouts(x: torch.Tensor, w: torch.Tensor) -> Tree:
+    """Results laid out in every way: whole, split, an addend, and the operand itself."""
+    hidden = x @ w
+    return {"whole": x * 2, "split": hidden, "sum": ops.linear(hidden, w), "given": w}
+
+
+def sharded(step: Step, mesh: str = "tp=2") -> Partitioned:
+    return partition(program(step, w=W), Mesh.parse(mesh), RULES)
+
+
+def test_results_keep_their_layouts() -> None:
+    met: list[dict[str, tuple[Placement, ...]]] = []
+
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            out = block("layer", layouts, (), x, p["w"])
+            met.append({name: value.placements for name, value in out.items() if isinstance(value, DTensor)})
+            x = constrain(out["sum"], None, None) + out["whole"]
+        return x
+
+    found = sharded(step)
+    assert met == [{"whole": (Replicate(),), "split": (Shard(1),), "sum": (Partial(),), "given": (Shard(1),)}] * 2
+    assert calls(found.graph) == ["layer"] * 2
+    w = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    met.clear()
+    want = step({"w": w}, X)
+    for graph in (found.graph, optimise(found).graph):
+        for (got,) in Lockstep(graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+            torch.testing.assert_close(got, want)
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return constrain(x * w, None, None)
+
+
+def test_another_layout_is_another_body() -> None:
+    """The same global shape, once whole and once split."""
+
+    def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
+        square = p["w"][:, :6] if not isinstance(p["w"], DTensor) else constrain(p["w"], None, None)[:, :6]
+        split = constrain(square, None, "ffn")
+        return [block("layer", product, (), square, square), block("layer", product, (), split, split)]
+
+    found = sharded(step)
+    assert calls(found.graph) == ["layer", "layer_2"]
+    assert [kind for kind, *_ in found.collectives] == ["all_gather_into_tensor"] * 2, "w itself, and the second body's product"
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    return constrain(x, None, None)
+
+
+def test_an_addend_is_no_whole_value() -> None:
+    """On each device they have the same shape; one body would sum both, or neither."""
+
+    def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
+        part = ops.linear(x @ p["w"], p["w"])
+        return [block("layer", settled, (), x), block("layer", settled, (), part)]
+
+    found = sharded(step)
+    assert calls(found.graph) == ["layer", "layer_2"]
+    assert [kind for kind, *_ in found.collectives] == ["all_reduce"]
+    w = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
+    want = step({"w": w}, X)
+    for got in Lockstep(found.graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+        torch.testing.assert_close(got, want)
+
+
+def mine(w: torch.Tensor) -> torch.Tensor:
+    return constrain(shard_map(_numbered, [(w, (None, "ffn"))], Sum("ffn")), None)
+
+
+def _numbered(w: torch.Tensor) -> torch.Tensor:
+    return w.sum() * (axis_index("ffn") + 1)
+
+
+def test_a_body_reads_the_position_as_an_operand() -> None:
+    """The tracer is rank 0; a rank's own place comes in through `inputs.coords`, in bodies too."""
+
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        return block("layer", mine, (), p["w"]) + block("layer", mine, (), p["w"])
+
+    found = sharded(step)
+    check(found.graph, found.signature, "partition")
+    coords = [n for n in found.graph.graph.nodes if n.op == "placeholder"][-1]
+    assert coords.meta["leaf"] == "inputs.coords"
+    assert all(coords in n.args for n in found.graph.graph.nodes if n.op == "call_module")
+    w = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for (got,) in Lockstep(found.graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+        torch.testing.assert_close(got, 2 * (w[:, :4].sum() + 2 * w[:, 4:].sum())[None])
+
+
+def test_text_shows_every_body_once() -> None:
+    def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
+        return block("b", scaled, (3.0,), block("a", scaled, (2.0,), block("b", scaled, (3.0,), x)))
+
+    text = as_text(traced(step).graph, "toy")
+    assert [line for line in text.splitlines() if not line.startswith("  ")] == ["toy", "", "body b", "", "body a"]

@@ -1,0 +1,677 @@
+"""Every primitive of the table answers the same questions: shapes, lowerings, donation, cost, gradients, shards, poison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement
+
+from npucompile.graphs import ops
+from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
+from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.graphs.spmd.sharding import strategies
+
+# Lowerings for this machine call kernels of ours.
+pytestmark = pytest.mark.usefixtures("kernels")
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Of values near 1. bf16 keeps 8 bits, and a lowering may round once more, or once less, than the reference.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class Draw:
+    """Random operands of one dtype, the same every time."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 7) -> None:
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return self.f32(*shape).to(self.dtype)
+
+    def f32(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def unit(self, *shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(self.f32(*shape), dim=-1)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+    def below(self, limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=self.generator, dtype=torch.int32)
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor) -> tuple[Any, ...]:
+    starts, lengths = ints(*[0, 3, 5][:B]), ints(*[Q, Q, Q - 1][:B])
+    return r(B, Q, C), r(C, taps), r(9, taps - 1, C), ints(*[1, 2, 3][:B]), write, starts, lengths
+
+
+def delta(r: Draw, B: int, Q: int, write: torch.Tensor, lengths: torch.Tensor, chunk: int) -> tuple[Any, ...]:
+    q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
+    g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)
+    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), lengths, chunk
+
+
+def experts(r: Draw, T: int, M: int, E: int, F: int) -> tuple[Any, ...]:
+    return r(T, M), r.uniform(T, 2).to(r.dtype), r.below(E, T, 2), r(E, 2, F, M), r(E, M, F)
+
+
+def elsewhere(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same with some experts on other devices, before and after those here."""
+    x, weights, ids, *rest = operands
+    ids = ids.clone()
+    ids[0, 0], ids[-1, 1], ids[1] = -1, rest[0].shape[0], 1000
+    return x, weights, ids, *rest
+
+
+def grouped_weights(r: Draw, E: int, M: int, F: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return r(E, M, 2 * F), r(E, F, M)
+
+
+def quantised(r: Draw, counts: tuple[int, ...], M: int, F: int, quantise: Callable[..., Any]) -> tuple[Any, ...]:
+    """Operands of the experts' products over 7 rows."""
+    weights = [part for weight in grouped_weights(r, len(counts), M, F) for part in quantise(weight)]
+    return *quantise_rows(r(7, M)), torch.tensor(counts), *weights, r.dtype
+
+
+def distinct(*rows: tuple[int, ...]) -> torch.Tensor:
+    """Choices that name no expert twice in a row, those of the last row the largest: its rows are last when sorted."""
+    assert all(len(set(row)) == len(row) for row in rows)
+    return ints(*(list(row) for row in rows))
+
+
+def dispatched(r: Draw) -> tuple[Any, ...]:
+    """Operands of combining what the only device of a group sent itself."""
+    ids = distinct((0, 3), (3, 1), (5, 4))
+    _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, ints(0), 6, "world", 1, False)
+    return r(6, 5), ids, r.uniform(3, 2).to(r.dtype), assist, received, ints(0), 6, "world", 1
+
+
+def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
+    return r(T, H, D), *ops.rope_angles(r.below(100, T), width, 1e4)
+
+
+def attention(r: Draw) -> tuple[Any, ...]:
+    table = ints([4, 2, 1], [3, 0, 0])
+    return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
+
+
+def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
+    knobs = torch.tensor([[0.0, 1.0, 0.7, 1.3], [0, 3, 0, 2], [1.0, 0.8, 0.5, 1.0], [0.0, 0.0, 0.1, 0.3]])[:, :B]
+    return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
+
+
+def accepting(r: Draw, *lengths: int) -> tuple[Any, ...]:
+    """Rows of four candidates of three ids: some drafts are right by chance, and some of those are not valid."""
+    B = len(lengths)
+    return r.below(3, B, 4), r.below(3, B, 4), ints(*lengths)
+
+
+def likely(r: Draw, B: int, Q: int, V: int, most: int) -> tuple[Any, ...]:
+    """The last row does not ask."""
+    return r.f32(B, Q, V), r.below(V, B, Q), ints(*[1] * (B - 1), 0), most
+
+
+# Operands per primitive. Each needs sizes that are odd somewhere, and for every letter of its factors one example that halves.
+EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
+    "accept": {
+        "odd": lambda r: accepting(r, 4, 0, 1, 3, 2, 4, 4),
+        "even": lambda r: accepting(r, 4, 4, 3, 0),
+        "no drafts": lambda r: (r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)),
+    },
+    "add_rms_norm": {
+        "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
+        "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
+    },
+    "cache_slots": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
+    "cache_write": {
+        "odd": lambda r: (r(3, 5, 1, 7), r(3, 5, 1, 7), r(3, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
+        "even": lambda r: (r(3, 4, 2, 3), r(3, 4, 2, 3), r(5, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
+    },
+    "causal_conv": {
+        "decode": lambda r: conv(r, 3, 2, 6, 4, ints([4, 5], [6, 7], [8, 0])),
+        "prefill": lambda r: conv(r, 1, 9, 5, 3, ints([4])),
+    },
+    "delta_decay": {
+        "odd": lambda r: (r(2, 3, 5), r.f32(5), r.f32(5)),
+        "even": lambda r: (r(3, 1, 4), r.f32(4), r.f32(4)),
+    },
+    "embed": {"odd": lambda r: (r.below(11, 5), r(11, 3)), "even": lambda r: (r.below(11, 6), r(11, 4))},
+    "gated_delta": {
+        "decode": lambda r: delta(r, 2, 3, ints([3, 4, 5], [6, 7, 8]), ints(3, 2), 0),
+        "prefill": lambda r: delta(r, 1, 8, ints([3]), ints(7), 4),
+        "one chunk": lambda r: delta(r, 2, 4, ints([3], [4]), ints(4, 1), 4),
+    },
+    "gated_rms_norm": {
+        "odd": lambda r: (r(5, 3, 7), r(5, 3, 7), r(7), 1e-6),
+        "even": lambda r: (r(4, 2, 5), r(4, 2, 5), r(5), 1e-6),
+    },
+    "grouped_experts": {
+        "rows of nobody": lambda r: (r(7, 5), torch.tensor([3, 0, 2]), *grouped_weights(r, 3, 5, 4)),
+        "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
+    },
+    "grouped_experts_w4a8": {
+        "rows of nobody": lambda r: quantised(r, (3, 0, 2), 8, 4, quantise_w4),
+        "all rows": lambda r: quantised(r, (1, 6), 16, 8, quantise_w4),
+    },
+    "grouped_experts_w8a8": {
+        "rows of nobody": lambda r: quantised(r, (3, 0, 2), 5, 3, quantise_w8),
+        "all rows": lambda r: quantised(r, (1, 6), 6, 4, quantise_w8),
+    },
+    "l2_norm": {"odd": lambda r: (r(3, 1, 5, 7), 1e-6, 0.5), "even": lambda r: (r(2, 4, 2, 5), 1e-6, 1.0)},
+    "last_rows": {"odd": lambda r: (r(9, 5), ints(3, 0, 2)), "even": lambda r: (r(6, 4), ints(1, 3))},
+    "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
+    "moe_combine": {"alone": dispatched},
+    "moe_dispatch": {
+        "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), ints(0), 6, "world", 1, False),
+        "int8": lambda r: (r(2, 5), distinct((2, 0, 1), (1, 2, 3)), ints(0), 4, "world", 1, True),
+    },
+    "moe_experts": {
+        "every expert": lambda r: experts(r, 5, 7, 4, 6),
+        "few choices": lambda r: experts(r, 1, 6, 9, 4),
+        "elsewhere": lambda r: elsewhere(experts(r, 5, 7, 4, 6)),
+        "few elsewhere": lambda r: elsewhere(experts(r, 3, 6, 20, 4)),
+    },
+    "moe_route": {"odd": lambda r: (r(5, 7), 3, True), "even": lambda r: (r(6, 4), 2, False)},
+    "moe_sort": {
+        "all here": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), 6, 6, False),
+        "elsewhere": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, False),
+        "int8": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, True),
+    },
+    "moe_unsort": {
+        "all here": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(4, 2, 0, 1, 3, 5)),
+        "elsewhere": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(-1, 2, -1, -1, 0, 1)),
+    },
+    "paged_attention": {"grouped": attention},
+    "positions": {"odd": lambda r: (ints(6, 0, 11), 3)},
+    "quant_linear": {
+        "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
+        "even": lambda r: (torch.cat([r(3, 6), r(1, 6) * 0]), *quantise_w8(r(6, 2))),
+    },
+    "rms_norm": {
+        "rows": lambda r: (r(5, 7), r(7), 1e-6, 1.0),
+        "heads": lambda r: (r(4, 2, 8), r(8), 1e-5, 0.0),
+        "even": lambda r: (r(4, 7), r(7), 1e-5, 0.0),
+    },
+    "rope": {
+        "partial": lambda r: rotation(r, 5, 3, 10, 4),
+        "whole": lambda r: rotation(r, 4, 2, 6, 6),
+    },
+    "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
+    "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
+    "seat_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
+    "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
+    "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
+}
+
+# Where no gradient goes: integers, what is rounded to them, and the thresholds and random numbers of sampling.
+WITHOUT_GRADIENT = (
+    *("accept", "cache_slots", "positions", "rope_angles", "sample", "seat_write"),
+    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+)
+
+# Reads the same pages once for every row that shares them, so more bytes than its operands hold.
+REREADS = ("paged_attention",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example of one primitive in one dtype."""
+
+    name: str
+    label: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.label}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def primitive(self) -> Primitive:
+        return TABLE[self.name]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        assert self.label != "no example", f"primitive {self.name!r} has no example operands in EXAMPLES"
+        return EXAMPLES[self.name][self.label](Draw(self.dtype))
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.dtype]
+
+
+# Only the house's own: other test files define primitives of their own for a while.
+NAMES = sorted(name for name, p in TABLE.items() if p.rule("reference").__module__.startswith(ops.__name__))
+CASES = [Case(name, label, dtype) for name in NAMES for label in EXAMPLES.get(name, ["no example"]) for dtype in DTYPES]
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results or ())
+
+
+def clone(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def same(got: Any, want: Any, tolerance: float = 0.0) -> None:
+    got, want = flat(got), flat(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """All results of the in-place twin, donated operands included."""
+    returned = iter(flat(primitive.inplace_op(*args)))
+    donated = {result: args[operand] for operand, result in primitive.donates}
+    return [donated[i] if i in donated else next(returned) for i in range(len(primitive.op._schema.returns))]
+
+
+def lowerings(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Those for this machine, on operands of their own, since they may write pools; test_lowering_ge_*.py run the others."""
+    for facet, fn in primitive._rules.items():
+        if facet == "lowering:inductor":
+            yield facet, lambda *args, fn=fn: fn(*clone(args))
+
+
+def implementations(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every way a backend may run a node, beside the reference itself."""
+    yield "operator", primitive.op
+    yield from lowerings(primitive)
+    if primitive.has("inplace"):
+        yield "inplace", lambda *args: donating(primitive, clone(args))
+
+
+def test_every_primitive_has_examples_and_every_example_a_primitive() -> None:
+    assert set(EXAMPLES) == set(NAMES)
+
+
+# --- abstract ---
+
+
+def as_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def part_of_a_wider_row(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a slice, as a model gets them from splitting a fused projection."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def laid_out(case: Case, layout: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    """Operands with that layout; pools are contiguous always."""
+    pools = {operand for operand, _ in case.primitive.donates}
+    wanted = [isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() > 1 and i not in pools for i, a in enumerate(case.args)]
+    return tuple(layout(a) if change else a for a, change in zip(case.args, wanted, strict=True))
+
+
+def kind(x: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and the strides that mean something: those of dimensions with more than one element."""
+    return x.shape, x.dtype, [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("layout", [as_is, part_of_a_wider_row, swapped], ids=lambda layout: layout.__name__)
+@each(CASES)
+def test_abstract_is_what_the_reference_returns(case: Case, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    args = laid_out(case, layout)
+    metas = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, torch.Tensor) else a for a in args]
+    want = [kind(t) for t in flat(case.primitive.rule("reference")(*args))]
+    results = flat(case.primitive.rule("abstract")(*metas))
+    assert [kind(t) for t in results] == want
+    assert {t.device.type for t in results} == {"meta"}
+    assert [kind(t) for t in flat(case.primitive.op(*metas))] == want
+
+
+@each([c for c in CASES if c.dtype == torch.float32])
+def test_schema_and_fake_tensors_hold(case: Case) -> None:
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(case.primitive.op, case.args, test_utils=utils)
+    if case.primitive.has("inplace"):
+        torch.library.opcheck(case.primitive.inplace_op, case.args, test_utils=utils)
+
+
+# --- meaning ---
+
+
+@pytest.mark.parametrize("layout", [as_is, part_of_a_wider_row], ids=lambda layout: layout.__name__)
+@each(CASES)
+def test_every_implementation_is_the_reference(case: Case, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    want = case.primitive.rule("reference")(*case.args)
+    for name, run in implementations(case.primitive):
+        exact = name in ("operator", "inplace") and layout is as_is
+        same(run(*laid_out(case, layout)), want, 0.0 if exact else case.tolerance)
+
+
+@each(CASES)
+def test_reference_leaves_its_operands_alone(case: Case) -> None:
+    args, before = case.args, case.args
+    results = flat(case.primitive.rule("reference")(*args))
+    same([a for a in args if isinstance(a, torch.Tensor)], [a for a in before if isinstance(a, torch.Tensor)])
+    memory = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    assert not memory & {t.untyped_storage().data_ptr() for t in results}
+
+
+@each([c for c in CASES if TABLE[c.name].donates])
+def test_in_place_twin_writes_its_donated_operands_only(case: Case) -> None:
+    primitive, args, before = case.primitive, case.args, case.args
+    want = flat(primitive.rule("reference")(*before))
+    results = flat(primitive.inplace_op(*args))
+    donated = dict(primitive.donates)
+    for i, (now, was) in enumerate(zip(args, before, strict=True)):
+        if isinstance(now, torch.Tensor):
+            same(now, want[donated[i]] if i in donated else was)
+            assert torch.equal(now, was) == (i not in donated), f"operand {i}"
+    same(results, [want[i] for i in primitive.kept_results])
+
+
+def test_donation_is_declared_where_there_is_a_twin() -> None:
+    for name in NAMES:
+        assert TABLE[name].has("inplace") == bool(TABLE[name].donates), name
+
+
+@each(CASES)
+def test_cost_counts_what_is_there(case: Case) -> None:
+    args = case.args
+    cost = case.primitive.rule("cost")(*args)
+    metas = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+    assert cost == case.primitive.rule("cost")(*metas)
+    assert isinstance(cost, Cost)
+    assert all(type(n) is int and n >= 0 for n in (cost.flops, cost.read_bytes, cost.write_bytes))
+    written = nbytes(*flat(case.primitive.rule("reference")(*args)))
+    held = nbytes(*[a for a in args if isinstance(a, torch.Tensor)])
+    assert 0 < cost.write_bytes < written if case.primitive.donates else cost.write_bytes == written
+    assert cost.read_bytes > 0
+    assert cost.read_bytes <= held or case.name in REREADS
+
+
+# --- gradients ---
+
+
+@each([c for c in CASES if c.dtype == torch.float32 and c.name not in WITHOUT_GRADIENT])
+def test_gradients_are_slopes(case: Case) -> None:
+    """Along a random direction of all float operands at once, the gradient is the difference quotient."""
+    args, r = case.args, Draw(seed=8)
+    at = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    toward = {i: r(*args[i].shape) for i in at}
+    weights = [r(*t.shape) if t.is_floating_point() else None for t in flat(case.primitive.rule("reference")(*args))]
+
+    def value(operands: list[Any]) -> torch.Tensor:
+        pairs = zip(flat(case.primitive(*operands)), weights, strict=True)
+        return torch.stack([(t.double() * weight).sum() for t, weight in pairs if weight is not None]).sum()
+
+    def moved(step: float) -> list[Any]:
+        return [a + step * toward[i] if i in toward else a for i, a in enumerate(args)]
+
+    leaves = [a.clone().requires_grad_() if i in toward else a for i, a in enumerate(args)]
+    value(leaves).backward()
+    slope = sum((leaves[i].grad * toward[i]).sum().item() for i in at)
+    assert math.isclose(slope, ((value(moved(1e-3)) - value(moved(-1e-3))) / 2e-3).item(), rel_tol=1e-2, abs_tol=1e-2)
+    assert all(leaves[i].grad.isfinite().all() and leaves[i].grad.any() for i in at)
+
+
+# --- sharded == whole ---
+
+Strategy = tuple[list[Placement], list[Placement]]
+
+
+def ranks(primitive: Primitive, args: tuple[Any, ...]) -> list[int]:
+    return [a.dim() for a, tensor in zip(args, primitive.tensor_arguments, strict=True) if tensor]
+
+
+def by_letter(primitive: Primitive, args: tuple[Any, ...]) -> dict[str, Strategy]:
+    _, *found = strategies(primitive, ranks(primitive, args))
+    letters = primitive.factors.ranked(ranks(primitive, args)).letters
+    return dict(zip(letters, found, strict=True))
+
+
+def split(args: tuple[Any, ...], primitive: Primitive, placements: list[Placement]) -> list[tuple[Any, ...]] | None:
+    """Operands of two shards, or None where a size is odd."""
+    rest, shards = iter(placements), ([], [])
+    for arg, tensor in zip(args, primitive.tensor_arguments, strict=True):
+        place = next(rest) if tensor else None
+        if place is not None and place.is_shard():
+            if arg.shape[place.dim] % 2:
+                return None
+            halves = [half.contiguous() for half in arg.chunk(2, place.dim)]
+        else:
+            halves = [arg, arg]
+        for shard, half in zip(shards, halves, strict=True):
+            shard.append(half)
+    return [tuple(shard) for shard in shards]
+
+
+def sharded(run: Callable[..., Any], primitive: Primitive, args: tuple[Any, ...], axes: list[Strategy]) -> list[torch.Tensor] | None:
+    """Results of running every shard of a mesh of two-way axes, put together as the placements say; None where sizes are odd."""
+    if not axes:
+        return flat(run(*args))
+    (results, operands), *inner = axes
+    shards = split(args, primitive, operands)
+    parts = shards and [sharded(run, primitive, shard, inner) for shard in shards]
+    if not parts or None in parts:
+        return None
+    return [joined(place, *pair) for place, *pair in zip(results, *parts, strict=True)]
+
+
+def joined(place: Placement, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if place.is_shard():
+        return torch.cat([one, other], place.dim)
+    if place.is_partial():
+        return one + other
+    same(one, other)
+    return one
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_by_any_letter_is_the_whole(name: str) -> None:
+    primitive, halved, letters = TABLE[name], set(), set()
+    for case in (c for c in CASES if c.name == name):
+        want = primitive.rule("reference")(*case.args)
+        for letter, strategy in by_letter(primitive, case.args).items():
+            letters.add(letter)
+            for run in (primitive.rule("reference"), *(fn for _, fn in lowerings(primitive))):
+                got = sharded(run, primitive, case.args, [strategy])
+                if got is not None:
+                    halved.add(letter)
+                    same(got, want, case.tolerance)
+    assert halved == letters, f"no example of {name!r} can be halved along {letters - halved}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_by_two_letters_at_once_is_the_whole(name: str) -> None:
+    primitive, done, pairs = TABLE[name], set(), set()
+    for case in (c for c in CASES if c.name == name and c.dtype == torch.float32):
+        want = primitive.rule("reference")(*case.args)
+        found = by_letter(primitive, case.args)
+        for pair in permutations(found, 2):
+            pairs.add(pair)
+            got = sharded(primitive.rule("reference"), primitive, case.args, [found[letter] for letter in pair])
+            if got is not None:
+                done.add(pair)
+                same(got, want, case.tolerance)
+    assert done == pairs, f"no example of {name!r} can be quartered along {pairs - done}"
+
+
+# --- poison: what padding, null pages and unused slots hold reaches nobody ---
+
+NAN = float("nan")
+Live = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
+    x = x.clone()
+    for index in where:
+        x[index] = NAN
+    return x
+
+
+def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, lengths: tuple[int, ...]) -> tuple[Any, Any, Live]:
+    """Row 0 is fresh and points at a slot nobody wrote, row 1 goes on from slot 2, row 2 is padding."""
+    B = len(lengths)
+    clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*lengths))
+    x = poison(clean[0], *[(b, slice(length, None)) for b, length in enumerate(lengths)])
+    used = write[:, -1].tolist()[: 2 if B == 3 else B]
+    return (
+        clean,
+        (x, clean[1], poison(clean[2], 0, 8), *clean[3:]),
+        lambda t: [
+            *(t[0][b, :length] for b, length in enumerate(lengths)),
+            t[1][used],
+            t[1][2],
+        ],
+    )
+
+
+def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, lengths: tuple[int, ...], chunk: int) -> tuple[Any, Any, Live]:
+    B = len(lengths)
+    q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
+    g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4)
+    tokens, slots = (q, k, v, g, beta), (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*lengths), chunk)
+    pool, padding = r.f32(9, 4, 5, 3), [(b, slice(length, None)) for b, length in enumerate(lengths)]
+    used = write[:, -1].tolist()[: 2 if B == 3 else B]
+    spoiled = (*(poison(x, *padding) for x in tokens), poison(pool, 0, 8), *slots)
+    return (*tokens, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][2]]
+
+
+def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
+    """Row 0 has 9 keys in pages 4, 2, 1, row 1 has 2 in page 3, row 2 is padding; pages 0 and 5 belong to nobody."""
+    table = ints([4, 2, 1], [3, 0, 0], [0, 0, 0])
+    clean = (r(3, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0, 0), ints(2, 2, 0), 0.4)
+    unused = (0, 5, (1, slice(1, None)), (3, slice(2, None)))
+    spoiled = (poison(clean[0], (0, 2), (1, 2), 2), poison(clean[1], *unused), poison(clean[2], *unused), *clean[3:])
+    return clean, spoiled, lambda t: [t[0][:2, :2]]
+
+
+def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
+    clean = (r(4, 2, 2, 3), r(4, 2, 2, 3), r(4, 2, 3), r(4, 2, 3), ints(5, 0, 2, 1))
+    k, v = (poison(x, 1, 3) for x in clean[2:4])
+    return (
+        clean,
+        (poison(clean[0], 0, (2, 0)), poison(clean[1], 0, (2, 0)), k, v, clean[4]),
+        lambda t: [x[index] for x in t for index in (1, (2, 1), 3)],
+    )
+
+
+def poisoned_last_rows(r: Draw) -> tuple[Any, Any, Live]:
+    x, lengths = r(9, 5), ints(2, 3, 1)
+    return (x, lengths), (poison(x, 2, 7, 8), lengths), lambda t: t
+
+
+def poisoned_few_choices(r: Draw) -> tuple[Any, Any, Live]:
+    clean = experts(r, 3, 6, 20, 4)
+    return clean, (poison(clean[0], -1), poison(clean[1], -1), *clean[2:]), lambda t: [x[:-1] for x in t]
+
+
+def poisoned_after_groups(r: Draw, name: str) -> tuple[Any, Any, Live]:
+    """Rows from the sum of the counts on hold anything."""
+    clean = EXAMPLES[name]["rows of nobody"](r)
+    return clean, tuple(poison(a, slice(5, None)) if i == name.endswith("a8") else a for i, a in enumerate(clean)), lambda t: [t[0][:5]]
+
+
+def poisoned_last_sorted(r: Draw, name: str, label: str, live: int) -> tuple[Any, Any, Live]:
+    """The last token is padding, and its rows come after those of the others."""
+    clean = EXAMPLES[name][label](r)
+    return clean, (poison(clean[0], -1), *clean[1:]), lambda t: [t[0][:live], t[1][:live], *t[2:]]
+
+
+def poisoned_unsort(r: Draw) -> tuple[Any, Any, Live]:
+    """Rows that no choice points at hold anything."""
+    clean = EXAMPLES["moe_unsort"]["elsewhere"](r)
+    return clean, (poison(clean[0], slice(3, None)), *clean[1:]), lambda t: t
+
+
+def poisoned_combine(r: Draw) -> tuple[Any, Any, Live]:
+    clean = dispatched(r)
+    return clean, (poison(clean[0], -1, -2), clean[1], poison(clean[2], -1), *clean[3:]), lambda t: [t[0][:-1]]
+
+
+def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any, Any, Live]:
+    """The last row of those operands is padding."""
+    clean = EXAMPLES[name][label](r)
+    return clean, tuple(poison(a, -1) if i in operands else a for i, a in enumerate(clean)), lambda t: [x[:-1] for x in t]
+
+
+POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
+    "accept": [],
+    "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
+    "cache_slots": [],
+    "cache_write": [poisoned_cache],
+    "causal_conv": [
+        lambda r: poisoned_conv(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
+        lambda r: poisoned_conv(r, 1, ints([3], [5], [0]), (1, 1, 0)),
+        lambda r: poisoned_conv(r, 7, ints([3]), (5,)),
+        lambda r: poisoned_conv(r, 7, ints([3]), (2,)),
+    ],
+    "delta_decay": [lambda r: rows(r, "delta_decay", "odd", (0,))],
+    "embed": [],
+    "gated_delta": [
+        lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0), 0),
+        lambda r: poisoned_delta(r, 1, ints([3], [5], [0]), (1, 1, 0), 0),
+        lambda r: poisoned_delta(r, 8, ints([3]), (5,), 4),
+        lambda r: poisoned_delta(r, 8, ints([3], [5], [0]), (3, 8, 0), 4),
+    ],
+    "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
+    "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
+    "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
+    "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
+    "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],
+    "last_rows": [poisoned_last_rows],
+    "linear": [lambda r: rows(r, "linear", "odd", (0,))],
+    "moe_combine": [poisoned_combine],
+    "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
+    "moe_experts": [
+        lambda r: rows(r, "moe_experts", "every expert", (0, 1)),
+        poisoned_few_choices,
+    ],
+    "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
+    "moe_sort": [
+        lambda r: poisoned_last_sorted(r, "moe_sort", "all here", 4),
+        lambda r: poisoned_last_sorted(r, "moe_sort", "elsewhere", 2),
+        lambda r: poisoned_last_sorted(r, "moe_sort", "int8", 2),
+    ],
+    "moe_unsort": [poisoned_unsort],
+    "paged_attention": [poisoned_attention],
+    "positions": [],
+    "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
+    "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
+    "rope": [lambda r: rows(r, "rope", "partial", (0,))],
+    "rope_angles": [],
+    "sample": [lambda r: rows(r, "sample", "even", (0,))],
+    "seat_write": [],
+    "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
+    "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_poison_reaches_no_live_row(name: str) -> None:
+    for make in POISONS[name]:
+        clean, spoiled, live = make(Draw())
+        want = live(flat(TABLE[name].rule("reference")(*clean)))
+        assert all(not t.is_floating_point() or t.isfinite().all() for t in want)
+        for _, run in implementations(TABLE[name]):
+            same(live(flat(run(*clone(spoiled)))), want, 1e-6)
+
+
+def test_a_poisoned_row_still_samples_a_token() -> None:
+    _, spoiled, _ = rows(Draw(), "sample", "even", (0,))
+    assert ((got := ops.sample(*spoiled)) >= 0).all()
+    assert (got < spoiled[0].shape[-1]).all()

@@ -1,0 +1,101 @@
+"""Logical axes become placements, and constrain reduces exactly where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from npucompile.graphs.errors import PartitionError
+from npucompile.graphs.spmd.layout import Place, assembled, constrain, local_of, partitioning, place, placements, ways
+from npucompile.graphs.types import Mesh, Rules
+
+RULES = Rules.of({"ffn": "tp", "heads": "tp", "experts": ("dp", "tp")})
+MESH = Mesh.parse("dp=3,tp=2")
+
+
+@pytest.fixture
+def group() -> Iterator[DeviceMesh]:
+    """The devices of one dp group, as the partitioner makes them."""
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    dist.destroy_process_group()
+
+
+def at(group: DeviceMesh, rules: Rules = RULES, dp: int = 0, tp: int = 0) -> Place:
+    return Place(rules, MESH, group, torch.tensor([dp, tp], dtype=torch.int32))
+
+
+def test_one_placement_a_mesh_axis(group: DeviceMesh) -> None:
+    assert placements((None, "ffn"), group, RULES) == [Shard(1)]
+    assert placements(("experts", None), group, RULES) == [Shard(0)], "dp is not an axis of DTensor's mesh"
+    assert placements(("vocab", None), group, RULES) == [Replicate()]
+    with pytest.raises(PartitionError, match=r"axes \['heads', 'ffn'\] of one value both map to mesh axis 'tp'"):
+        placements(("heads", "ffn"), group, RULES)
+
+
+def test_ways_counts_the_shards_of_an_axis(group: DeviceMesh) -> None:
+    assert [ways(axis) for axis in ("ffn", "experts", "vocab")] == [1, 1, 1], "outside partitioning there is one device"
+    with partitioning(at(group)):
+        assert [ways(axis) for axis in ("ffn", "experts", "vocab")] == [2, 6, 1]
+    assert place() is None
+
+
+def test_constrain_outside_partitioning_is_the_value_itself(group: DeviceMesh) -> None:
+    x = torch.ones(2, 4)
+    sharded = DTensor.from_local(x, group, [Shard(1)], run_check=False)
+    assert constrain(x, None, "ffn") is x
+    assert constrain(sharded, None, None) is sharded
+    with partitioning(at(group)):
+        assert constrain(x, None, "ffn") is x
+        assert constrain(sharded, None, None) is not sharded
+    assert constrain(sharded, None, None) is sharded
+
+
+def test_constrain_lays_out_by_the_rules(group: DeviceMesh) -> None:
+    partial = DTensor.from_local(torch.ones(2, 4), group, [Partial()], run_check=False)
+    with partitioning(at(group)):
+        assert constrain(partial, None, None).placements == (Replicate(),)
+        assert constrain(partial, None, "ffn").placements == (Shard(1),)
+        with partitioning(at(group, Rules())):
+            assert constrain(partial, None, "ffn").placements == (Replicate(),)
+        assert constrain(partial, None, "ffn").placements == (Shard(1),)
+
+
+@pytest.mark.parametrize("tp", [0, 1])
+def test_a_share_of_a_whole_value_is_taken_at_the_coordinates(group: DeviceMesh, tp: int) -> None:
+    """This process is rank 0 whatever the coordinates say: the position is a value, not the tracer's own."""
+    x = torch.arange(12.0).view(2, 6)
+    whole = DTensor.from_local(x, group, [Replicate()], run_check=False)
+    with partitioning(at(group, dp=2, tp=tp)):
+        for axes, dim in (((None, "ffn"), 1), (("ffn", None), 0)):
+            share = constrain(whole, *axes)
+            assert share.placements == (Shard(dim),)
+            assert share.shape == x.shape
+            assert torch.equal(local_of(share), x.chunk(2, dim)[tp])
+
+
+def test_what_is_assembled_is_what_devices_hold(group: DeviceMesh) -> None:
+    local = torch.ones(2, 3, 5)
+    for layout, shape in ((Shard(1), (2, 6, 5)), (Replicate(), (2, 3, 5)), (Partial(), (2, 3, 5))):
+        value = assembled(local, group, [layout])
+        assert (tuple(value.shape), value.placements) == (shape, (layout,))
+        assert value.stride() == (shape[1] * 5, 5, 1)
+        assert local_of(value) is local
+    assert local_of(local) is local
+
+
+def test_constrain_names_every_dimension() -> None:
+    with pytest.raises(PartitionError, match=r"2 axis names \(None, 'ffn'\) for a value of shape \(2, 3, 4\)"):
+        constrain(torch.ones(2, 3, 4), None, "ffn")
+
+
+def test_constrain_refuses_a_size_that_does_not_divide(group: DeviceMesh) -> None:
+    whole = DTensor.from_local(torch.ones(2, 5), group, [Replicate()], run_check=False)
+    with partitioning(at(group)), pytest.raises(PartitionError, match=r"axis 'ffn' of size 5 does not divide by 2 \(mesh dp=3,tp=2\)"):
+        constrain(whole, None, "ffn")

@@ -1,0 +1,348 @@
+"""The partitioner splits what the rules say, moves data where the model says, and refuses everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import PartitionError
+from npucompile.graphs.ir.block import block
+from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.ir.trace import trace
+from npucompile.graphs.spmd.layout import constrain
+from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.spmd.region import all_gather, shard_map
+from npucompile.graphs.text import as_text
+from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Tree
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+
+T, M, F, V = 4, 6, 10, 8
+F32 = torch.float32
+RULES = Rules.of({"ffn": "tp", "vocab": "tp", "slots": "tp"})
+
+
+def program(forward: Callable[[Tree, Tree, Tree], Any], width: int = F) -> Program:
+    params = {
+        "up": Aval((width, M), F32, ("ffn", None)),
+        "down": Aval((M, width), F32, (None, "ffn")),
+        "head": Aval((V, M), F32, ("vocab", None)),
+        "norm": Aval((M,), F32),
+    }
+    state = {"pool": Aval((2, 4, width, M), F32, (None, None, "ffn", None)), "seen": Aval((T,), torch.int32)}
+    return Program("toy", Bucket("decode", T, 1), forward, params, state, {"x": Aval((T, M), F32)})
+
+
+def mlp(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    """A column-parallel, then a row-parallel product, and a head split over the vocabulary."""
+    hidden = torch.nn.functional.silu(ops.linear(i["x"], p["up"]))
+    down = constrain(ops.linear(hidden, p["down"]), None, None)
+    x, stream = ops.add_rms_norm(down, i["x"], p["norm"], 1e-6, 1.0)
+    logits = constrain(ops.linear(x, p["head"]), None, None)
+    return {"logits": logits, "stream": stream}, {"pool": s["pool"] * 2, "seen": s["seen"] + 1}
+
+
+def split(forward: Callable[[Tree, Tree, Tree], Any], mesh: str = "tp=2", rules: Rules = RULES, width: int = F) -> Partitioned:
+    return partition(trace(program(forward, width)), Mesh.parse(mesh), rules)
+
+
+def operands(partitioned: Partitioned) -> list[torch.Tensor]:
+    r = torch.Generator().manual_seed(0)
+    return [torch.randn(leaf.aval.shape, generator=r).to(leaf.aval.dtype) for leaf in partitioned.signature.operands]
+
+
+# --- one device ---
+
+
+def test_one_device_runs_the_traced_graph() -> None:
+    traced = trace(program(mlp))
+    one = partition(traced, Mesh(), Rules())
+    assert one.collectives == ()
+    assert one.graph is traced.graph
+    assert one.signature == traced.signature
+    values = operands(one)
+    for got, want in zip(one.graph(*values), traced.graph(*values), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_rules_mean_nothing_on_one_device() -> None:
+    assert as_text(split(mlp, "").graph, "") == as_text(split(mlp, "", Rules()).graph, "")
+    assert split(mlp, "tp=1").collectives == ()
+
+
+# --- two devices ---
+
+
+def test_a_column_and_a_row_parallel_product_reduce_once() -> None:
+    two = split(mlp)
+    assert two.collectives == (("all_reduce", "tp", "f32[4,6]"), ("all_gather_into_tensor", "tp", "f32[8,4]"))
+
+
+def test_signature_has_local_sizes() -> None:
+    two = split(mlp)
+    assert [leaf.aval.shape for leaf in two.signature.params] == [(F // 2, M), (M, F // 2), (V // 2, M), (M,)]
+    assert [leaf.aval.shape for leaf in two.signature.state] == [(2, 4, F // 2, M), (T,)]
+    assert two.signature.inputs[0] == Leaf("inputs.x", Aval((T, M), F32))
+    assert two.signature.inputs[1:] == (Leaf("inputs.coords", Aval((2,), torch.int32)),)
+    assert [leaf.aval.shape for leaf in two.signature.outputs] == [(T, V), (T, M)]
+    placeholders = [n for n in two.graph.graph.nodes if n.op == "placeholder"]
+    assert [tuple(n.meta["val"].shape) for n in placeholders] == [leaf.aval.shape for leaf in two.signature.operands]
+    assert [n.meta["leaf"] for n in placeholders] == [leaf.name for leaf in two.signature.operands]
+
+
+def test_the_text_of_two_devices(golden: Callable[[str, str], None]) -> None:
+    golden("mlp_partitioned_tp2", as_text(split(mlp).graph, "mlp over tp=2"))
+
+
+def test_partitioning_again_gives_the_same_graph() -> None:
+    """Whatever other meshes this process has partitioned for in between."""
+    first = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("tp=2", "dp=2,tp=2", "")}
+    again = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("", "dp=2,tp=2", "tp=2")}
+    assert first == again
+
+
+def test_every_rank_has_the_same_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is traced as rank 0; traced as any other rank it is the same, so one graph serves all."""
+    start = dist.init_process_group
+    found = []
+    for rank in range(4):
+        monkeypatch.setattr(dist, "init_process_group", lambda *args, rank=rank, **rest: start(*args, **{**rest, "rank": rank}))
+        found.append(split(mlp, "dp=2,tp=2"))
+    assert len({one.collectives for one in found}) == 1
+    assert len({as_text(one.graph, "") for one in found}) == 1
+    assert len({one.signature for one in found}) == 1
+
+
+def test_shards_together_are_the_whole() -> None:
+    """Both devices' graphs, run here with the sum and the gather done by hand, give the unsharded results."""
+    whole, two = split(mlp, ""), split(mlp)
+    values = operands(whole)
+    want = whole.graph(*values)
+    up, down, head, norm, pool, seen, x = values
+    shards = [[up.chunk(2)[r], down.chunk(2, 1)[r], head.chunk(2)[r], norm, pool.chunk(2, 2)[r], seen, x, at(0, r)] for r in range(2)]
+    runs = [step_by_step(two, shard) for shard in shards]
+    pairs = [next(run) for run in runs]
+    summed = pairs[0] + pairs[1]
+    pairs = [run.send(summed) for run in runs]
+    gathered = torch.cat(pairs)
+    results = [run.send(gathered) for run in runs]
+    for got in results:
+        torch.testing.assert_close(got[:2], want[:2], rtol=1e-5, atol=1e-5)
+        assert torch.equal(got[3], want[3])
+    torch.testing.assert_close(torch.cat([got[2] for got in results], 2), want[2])
+
+
+def at(*coords: int) -> torch.Tensor:
+    return torch.tensor(coords, dtype=torch.int32)
+
+
+def step_by_step(partitioned: Partitioned, values: list[torch.Tensor]) -> Iterator[Any]:
+    """Runs a graph; at each collective yields what this device sends and is sent what it gets. Ends by yielding the results."""
+    known: dict[Any, Any] = {}
+    given = iter(values)
+    for node in partitioned.graph.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(given)
+            continue
+        args = torch.fx.node.map_arg(node.args, lambda n: known[n])
+        if node.op == "output":
+            yield list(args[0])
+        elif "wait" in str(node.target):
+            known[node] = args[0]
+        elif node.target.__class__.__name__ == "OpOverload" and node.target.namespace == "_c10d_functional":
+            known[node] = yield args[0]
+        else:
+            known[node] = node.target(*args, **node.kwargs)
+
+
+# --- bodies ---
+
+
+def half(scale: float, p: Tree, x: torch.Tensor) -> torch.Tensor:
+    return constrain(ops.linear(torch.sigmoid(ops.linear(x, p["up"])), p["down"]), None, None) * scale
+
+
+def two_blocks(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    x = block("layer", half, (0.5,), p, i["x"])
+    return {"y": block("layer", half, (0.5,), p, x + 1)}, s
+
+
+def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
+    two = split(two_blocks)
+    assert list(bodies(two.graph)) == ["layer"]
+    assert two.collectives == (("all_reduce", "tp", "f32[4,6]"),) * 2
+    flat = [n.args[-1] for n in bodies(two.graph)["layer"].graph.nodes if "all_reduce" in str(n.target)]
+    assert flat == ["tp"], "the group in a body has its symbolic name"
+    whole = split(two_blocks, "")
+    up, down, *_, x = operands(whole)
+    want, *_ = whole.graph(*operands(whole))
+    runs = Lockstep(two.graph, two.mesh)([[up.chunk(2)[r], down.chunk(2, 1)[r], *operands(two)[2:-2], x, at(0, r)] for r in range(2)])
+    for got, *_ in runs:
+        torch.testing.assert_close(got, want)
+
+
+# --- groups with requests of their own ---
+
+
+def test_groups_do_not_talk_unless_told_to() -> None:
+    """dp is manual: what is split over tp is split the same, whatever dp is."""
+    assert split(mlp, "dp=3,tp=2").collectives == split(mlp).collectives
+    alone = split(mlp, "dp=3")
+    assert alone.collectives == ()
+    assert [leaf.aval for leaf in alone.signature.params] == [leaf.aval for leaf in split(mlp, "").signature.params]
+    assert alone.signature.inputs[-1].name == "inputs.coords"
+
+
+def test_inputs_are_those_of_one_group() -> None:
+    four = split(mlp, "dp=2,tp=2")
+    assert [leaf.aval.shape for leaf in four.signature.inputs] == [(T, M), (2,)]
+    assert [leaf.aval.shape for leaf in four.signature.outputs] == [(T, V), (T, M)]
+
+
+def test_experts_may_lie_on_all_devices() -> None:
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        def local(w: torch.Tensor) -> torch.Tensor:
+            return all_gather(w.sum((1, 2)), "experts")
+
+        return {"y": shard_map(local, [(p["w"], ("experts", None, None))], (None,))}, s
+
+    def toy(experts: int) -> Program:
+        return replace(program(forward), params={"w": Aval((experts, 3, 5), F32, ("experts", None, None))})
+
+    rules = Rules.of({"experts": ("dp", "tp")})
+    found = partition(toy(8), Mesh.parse("dp=2,tp=2"), rules)
+    assert [leaf.aval.shape for leaf in found.signature.params] == [(2, 3, 5)]
+    assert found.collectives == (("all_gather_into_tensor", "world", "f32[8]"),)
+    weights = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0))
+    rest = operands(found)[1:-1]
+    runs = Lockstep(found.graph, found.mesh)([[weights[2 * r : 2 * r + 2], *rest, at(r // 2, r % 2)] for r in range(4)])
+    for y, *_ in runs:
+        torch.testing.assert_close(y, weights.sum((1, 2)))
+    with pytest.raises(PartitionError, match=r"params\.w: axis 'experts' of size 6 does not divide by 4 .* of mesh dp=2,tp=2"):
+        partition(toy(6), Mesh.parse("dp=2,tp=2"), rules)
+
+
+def test_a_share_is_taken_at_the_device_s_own_position() -> None:
+    """The graph is traced on rank 0; each rank takes its own rows by its coordinates."""
+
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        return {"y": constrain(constrain(i["x"], "rows", None) * 2, None, None)}, s
+
+    found = split(forward, rules=Rules.of({"rows": "tp"}))
+    x = operands(found)[-2]
+    runs = Lockstep(found.graph, found.mesh)([[*operands(found)[:-1], at(0, r)] for r in range(2)])
+    for y, *_ in runs:
+        assert torch.equal(y, x * 2)
+
+
+# --- refusals ---
+
+
+def test_an_unknown_mesh_axis_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"mesh ep=2,tp=2 has an axis 'ep'; legal are dp, tp"):
+        split(mlp, "ep=2,tp=2")
+
+
+def test_only_experts_may_be_split_over_groups() -> None:
+    rules = Rules.of({"ffn": ("dp", "tp")})
+    with pytest.raises(PartitionError, match=r"rule 'ffn' -> .*: 'dp' holds groups with requests of their own; legal over it is experts"):
+        split(mlp, "dp=2", rules, width=12)
+    assert split(mlp, "tp=2", rules).collectives, "one group has nobody to share with"
+
+
+def test_a_name_that_no_group_has_is_refused() -> None:
+    """An axis over all of a mesh is `world`; over some axes of it, in another order, there is no group."""
+
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        return {"y": shard_map(lambda x: all_gather(x, "experts"), [(i["x"], (None, None))], (None, None))}, s
+
+    with pytest.raises(PartitionError, match=r"axis 'experts' is split over \('tp', 'dp'\); legal is one axis of mesh dp=2,tp=2"):
+        split(forward, "dp=2,tp=2", Rules.of({"experts": ("tp", "dp")}))
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PartitionError, match=r"params\.up: axis 'ffn' of size 9 does not divide by 2 .* of mesh tp=2"):
+        split(mlp, width=9)
+
+
+def test_axes_that_collide_are_refused() -> None:
+    toy = program(mlp)
+    clash = replace(toy, params={**toy.params, "up": Aval((F, M), F32, ("ffn", "vocab"))})
+    with pytest.raises(PartitionError, match=r"params\.up: axes 'ffn' and 'vocab' both map to mesh axis 'tp'"):
+        partition(trace(clash), Mesh.parse("tp=2"), RULES)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (
+            lambda p, s, i: ({"y": ops.linear(i["x"], p["up"])}, s),
+            r"outputs.y ends as \(Shard\(dim=1\),\), its place is \(Replicate\(\),\)",
+        ),
+        (lambda p, s, i: ({"y": ops.linear(i["x"], p["up"]).sum()}, s), r"toy: outputs.y ends as \(Partial\(sum\),\)"),
+        (
+            lambda p, s, i: ({}, {**s, "pool": constrain(s["pool"], None, None, None, None)}),
+            r"toy: state.pool ends as \(Replicate\(\),\), its place is \(Shard\(dim=2\),\)",
+        ),
+    ],
+)
+def test_a_result_in_another_layout_is_refused(forward: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        split(forward)
+
+
+def unasked(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    hidden = ops.linear(i["x"], p["up"])
+    return {"y": torch.sort(hidden)[0]}, s
+
+
+def unasked_by_a_primitive(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    hidden = ops.linear(i["x"], p["up"])
+    return {"y": ops.embed(s["seen"], hidden)}, {**s, "seen": ops.moe_route(hidden, 1, True)[1].view(-1)}
+
+
+def reduced_twice(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+    down = ops.linear(ops.linear(i["x"], p["up"]), p["down"])
+    return {"y": constrain(torch.relu(down), None, None)}, s
+
+
+@pytest.mark.parametrize("forward", [unasked, unasked_by_a_primitive, reduced_twice])
+def test_data_that_would_move_unasked_is_refused_by_the_line_that_needs_it(forward: Any) -> None:
+    with pytest.raises(PartitionError) as caught:
+        split(forward)
+    message = str(caught.value)
+    assert __file__ in message
+    assert "return {" in message
+    assert "mplicit redistribution" in message
+    assert "constrain what it reads" in message
+    assert split(forward, "").collectives == ()
+
+
+def test_an_operator_without_a_rule_is_refused_by_its_line() -> None:
+    def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
+        return {"y": torch.segment_reduce(i["x"], "sum", lengths=s["seen"])}, s
+
+    with pytest.raises(PartitionError, match=r"(?s)toy: .*test_partition\.py.*segment_reduce.*sharding strategy"):
+        split(forward)
+
+
+def test_needs_a_process_group_of_its_own() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(PartitionError, match=r"torch.distributed is initialised in this process"):
+            split(mlp)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_leaves_no_process_group_behind() -> None:
+    split(mlp)
+    with pytest.raises(PartitionError):
+        split(unasked)
+    assert not dist.is_initialized()

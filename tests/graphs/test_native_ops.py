@@ -1,0 +1,94 @@
+"""graphs/native_ops.py: an operator by name, and the code that is bound to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs import native_ops, ops
+from npucompile.graphs.errors import PrimitiveError
+from npucompile.graphs.native_ops import FEW_ROWS, Native
+from npucompile.graphs.primitive import Primitive
+
+F32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def doubled() -> Iterator[Native]:
+    yield Native("test_doubled", "(Tensor x) -> Tensor", torch.empty_like)
+    native_ops.TABLE.pop("test_doubled")
+
+
+def test_an_operator_calls_what_is_bound_last_and_nothing_when_nothing_is(doubled: Native) -> None:
+    x = torch.ones(3)
+    with pytest.raises(PrimitiveError, match=r"npuc_native\.test_doubled has no kernel in this process"):
+        doubled.op(x)
+    for factor in (2, 3):
+        doubled.bind(lambda x, factor=factor: factor * x)
+        assert torch.equal(doubled.op(x), factor * x)
+    doubled.bind(None)
+    with pytest.raises(PrimitiveError, match="no kernel"):
+        doubled.op(x)
+
+
+def test_shapes_are_known_without_a_kernel(doubled: Native) -> None:
+    with FakeTensorMode():
+        assert doubled.op(torch.empty(2, 5)).shape == (2, 5)
+
+
+def test_names_are_unique(doubled: Native) -> None:
+    with pytest.raises(PrimitiveError, match="'test_doubled' is defined twice"):
+        Native(doubled.name, "(Tensor x) -> Tensor", torch.empty_like)
+
+
+def test_a_compiled_graph_calls_native_twins() -> None:
+    for primitive, name in ((ops.paged_attention, "attention"), (ops.sample, "sample"), (ops.token_logprobs, "logprobs")):
+        assert primitive.lower_for("inductor") is native_ops.TABLE[f"npuc_{name}"].op
+
+
+def called(primitive: Primitive, *operands: Any) -> set[str]:
+    """The native operators that a lowering calls."""
+    graph = make_fx(primitive.lower_for("inductor"), tracing_mode="fake")(*operands)
+    targets = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return {target._opname for target in targets if target.namespace == native_ops.NAMESPACE}
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16)])
+def test_few_rows_in_float32_go_through_kernels_and_others_through_torch(rows: int, dtype: torch.dtype) -> None:
+    few = rows <= FEW_ROWS and dtype == F32
+    x, made = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
+    assert called(ops.linear, x, made(5, 6)) == ({"npuc_linear"} if few else set())
+    assert called(ops.swiglu_linear, x, made(2, 5, 6)) == ({"npuc_linear"} if few else set())
+    experts = made(rows, 2), ints(rows, 2), made(4, 2, 5, 6), made(4, 6, 5)
+    assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else set())
+
+
+@pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])
+def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
+    """`whole`: a prefill, which stores one state a row."""
+    kernel, (B, Q, H, D), made = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
+    slots = ints(B), ints(B, 1 if whole else Q), ints(B), ints(B)
+    assert called(ops.causal_conv, made(B, Q, 6), made(6, 3), made(9, 2, 6), *slots) == ({"npuc_conv"} if kernel else set())
+    rows = made(B, Q, H, D), made(B, Q, H, D), made(B, Q, H, D), made(B, Q, H), made(B, Q, H)
+    assert called(ops.gated_delta, *rows, made(9, H, D, D), *slots, 4 if whole else 0) == ({"npuc_delta"} if kernel else set())
+
+
+def test_operators_that_write_a_pool_say_so() -> None:
+    """The pool alone, and no other operator writes anything: what traces them must know."""
+    writes = {
+        (name, argument.name)
+        for name, one in native_ops.TABLE.items()
+        for argument in one.op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    assert writes == {("npuc_conv", "state"), ("npuc_delta", "state")}

@@ -1,0 +1,318 @@
+"""One graph on all ranks of a mesh: collectives by group, bodies, updates in place, and what is refused."""
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from npucompile.graphs import ops as ops
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.primitive import TABLE, Primitive
+from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.emulator import emulator
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+MESHES = ["", "tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=4,tp=2", "dp=3,tp=5", "dp=2,tp=8", "tp=3,dp=2"]
+
+
+class Named:
+    """Stands for an operator of torch_npu, which this process need not import."""
+
+    __module__ = "npu"
+
+    def __init__(self, name: str) -> None:
+        self.name = self.__name__ = self.__qualname__ = name
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: object) -> object:
+        raise AssertionError(f"{self.name} has no CPU kernel of its own")
+
+
+def built(*names: str, fn: Callable[..., Any], **bodies: GraphModule) -> GraphModule:
+    """A graph with placeholders of these names; fn(graph, *placeholders) adds the rest and returns its results."""
+    graph, root = Graph(), torch.nn.Module()
+    for name, body in bodies.items():
+        setattr(root, name, body)
+    results = fn(graph, *(graph.placeholder(name) for name in names))
+    graph.output(tuple(results))
+    return GraphModule(root, graph)
+
+
+def run(graph: GraphModule, mesh: str, operands: Callable[[int], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    where = Mesh.parse(mesh)
+    return Lockstep(graph, where)([operands(rank) for rank in range(where.size)])
+
+
+def waited(g: Graph, op: Any, *args: Any) -> Node:
+    return g.call_function(c10d.wait_tensor.default, (g.call_function(op, args),))
+
+
+# --- groups ---
+
+
+def test_groups_follow_rank_equals_dp_times_tp_plus_tp() -> None:
+    assert emulator.groups(Mesh.parse("dp=2,tp=3")) == {
+        "tp": [[0, 1, 2], [3, 4, 5]],
+        "dp": [[0, 3], [1, 4], [2, 5]],
+        "world": [[0, 1, 2, 3, 4, 5]],
+    }
+    assert emulator.groups(Mesh()) == {"tp": [[0]], "dp": [[0]], "world": [[0]]}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_group_sums_its_own_ranks(mesh: str) -> None:
+    def body(g: Graph, x: Node) -> list[Node]:
+        return [waited(g, c10d.all_reduce.default, x, "sum", name) for name in ("tp", "dp", "world")]
+
+    where = Mesh.parse(mesh)
+    tp, size = where.axis("tp"), where.size
+    out = run(built("x", fn=body), mesh, lambda rank: [torch.tensor([2.0**rank])])
+    for rank in range(size):
+        wanted = [
+            sum(2.0**r for r in range(size) if r // tp == rank // tp),
+            sum(2.0**r for r in range(size) if r % tp == rank % tp),
+            2.0**size - 1,
+        ]
+        assert [x.item() for x in out[rank]] == wanted
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=2,tp=8"])
+def test_gather_matmul_scatter_is_the_unsharded_product(mesh: str) -> None:
+    where = Mesh.parse(mesh)
+    tp, dp = where.axis("tp"), where.axis("dp")
+    torch.manual_seed(0)
+    x, w = torch.randn(dp, tp, 8), torch.randn(8, 4 * tp)
+
+    def body(g: Graph, x: Node, w_rows: Node) -> list[Node]:
+        """Rows of x are on tp ranks, w is split over its contraction: gather the rows, multiply, sum and scatter."""
+        whole = waited(g, c10d.all_gather_into_tensor.default, x, tp, "tp")
+        mine = g.call_function(aten.mm.default, (whole, w_rows))
+        return [waited(g, c10d.reduce_scatter_tensor.default, mine, "sum", tp, "tp")]
+
+    def operands(rank: int) -> list[torch.Tensor]:
+        part = torch.zeros_like(w)
+        part[rank % tp :: tp] = w[rank % tp :: tp]
+        return [x[rank // tp, rank % tp][None], part]
+
+    out = run(built("x", "w", fn=body), mesh, operands)
+    for rank, (found,) in enumerate(out):
+        torch.testing.assert_close(found, x[rank // tp, rank % tp][None] @ w, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_exchange_parts() -> None:
+    def body(g: Graph, x: Node) -> list[Node]:
+        return [waited(g, c10d.all_to_all_single.default, x, [1, 1], [1, 1], "dp"), waited(g, c10d.broadcast.default, x, 1, "tp")]
+
+    out = run(built("x", fn=body), "dp=2,tp=2", lambda rank: [torch.tensor([10 * rank, 10 * rank + 1])])
+    assert [x.tolist() for x, _ in out] == [[0, 20], [10, 30], [1, 21], [11, 31]]
+    assert [x.tolist() for _, x in out] == [[10, 11], [10, 11], [30, 31], [30, 31]]
+
+
+# --- what a graph may hold ---
+
+
+def test_bodies_are_run_at_every_call() -> None:
+    def layer(g: Graph, x: Node, w: Node) -> list[Node]:
+        total = waited(g, c10d.all_reduce.default, x, "sum", "tp")
+        return [g.call_function(aten.mul.Tensor, (total, w)), g.call_function(aten.neg.default, (x,))]
+
+    inner = built("x", "w", fn=layer)
+
+    def outer(g: Graph, x: Node, w: Node) -> list[Node]:
+        result = g.call_module("inner", (x, w))
+        return [g.call_function(operator.getitem, (result, i)) for i in (0, 1)]
+
+    def main(g: Graph, x: Node, w: Node) -> list[Node]:
+        first = g.call_module("outer", (x, w))
+        second = g.call_module("outer", (g.call_function(operator.getitem, (first, 0)), w))
+        return [g.call_function(operator.getitem, (second, 0)), g.call_function(operator.getitem, (second, 1)), x]
+
+    graph = built("x", "w", fn=main, outer=built("x", "w", fn=outer, inner=inner))
+    out = run(graph, "tp=2", lambda rank: [torch.tensor([rank + 1.0]), torch.tensor([10.0 * (rank + 1)])])
+    assert [[x.item() for x in results] for results in out] == [[900.0, -30.0, 1.0], [1800.0, -60.0, 2.0]]
+
+
+def test_kernels_stand_in_for_npu_operators() -> None:
+    norm = Named("npu.npu_add_rms_norm.default")
+
+    def body(g: Graph, x: Node, gamma: Node) -> list[Node]:
+        triple = g.call_function(norm, (x, x, gamma), {"epsilon": 0.0})
+        return [g.call_function(operator.getitem, (triple, i)) for i in (0, 2)]
+
+    out = run(built("x", "gamma", fn=body), "tp=2", lambda rank: [torch.tensor([[3.0, 4.0]]) * (rank + 1), torch.ones(2)])
+    for rank, (y, total) in enumerate(out):
+        torch.testing.assert_close(y, torch.tensor([[3.0, 4.0]]) / 12.5**0.5)
+        assert total.tolist() == [[6.0 * (rank + 1), 8.0 * (rank + 1)]]
+
+
+def test_group_kernels_take_their_group_from_the_arguments() -> None:
+    dispatch, combine = Named("npu.npu_moe_distribute_dispatch_v2.default"), Named("npu.npu_moe_distribute_combine_v2.default")
+
+    def body(g: Graph, x: Node, ids: Node, weights: Node) -> list[Node]:
+        sent = g.call_function(dispatch, (x, ids, "world", 4, 0, 8))
+        rows, assist, counts = (g.call_function(operator.getitem, (sent, i)) for i in (0, 2, 4))
+        doubled = g.call_function(aten.mul.Tensor, (rows, 2.0))
+        return [g.call_function(combine, (doubled, ids, assist, counts, weights, "world", 4, 0, 8))]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 5)
+    ids = torch.stack([torch.stack([torch.randperm(8)[:2] for _ in range(3)]) for _ in range(4)]).int()
+    out = run(built("x", "ids", "weights", fn=body), "dp=2,tp=2", lambda rank: [x[rank], ids[rank], torch.full((3, 2), 0.25)])
+    for rank, (found,) in enumerate(out):
+        torch.testing.assert_close(found, x[rank])
+
+
+def test_primitives_are_called_as_they_are() -> None:
+    def body(g: Graph, x: Node, w: Node) -> list[Node]:
+        return [g.call_function(torch.ops.npuc.linear.default, (x, w))]
+
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    ((found,),) = run(built("x", "w", fn=body), "", lambda rank: [x, w])
+    torch.testing.assert_close(found, x @ w.t())
+
+
+def test_tensors_are_made_on_the_cpu() -> None:
+    def body(g: Graph, x: Node) -> list[Node]:
+        made = g.call_function(aten.arange.default, (3,), {"device": torch.device("meta"), "pin_memory": False})
+        return [made, g.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64, "device": torch.device("meta")})]
+
+    ((made, moved),) = run(built("x", fn=body), "", lambda rank: [torch.ones(2)])
+    assert made.tolist() == [0, 1, 2]
+    assert (moved.device.type, moved.dtype) == ("cpu", torch.float64)
+
+
+def test_updates_reach_the_ranks_own_operands() -> None:
+    scatter = Named("npu.npu_scatter_nd_update_.default")
+
+    def layer(g: Graph, pool: Node, other: Node, x: Node) -> list[Node]:
+        g.call_function(scatter, (pool, g.call_function(aten.zeros.default, ([1, 1],), {"dtype": torch.int32}), x))
+        g.call_function(aten.copy_.default, (other, g.call_function(aten.add.Tensor, (other, 1))))
+        return [x]
+
+    def body(g: Graph, pool: Node, other: Node, x: Node) -> list[Node]:
+        return [g.call_function(operator.getitem, (g.call_module("layer", (pool, other, x)), 0))]
+
+    pools = [(torch.zeros(2, 1), torch.zeros(2)) for _ in range(2)]
+    graph = built("pool", "other", "x", fn=body, layer=built("pool", "other", "x", fn=layer))
+    run(graph, "tp=2", lambda rank: [*pools[rank], torch.full((1, 1), rank + 5.0)])
+    assert [pool.flatten().tolist() for pool, _ in pools] == [[5.0, 0.0], [6.0, 0.0]]
+    assert [other.tolist() for _, other in pools] == [[1.0, 1.0]] * 2
+
+
+def test_results_of_a_collective_are_not_shared() -> None:
+    def body(g: Graph, x: Node) -> list[Node]:
+        total = waited(g, c10d.all_gather_into_tensor.default, x, 2, "tp")
+        g.call_function(aten.mul_.Tensor, (total, x))
+        return [total]
+
+    out = run(built("x", fn=body), "tp=2", lambda rank: [torch.tensor([rank + 2.0])])
+    assert [x.tolist() for (x,) in out] == [[4.0, 6.0], [6.0, 9.0]]
+
+
+# --- primitives that communicate ---
+
+CALLS: list[list[tuple[Any, ...]]] = []
+
+
+@pytest.fixture(scope="module")
+def shout() -> Iterator[Primitive]:
+    """A primitive whose result is every member's values, its own first."""
+    primitive = Primitive("lockstep_shout", "(Tensor x, int more, str group) -> Tensor", factors="_ -> _")
+    primitive.reference(lambda x, more, group: pytest.fail("it has a meaning only for a whole group"))
+
+    @primitive.together
+    def together(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+        CALLS.append(calls)
+        return [torch.cat([x + more, *(other for other, *_ in calls if other is not x)]) for x, more, _ in calls]
+
+    yield primitive
+    del TABLE["lockstep_shout"]
+
+
+def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primitive) -> None:
+    def body(g: Graph, x: Node) -> list[Node]:
+        return [g.call_function(shout.op, (x, 100), {"group": "tp"}), g.call_function(shout.op, (x, 0, "dp"))]
+
+    CALLS.clear()
+    out = run(built("x", fn=body), "dp=2,tp=2", lambda rank: [torch.tensor([rank])])
+    assert [(a.tolist(), b.tolist()) for a, b in out] == [
+        ([100, 1], [0, 2]),
+        ([101, 0], [1, 3]),
+        ([102, 3], [2, 0]),
+        ([103, 2], [3, 1]),
+    ]
+    assert [call[1:] for call in CALLS[0]] == [(100, "tp")] * 2
+    assert len(CALLS) == 4
+
+
+def test_values_are_freed_after_their_last_reader(shout: Primitive, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[list[bool]] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watch(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+        gc.collect()
+        alive.append([ref() is not None for ref in made])
+        result = calls[0][0] + 1
+        made.append(weakref.ref(result))
+        return [result]
+
+    monkeypatch.setitem(shout._rules, "together", watch)
+
+    def body(g: Graph, x: Node) -> list[Node]:
+        a = g.call_function(shout.op, (x, 0, "tp"))
+        b = g.call_function(shout.op, (a, 0, "tp"))
+        g.call_function(shout.op, (b, 0, "tp"))  # nobody reads it
+        return [g.call_function(shout.op, (b, 0, "tp")), b]
+
+    ((last, kept),) = run(built("x", fn=body), "", lambda rank: [torch.zeros(1)])
+    assert alive == [[], [True], [False, True], [False, True, False]]
+    assert (last.item(), kept.item()) == (3.0, 2.0)
+
+
+# --- refusals ---
+
+
+def test_a_missing_kernel_is_named() -> None:
+    graph = built("x", fn=lambda g, x: [g.call_function(Named("npu.npu_moonwalk.default"), (x,))])
+    message = r"npu.npu_moonwalk.default, which has no CPU kernel; besides aten and npuc there are .*npu_rms_norm"
+    with pytest.raises(LoweringError, match=message):
+        run(graph, "", lambda rank: [torch.zeros(1)])
+
+
+def test_members_that_disagree_are_named() -> None:
+    graph = built("x", fn=lambda g, x: [waited(g, c10d.all_reduce.default, x, "sum", "tp")])
+    message = r"rank 2 brings \[\(\(1,\), 'torch.float32'\)\], rank 3 \[\(\(2,\), 'torch.float32'\)\]; legal is the same"
+    with pytest.raises(LoweringError, match=message):
+        run(graph, "dp=2,tp=2", lambda rank: [torch.zeros(1 + (rank == 3))])
+    with pytest.raises(LoweringError, match=r"rank 0 brings .*float32.*, rank 1 .*float64"):
+        run(graph, "tp=2", lambda rank: [torch.zeros(1, dtype=torch.float64 if rank else torch.float32)])
+
+
+def test_unknown_groups_and_axes_are_named() -> None:
+    graph = built("x", fn=lambda g, x: [waited(g, c10d.all_reduce.default, x, "sum", "pp")])
+    with pytest.raises(LoweringError, match=r"over group 'pp'; this mesh has \['dp', 'tp', 'world'\]"):
+        run(graph, "tp=2", lambda rank: [torch.zeros(1)])
+    with pytest.raises(LoweringError, match=r"has the axes \['pp'\]; legal are \['dp', 'tp'\]"):
+        Lockstep(graph, Mesh.parse("pp=2"))
+
+
+def test_operands_are_counted() -> None:
+    graph = built("x", "y", fn=lambda g, x, y: [x])
+    with pytest.raises(LoweringError, match="operands of 1 ranks, the mesh has 2"):
+        Lockstep(graph, Mesh.parse("tp=2"))([[torch.zeros(1)]])
+    with pytest.raises(LoweringError, match="rank 1 has 1 operands, the graph takes 2"):
+        Lockstep(graph, Mesh.parse("tp=2"))([[torch.zeros(1)] * 2, [torch.zeros(1)]])
+
+
+def test_only_operands_are_read() -> None:
+    graph = built("x", fn=lambda g, x: [g.call_method("neg", (x,))])
+    with pytest.raises(LoweringError, match="is a call_method of 'neg'; everything a graph reads must be an operand"):
+        run(graph, "", lambda rank: [torch.zeros(1)])

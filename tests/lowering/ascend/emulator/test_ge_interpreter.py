@@ -1,0 +1,471 @@
+"""lowering/ascend/emulator/ge_interpreter.py: the file that would be shipped gives what the graph gave before torchair, on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import fleets
+from support import ge_calls as gc
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.types import Bucket, Mesh
+from npucompile.lowering.ascend.emulator import ge_interpreter
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS, ORDERS, GeInterpreter
+from npucompile.lowering.ascend.ge_file import Container, messages, parse
+from npucompile.lowering.ascend.inspect_ge import census, check
+from npucompile.lowering.ascend.link import stitch
+from npucompile.lowering.ascend.lowered import lower
+from npucompile.lowering.collectives_check import of_container
+from npucompile.models.variant import Variant
+
+gb = gc.gb
+Operands = list[list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def ta(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return gb.loaded(tmp_path_factory.mktemp("stubs"))
+
+
+def copied(ranks: Operands) -> Operands:
+    return [[x.clone() for x in operands] for operands in ranks]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, and undefined where the other is."""
+    return torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
+
+
+def equal(one: Operands, other: Operands) -> bool:
+    return all(same(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def agree(graph: Any, container: Container, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
+    """Results of the last step, which are those of the graph in every order; the state is too, after each of the steps."""
+    where = Mesh.parse(mesh)
+    before, found = copied(ranks), []
+    for _ in range(steps):
+        want = Lockstep(graph, where)(before)
+    for order in ORDERS:
+        mine, interpreter = copied(ranks), GeInterpreter(container, where, order=order)
+        for _ in range(steps):
+            found = interpreter(mine)
+        for one, other in zip([*found, *mine], [*want, *before], strict=True):
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert not equal(before, ranks) or container.bound == container.donations == ()
+    return found
+
+
+# --- bodies ---
+
+
+def operand(leaf: str, val: torch.Tensor, seed: int) -> torch.Tensor:
+    """What `ge_bodies.two_kinds` may be called with: places that are there and differ, lengths that fit."""
+    name = leaf.rpartition(".")[2]
+    numbers = {
+        "slots": [5, 6, 130, 131, 300, 301, 400, 401], "q_ends": [2, 4, 6, 8], "kv_lens": [7, 4, 46, 18], "write": list(range(1, 9)),
+        "read": [[9], [10], [11], [12]], "lens": [2] * 4, "accepted": [1, 2, 1, 2], "pages": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }  # fmt: skip
+    if name in numbers:
+        return torch.tensor(numbers[name], dtype=val.dtype)
+    if name == "mask":
+        return torch.ones(val.shape, dtype=torch.bool).triu(1)
+    return gc.draw(*val.shape, dtype=val.dtype, seed=seed) * (val.shape[-1] ** -0.5 if len(val.shape) == 2 else 0.5)
+
+
+def two_kinds(layers: int, ranks: int) -> tuple[Any, Any, Operands]:
+    graph, signature = gb.two_kinds(layers)
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given = [[operand(node.meta["leaf"], node.meta["val"], 100 * r + i) for i, node in enumerate(places)] for r in range(ranks)]
+    for operands in given:
+        for node, value in zip(places, operands, strict=True):
+            if node.meta["leaf"].endswith("gate"):
+                value.copy_(-value.abs())
+    return graph, signature, given
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_layers_of_two_kinds_twice_each_with_pools_of_their_own(ta: Any, mesh: str) -> None:
+    size = Mesh.parse(mesh).size
+    graph, signature, ranks = two_kinds(4, size)
+    container = stitch(graph, signature, ta)
+    assert {"ScatterPaKvCache": 2, "RecurrentGatedDeltaRule": 2, "FusedInferAttentionScore": 2}.items() <= census(container.graph).items()
+    results = agree(graph, container, mesh, ranks, steps=2)
+    assert results[0][0].isfinite().all()
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def dense(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pool.copy_(pool * 2 + x.sum())
+    return (x + 1,)
+
+
+def test_a_donated_output_comes_home(ta: Any) -> None:
+    operands = [gc.draw(4, 3), gc.draw(2, 3, seed=1)]
+    graph, container = gc.shipped(ta, dense, operands, states=1)
+    assert len(container.donations) == 1
+    agree(graph, container, "", [operands])
+    operands = [gc.draw(4, 3), gc.draw(4, 3, seed=2), gc.draw(2, 3, seed=1)]
+    graph, container = gc.shipped(ta, dense, [operands[0], operands[2]], states=1, calls=2)
+    assert len(container.donations) == 2
+    agree(graph, container, "", [operands], steps=3)
+
+
+def scatter(pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    old = pool.index_select(0, rows.view(2))
+    torch.ops.npu.npu_scatter_nd_update_(pool, rows, x + old)
+    return (x * 3, old)
+
+
+def test_what_was_read_before_a_write_in_place_stays(ta: Any) -> None:
+    operands = [gc.draw(5, 3), gc.draw(2, 3, seed=1), gc.i32([3], [1])]
+    graph, container = gc.shipped(ta, scatter, operands, states=1)
+    assert container.bound == (0,)
+    ((_, old),) = agree(graph, container, "", [operands], steps=2)
+    assert torch.equal(old, operands[0][[3, 1]] + operands[1])
+
+
+def across(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    c10d = torch.ops._c10d_functional
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x.exp(), 2, "tp"))
+    return (c10d.wait_tensor(c10d.reduce_scatter_tensor(whole @ whole.t(), "sum", 2, "dp")),)
+
+
+def test_groups_are_those_of_the_mesh(ta: Any) -> None:
+    ranks = [[gc.draw(2, 3, seed=r)] for r in range(4)]
+    graph, container = gc.shipped(ta, across, ranks[0])
+    agree(graph, container, "dp=2,tp=2", ranks)
+    with pytest.raises(LoweringError, match="all_gather_into_tensor: the node says 2 members, the group of this mesh has 1"):
+        GeInterpreter(container, Mesh())(ranks[:1])
+
+
+# --- a graph by hand ---
+
+
+class Hand:
+    """A ModelDef under construction, one line an operator."""
+
+    def __init__(self) -> None:
+        self.model = messages().ModelDef()
+        self.model.graph.add(name="hand")
+
+    def data(self, index: int, said: str = "") -> str:
+        return self.op("Data", {}, f"x{index}", [said], index=index)
+
+    def op(self, kind: str, inputs: dict[str, str], name: str, said: Sequence[str] = ("",), after: Sequence[str] = (), **attrs: Any) -> str:
+        made = gc.message(kind, dict.fromkeys(inputs, True), said, after, attrs)
+        made.name = name
+        made.input[:] = [*(f"{one}:-1" for one in after), *inputs.values()]
+        if kind == "Data":
+            made.input_desc.add().name = "x"
+        self.model.graph[0].op.append(made)
+        return f"{name}:0"
+
+    def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> Container:
+        self.op("NetOutput", {f"input{i}": tensor for i, tensor in enumerate(results)}, "NetOutput", [])
+        graph = self.model.SerializeToString()
+        return Container(graph, {}, tuple(donations), tuple(bound), inputs, len(results) - len(donations), (), feeds)
+
+
+def racing(after: Sequence[str] = ()) -> Container:
+    """A reader of a pool and a writer of it; the writer waits for `after`."""
+    hand = Hand()
+    pool, rows, new = hand.data(0), hand.data(1), hand.data(2)
+    read = hand.op("Neg", {"x": pool}, "read")
+    written = hand.op("ScatterNdUpdate", {"var": pool, "indices": rows, "updates": new}, "write", after=after)
+    size = hand.op("Shape", {"x": written}, "size")
+    return hand.done(read, size, inputs=3, bound=[0])
+
+
+def raced(container: Container) -> list[torch.Tensor]:
+    operands = [torch.zeros(3, 2), gc.i32([1]), torch.ones(1, 2)]
+    return [GeInterpreter(container, Mesh(), order=order)(copied([operands]))[0][0] for order in ORDERS]
+
+
+def test_an_order_that_only_the_file_keeps_is_found_by_the_other_order() -> None:
+    first, second = raced(racing())
+    assert not torch.equal(first, second)
+    assert raced(racing(after=["read"]))[1].abs().sum() == 0
+
+
+def test_views_share_memory_and_all_else_has_its_own() -> None:
+    hand = Hand()
+    pool, rows, new = hand.data(0), hand.data(1), hand.data(2)
+    shape = hand.op("Const", {}, "shape", value=gc.i64(2, 2))
+    view = hand.op("Reshape", {"x": pool, "shape": shape}, "view")
+    axis = hand.op("Const", {}, "axis", value=gc.i64(1, 0))
+    moved = hand.op("Transpose", {"x": view, "perm": axis}, "moved")
+    copy = hand.op("Identity", {"x": pool}, "copy")
+    written = hand.op("ScatterNdUpdate", {"var": pool, "indices": rows, "updates": new}, "write", after=["copy", "moved"])
+    late = hand.op("Neg", {"x": view}, "late", after=["write"])
+    container = hand.done(late, moved, copy, written, inputs=3, bound=[0])
+    operands = [torch.arange(4.0), gc.i32([1]), torch.tensor([9.0])]
+    late, moved, copy, written = GeInterpreter(container, Mesh())([operands])[0]
+    assert late.tolist() == [[0, -9], [-2, -3]]
+    assert moved.tolist() == [[0, 2], [1, 3]]
+    assert copy.tolist() == [0, 1, 2, 3]
+    assert operands[0].tolist() == written.tolist() == [0, 9, 2, 3]
+    # A result is a copy of its own.
+    operands[0].zero_()
+    assert written.tolist() == [0, 9, 2, 3]
+
+
+def test_donations_may_exchange_two_operands() -> None:
+    hand = Hand()
+    one, other = hand.data(0), hand.data(1)
+    shape = hand.op("Const", {}, "shape", value=gc.i64(2))
+    views = [hand.op("Reshape", {"x": x, "shape": shape}, f"view{i}") for i, x in enumerate((other, one))]
+    container = hand.done(*views, inputs=2, donations=[(0, 0), (1, 1)])
+    operands = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    assert GeInterpreter(container, Mesh())([operands]) == [[]]
+    assert [x.tolist() for x in operands] == [[3, 4], [1, 2]]
+
+
+def test_operands_that_nobody_reads_are_not_fed() -> None:
+    hand = Hand()
+    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "neg"), inputs=3, feeds=(2,))
+    ((found,),) = GeInterpreter(container, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
+    assert found.tolist() == [-5]
+
+
+def test_assign_writes_what_it_is_given() -> None:
+    hand = Hand()
+    pool, new = hand.data(0), hand.data(1)
+    container = hand.done(hand.op("Assign", {"ref": pool, "value": new}, "assign"), inputs=2, bound=[0])
+    operands = [torch.zeros(2), torch.ones(2)]
+    GeInterpreter(container, Mesh())([operands])
+    assert operands[0].tolist() == [1, 1]
+
+
+def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand, held = Hand(), []
+    last = hand.data(0)
+    for i in range(4):
+        last = hand.op("Neg", {"x": last}, f"neg{i}")
+    interpreter = GeInterpreter(hand.done(last), Mesh())
+    plain = interpreter._step
+
+    def counted(op: Any, ranks: Any) -> None:
+        held.append(len(ranks[0]))
+        plain(op, ranks)
+
+    monkeypatch.setattr(interpreter, "_step", counted)
+    interpreter([[torch.ones(1)]])
+    assert max(held) == 1
+
+
+def test_float32_is_kept_where_a_fused_operator_says_bfloat16() -> None:
+    def norm(kind: str, said: str) -> GeInterpreter:
+        hand = Hand()
+        gamma = {"gamma": hand.data(1)} if kind == "RmsNorm" else {}
+        hand.op(kind, {"x": hand.data(0)} | gamma, "op", [said, ""] if gamma else [said])
+        return GeInterpreter(hand.done("op:0", inputs=2 if gamma else 1), Mesh())
+
+    operands = [torch.ones(2, 4), torch.ones(4)]
+    assert norm("RmsNorm", "bf16[2,4]")([operands])[0][0].dtype is torch.float32
+    for kind, said in (("RmsNorm", "bf16[2,3]"), ("RmsNorm", "f16[2,4]"), ("Neg", "bf16[2,4]")):
+        with pytest.raises(LoweringError, match=rf"output 0 of op \({kind}\) is f32\[2,4\]; the graph says {said[:3]}"):
+            norm(kind, said)([operands if kind == "RmsNorm" else operands[:1]])
+
+
+# --- what is refused ---
+
+
+def unknown(hand: Hand) -> Container:
+    return hand.done(hand.op("Teleport", {"x": hand.data(0)}, "op"))
+
+
+def unread(hand: Hand) -> Container:
+    return hand.done(hand.op("Neg", {"x": "later:0"}, "op"), inputs=1)
+
+
+def beyond(hand: Hand) -> Container:
+    return hand.done(hand.op("Neg", {"x": hand.data(0)[:-1] + "1"}, "op"))
+
+
+def twice(hand: Hand) -> Container:
+    x = hand.data(0)
+    hand.op("Neg", {"x": x}, "op")
+    return hand.done(hand.op("Neg", {"x": x}, "op"))
+
+
+def waiting(hand: Hand) -> Container:
+    return hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", after=["nobody"]))
+
+
+def two_graphs(hand: Hand) -> Container:
+    hand.model.graph.add(name="other")
+    return hand.done(hand.data(0))
+
+
+def writes(hand: Hand, target: str, **more: Any) -> Container:
+    hand.op("ScatterNdUpdate", {"var": target, "indices": hand.data(1), "updates": hand.data(2)}, "op")
+    return hand.done("op:0", inputs=3, **more)
+
+
+CONTRADICTIONS: list[tuple[Callable[[Hand], Container], str]] = [
+    (unknown, r"op \(Teleport\) is of a type that the interpreter does not know; it knows Abs, Add, .*Hcom.*NetOutput"),
+    (unread, r"op \(Neg\) reads later:0, which no operator before it gives"),
+    (beyond, r"op \(Neg\) reads x0:1, which no operator before it gives"),
+    (twice, "two operators are called op"),
+    (waiting, "waits for nobody, which no operator before it is called"),
+    (two_graphs, "the model has 2 graphs; legal is one"),
+    (lambda hand: writes(hand, hand.data(0)), r"operators write operands \[0\], the container has \[\] bound and \[\] donated"),
+    (lambda hand: writes(hand, hand.data(0), bound=[0, 1]), r"write operands \[0\], the container has \[0, 1\] bound"),
+    (lambda hand: writes(hand, hand.op("Const", {}, "c", value=torch.zeros(3))), "an operator writes the constant c:0"),
+    (lambda hand: hand.done(hand.data(0), "x0:0"), "NetOutput has .2. inputs; legal is one with 2 of them, all different"),
+    (lambda hand: replace(hand.done(hand.data(0)), outputs=2), "NetOutput has .1. inputs; legal is one with 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), CONTRADICTIONS, ids=range(len(CONTRADICTIONS)))
+def test_a_graph_that_contradicts_itself_is_refused(make: Callable[[Hand], Container], message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        GeInterpreter(make(Hand()), Mesh())
+
+
+def test_other_meshes_and_orders_are_refused() -> None:
+    container = Hand().done()
+    with pytest.raises(LoweringError, match="order is 'random'; legal are file, reversed-ready"):
+        GeInterpreter(container, Mesh(), order="random")
+    with pytest.raises(LoweringError, match=r"mesh pp=2 has the axes \['pp'\]"):
+        GeInterpreter(container, Mesh.parse("pp=2"))
+
+
+def test_other_operands_are_refused() -> None:
+    hand = Hand()
+    interpreter = GeInterpreter(hand.done(hand.op("Neg", {"x": hand.data(0, "f32[2,3]")}, "op")), Mesh.parse("tp=2"))
+    with pytest.raises(LoweringError, match="operands of 1 ranks, the mesh has 2"):
+        interpreter([[torch.zeros(2, 3)]])
+    with pytest.raises(LoweringError, match="rank 1 has 2 operands, the graph takes 1"):
+        interpreter([[torch.zeros(2, 3)], [torch.zeros(2, 3)] * 2])
+    with pytest.raises(LoweringError, match=r"rank 1 feeds x0 with f32\[3,2\]; the graph takes f32\[2,3\]"):
+        interpreter([[torch.zeros(2, 3)], [torch.zeros(3, 2)]])
+
+
+def test_members_that_disagree_are_refused() -> None:
+    hand = Hand()
+    gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="tp")
+    interpreter = GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))
+    with pytest.raises(LoweringError, match=r"op \(HcomAllGather\): rank 0 brings \['f32\[2\]'\], rank 1 \['f32\[3\]'\]"):
+        interpreter([[torch.zeros(2)], [torch.zeros(3)]])
+    hand = Hand()
+    gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="hccl_0")
+    with pytest.raises(LoweringError, match=r"talks over group 'hccl_0'; this mesh has \['dp', 'tp', 'world'\]"):
+        GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))([[torch.zeros(2)]] * 2)
+
+
+def test_results_of_another_number_or_kind_are_refused() -> None:
+    hand = Hand()
+    hand.op("RmsNorm", {"x": hand.data(0), "gamma": hand.data(1)}, "op")
+    with pytest.raises(LoweringError, match=r"op \(RmsNorm\) gives 2 values, the graph says 1"):
+        GeInterpreter(hand.done("op:0", inputs=2), Mesh())([[torch.ones(1, 2), torch.ones(2)]])
+    hand = Hand()
+    packed = hand.op("Bitcast", {"x": hand.data(0)}, "op", type=29, keep_dim=True)
+    with pytest.raises(LoweringError, match="op:0 is Int4; legal is a tensor"):
+        GeInterpreter(hand.done(packed), Mesh())([[gc.i32(1)]])
+    hand = Hand()
+    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op"))
+    model = parse(container.graph)
+    desc = model.graph[0].op[-1].input_desc[0]
+    desc.dtype, desc.shape.dim[:] = messages().DataType.Value("DT_INT32"), [2]
+    container = replace(container, graph=model.SerializeToString())
+    with pytest.raises(LoweringError, match=r"NetOutput takes op:0, f32\[2\]; the graph says i32\[2\]"):
+        GeInterpreter(container, Mesh())([[torch.ones(2)]])
+
+
+def test_attributes_that_mean_nothing_here_are_refused() -> None:
+    hand = Hand()
+    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", rounding="up"))
+    with pytest.raises(LoweringError, match=r"op \(Neg\) has rounding, which the interpreter does not know; it knows x"):
+        GeInterpreter(container, Mesh())([[torch.ones(2)]])
+
+
+# --- a whole model ---
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model on a mesh with k drafts; with log probabilities its steps give no logits.
+
+    Attributes:
+        decode, prefill: types that the steps must have.
+    """
+
+    mesh: str
+    experts: bool
+    drafts: int
+    logprobs: int
+    decode: str
+    prefill: str
+
+
+WHOLE = {
+    "three drafts": Whole(
+        "dp=2,tp=2", True, 3, 2, "RecurrentGatedDeltaRule MoeDistributeCombineV2 HcomAllToAll TopKV2 ScatterPaKvCache", "HcomAllToAll"
+    ),
+    "one draft": Whole("tp=2", False, 1, 0, "HcomAllReduce ArgMaxWithValue", "HcomAllReduce BatchMatMul"),
+    "no drafts": Whole("", True, 0, 0, "MoeInitRoutingV3 RecurrentGatedDeltaRule", "MoeInitRoutingV3"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> None:
+    """Bit by bit in every order that GE may take, over prompts and steps that accept all drafts, some or none."""
+    case = WHOLE[name]
+    mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
+    made: dict[Bucket, tuple[Any, Container]] = {}
+
+    def both(found: Partitioned) -> tuple[Any, Container]:
+        """The graph before torchair, and after it; made once for a bucket."""
+        bucket = found.program.bucket
+        if bucket not in made:
+            lowered = lower(found)
+            container = stitch(lowered.graph, lowered.signature, ta)
+            check(container, lowered.signature)
+            assert of_container(container, in_order=True) == found.collectives
+            assert set(types[bucket.kind]) <= set(census(container.graph))
+            made[bucket] = lowered.graph, container
+        return made[bucket]
+
+    model = fleets.model(Variant(experts="grouped"), experts=case.experts)
+    options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
+    plain = fleets.Fleet(model, mesh, **options)
+    before = fleets.Fleet(model, mesh, form=lambda found: both(found)[0], **options)
+    orders = [functools.partial(GeInterpreter, order=order) for order in ORDERS]
+    after = [fleets.Fleet(model, mesh, form=lambda found: both(found)[1], machine=machine, **options) for machine in orders]
+    live = (2,) * mesh.axis("dp")
+    serving, answers = fleets.Serving(2, case.drafts, live), fleets.answers(model, 2, live, 4 * (case.drafts + 1))
+    counts = set()
+    for bucket, given in serving.steps(3):
+        for group, truth in enumerate(answers if bucket.kind == "decode" else ()):
+            for pool in (pool for fleet in (plain, before, *after) for pool in fleet.seats(group)):
+                serving.force(group, pool, truth)
+        given = [{**own, "logprobs": (own["seats"] == 1).int()} for own in given]
+        want, said, *others = (fleet.step(bucket, given) for fleet in (plain, before, *after))
+        for group, outputs in enumerate(said):
+            told, rows = fleets.told(bucket, given[group]), given[group]["seats"] > 0
+            for output, value in outputs.items():
+                meant = told if value.shape[: told.dim()] == told.shape else rows
+                torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)
+                assert all(same(other[group][output], value) for other in others), output
+            counts |= {*outputs["counts"][rows].tolist()} if bucket.kind == "decode" else set()
+        assert all(equal(fleet.state, before.state) for fleet in after)
+        serving.heard(bucket, given, want)
+    assert counts == set(range(1, case.drafts + 2)), "all that can be accepted was"
+    for row, answer in ((row, answer) for pair in zip(serving.said, answers, strict=True) for row, answer in zip(*pair, strict=True)):
+        assert row == answer[: len(row)]
+
+
+def test_every_type_has_one_meaning() -> None:
+    tables = (ge_interpreter.MATH, ge_interpreter.SHAPE, ge_interpreter.FUSED, ge_interpreter.TOGETHER)
+    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_interpreter.TOGETHER)
+    assert not set(FUNCTIONS) & set(ge_interpreter.TOGETHER)

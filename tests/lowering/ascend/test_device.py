@@ -1,0 +1,333 @@
+"""lowering/ascend/device.py: what is called of torchair, in which order, is what torchair's own generated code calls.
+
+No CANN here: a recorder stands in for torchair's objects, its signatures are compared with theirs, and its log with the log of the
+source that the real `codegen` emits for the same graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend import device
+from npucompile.lowering.ascend.ge_file import Container, encode, messages, parse
+from npucompile.lowering.ascend.toolchain import harness
+
+GRAPHS, BACKEND = "torchair.ge._ge_graph", "torchair.core._backend"
+CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
+
+
+class Recorder:
+    """Stands in for a GeGraph; writes down what is called."""
+
+    def __init__(self, log, model_def=None, serialized_model_def=None, name=None):
+        self.log, self.name = log, name
+        self.attr = parse(serialized_model_def).graph[0].attr
+        log.append(("graph", serialized_model_def))
+
+    def load(self, options, *, create_pg=False):
+        self.log.append(("load", options, create_pg))
+
+    def compile(self):
+        self.log.append(("compile",))
+
+    def run(self, inputs, assigned_outputs=[], stream=None):  # noqa: B006
+        self.log.append(("run", [id(one) for one in inputs], [id(one) if one is not None else None for one in assigned_outputs]))
+        dtypes = self.attr["_output_dtypes"].list.i
+        assigned = list(assigned_outputs) or [None] * len(dtypes)
+        return [torch.full((1,), float(at)) if one is None else one for at, one in enumerate(assigned)]
+
+
+def recording(log) -> device.Engine:
+    return device.Engine(
+        graph=lambda *args, **kwargs: Recorder(log, *args, **kwargs),
+        initialize=lambda options=None: log.append(("initialize", options)),
+        update_constants=lambda graph, inputs: log.append(("constants", [id(one) for one in inputs])),
+        update_formats=lambda graph, inputs: log.append(("formats", [id(one) for one in inputs])),
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return harness.load(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def runner(loaded):
+    """Four operands: one is never read, one is a pool written in place, one is a buffer a dense result is assigned to."""
+
+    def step(x, unread, pool, buffer, where):
+        out = torch.ops.npu.npu_scatter_nd_update(pool, where, x)
+        result = out + x.sum()
+        pool.copy_(out)
+        buffer.copy_(x * 2)
+        return (result,)
+
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        operands = [torch.empty(*shape, device="meta") for shape in ((2, 8), (3,), (4, 8), (2, 8))]
+        operands.append(torch.empty(2, 1, dtype=torch.int64, device="meta"))
+        traced = make_fx(step)(*operands)
+        return loaded.get_compiler(loaded.CompilerConfig())(traced, operands).runner
+
+
+FEEDS = (0, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def container(runner):
+    options, engine = runner._normalize_ge_option()
+    return Container(
+        graph=runner.graph.SerializeToString(),
+        options=options,
+        donations=tuple((output, FEEDS[data]) for output, data in runner._graph_output_ref_input.items()),
+        bound=tuple(FEEDS[data] for data in runner._ref_data_idx),
+        inputs=5,
+        outputs=1,
+        patches=(),
+        feeds=FEEDS,
+        engine=engine,
+    )
+
+
+@pytest.fixture
+def operands():
+    return [torch.zeros(2, 8), torch.zeros(3), torch.zeros(4, 8), torch.zeros(2, 8), torch.zeros(2, 1, dtype=torch.int64)]
+
+
+def test_calls_are_those_of_torchairs_own_generated_code(runner, container, operands, monkeypatch):
+    theirs: list = []
+    engine = recording(theirs)
+    monkeypatch.setattr(importlib.import_module(GRAPHS), "GeGraph", engine.graph)
+    monkeypatch.setattr(importlib.import_module(BACKEND), "initialize_graph_engine", engine.initialize)
+    converter = importlib.import_module(CONVERTER)
+    monkeypatch.setattr(converter, "_update_constplaceholder_attr_from_inputs", engine.update_constants)
+    monkeypatch.setattr(converter, "_update_internal_format_from_inputs", engine.update_formats)
+    module: dict = {}
+    exec(compile(runner.codegen({}), "generated", "exec"), module)
+    module["kernel"](*operands)
+    module["kernel"](*operands)
+
+    ours: list = []
+    executable = device.GeExecutable(container, recording(ours))
+    executable(operands)
+    executable(operands)
+    # The file torchair writes may have its maps in another order.
+    for log in (ours, theirs):
+        log[:] = [(call[0], parse(call[1])) if call[0] == "graph" else call for call in log]
+    assert [call[0] for call in ours] == ["initialize", "graph", "constants", "formats", "load", "compile", "run", "run"]
+    assert ours == theirs
+
+
+def test_the_recorder_has_the_signatures_of_the_real_objects(loaded):
+    real = importlib.import_module(GRAPHS).GeGraph
+    for name in ("load", "compile", "run"):
+        assert inspect.signature(getattr(Recorder, name)) == inspect.signature(getattr(real, name)), name
+    ours = list(inspect.signature(Recorder.__init__).parameters.values())
+    assert [one for one in ours if one.name != "log"] == list(inspect.signature(real.__init__).parameters.values())
+    source = inspect.getsource(inspect.getclosurevars(importlib.import_module(BACKEND).initialize_graph_engine).nonlocals["func"])
+    assert "def initialize_graph_engine(global_compile_options: Dict = None):" in source
+
+
+def test_the_engine_is_torchairs_own(loaded):
+    found = device.engine(replace(loaded, cann="pretended"))
+    converter = importlib.import_module(CONVERTER)
+    assert found.graph is importlib.import_module(GRAPHS).GeGraph
+    assert found.initialize is importlib.import_module(BACKEND).initialize_graph_engine
+    assert found.update_constants is converter._update_constplaceholder_attr_from_inputs
+    assert found.update_formats is converter._update_internal_format_from_inputs
+    assert list(inspect.signature(found.update_constants).parameters) == ["graph", "runtime_inputs"]
+    assert list(inspect.signature(found.update_formats).parameters) == ["graph", "runtime_inputs"]
+    assert found.device == "npu"
+
+
+def test_without_cann_nothing_runs(loaded, container, tmp_path):
+    with pytest.raises(LoweringError, match="needs CANN and an NPU"):
+        device.engine(loaded)
+    path = tmp_path / "one.ge"
+    path.write_bytes(encode(container))
+    with pytest.raises(LoweringError, match="needs CANN and an NPU"):
+        device.load(path, loaded)
+
+
+def test_results_are_the_programs_and_state_is_assigned(container, operands):
+    log: list = []
+    executable = device.GeExecutable(container, recording(log))
+    results = executable(operands)
+    assert executable.backend == "ge"
+    assert [one.tolist() for one in results] == [[0.0]]
+    _, fed, assigned = log[-1]
+    assert fed == [id(operands[index]) for index in FEEDS]
+    # The pool's result is read by the sum, so its operator writes in place; the buffer is the memory of an output of its own.
+    assert (container.outputs, {operand for _, operand in container.donations}) == (1, {3})
+    assert 2 in container.bound
+    assert {(output, id(operands[operand])) for output, operand in container.donations} == {
+        (output, one) for output, one in enumerate(assigned) if one is not None
+    }
+
+
+def test_without_donations_no_outputs_are_assigned(container, operands):
+    log: list = []
+    device.GeExecutable(replace(container, donations=()), recording(log))(operands)
+    assert log[-1][2] == []
+
+
+def test_it_compiles_once_and_with_a_name_of_its_own(container, operands):
+    log: list = []
+    pair = [device.GeExecutable(container, recording(log)) for _ in range(2)]
+    for executable in pair:
+        executable(operands)
+        executable(operands)
+    assert [call[0] for call in log].count("compile") == 2
+    assert pair[0]._graph.name != pair[1]._graph.name
+
+
+def test_a_container_of_all_ranks_is_not_run(container):
+    shared = replace(container, patches=(("Data", "index", "ep_rank"),))
+    with pytest.raises(LoweringError, match="1 attributes of this graph differ between ranks"):
+        device.GeExecutable(shared, recording([]))
+
+
+def test_load_patches_for_the_rank(container, tmp_path, loaded, monkeypatch):
+    model = parse(container.graph)
+    op = model.graph[0].op.add(name="gather", type="HcomAllGather")
+    op.attr["group"].s = b"world"
+    path = tmp_path / "one.ge"
+    path.write_bytes(encode(replace(container, graph=model.SerializeToString(), patches=(("gather", "group", "group"),))))
+    log: list = []
+    monkeypatch.setattr(device, "engine", lambda torchair: recording(log))
+    device.load(path, loaded, 3, {"world": "hccl_world"})
+    held = {op.name: op for op in parse(log[1][1]).graph[0].op}
+    assert held["gather"].attr["group"].s == b"hccl_world"
+    with pytest.raises(LoweringError, match="this rank has no group"):
+        device.load(path, loaded)
+
+
+def test_operands_elsewhere_are_refused_before_anything_is_loaded(container, operands):
+    log: list = []
+    executable = device.GeExecutable(container, replace(recording(log), device="npu"))
+    with pytest.raises(LoweringError, match="operands are on cpu; legal is npu"):
+        executable(operands)
+    assert [call[0] for call in log] == ["initialize", "graph"]
+
+
+def test_another_number_of_operands_is_refused(container, operands):
+    with pytest.raises(LoweringError, match="6 operands, the graph has 5"):
+        device.GeExecutable(container, recording([]))([*operands, operands[0]])
+
+
+def test_what_ge_says_is_passed_on(container, operands):
+    class Refusing(Recorder):
+        def compile(self):
+            raise RuntimeError("EZ9999: no kernel for FusedInferAttentionScore")
+
+    engine = replace(recording([]), graph=lambda **kwargs: Refusing([], **kwargs))
+    with pytest.raises(LoweringError, match="GE cannot compile the graph: EZ9999"):
+        device.GeExecutable(container, engine)(operands)
+
+
+def test_other_engine_options_than_the_processs_are_refused(container):
+    def initialize(options):
+        raise ValueError("Unsupport twice initialtion with different options")
+
+    with pytest.raises(LoweringError, match="other options than this graph's"):
+        device.GeExecutable(container, replace(recording([]), initialize=initialize))
+
+
+def test_another_number_of_results_is_refused(container, operands):
+    class Short(Recorder):
+        def run(self, inputs, assigned_outputs=(), stream=None):
+            return super().run(inputs, assigned_outputs)[:-1]
+
+    engine = replace(recording([]), graph=lambda **kwargs: Short([], **kwargs))
+    with pytest.raises(LoweringError, match="GE returned"):
+        device.GeExecutable(container, engine)(operands)
+
+
+def test_communicators_are_made_by_their_groups():
+    asked = []
+
+    def group(name):
+        backend = SimpleNamespace(get_hccl_comm_name=lambda rank, init_comm: asked.append((name, rank, init_comm)) or f"hccl_{name}")
+        return SimpleNamespace(_get_backend=lambda where: backend if where.type == "npu" else None)
+
+    assert device.communicators({"world": group("world"), "tp": group("tp")}, 5) == {"tp": "hccl_tp", "world": "hccl_world"}
+    # In one order on all ranks: making a communicator waits for the others of the group.
+    assert asked == [("tp", 5, True), ("world", 5, True)]
+
+
+# --- weights in NZ ---
+
+
+def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> Container:
+    """x @ w with w given twice: to the product, and where `second_reader` says; a GroupedMatmul with an absent bias."""
+    model = messages().ModelDef()
+    graph = model.graph.add(name="main")
+    for index, name in enumerate(("x", "w", "experts")):
+        op = graph.op.add(name=name, type="Data")
+        op.attr["index"].i = index
+        desc = op.output_desc.add(name="y", dtype=dtype)
+        desc.shape.dim.extend((4, 64) if name == "x" else dim)
+    for op_type, inputs in (
+        ("MatMul", {"x1": "x:0", "x2": "w:0", "bias": ""}),
+        ("GroupedMatmul", {"x0": "x:0", "bias0": "", "weight0": "experts:0"}),
+        *([(second_reader, {"x": "w:0"})] if second_reader else []),
+    ):
+        op = graph.op.add(name=op_type, type=op_type)
+        op.input.extend(inputs.values())
+        for name in inputs:
+            op.input_desc.add(name=name)
+        op.input.append("w:-1")
+    return Container(model.SerializeToString(), {}, (), (), 4, 1, (), feeds=(0, 3, 1))
+
+
+def test_weights_of_matrix_products_are_found_by_operand():
+    assert device.weight_operands(weights_model()) == (1, 3)
+
+
+def test_a_weight_with_another_reader_stays():
+    assert device.weight_operands(weights_model(second_reader="Transpose")) == (1,)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [((64, 40), 27), ((60, 32), 27), ((64,), 27), ((64, 16), 3), ((64, 32), 1)])
+def test_a_weight_that_would_be_padded_or_is_no_matrix_stays(dim, dtype):
+    assert device.weight_operands(weights_model(dim=dim, dtype=dtype)) == ()
+
+
+def test_int8_tiles_are_twice_as_wide():
+    assert device.weight_operands(weights_model(dim=(64, 32), dtype=3)) == (1, 3)
+
+
+def test_real_converters_name_their_weights_so(loaded):
+    def products(x, w, experts, groups):
+        split = torch.ops.npu.npu_grouped_matmul(
+            [x], [experts], group_list=groups, split_item=2, group_type=0, group_list_type=1, output_dtype=torch.bfloat16
+        )
+        return torch.ops.npu.npu_linear(x, w), split[0]
+
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 64), (32, 64), (4, 64, 32))]
+        made.append(torch.empty(4, dtype=torch.int64, device="meta"))
+        converted = loaded.get_compiler(loaded.CompilerConfig())(make_fx(products)(*made), made).runner
+    held = Container(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
+    assert device.weight_operands(held) == (1, 2)
+
+
+def test_a_weight_is_cast_to_the_format_torchair_knows_as_nz(loaded):
+    formats = importlib.import_module("torchair.ge._ge_graph").Format
+    assert formats.FORMAT_FRACTAL_NZ.value == device.FRACTAL_NZ
+    assert callable(loaded.torch_npu.npu_format_cast)
+    weight = torch.zeros(2)
+    fake = SimpleNamespace(npu_format_cast=lambda tensor, number: (tensor, number))
+    assert device.to_nz(fake, weight) == (weight, device.FRACTAL_NZ)

@@ -1,0 +1,370 @@
+"""The expert primitives lowered for GE mean what their references say, and torchair converts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs import ops
+from npucompile.graphs.primitive import Primitive
+from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
+from npucompile.lowering.ascend.toolchain import harness
+
+BF16, F32 = torch.bfloat16, torch.float32
+Args = tuple[Any, ...]
+
+
+@pytest.fixture(scope="module")
+def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
+    return harness.load(tmp_path_factory.mktemp("stubs"))
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def lowered(primitive: Primitive, args: Args) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """The lowering traced on meta tensors: its graph, which takes the tensors of args and returns a tuple."""
+    with FakeTensorMode():
+        metas = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in args if isinstance(a, torch.Tensor)]
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            rest = iter(tensors)
+            out = primitive.rule("lowering:ge")(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+            return out if isinstance(out, tuple) else (out,)
+
+        return make_fx(run)(*metas), metas
+
+
+class OnCpu(torch.fx.Interpreter):
+    """Runs NPU operators by their documented CPU kernels, and refuses to see a group's: those need all members."""
+
+    def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
+            return KERNELS[str(target)](*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def tensors(args: Args) -> list[torch.Tensor]:
+    # Clones: int4 kernels destroy their rows.
+    return [a.clone() for a in args if isinstance(a, torch.Tensor)]
+
+
+def on_cpu(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
+    graph, _ = lowered(primitive, args)
+    results: tuple[torch.Tensor, ...] = OnCpu(graph).run(*tensors(args))
+    return results
+
+
+def reference(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
+    out = primitive.rule("reference")(*args)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args) -> list[str]:
+    """Types of the GE operators that torchair makes of the lowering, without what only shapes or fills operands."""
+    graph, metas = lowered(primitive, args)
+    with metas[0].fake_mode:
+        runner = torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner
+    glue = {"Data", "Const", "Cast", "Fill", "NetOutput", "Reshape", "Bitcast", "Identity", "Shape", "ConcatV2", "Mul", "Transpose"}
+    return [op.type for op in runner.graph.op if op.type not in glue]
+
+
+def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def choices(tokens: int, chosen: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """[tokens, chosen] distinct experts a token."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return scores.argsort(-1)[:, :chosen].int()
+
+
+def weights(E: int, M: int, F: int, dtype: torch.dtype = F32) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw(E, M, 2 * F, dtype=dtype, seed=1) * M**-0.5, draw(E, F, M, dtype=dtype, seed=2) * F**-0.5
+
+
+def experts_args(quantise: Callable[..., Any] | None, dtype: torch.dtype, counts: tuple[int, ...] = (3, 0, 5, 1)) -> Args:
+    """Operands of grouped products over 12 rows, 16 wide."""
+    gate_up, down = weights(len(counts), 16, 8, dtype)
+    rows = draw(12, 16, dtype=dtype)
+    if quantise is None:
+        return rows, torch.tensor(counts), gate_up, down
+    return *quantise_rows(rows), torch.tensor(counts), *quantise(gate_up), *quantise(down), dtype
+
+
+# --- each lowering is its reference ---
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.usefixtures("torchair")
+def test_quant_linear(dtype: torch.dtype) -> None:
+    x = draw(5, 16, dtype=dtype)
+    x[2] = 0
+    args = (x, *quantise_w8(draw(16, 6, seed=1)))
+    (got,), (want,) = on_cpu(ops.quant_linear, args), reference(ops.quant_linear, args)
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype is F32 else 8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.usefixtures("torchair")
+def test_moe_route(dtype: torch.dtype, renormalise: bool) -> None:
+    args = (draw(5, 9, dtype=dtype), 3, renormalise)
+    (got, got_ids), (want, want_ids) = on_cpu(ops.moe_route, args), reference(ops.moe_route, args)
+    assert torch.equal(got_ids, want_ids)
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype is F32 else 8e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("held", [4, 9], ids=["some", "all"])
+@pytest.mark.usefixtures("torchair")
+def test_moe_sort_up_to_the_rows_that_count(held: int, quantise: bool) -> None:
+    args = (draw(6, 7, dtype=BF16), choices(6, 3, 9), held, 9, quantise)
+    got, want = on_cpu(ops.moe_sort, args), reference(ops.moe_sort, args)
+    live = int(want[2].sum())
+    assert 0 < live == (18 if held == 9 else live)
+    assert torch.equal(got[0][:live], want[0][:live])
+    assert torch.equal(got[1][:live], want[1][:live]) or not quantise
+    assert torch.equal(got[2], want[2])
+    assert torch.equal(got[3], want[3])
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.usefixtures("torchair")
+def test_moe_unsort_skips_what_is_elsewhere(dtype: torch.dtype) -> None:
+    rows = draw(6, 5, dtype=dtype)
+    rows[3:] = float("nan")
+    args = (rows, draw(3, 2, seed=1).abs(), ints(-1, 2, -1, -1, 0, 1))
+    (got,), (want,) = on_cpu(ops.moe_unsort, args), reference(ops.moe_unsort, args)
+    assert want.isfinite().all()
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype is F32 else 2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.usefixtures("torchair")
+def test_grouped_experts(dtype: torch.dtype) -> None:
+    args = experts_args(None, dtype)
+    (got,), (want,) = on_cpu(ops.grouped_experts, args), reference(ops.grouped_experts, args)
+    torch.testing.assert_close(got[:9], want[:9], rtol=1e-5 if dtype is F32 else 2e-2, atol=1e-6 if dtype is F32 else 2e-2)
+    assert want[:9].any(1).all()
+    assert not want[9:].any()
+
+
+@pytest.mark.parametrize("form", [(ops.grouped_experts_w8a8, quantise_w8), (ops.grouped_experts_w4a8, quantise_w4)], ids=["w8a8", "w4a8"])
+@pytest.mark.usefixtures("torchair")
+def test_quantised_experts(form: tuple[Primitive, Callable[..., Any]]) -> None:
+    primitive, quantise = form
+    args = experts_args(quantise, F32)
+    (got,), (want,) = on_cpu(primitive, args), reference(primitive, args)
+    torch.testing.assert_close(got[:9], want[:9], rtol=1e-4, atol=1e-5)
+    assert not want[9:].any()
+    (got,) = on_cpu(primitive, experts_args(quantise, BF16))
+    assert got.dtype is BF16
+
+
+@pytest.mark.parametrize("experts", [4, 9], ids=["some", "all"])
+@pytest.mark.usefixtures("torchair")
+def test_moe_experts_of_this_device(experts: int) -> None:
+    gate_up, down = weights(experts, 6, 4)
+    ids = choices(5, 3, 9)
+    ids[0, 0], ids[1, 1] = -1, 1000
+    args = (draw(5, 6), draw(5, 3, seed=3).abs(), ids, gate_up.transpose(1, 2).unflatten(1, (2, 4)), down.transpose(1, 2))
+    (got,), (want,) = on_cpu(ops.moe_experts, args), reference(ops.moe_experts, args)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    (sort,) = (node for node in lowered(ops.moe_experts, args)[0].graph.nodes if "init_routing" in str(node.target))
+    assert sort.kwargs["expert_num"] == experts + 1  # the kernel's ids are below it, those made for other devices' too
+
+
+# --- what torchair makes of them ---
+
+EXPERTS_BF16 = experts_args(None, BF16)
+CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
+    "quant_linear": (
+        ops.quant_linear,
+        (draw(5, 16, dtype=BF16), *quantise_w8(draw(16, 6))),
+        ["DynamicQuant", "QuantBatchMatmulV3"],
+    ),
+    "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopK", "ReduceSum", "RealDiv"]),
+    "moe_sort": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, False), ["MoeInitRoutingV3"]),
+    "moe_sort int8": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, True), ["MoeInitRoutingV3"]),
+    "moe_unsort": (
+        ops.moe_unsort,
+        (draw(6, 16, dtype=BF16), draw(3, 2, dtype=BF16), ints(-1, 2, -1, -1, 0, 1)),
+        ["MoeFinalizeRoutingV2"],
+    ),
+    "grouped_experts": (ops.grouped_experts, EXPERTS_BF16, ["GroupedMatmul", "SwiGlu", "GroupedMatmul"]),
+    "grouped_experts_w8a8": (
+        ops.grouped_experts_w8a8,
+        experts_args(quantise_w8, BF16),
+        ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+    ),
+    "grouped_experts_w4a8": (
+        ops.grouped_experts_w4a8,
+        experts_args(quantise_w4, BF16),
+        ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+    ),
+    "moe_dispatch": (
+        ops.moe_dispatch,
+        (draw(5, 16, dtype=BF16), choices(5, 3, 8), ints(0), 8, "world", 4, False),
+        ["MoeDistributeDispatchV2"],
+    ),
+    "moe_dispatch int8": (
+        ops.moe_dispatch,
+        (draw(5, 16, dtype=BF16), choices(5, 3, 8), ints(0), 8, "world", 4, True),
+        ["MoeDistributeDispatchV2"],
+    ),
+    "moe_combine": (
+        ops.moe_combine,
+        (draw(40, 16, dtype=BF16), choices(5, 3, 8), draw(5, 3, dtype=BF16), ints(*[0] * 5120), ints(*[0] * 8), ints(0), 8, "world", 4),
+        ["MoeDistributeCombineV2"],
+    ),
+    "moe_experts": (
+        ops.moe_experts,
+        (draw(5, 6, dtype=BF16), draw(5, 3, dtype=BF16), choices(5, 3, 9), draw(4, 2, 4, 6, dtype=BF16), draw(4, 6, 4, dtype=BF16)),
+        [
+            *("Less", "GreaterEqual", "LogicalOr", "MaskedFill"),
+            *("MoeInitRoutingV3", "GroupedMatmul", "SwiGlu", "GroupedMatmul", "MoeFinalizeRoutingV2"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_torchair_converts(torchair: harness.Torchair, name: str) -> None:
+    primitive, args, wanted = CONVERSIONS[name]
+    assert ge_ops(torchair, primitive, args) == wanted
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.usefixtures("torchair")
+def test_meta_kernels_agree_on_shapes(name: str) -> None:
+    """Results of the NPU operators' Meta kernels have the shapes and dtypes of the primitive."""
+    primitive, args, _ = CONVERSIONS[name]
+    graph, _ = lowered(primitive, args)
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    want = primitive.rule("abstract")(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+    want = want if isinstance(want, tuple) else (want,)
+    assert [(n.meta["val"].shape, n.meta["val"].dtype) for n in returned] == [(t.shape, t.dtype) for t in want]
+
+
+# --- exchange ---
+
+
+class Network:
+    """Tokens of several devices and the experts that they share out."""
+
+    def __init__(self, ranks: int, chosen: int = 3, experts: int = 8, dtype: torch.dtype = F32) -> None:
+        self.ranks, self.experts, self.M, self.F, self.dtype = ranks, experts, 16, 8, dtype
+        self.gate_up, self.down = weights(experts, self.M, self.F, dtype)
+        self.x = [draw(4, self.M, dtype=dtype, seed=10 + r) for r in range(ranks)]
+        self.ids = [choices(4, chosen, experts, seed=20 + r) for r in range(ranks)]
+        self.share = [draw(4, chosen, seed=30 + r).abs() for r in range(ranks)]
+
+    def dispatch(self, quantise: bool) -> list[Args]:
+        return [(self.x[r], self.ids[r], ints(r), self.experts, "world", self.ranks, quantise) for r in range(self.ranks)]
+
+    def combine(self, rows: list[torch.Tensor], sent: list[Args]) -> list[Args]:
+        tail = (self.experts, "world", self.ranks)
+        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], ints(r), *tail) for r in range(self.ranks)]
+
+    def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self.experts // self.ranks
+        return self.gate_up[r * held : (r + 1) * held], self.down[r * held : (r + 1) * held]
+
+    def alone(self) -> list[torch.Tensor]:
+        """What one device with all experts makes of the same tokens."""
+        gate_up = self.gate_up.transpose(1, 2).unflatten(1, (2, self.F))
+        down = self.down.transpose(1, 2)
+        return [ops.moe_experts(x, share, ids, gate_up, down) for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
+
+
+def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
+    """The lowering's only NPU operator run for all members at once, with what their graphs compute around it."""
+    graphs = [lowered(primitive, args)[0] for args in calls]
+    collected: list[Any] = []
+
+    class Collect(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+            if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
+                collected.append((str(target), (args, kwargs)))
+                return [torch.empty(0)] * len(target._schema.returns)
+            return super().call_function(target, args, kwargs)
+
+    for graph, args in zip(graphs, calls, strict=True):
+        Collect(graph).run(*tensors(args))
+    ((name, _), *_) = collected
+    together = iter(GROUP_KERNELS[name]([call for _, call in collected]))
+
+    class Replay(Collect):
+        def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+            if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
+                return next(together)
+            return super().call_function(target, args, kwargs)
+
+    return [Replay(graph).run(*tensors(args)) for graph, args in zip(graphs, calls, strict=True)]
+
+
+@pytest.mark.parametrize("chosen", [1, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_experts_on_many_devices_are_those_on_one(ranks: int, chosen: int) -> None:
+    net = Network(ranks, chosen)
+    sent = ops.moe_dispatch.rule("together")(net.dispatch(False))
+    rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
+    assert sum(int(s[2].sum()) for s in sent) == ranks * 4 * chosen
+    combined = ops.moe_combine.rule("together")(net.combine(rows, sent))
+    for got, want in zip(combined, net.alone(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_int8_experts_on_many_devices_are_near_those_on_one(ranks: int) -> None:
+    net = Network(ranks)
+    sent = ops.moe_dispatch.rule("together")(net.dispatch(True))
+    packed = [quantise_w8(w) for w in (net.gate_up, net.down)]
+    held = net.experts // ranks
+    rows = []
+    for r, (rows8, scale, counts, *_) in enumerate(sent):
+        own = [part[r * held : (r + 1) * held] for pair in packed for part in pair]
+        rows.append(ops.grouped_experts_w8a8(rows8, scale, counts, *own, F32))
+    for got, want in zip(ops.moe_combine.rule("together")(net.combine(rows, sent)), net.alone(), strict=True):
+        assert ((got - want).norm() / want.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.usefixtures("torchair")
+def test_dispatch_kernel_is_the_reference_up_to_the_rows_that_count(ranks: int, quantise: bool) -> None:
+    net = Network(ranks)
+    calls = net.dispatch(quantise)
+    for got, want in zip(by_kernels(ops.moe_dispatch, calls), ops.moe_dispatch.rule("together")(calls), strict=True):
+        live = int(want[2].sum())
+        assert torch.equal(got[2], want[2])
+        # The kernel multiplies by a reciprocal where the reference divides.
+        assert (got[0][:live].float() - want[0][:live].float()).abs().max() <= (1 if quantise else 0)
+        if quantise:
+            torch.testing.assert_close(got[1][:live], want[1][:live], rtol=1e-6, atol=0)
+        assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.usefixtures("torchair")
+def test_both_kernels_together_are_one_device(ranks: int) -> None:
+    net = Network(ranks)
+    sent = by_kernels(ops.moe_dispatch, net.dispatch(False))
+    rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
+    for (got,), want in zip(by_kernels(ops.moe_combine, net.combine(rows, sent)), net.alone(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_dispatch_gives_the_smallest_static_room() -> None:
+    net = Network(4, chosen=5)
+    for rows, *_ in ops.moe_dispatch.rule("together")(net.dispatch(False)):
+        assert rows.shape == (4 * 4 * 2, 16)

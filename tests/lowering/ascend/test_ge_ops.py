@@ -1,0 +1,441 @@
+"""Every primitive's lowering for GE means what its reference means, and converts, fused operators and all, by the real torchair."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import PrimitiveError
+from npucompile.graphs.ops import gated_delta, paged_attention
+from npucompile.graphs.primitive import TABLE
+from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
+from npucompile.lowering.ascend.toolchain import harness
+
+NAN = float("nan")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+# What any graph has.
+PLUMBING = {"Const", "Data", "NetOutput"}
+
+
+@pytest.fixture(scope="module")
+def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
+    loaded = harness.load(tmp_path_factory.mktemp("stubs"))
+    importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
+    return loaded
+
+
+def everything(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    return results
+
+
+@dataclass(frozen=True)
+class Example:
+    """Operands, and what of the results means something."""
+
+    args: tuple[Any, ...]
+    live: Callable[[list[torch.Tensor]], list[torch.Tensor]] = everything
+
+
+class Draw:
+    """Random values of one dtype, the same every time."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.generator = dtype, torch.Generator().manual_seed(11)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return self.f32(*shape).to(self.dtype)
+
+    def f32(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+    def unit(self, *shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(self.f32(*shape), dim=-1)
+
+    def below(self, limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=self.generator, dtype=torch.int32)
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
+    x = x.clone()
+    for index in where:
+        x[index] = NAN
+    return x
+
+
+def rotation(r: Draw, width: int) -> Example:
+    return Example((r(5, 3, 16), *ops.rope_angles(r.below(100, 5), width, 1e4)))
+
+
+def writing(r: Draw) -> Example:
+    """Tokens 1 and 3 are padding."""
+    pools = [poison(r(4, 2, 2, 3), 0, (2, 0)) for _ in range(2)]
+    tokens = [poison(r(4, 2, 3), 1, 3) for _ in range(2)]
+    return Example((*pools, *tokens, ints(5, 0, 2, 1)), lambda t: [x[at] for x in t for at in (1, (2, 1), 3)])
+
+
+def attention(r: Draw, Q: int) -> Example:
+    """Row 0 goes on after 7 keys in pages 4, 2, 1, row 1 begins in page 3, row 2 is padding; nobody owns pages 0 and 5."""
+    table, starts, lengths = ints([4, 2, 1], [3, 0, 0], [0, 0, 0]), ints(7, 0, 0), ints(Q, 1 if Q == 1 else Q - 1, 0)
+    seen = (7 + Q) % 4 or 4
+    unused = (0, 5, (1, slice(seen, None)), (3, slice(Q, None)))
+    q, k, v = poison(r(3, Q, 4, 8), 2), poison(r(6, 4, 2, 8), *unused), poison(r(6, 4, 2, 8), *unused)
+    return Example((q, k, v, table, starts, lengths, 0.4), lambda t: [t[0][b, : lengths[b]] for b in range(2)])
+
+
+def full_context(r: Draw) -> Example:
+    """The last key of the last page is this step's only valid token."""
+    table = ints([1, 2], [3, 4])
+    return Example((r(2, 4, 4, 8), r(5, 4, 2, 8), r(5, 4, 2, 8), table, ints(7, 3), ints(1, 4), 0.4), lambda t: [t[0][0, :1], t[0][1]])
+
+
+def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, lengths: tuple[int, ...]) -> Example:
+    """The first row is fresh and reads a slot nobody wrote, the last is padding and shares slot 0 with nobody live."""
+    B, starts = len(lengths), ints(0, 3, 0)
+    tails = [(b, slice(length, None)) for b, length in enumerate(lengths) if write.shape[1] == 1 or not length]
+    x, pool = poison(r(B, Q, 6), *tails), poison(r(9, taps - 1, 6), 0, 8)
+    used = write[:2].flatten().tolist()
+    return Example(
+        (x, r(6, taps), pool, read, write, starts, ints(*lengths)),
+        lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][7]],
+    )
+
+
+def delta(r: Draw, Q: int, starts: torch.Tensor, read: torch.Tensor, write: torch.Tensor, lengths: tuple[int, ...], chunk: int) -> Example:
+    """The last row is padding; nobody wrote slots 0 and 8."""
+    B = len(lengths)
+    tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
+    tails = [(b, slice(length, None)) for b, length in enumerate(lengths) if chunk or not length]
+    pool = poison(r(9, 4, 5, 6), 0, 8)
+    used = write[:2].flatten().tolist()
+    return Example(
+        (*(poison(x, *tails) for x in tokens), pool, read, write, starts, ints(*lengths), chunk),
+        lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][7]],
+    )
+
+
+def sampling(r: Draw, V: int, levels: int) -> Example:
+    """Rows: greedy, all, top_k, top_p, both, min_p, one candidate, everything at once, cold; with ties where levels are few."""
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.9, 1.0, 1.0, 2.0, 1e-6])
+    top_k = ints(0, 0, 5, 0, 7, 0, 1, 9, 0)
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.6, 0.8, 1.0, 1.0, 0.9, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.05, 0.0])
+    logits = (r.f32(9, 20, V) * levels).round() / levels
+    return Example((logits, temperature, top_k, top_p, min_p, r.uniform(9, 20)))
+
+
+def verifying(r: Draw) -> Example:
+    """All right, right up to what is valid, wrong at each place, right again behind what is wrong, padding."""
+    sampled = r.below(50, 7, 4)
+    candidates = torch.cat([r.below(50, 7, 1), sampled[:, :-1]], 1)
+    for row, place in ((2, 1), (3, 2), (4, 3), (5, 1)):
+        candidates[row, place] += 1
+    candidates[5, 2] += 1
+    return Example((sampled, candidates, ints(4, 2, 4, 4, 4, 4, 0)))
+
+
+def seating(r: Draw) -> Example:
+    """Two rows of padding share the null seat."""
+    return Example((r.below(99, 7, 5), ints(4, 0, 1, 0, 6), r.below(99, 5, 5)), lambda t: [t[0][1:]])
+
+
+def telling(r: Draw) -> Example:
+    """Row 1 does not ask, and holds anything."""
+    return Example((poison(r.f32(3, 2, 31), 1), r.below(31, 3, 2), ints(1, 0, 1), 4))
+
+
+def verify_rows(r: Draw) -> Example:
+    write = ints([3, 4, 5], [6, 2, 1], [0, 0, 0])
+    return delta(r, 3, ints(4, 9, 0), ints(4, 1, 0), write, (3, 2, 0), 0)
+
+
+# Operands of each primitive by case; sizes are odd where they may be.
+EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
+    "accept": {"drafts": verifying, "none": lambda r: Example((r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)))},
+    "add_rms_norm": {"offset": lambda r: Example((r(5, 7), r(5, 7), r(7), 1e-6, 1.0))},
+    "cache_slots": {
+        "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
+        "end": lambda r: Example((ints(11), ints(1), ints([4, 2, 1]), 4, 3)),
+    },
+    "cache_write": {"padding": writing},
+    "causal_conv": {
+        "verify": lambda r: conv(r, 2, 4, ints(8, 2, 0), ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
+        "decode": lambda r: conv(r, 1, 3, ints(8, 2, 0), ints([3], [5], [0]), (1, 1, 0)),
+        "prefill": lambda r: conv(r, 7, 4, ints(8, 2, 0), ints([3], [5], [0]), (5, 2, 0)),
+    },
+    "delta_decay": {"steep": lambda r: Example((r(2, 3, 5) * 40, r.f32(5), r.f32(5)))},
+    "embed": {"rows": lambda r: Example((r.below(11, 5), r(11, 3)))},
+    "gated_delta": {
+        "verify": verify_rows,
+        "decode": lambda r: delta(r, 1, ints(4, 9, 0), ints(3, 5, 0), ints([3], [5], [0]), (1, 1, 0), 0),
+        "prefill": lambda r: delta(r, 24, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (24, 13, 0), 8),
+        "long prefill": lambda r: delta(r, 320, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (300, 77, 0), 32),
+        "single chunk": lambda r: delta(r, 4, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (4, 1, 0), 4),
+    },
+    "gated_rms_norm": {"heads": lambda r: Example((r(5, 3, 7), r(5, 3, 7), r(7), 1e-6))},
+    "l2_norm": {"scaled": lambda r: Example((r(3, 1, 5, 7), 1e-6, 0.5)), "plain": lambda r: Example((r(2, 2, 5, 7), 1e-6, 1.0))},
+    "last_rows": {"rows": lambda r: Example((r(9, 5), ints(3, 0, 2)))},
+    "linear": {"odd": lambda r: Example((r(5, 7), r(3, 7) / 3))},
+    "paged_attention": {
+        "verify": lambda r: attention(r, 3),
+        "decode": lambda r: attention(r, 1),
+        "prefill": lambda r: attention(r, 5),
+        "full": full_context,
+    },
+    "positions": {"rows": lambda r: Example((ints(6, 0, 11), 3))},
+    "rms_norm": {
+        "offset": lambda r: Example((r(5, 7), r(7), 1e-6, 1.0)),
+        "heads": lambda r: Example((r(4, 2, 8), r(8), 1e-5, 0.0)),
+    },
+    "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
+    "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
+    "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
+    "seat_write": {"padding": seating},
+    "swiglu_linear": {"odd": lambda r: Example((r(5, 7), r(2, 3, 7) / 3))},
+    "token_logprobs": {"padding": telling},
+}
+
+
+def types_of(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+INDEX = types_of("Range Cast Add Unsqueeze Reshape Mul")
+CONV = types_of("Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate Unpack StridedSliceV2 Mul Add Swish")
+RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule")
+CHUNKED = types_of(
+    "Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less BroadcastTo Identity "
+    "GreaterEqual Greater Transpose Cumsum Sub ClipByValueV2 Exp BatchMatMul FloorDiv FloorMod LogicalAnd"
+)
+ATTENTION = types_of("Range Cast Mul Add Reshape FusedInferAttentionScore")
+MASK = types_of("Unsqueeze Greater PadV3")
+ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
+UNIT = types_of("Cast Mul ReduceSum Add Rsqrt")
+DRAWN = types_of(
+    "Greater SelectV2 Unsqueeze ArgMaxWithValue Cast Sub RealDiv SoftmaxV2 Mul GreaterEqual Sort Range Less LessEqual LogicalOr "
+    "ReduceSum Cumsum LogicalAnd ClipByValueV2 GatherElements Equal StridedSliceV2 Minimum ArgMaxV2"
+)
+
+# GE op types of each case in bfloat16, plumbing aside; no TensorMove or Assign, which copy a pool.
+EMITS: dict[str, dict[str, frozenset[str]]] = {
+    "accept": {
+        "drafts": types_of("Add Cast Cumsum Equal Greater GreaterEqual LogicalOr NotEqual Range ReduceSum StridedSliceV2 Unsqueeze"),
+        "none": types_of("Greater Cast"),
+    },
+    "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
+    "cache_slots": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
+    "cache_write": {"padding": types_of("ScatterPaKvCache")},
+    "causal_conv": {
+        **dict.fromkeys(("verify", "decode"), CONV | types_of("Pack")),
+        "prefill": CONV | types_of("Range Unsqueeze"),
+    },
+    "delta_decay": {"steep": types_of("Cast Add Exp Neg ClipByValueV2 Abs Log1p Mul")},
+    "embed": {"rows": types_of("GatherV2")},
+    "gated_delta": {
+        "verify": RECURRENT | types_of("Range Unsqueeze Equal Mul ReduceSum ClipByValueV2"),
+        "decode": RECURRENT,
+        **dict.fromkeys(("prefill", "long prefill", "single chunk"), CHUNKED),
+    },
+    "gated_rms_norm": {"heads": types_of("RmsNorm Cast Swish Mul")},
+    "l2_norm": dict.fromkeys(("scaled", "plain"), UNIT),
+    "last_rows": {"rows": types_of("Range Cast Mul Sub ClipByValueV2 Add GatherV2")},
+    "linear": {"odd": types_of("MatMul")},
+    "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION},
+    "positions": {"rows": INDEX - {"Mul"}},
+    "rms_norm": {"offset": types_of("Add RmsNorm"), "heads": types_of("RmsNorm")},
+    "rope": {"partial": ROTATION | types_of("StridedSliceV2"), "whole": ROTATION},
+    "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
+    "sample": dict.fromkeys(("spread", "ties"), DRAWN),
+    "seat_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},
+    "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
+    "token_logprobs": {
+        "padding": types_of("ArgMaxWithValue Cast Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"),
+    },
+}
+
+# Primitives of experts and of quantised weights have test files of their own.
+ELSEWHERE = ("moe_", "grouped_", "quant_")
+
+CASES = [pytest.param(name, label, id=f"{name}-{label}") for name in EXAMPLES for label in EXAMPLES[name]]
+cases = pytest.mark.parametrize(("name", "label"), CASES)
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def traced(name: str, args: tuple[Any, ...], finish: Callable[..., Any], **options: Any) -> tuple[GraphModule, list[torch.Tensor]]:
+    """The lowering on fakes of the operands; `finish(operands, results)` is what the graph returns."""
+
+    def run(*operands: torch.Tensor) -> Any:
+        rest = iter(operands)
+        given = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
+        return finish(given, flat(TABLE[name].lower_for("ge")(*given)))
+
+    fakes = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in tensors(args)]
+    return make_fx(run, **options)(*fakes), fakes
+
+
+class OnCpu(Interpreter):
+    """Runs a graph traced on meta tensors, the NPU's operators by their kernels here."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
+        return KERNELS.get(str(target), target)(*args, **kwargs)
+
+
+def executed(name: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    with FakeTensorMode():
+        graph, _ = traced(name, args, lambda operands, results: tuple(results))
+    return list(OnCpu(graph).run(*(a.clone() for a in tensors(args))))
+
+
+def close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
+    assert all(not t.is_floating_point() or t.isfinite().all() for t in want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_every_primitive_with_a_lowering_of_its_own_is_here() -> None:
+    own = {name for name, primitive in TABLE.items() if primitive.has("lowering:ge") and not name.startswith(ELSEWHERE)}
+    assert own == set(EXAMPLES)
+    assert {name: set(labels) for name, labels in EXAMPLES.items()} == {name: set(labels) for name, labels in EMITS.items()}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@cases
+def test_lowering_is_the_reference(torchair: harness.Torchair, name: str, label: str, dtype: torch.dtype) -> None:
+    example = EXAMPLES[name][label](Draw(dtype))
+    want = flat(TABLE[name].rule("reference")(*example.args))
+    close(example.live(executed(name, example.args)), example.live(want), TOLERANCE[dtype])
+
+
+def copied_back(name: str) -> Callable[..., Any]:
+    """Ends a graph as the `ge` backend does: new pools go into their operands, and are no results."""
+
+    def finish(operands: list[Any], results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        for operand, result in TABLE[name].donates:
+            if results[result] is not operands[operand]:
+                operands[operand].copy_(results[result])
+        donated = {result for _, result in TABLE[name].donates}
+        return tuple(result for i, result in enumerate(results) if i not in donated)
+
+    return finish
+
+
+def converted(torchair: harness.Torchair, name: str, args: tuple[Any, ...]) -> Any:
+    """What torchair makes of the lowering."""
+    with FakeTensorMode():
+        graph, fakes = traced(name, args, copied_back(name), decomposition_table=torchair.decompositions)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        assert not [n for n in graph.graph.nodes if n.op == "get_attr"], "a constant of the trace has no value on the device"
+        return torchair.get_compiler(torchair.CompilerConfig())(graph, fakes).runner
+
+
+def types(runner: Any) -> set[str]:
+    return {op.type for op in runner.graph.op} - PLUMBING
+
+
+@pytest.fixture(scope="module")
+def example_in_ge(torchair: harness.Torchair) -> Callable[[str, str], Any]:
+    """An example converted in bfloat16, once."""
+    return functools.cache(lambda name, label: converted(torchair, name, EXAMPLES[name][label](Draw(torch.bfloat16)).args))
+
+
+@cases
+def test_lowering_converts_to_these_operators(example_in_ge: Callable[[str, str], Any], name: str, label: str) -> None:
+    assert types(example_in_ge(name, label)) == EMITS[name][label]
+
+
+def written_by_an_operator(runner: Any) -> Iterator[int]:
+    """Inputs of the graph that an operator writes in place."""
+    data = {op.name: op.attr["index"].i for op in runner.graph.op if op.type == "Data"}
+    for op in runner.graph.op:
+        if op.type == "ScatterNdUpdate":
+            yield data[op.input[0].split(":")[0]]
+
+
+@pytest.mark.parametrize(("name", "label"), [case for case in CASES if TABLE[str(case.values[0])].donates])
+def test_pools_are_written_where_they_are(example_in_ge: Callable[[str, str], Any], name: str, label: str) -> None:
+    runner = example_in_ge(name, label)
+    bound = set(runner._graph_output_ref_input.values()) | set(runner._ref_data_idx) | set(written_by_an_operator(runner))
+    assert {operand for operand, _ in TABLE[name].donates} <= bound
+
+
+# --- what single lowerings promise beyond their reference ---
+
+
+@pytest.mark.parametrize("label", ["verify", "decode", "full"])
+def test_the_other_layout_of_attention_is_the_same(torchair: harness.Torchair, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE["paged_attention"].rule("lowering:ge").__globals__, "NPU_LAYOUT", "BSND")
+    example = EXAMPLES["paged_attention"][label](Draw(torch.float32))
+    close(example.live(executed("paged_attention", example.args)), example.live(flat(paged_attention(*example.args))), 2e-5)
+    assert types(converted(torchair, "paged_attention", example.args)) <= ATTENTION | MASK
+
+
+def test_lengths_of_attention_are_operands(example_in_ge: Callable[[str, str], Any]) -> None:
+    made_by = {op.name: op for op in example_in_ge("paged_attention", "verify").graph.op}
+    (fused,) = (op for op in made_by.values() if op.type == "FusedInferAttentionScore")
+    path = [fused]
+    while path[-1].type != "Data":
+        path.append(made_by[path[-1].input[6 if path[-1] is fused else 0].split(":")[0]])
+    assert [op.type for op in path if op.type != "Cast"] == ["FusedInferAttentionScore", "Add", "Data"]
+
+
+def test_more_tokens_than_the_recurrent_kernel_takes_are_refused() -> None:
+    example = delta(Draw(torch.float32), 9, ints(4, 4), ints(0, 0), ints([0] * 9, [0] * 9), (9, 9), 0)
+    with pytest.raises(PrimitiveError, match="has 9 tokens a row; the NPU's kernel takes at most 8"):
+        gated_delta.rule("lowering:ge")(*example.args)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_repeated_keys_keep_their_digits_over_many_chunks(torchair: harness.Torchair, noise: float) -> None:
+    """No decay, beta 1 and one key throughout: every state is one product of 512 projections."""
+    q, k, v, g, beta, pool, *rest = delta(Draw(torch.float32), 512, ints(3, 3), ints(2, 2), ints([3], [5]), (512, 512), 32).args
+    k = torch.nn.functional.normalize(k[:, :1] + noise * k, dim=-1)
+    args = (q, k, v, torch.zeros_like(g), torch.ones_like(beta), pool, *rest)
+    want = gated_delta.rule("reference")(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
+    close([executed("gated_delta", args)[0].double()], [want[0].double()], 5e-5)
+
+
+def test_the_scan_over_chunks_is_logarithmic(torchair: harness.Torchair) -> None:
+    counts = []
+    for Q in (128, 1024):
+        with FakeTensorMode():
+            args = delta(Draw(torch.bfloat16), Q, ints(3), ints(2), ints([3]), (Q,), 32).args
+            graph, _ = traced("gated_delta", args, copied_back("gated_delta"))
+        counts.append(sum(node.target is torch.ops.aten.bmm.default for node in graph.graph.nodes))
+    assert counts[1] - counts[0] == 2 * (math.log2(1024 / 64) - math.log2(128 / 64))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0])
+@pytest.mark.parametrize("label", EXAMPLES["sample"])
+def test_the_least_and_the_largest_draw_stay_within_what_is_kept(torchair: harness.Torchair, label: str, uniform: float) -> None:
+    """Ids before the first and after the last kept one have no weight, and 1 is what a sum of roundings may fall short of."""
+    args = EXAMPLES["sample"][label](Draw(torch.float32)).args
+    args = (*args[:-1], torch.full_like(args[-1], uniform))
+    want = flat(TABLE["sample"].rule("reference")(*args))
+    assert want[0][2:].unique().numel() > 9
+    close(executed("sample", args), want, 0.0)

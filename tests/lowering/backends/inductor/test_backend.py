@@ -1,0 +1,283 @@
+"""A package computes what the eager graph computes, writes state in place without copying it, and is the same bytes again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs import compile_count, native_ops, ops
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.primitive import Primitive
+from npucompile.graphs.text import as_text
+from npucompile.graphs.types import Aval, Leaf, Signature
+from npucompile.lowering.artifact import graph_io
+from npucompile.lowering.backend import backend
+from npucompile.lowering.backends.inductor import aoti
+from npucompile.lowering.backends.inductor import backend as inductor
+from npucompile.lowering.executable import check_operands, load_compiled
+
+F32, I32 = torch.float32, torch.int32
+PAGES = 1 << 14  # 64 MB of pool: a copy of it cannot hide
+SIGNATURE = Signature(
+    params=(
+        Leaf("params.w", Aval((8, 16), F32)),
+        Leaf("params.taps", Aval((22, 4), F32)),
+        Leaf("params.gate_up", Aval((4, 2, 24, 16), F32)),
+        Leaf("params.down", Aval((4, 16, 24), F32)),
+    ),
+    state=(
+        Leaf("state.pool", Aval((PAGES, 16, 2, 32), F32)),
+        Leaf("state.slots", Aval((9, 4, 16), F32)),
+        Leaf("state.windows", Aval((9, 3, 22), F32)),
+        Leaf("state.states", Aval((9, 2, 5, 6), F32)),
+    ),
+    inputs=(
+        *(Leaf(f"inputs.{name}", Aval((3,), I32)) for name in ("pages", "offsets", "read", "write", "starts")),
+        Leaf("inputs.after", Aval((3, 2), I32)),
+        Leaf("inputs.rows", Aval((6, 64), F32)),
+        Leaf("inputs.knobs", Aval((3, 6), F32)),
+    ),
+    outputs=(
+        *(Leaf("outputs.y", Aval((3, 4, 8), F32)), Leaf("outputs.sums", Aval((3,), F32))),
+        *(Leaf("outputs.experts", Aval((6, 16), F32)), Leaf("outputs.delta", Aval((3, 2, 2, 5), F32))),
+        *(Leaf("outputs.attention", Aval((3, 2, 2, 32), F32)), Leaf("outputs.tokens", Aval((3, 2), I32))),
+        *(
+            Leaf("outputs.chosen", Aval((3, 2), F32)),
+            Leaf("outputs.ids", Aval((3, 2, 3), I32)),
+            Leaf("outputs.values", Aval((3, 2, 3), F32)),
+        ),
+    ),
+)
+POOLS = slice(len(SIGNATURE.params), len(SIGNATURE.params) + len(SIGNATURE.state))
+Rule = Callable[[Primitive], Callable[..., Any]]
+
+
+def compiled(primitive: Primitive) -> Callable[..., Any]:
+    """What a graph for this backend calls: kernels of ours, as all is small and in float32."""
+    return primitive.lower_for("inductor")
+
+
+def meant(primitive: Primitive) -> Callable[..., Any]:
+    return primitive.rule("reference")
+
+
+def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A paged write and a recurrent state, read by one index and written by another; then one of each native operator, on views."""
+    w, taps, gate_up, down, pool, slots, windows, states, pages, offsets, read, write, starts, after, rows, knobs = operands
+    state = torch.where((read == 0).reshape(3, 1, 1), 0.0, slots[read]) * 0.5 + 1
+    written = torch.ops.aten.index_put(pool, [pages, offsets], state.reshape(3, 2, 32))
+    new_slots = torch.ops.aten.index_put(slots, [write], state)
+    two = torch.full_like(starts, 2)
+    mixed, gates, x = rows.split([22, 26, 16], -1)
+    scores = rule(ops.linear)(x, w)
+    share, ids = scores[:, :4].softmax(-1).topk(2)
+    outs = rule(ops.moe_experts)(x, share, ids.to(I32), gate_up, down)
+    mixed, windows = rule(ops.causal_conv)(mixed.view(3, 2, 22), taps, windows, read, after, starts, two)
+    q, k, v = mixed.split([6, 6, 10], -1)
+    g, beta = (half.sigmoid().view(3, 2, 2) for half in gates[:, :4].chunk(2, -1))
+    heads = q.view(3, 2, 1, 6), k.view(3, 2, 1, 6), v.view(3, 2, 2, 5)
+    delta, states = rule(ops.gated_delta)(*heads, -g, beta, states, read, after, starts, two, 0)
+    seen = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], starts, two, 0.2)
+    temperature, top_k, top_p, min_p, *uniform = knobs.unbind(-1)
+    logits = scores.view(3, 2, 8)
+    tokens = rule(ops.sample)(logits, temperature, top_k.to(I32), top_p, min_p, torch.stack(uniform).t())
+    told = rule(ops.token_logprobs)(logits, tokens, read, 3)
+    y, sums = torch.nn.functional.linear(state, w), written[pages].sum((1, 2, 3))
+    return y, sums, outs, delta, seen, tokens, *told, written, new_slots, windows, states
+
+
+def lowered() -> GraphModule:
+    """`step` as a lowered graph: flat, outputs only, copies into those donated pools that no kernel writes at the end."""
+    with torch.no_grad():
+        fakes = (torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in SIGNATURE.operands)
+        graph = make_fx(partial(step, compiled), tracing_mode="fake")(*fakes)
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    (output,) = (n for n in graph.graph.nodes if n.op == "output")
+    results, count = output.args[0], len(SIGNATURE.outputs)
+    with graph.graph.inserting_before(output):
+        for pool, new in zip(placeholders[POOLS], results[count:], strict=True):
+            if new is not pool:
+                graph.graph.call_function(torch.ops.aten.copy_.default, (pool, new))
+    output.args = (tuple(results[:count]),)
+    graph.recompile()
+    return graph
+
+
+def operands() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(leaf.aval.shape, generator=generator) if "pool" not in leaf.name else torch.zeros(leaf.aval.shape)
+        for leaf in SIGNATURE.operands
+    ]
+    slots = {"pages": [5, 1, 70], "offsets": [0, 15, 3], "read": [2, 0, 8], "write": [3, 1, 7], "starts": [4, 0, 12]}
+    slots["after"] = [[2, 4], [1, 5], [6, 7]]
+    knobs = {"temperature": [0.7, 0.0, 1.5], "top_k": [3, 0, 0], "top_p": [0.9, 1.0, 1.0], "min_p": [0.0, 0.0, 0.1]}
+    uniform = [[0.3, 0.0, 0.9], [0.6, 0.0, 0.5]]
+    for i, leaf in enumerate(SIGNATURE.operands):
+        if leaf.aval.dtype == I32:
+            given[i] = torch.tensor(slots[leaf.name.removeprefix("inputs.")], dtype=I32)
+        elif leaf.name == "inputs.knobs":
+            given[i] = torch.tensor([*knobs.values(), *uniform]).t().contiguous()
+    return given
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Precompiling headers costs more than it saves for two small graphs.
+        patch.setattr(aoti.shutil, "which", lambda name: None)
+        yield tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
+    out, graph = tmp_path_factory.mktemp("out") / "step.pt2", lowered()
+    before, text, counted = graph_io.encode(graph), as_text(graph, "step"), compile_count.count()
+    inductor.compile_package(graph, SIGNATURE, out, cache_dir=cache_dir, threads=1)
+    assert (graph_io.encode(graph), as_text(graph, "step")) == (before, text), "compiling must not change the graph it is given"
+    assert compile_count.count() == counted + 1
+    return out
+
+
+def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None:
+    executable = load_compiled(package, "inductor")
+    assert executable.backend == "inductor"
+    ours, theirs = operands(), operands()
+    check_operands(ours, SIGNATURE)
+    for _ in range(3):
+        results = step(meant, *theirs)
+        count = len(SIGNATURE.outputs)
+        theirs[POOLS] = results[count:]
+        for got, want, leaf in zip(executable(ours), results[:count], SIGNATURE.outputs, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda said, name=leaf.name: f"{name}: {said}")
+    for got, want, leaf in zip(ours, theirs, SIGNATURE.operands, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda said, name=leaf.name: f"{name}: {said}")
+    for pool, before in zip(ours[POOLS], operands()[POOLS], strict=True):
+        assert not torch.equal(pool, before), "every pool was written in place"
+    assert len(executable(ours)) == len(SIGNATURE.outputs)
+    assert len(ours) == len(SIGNATURE.operands), "the list of operands is left as it was"
+
+
+SERVE = """
+import sys, torch
+from npucompile.graphs import compile_count as events
+from npucompile.lowering.executable import load_compiled
+from pathlib import Path
+def peak():  # of this process alone: what getrusage tells is at least what the parent had
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+run = load_compiled(Path(sys.argv[1]), "inductor")
+pool = torch.zeros({pages}, 16, 2, 32)
+given = torch.load(sys.argv[2])
+given[{at}] = pool
+before = peak()
+run(given)
+print(peak() - before)
+print([m for m in ("torch._inductor.compile_fx", "torch._inductor.codecache", "torch._dynamo.convert_frame") if m in sys.modules])
+print(events.count(), pool[5, 0].sum().item() != 0)
+print(2.0 ** -1060 / 2 > 0, bool((torch.tensor([2.0 ** -140]) / 2 > 0).all()))
+"""
+
+
+def test_serving_copies_no_pool_loads_no_compiler_and_flushes_no_small_number(package: Path, tmp_path: Path) -> None:
+    """Flushing would be a property of the thread that loads: seen by everyone, and by this proof only in a fresh process."""
+    at = POOLS.start
+    torch.save([given if i != at else None for i, given in enumerate(operands())], tmp_path / "operands.pt")
+    code = SERVE.format(pages=PAGES, at=at)
+    command = [sys.executable, "-c", code, str(package), str(tmp_path / "operands.pt")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert int(said[0]) < PAGES * 16 * 2 * 32 * 4 // 2**20 // 2, f"{said[0]} MB more memory: the pool was copied"
+    assert said[1:] == ["[]", "0 True", "True True"]
+
+
+def test_a_package_calls_every_native_operator() -> None:
+    """The one that these tests compile: what a graph calls of them is proven there."""
+    targets = {node.target for node in lowered().graph.nodes}
+    assert {one.op for name, one in native_ops.TABLE.items() if name.startswith("npuc_")} <= targets
+
+
+def test_compiling_again_gives_the_same_bytes(package: Path, cache_dir: Path, tmp_path: Path) -> None:
+    inductor.compile_package(lowered(), SIGNATURE, tmp_path / "again.pt2", cache_dir=cache_dir, threads=1)
+    assert (tmp_path / "again.pt2").read_bytes() == package.read_bytes()
+    assert list((cache_dir / "graphs").iterdir()) == []
+
+
+def test_no_path_of_this_machine_is_in_a_package(package: Path, cache_dir: Path) -> None:
+    data = package.read_bytes()
+    assert str(cache_dir).encode() not in data
+    assert sys.prefix.encode() not in data
+
+
+def test_a_package_is_what_torch_calls_one(package: Path) -> None:
+    with zipfile.ZipFile(package) as archive:
+        assert archive.testzip() is None
+        assert archive.read("graph/archive_format") == b"pt2"
+        assert [n for n in archive.namelist() if n.startswith("graph/data/aotinductor/model/") and n.endswith(".so")]
+
+
+def test_a_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.pt2").write_bytes(package.read_bytes()[:-2000])
+    with pytest.raises(LoweringError, match=r"cut.pt2 is not a package torch \S+ can load"):
+        load_compiled(tmp_path / "cut.pt2", "inductor")
+
+
+# --- refusals, without a compile ---
+
+
+def refused(graph: GraphModule, tmp_path: Path) -> str:
+    with pytest.raises(LoweringError) as caught:
+        inductor.compile_package(graph, SIGNATURE, tmp_path / "out.pt2", cache_dir=tmp_path, threads=0)
+    assert not (tmp_path / "out.pt2").exists()
+    return str(caught.value)
+
+
+def test_a_collective_is_refused_by_name(tmp_path: Path) -> None:
+    graph = torch.fx.Graph()
+    operand = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (operand,)),))
+    said = refused(GraphModule(torch.nn.Module(), graph), tmp_path)
+    assert "legal" in said or "runs operators of aten" in said
+    assert "_c10d_functional.wait_tensor.default" in said
+
+
+def test_a_failed_compile_says_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **kwargs: object) -> dict[str, bytes]:
+        raise RuntimeError("C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:1: error: 'x' was not declared\n")
+
+    monkeypatch.setattr(aoti, "compile_files", fails)
+    assert "out.pt2: RuntimeError: a.cpp:1: error: 'x' was not declared" in refused(lowered(), tmp_path)
+
+
+def test_a_missing_compiler_is_refused_before_anything_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> tuple[str, str]:
+        raise LoweringError("needs a C++ compiler")
+
+    monkeypatch.setattr(aoti, "compiler", none)
+    counted = compile_count.count()
+    assert refused(lowered(), tmp_path) == "needs a C++ compiler"
+    assert compile_count.count() == counted
+    with pytest.raises(LoweringError, match="needs a C"):
+        backend("inductor").check_target()
+
+
+def test_options_name_what_decides_the_bytes() -> None:
+    options = backend("inductor").options(3)
+    assert options["threads"] == 3
+    assert options["instruction_set"] == aoti.instruction_set()
+    assert options["cpu_features"] == list(backend("inductor").cpu_features())
+    assert backend("inductor").options(0) != options
+
+
+def test_packing_does_not_depend_on_order() -> None:
+    files = {"b.so": b"b", "a.json": b"a"}
+    assert inductor.package(files) == inductor.package(dict(reversed(files.items())))
+    assert inductor.package(files) != inductor.package({**files, "a.json": b"b"})

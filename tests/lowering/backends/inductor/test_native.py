@@ -1,0 +1,481 @@
+"""lowering/backends/inductor/native.py: the C++ kernels compute what the primitives mean, row by row, and packages carry them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npucompile.graphs import native_ops as operators
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ops.causal_conv import causal_conv_reference
+from npucompile.graphs.ops.gated_delta import gated_delta_reference
+from npucompile.graphs.ops.linear import linear_reference
+from npucompile.graphs.ops.moe_experts import moe_experts_reference
+from npucompile.graphs.ops.paged_attention import paged_attention_reference
+from npucompile.graphs.ops.sample import _kept_weights, sample_reference
+from npucompile.graphs.ops.token_logprobs import token_logprobs_reference
+from npucompile.lowering.backends.inductor import aoti, native
+
+F32, I32, NAN = torch.float32, torch.int32, float("nan")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+"""Of the largest value; bf16 is rounded once, when results are stored."""
+
+MANY = 60
+"""Examples of a property."""
+
+
+@pytest.fixture(scope="module", params=["own", "narrow"])
+def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
+    """The kernels, for this machine and for one whose vectors are half as wide."""
+    with kernels.compiled_for(kernels.LEVELS[0 if request.param == "own" else -1]):
+        yield kernels
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=I32)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCE[F32]) -> None:
+    assert got.shape == want.shape
+    assert got.isfinite().all(), "nothing that nobody wrote was read"
+    assert (got - want).abs().max() <= tolerance * want.abs().max() + 1e-30
+
+
+def apart(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The same rows with `by` floats between them that nobody wrote."""
+    wide = torch.full((len(x), x.shape[1] + by), NAN)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+COMPANIES = [(0, 1), (5, 2), (0, 3), (9, 4), (3, 5), (1, 8), (0, 9), (30, 17), (1, 63), (0, 64)]
+"""First row and rows of calls that share rows."""
+
+# --- linear ---
+
+
+@settings(max_examples=MANY)
+@given(st.integers(1, 64), st.integers(1, 70), st.integers(1, 80), st.integers(0, 5))
+def test_linear_is_the_reference(run, M, N, K, by):
+    x, weight = randn(M, K), randn(N, K, seed=1)
+    close(run.linear(apart(x, by), weight), linear_reference(x, weight))
+
+
+LINEAR = [(1, 1), (33, 17), (130, 300)]
+"""Sizes N, K; the last is worth a second thread."""
+
+
+@pytest.mark.parametrize(("N", "K"), LINEAR)
+def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
+    """Bit for bit: what a request says must not depend on its neighbours, nor on how many threads there are."""
+    x, weight = randn(64, K), randn(N, K, seed=1)
+    alone = torch.cat([run.linear(x[m : m + 1], weight) for m in range(64)])
+    close(alone, linear_reference(x, weight))
+    for threads in (1, 2):
+        with run.threads(threads):
+            for first, count in COMPANIES:
+                assert torch.equal(run.linear(x[first : first + count], weight), alone[first : first + count])
+
+
+# --- experts ---
+
+
+def mixture(T, X, E, F, M, seed=0):
+    """Choices of which some are other devices' experts; what nobody chose is NaN."""
+    r = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, E + 2, (T, X), generator=r, dtype=I32)
+    gate_up, down = randn(E, 2, F, M, seed=seed + 1), randn(E, M, F, seed=seed + 2)
+    unchosen = [e for e in range(E) if not (ids == e).any()]
+    gate_up[unchosen], down[unchosen] = NAN, NAN
+    return randn(T, M, seed=seed + 3), torch.rand(T, X, generator=r), ids, gate_up, down
+
+
+@settings(max_examples=MANY)
+@given(
+    st.integers(1, 64), st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.integers(0, 9)
+)
+def test_experts_are_the_reference_and_those_nobody_chose_are_not_read(run, T, X, E, F, M, by, seed):
+    x, *rest = mixture(T, X, E, F, M, seed)
+    close(run.experts(apart(x, by), *rest), moe_experts_reference(x, *rest), 4e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 7, 9), (3, 8, 40, 130)], ids=str)
+def test_a_token_of_experts_is_the_same_in_any_company(run, sizes):
+    """The larger sizes are worth a second thread."""
+    x, share, ids, *matrices = mixture(64, *sizes)
+    alone = torch.cat([run.experts(x[t : t + 1], share[t : t + 1], ids[t : t + 1], *matrices) for t in range(64)])
+    for threads in (1, 2):
+        with run.threads(threads):
+            for first, count in COMPANIES:
+                rows = slice(first, first + count)
+                assert torch.equal(run.experts(x[rows], share[rows], ids[rows], *matrices), alone[rows])
+            assert torch.equal(run.experts(x.flip(0), share.flip(0), ids.flip(0), *matrices), alone.flip(0))
+
+
+def test_a_token_of_nan_harms_no_other(run):
+    x, *rest = mixture(9, 2, 4, 7, 9)
+    want = run.experts(x, *rest)
+    x[4] = NAN
+    got = run.experts(x, *rest)
+    assert got[4].isnan().all()
+    assert torch.equal(got[[0, 1, 2, 3, 5, 6, 7, 8]], want[[0, 1, 2, 3, 5, 6, 7, 8]])
+
+
+# --- gates: the exponential ---
+
+GATES = [*(sign * 10.0**power for power in range(-30, 5) for sign in (-1, 1)), *(x / 4 for x in range(-360, 361)), float("inf")]
+
+
+def test_gates_keep_their_digits_however_large_they_are(run):
+    """By a convolution of one tap, which is silu alone; 2^-100 is nothing beside anything else here."""
+    x = torch.tensor(GATES)[None, None]
+    got = run.conv(x, torch.ones(len(GATES), 1), torch.empty(1, 0, len(GATES)), ints([0]), ints([[0]]), ints([0]))
+    torch.testing.assert_close(got.double(), torch.nn.functional.silu(x.double()), rtol=5e-7, atol=2.0**-100)
+
+
+def test_nan_stays_nan_and_its_neighbours_what_they_are(run):
+    x = randn(1, 1, 21)
+    x[0, 0, [0, 7, 20]] = NAN
+    got = run.conv(x, torch.ones(21, 1), torch.empty(1, 0, 21), ints([0]), ints([[0]]), ints([0]))
+    torch.testing.assert_close(got, torch.nn.functional.silu(x), equal_nan=True)
+
+
+# --- states in slots ---
+
+
+def slots(B, Q, starts):
+    """Rows read slot 1 + b, but odd ones one that they write; pools have slots that nobody uses, the first among them."""
+    write = ints(range(1 + B, 1 + B + B * Q)).view(B, Q)
+    read = ints([int(write[b, Q // 2]) if b % 2 else 1 + b for b in range(B)])
+    return 2 + B + B * Q, read, write, ints(starts)
+
+
+def pool_for(read, starts, total, *shape, seed=5):
+    """NaN but where a row goes on from."""
+    pool = torch.full((total, *shape), NAN)
+    live = read[starts > 0].long()
+    pool[live] = randn(len(live), *shape, seed=seed)
+    return pool
+
+
+def convolution(B, Q, C, taps, starts):
+    total, read, write, begins = slots(B, Q, starts)
+    return randn(B, Q, C), randn(C, taps, seed=1), pool_for(read, begins, total, taps - 1, C), read, write, begins
+
+
+CONVOLUTIONS = [
+    *[(1, 1, 1, 2, [0]), (1, 1, 16, 4, [9]), (3, 4, 21, 4, [0, 3, 5]), (2, 8, 37, 3, [7, 0]), (4, 2, 50, 1, [1, 2, 0, 3])],
+    (5, 3, 100, 4, [3, 0, 2, 8, 1]),
+]
+
+
+def stored(got, want, write):
+    """What went to the slots, and that no other slot changed."""
+    close(got[write.flatten().long()], want[write.flatten().long()])
+    others = [i for i in range(len(got)) if i not in write.flatten().tolist()]
+    assert torch.equal(got[others].view(I32), want[others].view(I32))
+
+
+@pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
+def test_the_convolution_is_the_reference(run, case):
+    *rest, read, write, starts = convolution(*case)
+    out, want_pool = causal_conv_reference(*rest, read, write, starts, torch.full_like(starts, case[1]))
+    close(run.conv(*rest, read, write, starts), out)
+    stored(rest[2], want_pool, write)
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
+    x, weight, pool, read, write, starts = convolution(*case)
+    together, windows = run.conv(x, weight, whole := pool.clone(), read, write, starts), whole
+    for b in range(case[0]):
+        row, own = slice(b, b + 1), pool.clone()
+        assert torch.equal(run.conv(x[row], weight, own, read[row], write[row], starts[row]), together[row])
+        at = read[row]
+        for t in range(case[1]):
+            token = slice(t, t + 1)
+            one = run.conv(x[row, token], weight, pool, at, write[row, token], starts[row] + t)
+            assert torch.equal(one, together[row, token])
+            at = write[row, t]
+        used = write[b].long()
+        assert torch.equal(own[used], windows[used])
+        assert torch.equal(pool[used], windows[used])
+
+
+def rule(B, Q, Hk, H, Dk, Dv, starts):
+    total, read, write, begins = slots(B, Q, starts)
+    q, k = (torch.nn.functional.normalize(randn(B, Q, Hk, Dk, seed=seed), dim=-1) for seed in (1, 2))
+    r = torch.Generator().manual_seed(3)
+    g, beta = -torch.rand(B, Q, H, generator=r), torch.rand(B, Q, H, generator=r)
+    return q, k, randn(B, Q, H, Dv, seed=4), g, beta, pool_for(read, begins, total, H, Dv, Dk), read, write, begins
+
+
+RULES = [
+    *[(1, 1, 1, 1, 1, 1, [0]), (1, 1, 1, 2, 16, 16, [4]), (3, 4, 2, 4, 17, 19, [0, 5, 2]), (2, 8, 1, 3, 5, 40, [1, 0])],
+    (4, 4, 2, 4, 35, 37, [3, 0, 1, 9]),
+]
+"""Sizes B, Q, Hk, H, Dk, Dv and starts; the last is worth a second thread."""
+
+
+@pytest.mark.parametrize("case", RULES, ids=str)
+def test_the_delta_rule_is_the_reference(run, case):
+    *rest, read, write, starts = rule(*case)
+    out, want_pool = gated_delta_reference(*rest, read, write, starts, torch.full_like(starts, case[1]), 0)
+    close(run.delta(*rest, read, write, starts), out)
+    stored(rest[5], want_pool, write)
+
+
+@pytest.mark.parametrize("case", RULES, ids=str)
+def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
+    *tokens, pool, read, write, starts = rule(*case)
+    together, states = run.delta(*tokens, whole := pool.clone(), read, write, starts), whole
+    with run.threads(2):
+        assert torch.equal(run.delta(*tokens, again := pool.clone(), read, write, starts), together)
+    assert torch.equal(again.view(I32), states.view(I32))
+    for b in range(case[0]):
+        row, own = slice(b, b + 1), pool.clone()
+        assert torch.equal(run.delta(*(x[row] for x in tokens), own, read[row], write[row], starts[row]), together[row])
+        at = read[row]
+        for t in range(case[1]):
+            token = slice(t, t + 1)
+            one = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], starts[row] + t)
+            assert torch.equal(one, together[row, token])
+            at = write[row, t]
+        used = write[b].long()
+        assert torch.equal(own[used], states[used])
+        assert torch.equal(pool[used], states[used])
+
+
+# --- attention ---
+
+
+def attending(B: int, Q: int, H: int, G: int, D: int, P: int, starts: list[int], lengths: list[int], dtype: torch.dtype, seed: int = 0):
+    """Queries, pools that are NaN wherever no live row may read, tables, starts and lengths."""
+    r = torch.Generator().manual_seed(seed)
+    N = max(1, -(-max(s + Q for s in starts) // P))
+    order = (1 + torch.randperm(B * N + 3, generator=r)).tolist()
+    table = ints(order[: B * N]).view(B, N)
+    pools = [torch.full((B * N + 4, P, G, D), NAN, dtype=dtype) for _ in range(2)]
+    for b in range(B):
+        for at in range(starts[b] + lengths[b]):
+            for pool in pools:
+                pool[table[b, at // P], at % P] = torch.randn(G, D, generator=r).to(dtype)
+    q = torch.randn(B, Q, H, D, generator=r).to(dtype)
+    return q, *pools, table, ints(starts), ints(lengths), D**-0.5
+
+
+ATTENTIONS = [
+    (1, 1, 4, 2, 64, 16, [60], [1]),
+    (1, 4, 4, 2, 64, 16, [60], [4]),
+    (3, 1, 2, 2, 5, 4, [0, 7, 30], [1, 1, 1]),
+    (4, 4, 6, 2, 18, 8, [13, 0, 3, 8], [4, 4, 2, 1]),
+    (2, 8, 3, 1, 16, 2, [1, 50], [8, 3]),
+    (5, 2, 8, 4, 32, 16, [500, 400, 3, 0, 16], [2, 1, 2, 2, 1]),
+    (16, 4, 4, 2, 64, 16, [300 + i for i in range(16)], [4] * 16),
+]
+"""The last is worth a second thread."""
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("case", ATTENTIONS, ids=str)
+def test_attention_is_the_reference_for_every_valid_query(run, case, dtype):
+    q, k, v, *rest = attending(*case, dtype)
+    got, want = run.attention(q, k, v, *rest), paged_attention_reference(q.float(), k.float(), v.float(), *rest)
+    assert got.dtype == dtype
+    for b, length in enumerate(case[-1]):
+        close(got[b, :length].float(), want[b, :length], TOLERANCE[dtype])
+
+
+def test_a_row_of_attention_is_the_same_in_every_batch(run):
+    q, k, v, table, starts, lengths, scale = attending(*ATTENTIONS[-1], F32)
+    for threads in (1, 2):
+        with run.threads(threads):
+            together = run.attention(q, k, v, table, starts, lengths, scale)
+        for b in range(0, 16, 5):
+            one = slice(b, b + 1)
+            assert torch.equal(run.attention(q[one], k, v, table[one], starts[one], lengths[one], scale)[0], together[b])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("sizes", [(4, 4, 2, 64, 16), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)], ids=str)
+def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
+    """A candidate sees what it would see had it been fed alone."""
+    Q = sizes[0]
+    q, k, v, table, starts, lengths, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
+    together = run.attention(q, k, v, table, starts, lengths, scale)
+    for t in range(Q):
+        one = run.attention(q[:, t : t + 1], k, v, table, starts + t, torch.ones_like(lengths), scale)
+        assert torch.equal(one[:, 0], together[:, t])
+
+
+def test_padding_rows_harm_nobody(run):
+    q, k, v, table, starts, lengths, scale = attending(3, 4, 4, 2, 64, 16, [60, 3, 9], [4, 4, 4], F32)
+    want = run.attention(q, k, v, table, starts, lengths, scale)
+    table, starts, lengths = table.clone(), starts.clone(), lengths.clone()
+    table[1], starts[1], lengths[1] = 0, 0, 0
+    got = run.attention(q, k, v, table, starts, lengths, scale)
+    assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+# --- tokens ---
+
+
+@settings(max_examples=2 * MANY)
+@given(st.lists(st.sampled_from([-1.0, 0.0, 2.0, NAN]), min_size=1, max_size=70))
+def test_greedy_takes_the_first_of_the_largest_and_nan_is_the_largest(run, logits):
+    knobs = torch.zeros(1), ints([0]), torch.ones(1), torch.zeros(1), torch.zeros(1, 1)
+    row = torch.tensor(logits)[None, None]
+    (want,) = [i for i, x in enumerate(logits) if x != x][:1] or [logits.index(max(logits))]
+    assert run.sample(row, *knobs).item() == sample_reference(row, *knobs).item() == want
+
+
+def knobs(B, seed):
+    """Temperature, top_k, top_p and min_p: every other row asks for neither of the last three."""
+    r = torch.Generator().manual_seed(seed)
+    some = torch.arange(B) % 2 == 0
+    top_k = torch.where(some, torch.randint(0, 20, (B,), generator=r), 0)
+    top_p = torch.where(some, 0.2 + torch.rand(B, generator=r), 1.0).clamp(max=1.0)
+    return 0.1 + 2 * torch.rand(B, generator=r), top_k.int(), top_p, torch.where(some, 0.2 * torch.rand(B, generator=r), 0.0)
+
+
+DRAWS = [(1, 40), (5, 200), (17, 200), (100, 100), (2048, 30)]
+
+
+@pytest.mark.parametrize(("V", "B"), DRAWS)
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_are_the_reference_s_and_never_of_a_token_that_is_dropped(run, V, B, seed):
+    """But for random numbers that lie, to rounding, on the border of two tokens."""
+    logits, (temperature, *cuts) = 3 * randn(B, 4, V, seed=seed), knobs(B, seed)
+    heat = (logits - logits.amax(-1, keepdim=True)).double() / temperature[:, None, None].double()
+    masses = _kept_weights(heat, *(cut.double() for cut in cuts)).double()
+    borders = masses.cumsum(-1) / masses.sum(-1, keepdim=True)
+    drawn = torch.rand(B, 4, generator=torch.Generator().manual_seed(seed))
+    differing = 0
+    for uniform in (drawn, torch.zeros(B, 4), torch.full((B, 4), 1 - 2.0**-24)):
+        got, want = (draw(logits, temperature, *cuts, uniform).long() for draw in (run.sample, sample_reference))
+        assert (masses.gather(-1, got[..., None]) > 0).all()
+        if uniform is drawn:
+            nearest = (borders - uniform[..., None]).abs().amin(-1)
+            assert (nearest[got != want] < 1e-6).all()
+            differing = int((got != want).sum())
+    assert differing <= 1
+
+
+def test_draws_are_the_same_in_any_company(run):
+    logits, cuts = randn(6, 4, 2048), knobs(6, 0)
+    uniform = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+    together = run.sample(logits, *cuts, uniform)
+    with run.threads(2):
+        assert torch.equal(run.sample(logits, *cuts, uniform), together)
+    for b in range(6):
+        row = slice(b, b + 1)
+        assert torch.equal(run.sample(logits[row], *(cut[row] for cut in cuts), uniform[row]), together[row])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30])
+def test_a_tiny_temperature_is_greedy(run, temperature):
+    logits = randn(3, 2, 37)
+    rows = torch.ones(3)
+    got = run.sample(logits, rows * temperature, ints([0] * 3), rows, rows * 0, torch.full((3, 2), 0.999))
+    assert torch.equal(got, logits.argmax(-1).int())
+
+
+@settings(max_examples=MANY)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 70), st.integers(0, 9))
+def test_log_probabilities_are_the_reference(run, B, Q, V, seed):
+    r = torch.Generator().manual_seed(seed)
+    logits, tokens = 5 * randn(B, Q, V, seed=seed), torch.randint(V, (B, Q), generator=r, dtype=I32)
+    asked, most = torch.randint(2, (B,), generator=r, dtype=I32), 1 + seed % V
+    logits[asked == 0] = NAN
+    for got, want in zip(run.logprobs(logits, tokens, asked, most), token_logprobs_reference(logits, tokens, asked, most), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_of_equally_likely_tokens_the_lower_comes_first(run):
+    logits = torch.tensor([[[0.0, 2.0, 2.0, -1e9, 2.0, 0.0]]])
+    chosen, ids, values = run.logprobs(logits, ints([[3]]), ints([1]), 6)
+    assert ids.tolist() == [[[1, 2, 4, 0, 5, 3]]]
+    assert values[0, 0, 5] == chosen[0, 0] == -1e9
+
+
+# --- the archive ---
+
+
+def build(to: Path) -> Path:
+    return native.archive(aoti.compiler()[0], aoti.instruction_set() or "native", to)
+
+
+def test_equal_sources_give_equal_bytes_and_are_compiled_once(tmp_path, monkeypatch):
+    """Of one kernel and of the shims, which compile like the rest."""
+    few = [path for path in native.sources() if path.stem in ("conv", "shims")]
+    monkeypatch.setattr(native, "sources", lambda: few)
+    first, second = build(tmp_path / "first"), build(tmp_path / "second")
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+    assert str(tmp_path).encode() not in first.read_bytes()
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert build(tmp_path / "first") == first
+
+
+def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
+    """A source, a header, one more file, how they are compiled."""
+    folder = Path(shutil.copytree(native.FOLDER, tmp_path / "cpp"))
+    before = [native.digest()]
+    monkeypatch.setattr(native, "FOLDER", folder)
+    assert native.digest() == before[0]
+    for name in ("linear.cpp", "vec.h", "more.cpp"):
+        with (folder / name).open("a", encoding="utf-8") as file:
+            file.write("\n// changed\n")
+        before.append(native.digest())
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+    before.append(native.digest())
+    assert len(set(before)) == 5
+
+
+def test_a_tool_that_is_missing_is_named(tmp_path):
+    with pytest.raises(
+        LoweringError, match=r"the kernels need no-such-compiler, which is not here; on Debian: apt-get install g\+\+ binutils"
+    ):
+        native.archive("no-such-compiler", "x86-64", tmp_path)
+    assert not list(tmp_path.rglob("*.a"))
+
+
+def test_a_source_that_does_not_compile_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "wrong.cpp").write_text("int main( {\n")
+    monkeypatch.setattr(native, "sources", lambda: [tmp_path / "wrong.cpp"])
+    with pytest.raises(LoweringError, match=r"could not compile the kernels: .*wrong\.cpp:1"):
+        build(tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "native").iterdir())
+
+
+def test_arithmetic_stays_as_it_is_written():
+    """No flag or attribute that lets a compiler reorder sums, drop NaN, or flush small numbers."""
+    assert not [flag for flag in native.FLAGS if "math" in flag or flag == "-Ofast"]
+    assert not [path.name for path in native.sources() if re.search(r"fast.?math|pragma\s+GCC\s+optimize|reduction\(", path.read_text())]
+
+
+def signatures(text: str) -> list[tuple[str, list[str]]]:
+    """Names and argument types of the C functions that a text declares."""
+    found = re.findall(r"AOTITorchError (\w+)\(([^)]*)\)", re.sub(r"\s+", " ", text))
+    return sorted((name, [argument.rsplit(" ", 1)[0].strip() for argument in arguments.split(",")]) for name, arguments in found)
+
+
+def test_the_shims_define_what_packages_are_told_they_define():
+    declared, text = native.shims(), (native.FOLDER / f"{native.SHIMS}.cpp").read_text()
+    ours = {one.op: name for name, one in operators.TABLE.items() if name.startswith("npuc_")}
+    assert set(ours) <= set(declared)
+    assert signatures(text[text.index('extern "C"') :]) == signatures("\n".join(declared[op][0] for op in ours))
+    assert all(f"aoti_torch_cpu_{name}(" in declared[op][0] for op, name in ours.items())

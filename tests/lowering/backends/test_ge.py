@@ -1,0 +1,148 @@
+"""lowering/backends/ge.py: a prepared process lowers and converts; one that is not, or cannot, says what it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.layout import constrain
+from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
+from npucompile.lowering import collectives_check
+from npucompile.lowering.ascend import inspect_ge
+from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.ascend.toolchain import harness
+from npucompile.lowering.backend import backend
+from npucompile.lowering.backends import ge
+
+BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    found = backend("ge")
+    found.prepare(tmp_path_factory.mktemp("stubs"))
+    return found
+
+
+def forward(params, state, inputs):
+    """A layer that keeps something in pools, and one sum over ranks."""
+    x = inputs["x"]
+    key, value = (ops.linear(x, params[name]).view(T, G, D) for name in ("key", "value"))
+    k, v = ops.cache_write(state["k"], state["v"], key, value, inputs["slots"])
+    y = constrain(ops.linear(torch.nn.functional.silu(ops.linear(x, params["up"])), params["down"]), None, None)
+    return {"y": y}, {"k": k, "v": v}
+
+
+def split(mesh):
+    heads, pool = ("kv_heads", None), Aval((8, P, G, D), BF16, (None, None, "kv_heads", None))
+    params = {
+        "key": Aval((G * D, M), BF16, heads), "value": Aval((G * D, M), BF16, heads),
+        "up": Aval((F, M), BF16, ("ffn", None)), "down": Aval((M, F), BF16, (None, "ffn")),
+    }  # fmt: skip
+    inputs = {"x": Aval((T, M), BF16), "slots": Aval((T,), torch.int32)}
+    program = Program("toy", Bucket("decode", T, 1), forward, params, {"k": pool, "v": pool}, inputs)
+    return optimise(partition(program, Mesh.parse(mesh), Rules.of({"kv_heads": "tp", "ffn": "tp"})))
+
+
+@pytest.fixture(scope="module")
+def partitioned():
+    return split("tp=2")
+
+
+def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_remembers(prepared, partitioned, tmp_path):
+    lowered = prepared.lower(partitioned)
+    assert (lowered.backend, lowered.signature) == ("ge", partitioned.signature)
+    assert "npu.npu_scatter_pa_kv_cache_functional" in lowered.as_text()
+    out = tmp_path / "x.ge"
+    prepared.compile(lowered.graph, lowered.signature, out, cache_dir=tmp_path, threads=0)
+    container = decode(out.read_bytes())
+    assert container.inputs == len(lowered.signature.operands)
+    census = inspect_ge.census(container.graph)
+    assert (census["ScatterPaKvCache"], census["HcomAllReduce"]) == (1, 1)
+    assert collectives_check.of_container(container) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
+    first = len(lowered.signature.params)
+    assert {*container.bound, *(operand for _, operand in container.donations)} == {first, first + 1}
+
+
+def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_path):
+    files = [tmp_path / "a.ge", tmp_path / "b.ge"]
+    texts = []
+    for file in files:
+        lowered = prepared.lower(partitioned)
+        texts.append(lowered.as_text())
+        prepared.compile(lowered.graph, lowered.signature, file, cache_dir=tmp_path, threads=0)
+    assert texts[0] == texts[1]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_what_cannot_be_proved_is_not_written(prepared, partitioned, tmp_path, monkeypatch):
+    lowered = prepared.lower(partitioned)
+
+    def refuse(container, signature):
+        raise LoweringError("the GE graph has 1 breaches: it is not in place")
+
+    monkeypatch.setattr(inspect_ge, "check", refuse)
+    with pytest.raises(LoweringError, match="not in place"):
+        prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0)
+    assert not (tmp_path / "x.ge").exists()
+
+
+def test_a_process_that_is_not_prepared_says_what_to_call(prepared, partitioned, tmp_path, monkeypatch):
+    lowered = prepared.lower(partitioned)
+    monkeypatch.setattr(ge, "_READY", {})
+    calls = [
+        lambda: prepared.lower(partitioned),
+        lambda: prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0),
+    ]
+    for call in calls:
+        with pytest.raises(LoweringError, match=r"backend ge is not prepared in this process; call its `prepare`"):
+            call()
+
+
+def test_a_file_is_not_run_where_there_is_no_cann(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(ge, "_READY", {None: replace(ge._READY[None], cann=None)})
+    lowered = prepared.lower(split(""))
+    prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0)
+    with pytest.raises(LoweringError, match="running a GE graph needs CANN and an NPU"):
+        prepared.load(tmp_path / "x.ge")
+
+
+def test_what_converts_is_part_of_a_graphs_key():
+    options = backend("ge").options(0)
+    assert options == backend("ge").options(8)
+    assert options["torch_npu"] == importlib.metadata.version("torch_npu")
+    assert set(options) == set(harness.DISTRIBUTIONS)
+    assert backend("ge").cpu_features() == ()
+
+
+def test_what_is_not_installed_is_part_of_it_too_and_refused(monkeypatch):
+    here = harness.installed()
+    monkeypatch.setattr(harness, "installed", lambda: {name: version for name, version in here.items() if name != "protobuf"})
+    assert backend("ge").options(0)["protobuf"] == ""
+    with pytest.raises(LoweringError, match=r"lowering to Ascend needs protobuf, which is not installed; .*pip install"):
+        backend("ge").check_target()
+    monkeypatch.undo()
+    backend("ge").check_target()
+
+
+def test_asking_for_the_backend_loads_neither_torchair_nor_the_converter():
+    code = """
+import sys
+from npucompile.lowering.backend import backend
+found = backend("ge")
+assert (found.name, found.suffix) == ("ge", "ge")
+found.options(0), found.check_target()
+heavy = {"torch_npu", "torchair", "google.protobuf", "npucompile.lowering.ascend.link", "npucompile.lowering.ascend.lowered"}
+sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,37 @@
+"""The null backend reports on the partitioned graph itself: it changes nothing, compiles nothing, runs nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.text import as_text
+from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Signature
+from npucompile.lowering.backend import backend
+
+X = Leaf("inputs.x", Aval((2, 3), torch.float32))
+Y = Leaf("outputs.y", Aval((2, 3), torch.float32))
+
+
+def partitioned() -> Partitioned:
+    graph = make_fx(lambda x: (torch.ops.npuc.rms_norm.default(x, x[0], 1e-6, 0.0),), tracing_mode="fake")(torch.zeros(2, 3))
+    program = Program("toy", Bucket("decode", 2, 1), lambda params, state, inputs: (inputs, state), {}, {}, {})
+    return Partitioned(program, graph, Signature((), (), (X,), (Y,)), Mesh((("tp", 4),)), Rules())
+
+
+def test_the_graph_stays_as_it_is() -> None:
+    given = partitioned()
+    before = as_text(given.graph, "graph")
+    lowered = backend("null").lower(given)
+    assert (lowered.backend, lowered.bucket, lowered.signature) == ("null", given.program.bucket, given.signature)
+    assert as_text(lowered.graph, "graph") == before
+    assert "npuc.rms_norm" in lowered.as_text(), "primitives stay whole"
+
+
+def test_nothing_is_compiled_or_run() -> None:
+    null = backend("null")
+    assert null.compile is None
+    assert null.load is None
+    assert null.options(0) == null.options(4) == {}
+    null.check_target()

@@ -1,0 +1,227 @@
+"""docs/sharding.md: every layout communicates as often as its tables say, and moves as many bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.partition import Partitioned, collective_group, partition
+from npucompile.graphs.types import Aval, Bucket, Limits, Mesh
+from npucompile.lowering import collectives_check
+from npucompile.lowering.ascend.emulator.emulator import groups
+from npucompile.models import registry, step
+from npucompile.models.sharding_rules import rules
+from npucompile.models.variant import Variant
+from npucompile.tools.bench.roofline import moved_bytes
+
+M, V, X, LAYERS = 64, 256, 2, ("linear_attention",) * 3 + ("full_attention",)
+CONFIG = {
+    "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": V, "hidden_size": M,
+    "num_hidden_layers": 4, "layer_types": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": X, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1, "eos_token_id": 255,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+DENSE = {"model_type": "qwen3_5_text", "num_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 64}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the document's first table, in its words."""
+
+    name: str
+    mesh: str
+    step: str
+    layer: str
+    layer_bytes: str
+    rest: str
+    rest_bytes: str
+
+
+SCATTERED = "all_gather tp, reduce_scatter tp"
+EMBEDDED = "reduce_scatter tp, all_gather tp"
+EXPERTS = "dispatch world, combine world"
+GATHERED = "all_gather world, reduce_scatter world"
+STREAM, SENT = "2*S*(n-1)/n", "2*X*S/n*(w-1)/w"
+# Collectives of a layer and their bytes, collectives beside the layers and theirs.
+SPLIT = ("all_reduce tp, all_reduce tp", "4*S*(n-1)/n")
+SPREAD = (f"{SCATTERED}, {EXPERTS}", f"{STREAM} + {SENT}")
+SAMPLED = (f"{EMBEDDED}, all_to_all tp, all_gather tp", f"{STREAM} + (L/n + K)*(n-1)/n")
+SUMMED = ("all_reduce tp, all_to_all tp, all_gather tp", f"{STREAM} + (L/n + K)*(n-1)/n")
+ALL_LOGITS = (f"{EMBEDDED}, all_gather tp", f"{STREAM} + L*(n-1)/n")
+WHOLE = ("all_reduce tp, all_gather tp", f"{STREAM} + L*(n-1)/n")
+NONE = ("none", "0")
+LAYOUTS = [
+    Layout("dense", "tp=4", "decode 8x2", *SPLIT, *SUMMED),
+    Layout("dense, few tokens", "tp=4", "decode 1x1", "all_reduce tp, all_reduce tp", "4*S*(n-1)/n", *WHOLE),
+    Layout("dense, groups alone", "dp=4", "decode 8x2", *NONE, *NONE),
+    Layout("experts split", "tp=4", "decode 8x2", *SPLIT, *SUMMED),
+    Layout("experts spread", "tp=4", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, few tokens", "tp=4", "decode 1x1", f"all_reduce tp, {EXPERTS}", f"{STREAM} + 2*X*S*(w-1)/w", *WHOLE),
+    Layout("experts spread, fewer kv heads", "tp=4", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, groups", "dp=2,tp=2", "decode 8x2", *SPREAD, *SAMPLED),
+    Layout("experts spread, groups, odd batch", "dp=2,tp=2", "decode 3x1", *SPREAD, *ALL_LOGITS),
+    Layout(
+        "experts spread, groups, many tokens",
+        "dp=2,tp=2",
+        "prefill 1x2048",
+        f"{SCATTERED}, {GATHERED}",
+        f"{STREAM} + 2*S/n*(w-1)",
+        *ALL_LOGITS,
+    ),
+    Layout("experts spread, groups of one", "dp=4", "decode 8x2", EXPERTS, "2*X*S*(w-1)/w", *NONE),
+    Layout("experts spread, groups of one, many tokens", "dp=4", "prefill 1x1024", GATHERED, "2*S*(w-1)", *NONE),
+]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the document's second table: of the draft head, which takes tokens in and drafts from the last ones."""
+
+    name: str
+    mesh: str
+    step: str
+    taking: str
+    taking_bytes: str
+    drafting: str
+    drafting_bytes: str
+
+
+FOUND = "R*(n-1)"
+SPREAD_PASS = (EMBEDDED, STREAM, f"reduce_scatter tp, {EXPERTS}, all_gather tp, all_gather tp", f"{STREAM} + {SENT} + {FOUND}")
+SPLIT_PASS = ("all_reduce tp", STREAM, "all_reduce tp, all_reduce tp, all_gather tp", f"4*S*(n-1)/n + {FOUND}")
+FEW_PASS = ("all_reduce tp", STREAM, f"all_reduce tp, {EXPERTS}, all_gather tp", f"{STREAM} + 2*X*S*(w-1)/w + {FOUND}")
+PASSES = [
+    Pass("dense", "tp=4", "decode 8x4", *SPLIT_PASS),
+    Pass("dense, few tokens", "tp=4", "decode 1x2", *SPLIT_PASS),
+    Pass("dense, groups alone", "dp=4", "decode 8x4", *NONE, *NONE),
+    Pass("experts split", "tp=4", "decode 8x4", *SPLIT_PASS),
+    Pass("experts spread", "tp=4", "decode 8x4", *SPREAD_PASS),
+    Pass("experts spread, few requests", "tp=4", "decode 1x4", *SPREAD_PASS),
+    Pass("experts spread, few tokens", "tp=4", "decode 1x2", *FEW_PASS),
+    Pass("experts spread, groups", "dp=2,tp=2", "decode 8x4", *SPREAD_PASS),
+    Pass("experts spread, groups, odd batch", "dp=2,tp=2", "decode 3x3", *SPREAD_PASS),
+    Pass("experts spread, groups, many tokens", "dp=2,tp=2", "prefill 1x2048", *SPREAD_PASS),
+    Pass("experts spread, groups of one", "dp=4", "decode 8x4", *NONE, EXPERTS, "2*X*S*(w-1)/w"),
+]
+MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_heads": 2}}
+
+
+def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
+    """The row's step of the small model, as a build would partition it. A decode step drafts as much as it verifies."""
+    changes = next((change for name, change in MODELS.items() if layout.name.startswith(name)), {})
+    values = CONFIG | changes
+    mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
+    bucket = Bucket(kind, int(B), int(Q))
+    spread = layout.name.startswith("experts spread")
+    copies = max(1, mesh.axis("tp") // values["num_key_value_heads"])
+    model = registry.from_config("small", values)
+    variant = Variant.of("none", grouped=spread, kv_repeat=copies, recurrent=torch.bfloat16)
+    model = replace(model, config=replace(model.config, variant=variant))
+    slots = bucket.q_len if kind == "decode" else 1
+    drafts = slots - 1 if kind == "decode" else 2 * isinstance(layout, Pass)
+    limits = Limits(128, 17, 1 + 8 * slots, 4096, slots, drafts)
+    program = step.program(model, bucket, limits, torch.bfloat16, **{"emit_logits": False} | options)
+    table = rules(mesh, experts=values["num_experts"], expert_parallel=spread, tokens=bucket.tokens)
+    return optimise(partition(program, mesh, table))
+
+
+def talks(nodes: Iterable[torch.fx.Node]) -> list[collectives_check.Collective]:
+    """Collectives among the nodes themselves, without those of bodies they call."""
+    found = []
+    for node in nodes:
+        if (group := collective_group(node)) is not None:
+            value = node.meta["val"]
+            first = value[0] if isinstance(value, tuple | list) else value
+            found.append((node.target._opname, group, str(Aval(tuple(first.shape), first.dtype))))
+    return found
+
+
+def words(collectives: Iterable[collectives_check.Collective], mesh: Mesh) -> list[tuple[str, object]]:
+    """Collectives in the document's words, with the groups as sets of ranks: with one axis its group is the world."""
+    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+    return [(names.get(name, name.removeprefix("moe_")), groups(mesh)[group]) for name, group, _ in collectives]
+
+
+def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
+    found = [part.split(" ") for part in cell.split(", ") if part != "none"]
+    return [(name, groups(mesh)[group]) for name, group in found]
+
+
+def sizes(layout: Layout | Pass, *, one_a_row: bool = False) -> dict[str, float]:
+    """The letters of the document's formulas, where all tokens of the step go through, or one a row."""
+    mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
+    n, tokens = mesh.axis("tp"), int(B) * (1 if one_a_row else int(Q))
+    rows = tokens if int(B) * int(Q) < n else -(-tokens // n) * n
+    spoken = tokens if kind == "decode" else int(B)
+    return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "R": int(B) * 8, "X": X, "n": n, "w": mesh.size}
+
+
+def in_document(table: str, kind: Any, *columns: str) -> list[Any]:
+    """The rows of a table of the document."""
+    text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    lines = text.split(f"<!-- {table} -->")[1].strip().splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["layout", "mesh", "step", *columns]
+    return [kind(*(cell.strip().strip("`") for cell in line.strip("|").split("|"))) for line in lines[2:]]
+
+
+def test_the_document_says_what_is_tested():
+    assert in_document("layouts", Layout, "collectives a layer", "bytes a layer", "others a step", "their bytes") == LAYOUTS
+    assert in_document("passes", Pass, "taking tokens in", "its bytes", "drafting from the last ones", "its bytes") == PASSES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
+def test_a_layout_has_the_collectives_it_needs_and_no_more(layout):
+    made, mesh = partitioned(layout), Mesh.parse(layout.mesh)
+    kinds = bodies(made.graph)
+    assert set(kinds) >= set(LAYERS)
+    for kind in set(LAYERS):
+        held = talks(kinds[kind].graph.nodes)
+        assert words(held, mesh) == stated(layout.layer, mesh)
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(layout.layer_bytes, sizes(layout))
+    rest = talks(made.graph.graph.nodes)
+    assert words(rest, mesh) == stated(layout.rest, mesh)
+    assert sum(moved_bytes(rest, mesh, X).values()) == eval(layout.rest_bytes, sizes(layout))
+    drafting = sum(len(talks(kinds[name].graph.nodes)) for name in set(kinds) - set(LAYERS))
+    assert len(made.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh)) + drafting
+    collectives_check.check_ranks(collectives_check.expand(made.collectives, mesh))
+
+
+@pytest.mark.parametrize("row", PASSES, ids=lambda row: row.name.replace(" ", "_"))
+def test_the_draft_head_has_the_collectives_of_a_layer_and_what_stands_around_it(row):
+    """All tokens of a step are taken in once; whatever else the head does has one token a row."""
+    made, mesh = partitioned(row), Mesh.parse(row.mesh)
+    kinds = bodies(made.graph)
+    taking, drafting = (row.taking, row.taking_bytes), (row.drafting, row.drafting_bytes)
+    # A head that drafts one token takes in none of its own.
+    own = {} if row.step.endswith("x2") else {"draft_take_own": taking}
+    wanted = {"draft_take": taking, "draft": drafting, **own}
+    assert set(kinds) == {*LAYERS, *wanted}
+    for body, (said, moved) in wanted.items():
+        held = talks(kinds[body].graph.nodes)
+        assert words(held, mesh) == stated(said, mesh)
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "draft_take"))
+    collectives_check.check_ranks(collectives_check.expand(made.collectives, mesh))
+
+
+def test_log_probabilities_travel_with_the_tokens_they_are_of():
+    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
+    made, mesh = partitioned(layout, max_logprobs=5), Mesh.parse(layout.mesh)
+    assert words(talks(made.graph.graph.nodes), mesh) == stated(layout.rest, mesh)
+
+
+def test_asking_for_logits_gathers_them_and_nothing_else():
+    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
+    made, mesh = partitioned(layout, emit_logits=True), Mesh.parse(layout.mesh)
+    assert words(talks(made.graph.graph.nodes), mesh) == stated(f"{EMBEDDED}, all_gather tp", mesh)
+    assert talks(made.graph.graph.nodes)[-1][2] == "bf16[32,128]"

@@ -1,0 +1,190 @@
+"""Drafts of every step are those of the plain recursion over the whole text, and the draft head's cache is that of one pass over it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from support import oracle, speculators
+
+from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.ir.trace import trace
+from npucompile.graphs.types import Bucket
+from npucompile.models import qwen3_5
+from npucompile.models.presets import BUNDLED
+from npucompile.models.step import program
+from npucompile.tools.train import tiny_draft, tiny_model
+
+MODELS = ["dense", "moe"]
+TOLERANCE = 1e-5
+
+
+def recursion(model, weights, text, bases, depth):
+    """Drafts [R, depth] after tokens base + 1 of a text, by the recursion that trains draft heads."""
+    out = tiny_draft.unroll(model.config, weights, torch.tensor([text]), torch.tensor([bases]), own_tokens=True, depth=depth)
+    logits = [out.first[0, bases], *(deeper[0] for deeper in out.deeper)]
+    return torch.stack([of_depth.argmax(-1) for of_depth in logits], 1)
+
+
+def cache(model, weights, text):
+    """Keys and values of the draft head after one pass over a text: position p from hidden state p and token p + 1."""
+    ids = torch.tensor([text], dtype=torch.int32)
+    step = tiny_model.fresh_step(model.config, 1, len(text) - 1)
+    hidden, state, _ = qwen3_5.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
+    _, state = qwen3_5.draft_take(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
+    return {f"mtp.{name}": pool[1:, 0] for name, pool in state["mtp"].items()}
+
+
+def expect_cache(server, course, request):
+    """The pages of a request hold the draft head's keys and values of all its tokens in the caches."""
+    wanted, memory = cache(course.model, course.weights, request.prompt + request.said), server.memory(request)
+    for name, rows in wanted.items():
+        assert len(memory[name]) == request.start
+        torch.testing.assert_close(memory[name], rows[: request.start], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_drafts_and_cache_are_those_of_the_whole_text(name, drafts):
+    """Of three rows at every step, whatever was kept before; and what the seats then hold."""
+    model = oracle.drafting(name)
+    server = speculators.Server(model.model, model.weights, drafts)
+    requests = [speculators.Request(model.prompt(6 + 4 * i, i), i + 1) for i in range(3)]
+    plain = [speculators.Request(request.prompt, request.seat) for request in requests]
+    speculators.Server(model.model, model.weights, 0).serve(plain, 16 + 8 * drafts)
+    told, draw = [{} for _ in requests], random.Random(drafts)
+    outputs = server.prefill(requests)
+    for step in range(9):
+        for i, (request, row) in enumerate(zip(requests, outputs["drafts"].tolist(), strict=True)):
+            told[i][request.start - 1] = row
+            kept = request.counts[-1] - 1 if step else 0
+            assert server.seats[request.seat].tolist() == [request.start, kept, request.said[-1], *row]
+            server.mislead(request, plain[i].said, draw.randint(0, drafts))
+        outputs = server.decode(requests)
+    for request, rows in zip(requests, told, strict=True):
+        wanted = recursion(model.model, model.weights, request.prompt + request.said, list(rows), drafts)
+        assert list(rows.values()) == wanted.tolist()
+        expect_cache(server, model, request)
+
+
+@pytest.mark.parametrize("bucket", [Bucket("decode", 3, 4), Bucket("prefill", 2, 16)], ids=lambda bucket: bucket.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_of_a_steps_tokens_one_a_row_goes_through_the_whole_head(name, bucket):
+    """However many are drafted; of the others keys and values are written."""
+    made, rows = trace(program(oracle.drafting(name).model, bucket, speculators.limits(3), torch.float32)).graph, bucket.batch
+    calls = Counter(str(node.target) for node in made.graph.nodes if node.op == "call_module" and "draft" in node.target)
+    assert calls == {"draft_take": 1, "draft": 3, "draft_take_own": 2}
+    done = {part: tokens(bodies(made)[part]) for part in calls}
+    fed = {"moe_experts": [rows], "moe_route": [rows]} if name == "moe" else {}
+    assert done["draft"] == {"rope": [rows], "paged_attention": [rows], "add_rms_norm": [rows] * 2, "swiglu_linear": [rows], **fed}
+    assert done["draft_take"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
+    assert done["draft_take_own"] == {"cache_write": [rows], "rope": [rows]}
+
+
+def tokens(part):
+    """Tokens that go through each primitive of a body, one by one."""
+    found = {}
+    for node in part.graph.nodes:
+        kind = getattr(node.target, "_opname", "")
+        if kind in ("rope", "cache_write", "paged_attention", "add_rms_norm", "swiglu_linear", "moe_route", "moe_experts"):
+            given = node.args[2 if kind == "cache_write" else 0].meta["val"]
+            found.setdefault(kind, []).append(given.shape[0] * (given.shape[1] if kind == "paged_attention" else 1))
+    return found
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+@torch.no_grad()
+def test_drafts_of_a_trained_head_are_those_of_the_whole_text(name):
+    """Nothing is substituted: drafts follow drafts that were kept."""
+    model = oracle.drafting(name)
+    server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(11), 2)
+    told = {}
+    outputs = server.prefill([request])
+    while len(request.said) < 40:
+        told[request.start - 1] = outputs["drafts"][0].tolist()
+        outputs = server.decode([request])
+    assert max(request.counts) > 1
+    assert list(told.values()) == recursion(model.model, model.weights, request.prompt + request.said, list(told), 3).tolist()
+
+
+@pytest.mark.parametrize("chunks", [[33], [40], [5, 28], [32, 32], [1, 1, 31], [8, 8, 8, 8, 8]], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_cut_of_a_prompt_changes_no_draft(name, chunks):
+    """The token after a chunk is known where more of the prompt follows: the head's cache has no hole at a cut."""
+    model = oracle.drafting(name)
+    server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(33), 3)
+    outputs = server.prefill([request], chunks)
+    text = request.prompt + request.said
+    assert outputs["drafts"].tolist() == recursion(model.model, model.weights, text, [32], 3).tolist()
+    assert server.seats[3].tolist() == [33, 0, request.said[0], *outputs["drafts"][0].tolist()]
+    expect_cache(server, model, request)
+
+
+@torch.no_grad()
+def test_prompts_of_other_lengths_share_the_steps_that_take_them_in():
+    """Where one has ended the other's chunks go on, and its own row is padding."""
+    model = oracle.drafting("moe")
+    server = speculators.Server(model.model, model.weights, 2)
+    requests = [speculators.Request(model.prompt(length, length), seat) for length, seat in ((3, 1), (30, 5), (17, 2))]
+    outputs = server.prefill(requests, [16, 8, 8])
+    for request, row in zip(requests, outputs["drafts"].tolist(), strict=True):
+        text = request.prompt + request.said
+        assert row == recursion(model.model, model.weights, text, [request.start - 1], 2)[0].tolist()
+        expect_cache(server, model, request)
+    server.untouched([1, 2, 5])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_request_that_is_taken_in_again_drafts_the_same(name):
+    """As after preemption: the prompt and what was said, in another seat."""
+    model = oracle.drafting(name)
+    server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(9), 1)
+    outputs = [server.prefill([request])]
+    while len(request.said) < 20:
+        outputs.append(server.decode([request]))
+    again = speculators.Request(request.prompt, 4, said=request.said[:-1])
+    drafted = server.prefill([again], [8, 8, 16])["drafts"]
+    assert again.said == request.said
+    assert drafted.tolist() == outputs[-1]["drafts"].tolist()
+    expect_cache(server, model, again)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@torch.no_grad()
+def test_no_draft_is_made_beyond_the_longest_context(drafts):
+    """Drafts that still have a place are those of the whole text, and no other one leaves anything in the last page; nor does
+    a step that is launched after the end.
+    """
+    model, context = oracle.drafting("dense"), 24
+    held = speculators.limits(drafts, context, 3)
+    server, request = speculators.Server(model.model, model.weights, drafts, held=held), speculators.Request(model.prompt(15), 2)
+    outputs = server.prefill([request])
+    while request.start < context:
+        places = context - request.start
+        drafted = outputs["drafts"][0].tolist()
+        assert all(0 <= token < 97 for token in drafted)
+        text = request.prompt + request.said
+        wanted = recursion(model.model, model.weights, text, [request.start - 1], drafts)[0].tolist()
+        # Draft j is read at position start + 1 + j; the pass that makes it takes in one at start + j.
+        assert drafted[: places + 1] == wanted[: places + 1]
+        outputs = server.decode([request])
+    server.decode([request])
+    expect_cache(server, model, request)
+    server.untouched([2])
+
+
+@torch.no_grad()
+def test_rows_of_padding_draft_some_token():
+    """Whatever the null page and slot hold: an id that a table of embeddings has."""
+    model = oracle.drafting("moe")
+    server = speculators.Server(model.model, model.weights, 3)
+    for bucket in (Bucket("decode", 4, 4), Bucket("prefill", 2, 8)):
+        made = server.step(bucket, server.blank(bucket))["drafts"]
+        assert ((made >= 0) & (made < 97)).all()
+        assert not server.seats[0].any()
+    server.untouched([])

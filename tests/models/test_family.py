@@ -1,0 +1,157 @@
+"""What a family offers is enough for the programs: the families here offer it, and so may one whose draft head reads other features."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from support import oracle, speculators
+
+from npucompile.graphs import ops, tree
+from npucompile.graphs.types import Aval
+from npucompile.models import family, feed_forward, gated_attention, qwen3_5, registry, sequence_parallel, step
+from npucompile.models.batch import Batch
+from npucompile.models.family import Seen
+from npucompile.models.params import Param, Source, initialise
+from npucompile.tools.train import tiny_model
+
+# --- the protocol ---
+
+NAMES = [name for name, _ in inspect.getmembers(family.Family, inspect.isfunction) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("module", registry.families(), ids=lambda module: module.FAMILY)
+def test_every_family_offers_what_the_protocol_names(module):
+    assert set(NAMES) == {"abstract_params", "abstract_state", "forward", "head", "draft_take", "draft", "draft_head"}
+    for name in NAMES:
+        wanted = list(inspect.signature(getattr(family.Family, name)).parameters.values())[1:]
+        offered = list(inspect.signature(getattr(module, name)).parameters.values())
+        assert [(p.name, p.kind, p.default) for p in offered] == [(p.name, p.kind, p.default) for p in wanted], name
+    for name in ("FAMILY", "DRAFT"):
+        assert isinstance(getattr(module, name), str)
+    assert all(isinstance(name, str) for name in module.MODEL_TYPES)
+
+
+# --- an EAGLE-3 head, in the tests alone ---
+
+HEAD = "eagle"
+
+
+def _param(name, *shape):
+    return Param(Aval(shape, torch.float32), Source((name,), (shape,)))
+
+
+def eagle():
+    """A family whose draft head reads two hidden states side by side, of the embeddings and after the last layer, the first time in
+    a step, and its own state of half that width afterwards. Its layer and its logits are its own.
+    """
+    module = ModuleType("eagle")
+
+    def abstract_params(cfg, dtype):
+        M, V = cfg.hidden_size, cfg.vocab_size
+        layer = qwen3_5._layer_params(cfg, dtype, "eagle.layer.", qwen3_5.FULL)
+        own = {"fuse": _param("eagle.fuse", M, 2 * M), "join": _param("eagle.join", M, 2 * M), "layer": layer}
+        own |= {"norm": Param(Aval((M,), dtype), Source(("eagle.norm",), ((M,),)), "zeros"), "head": _param("eagle.head", V, M)}
+        return {**qwen3_5.abstract_params(cfg, dtype), HEAD: own}
+
+    def abstract_state(cfg, limits, dtype):
+        return {**qwen3_5.abstract_state(cfg, limits, dtype), HEAD: gated_attention.state(cfg, limits, dtype)}
+
+    def forward(cfg, params, state, inputs):
+        hidden, state, seen = qwen3_5.forward(cfg, params, state, inputs)
+        low = sequence_parallel.embed(inputs["tokens"].reshape(-1), params["embed"])
+        return hidden, state, Seen(torch.cat([low, hidden], -1), seen.routers)
+
+    def draft_take(cfg, params, state, inputs, hidden, *, first):
+        own, batch = params[HEAD], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+        assert hidden.shape[-1] == (2 if first else 1) * cfg.hidden_size
+        seen = ops.linear(hidden, own["fuse"]) if first else hidden
+        stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), seen], -1), own["join"])
+        stream = sequence_parallel.whole(stream, batch.size * batch.q_len)
+        x = ops.rms_norm(stream, own["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
+        pool = gated_attention.remember(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
+        return {"stream": stream, "normed": x}, {**state, HEAD: pool}
+
+    def draft(cfg, params, state, inputs, taken):
+        layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+        mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, taken["normed"])
+        x, stream = ops.add_rms_norm(mixed, sequence_parallel.spread(taken["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
+        x, _ = feed_forward.moe(cfg, layer["mlp"], x)
+        return ops.add_rms_norm(x, stream, params[HEAD]["norm"], cfg.rms_norm_eps, 1.0)[0]
+
+    def draft_head(cfg, params, hidden):
+        return ops.linear(hidden, params[HEAD]["head"])
+
+    offered = [abstract_params, abstract_state, forward, draft_take, draft, draft_head]
+    module.__dict__.update({function.__name__: function for function in offered})
+    module.head, module.FAMILY, module.MODEL_TYPES, module.DRAFT = qwen3_5.head, "eagle", (), HEAD
+    return module
+
+
+@pytest.fixture(scope="module")
+def fake():
+    """The model of transformers with a random head of that kind, and its weights."""
+    plain, module = oracle.case("moe"), eagle()
+    model = step.Model("fake", module, plain.model.config)
+    own = initialise(module.abstract_params(model.config, torch.float32)[HEAD], torch.Generator().manual_seed(2))
+    return model, {**plain.weights, HEAD: own}, plain
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+@torch.no_grad()
+def test_a_head_of_other_features_drafts_and_says_the_same(fake, drafts):
+    """Whatever is kept; its drafts are those of the recursion written out, from features of the kept tokens of a step of many."""
+    model, weights, plain = fake
+    assert model.has_draft_head
+    server = speculators.Server(model, weights, drafts)
+    requests = [speculators.Request(plain.prompt(7 + 5 * i, i), i + 1) for i in range(3)]
+    truth = [speculators.Request(request.prompt, request.seat) for request in requests]
+    speculators.Server(plain.model, plain.weights, 0).serve(truth, 40)
+    draw, told = random.Random(1), [{} for _ in requests]
+    outputs = server.prefill(requests, [8, 16])
+    while max(len(request.said) for request in requests) < 30:
+        for i, request in enumerate(requests):
+            told[i][request.start - 1] = outputs["drafts"][i].tolist()
+            server.mislead(request, truth[i].said, draw.randint(0, drafts))
+        outputs = server.decode(requests)
+    assert {count for request in requests for count in request.counts} == set(range(1, drafts + 2))
+    for request, other, found in zip(requests, truth, told, strict=True):
+        assert request.said == other.said[: len(request.said)]
+        for base in list(found)[::4]:
+            assert found[base] == written_out(model, weights, (request.prompt + request.said)[: base + 2], drafts)
+
+
+def written_out(model, weights, text, drafts):
+    """Drafts after a text, the head on all of it at first."""
+    cfg, module = model.config, model.family
+    fresh = tiny_model.fresh_step(cfg, 1, len(text) - 1 + drafts)
+    pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
+    state = {**fresh.state, HEAD: {name: torch.zeros_like(pool) for name, pool in fresh.state["layers"][-1].items()}}
+    ids = torch.tensor([text], dtype=torch.int32)
+    inputs = {**fresh.inputs, "page_table": pages, "lengths": torch.tensor([len(text) - 1], dtype=torch.int32)}
+    _, _, seen = module.forward(cfg, weights, state, {**inputs, "tokens": ids[:, :-1]})
+    inputs["tokens"] = ids[:, 1:]
+    taken, state = module.draft_take(cfg, weights, state, inputs, seen.features, first=True)
+    hidden = module.draft(cfg, weights, state, inputs, taken)[-1:]
+    found = [int(module.draft_head(cfg, weights, hidden).argmax())]
+    for depth in range(1, drafts):
+        one = {"tokens": torch.tensor([found[-1:]], dtype=torch.int32), "starts": torch.tensor([len(text) - 2 + depth], dtype=torch.int32)}
+        one |= {"lengths": torch.ones(1, dtype=torch.int32), "write_slots": inputs["write_slots"], "read_slots": inputs["read_slots"]}
+        taken, state = module.draft_take(cfg, weights, state, {**inputs, **one}, hidden, first=False)
+        hidden = module.draft(cfg, weights, state, {**inputs, **one}, taken)
+        found.append(int(module.draft_head(cfg, weights, hidden).argmax()))
+    return found
+
+
+def test_a_model_without_drafts_does_not_hold_such_a_head(fake):
+    model, weights, plain = fake
+    assert set(model.params(torch.float32)) == set(plain.weights)
+    for drafting in (False, True):
+        used = step.replace(model, drafting=drafting)
+        assert (HEAD in used.params(torch.float32)) == drafting
+    assert len(tree.flatten(weights)) > len(tree.flatten(plain.weights))
+    assert pickle.loads(pickle.dumps(plain.model)).family is qwen3_5

@@ -1,0 +1,102 @@
+"""Feed-forward blocks, dense and mixture of experts, against transformers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import oracle
+
+from npucompile.graphs.errors import ModelError
+from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
+from npucompile.models import feed_forward
+from npucompile.models.params import avals
+from npucompile.models.variant import Variant
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied", "moe-one-expert"])
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@torch.no_grad()
+def test_blocks_equal_the_modules(name, tokens):
+    random, config = oracle.case(name), oracle.case(name).model.config
+    x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
+    module, weights = random.theirs.model.layers[1].mlp, random.weights["layers"][1]["mlp"]
+    theirs = module(x[None])
+    if config.num_experts:
+        ours, routers = feed_forward.moe(config, weights, x)
+        assert tuple(routers.shape) == (tokens, config.num_experts)
+        torch.testing.assert_close(routers, x @ module.gate.weight.t(), atol=1e-5, rtol=1e-5)
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    else:
+        ours = feed_forward.dense(weights, x, tokens)
+    torch.testing.assert_close(ours, theirs.view(ours.shape), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_nan_token_leaves_the_others_alone():
+    random, config = oracle.case("moe"), oracle.case("moe").model.config
+    x = torch.randn(6, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    weights = random.weights["layers"][1]["mlp"]
+    clean, _ = feed_forward.moe(config, weights, x)
+    x[2] = float("nan")
+    poisoned, _ = feed_forward.moe(config, weights, x)
+    live = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(poisoned[live], clean[live], atol=1e-6, rtol=1e-6)
+    assert poisoned[2].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_split_undoes_join(name):
+    config = oracle.case(name).model.config
+    make = feed_forward.moe_params if config.num_experts else feed_forward.dense_params
+    for what, param in make(config, torch.float32, "at.").items():
+        parts = [torch.randn(shape) for shape in param.source.shapes]
+        joined = param.source.join(*parts)
+        assert tuple(joined.shape) == param.aval.shape, what
+        assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), parts, strict=True)), what
+
+
+@pytest.mark.parametrize("name", ["moe", "moe-tied", "moe-one-expert"])
+@pytest.mark.parametrize("tokens", [1, 33])
+@torch.no_grad()
+def test_grouped_experts_are_the_plain_ones(name, tokens):
+    random, config = oracle.case(name), oracle.case(name).model.config
+    grouped = replace(config, variant=Variant(experts="grouped"))
+    source = feed_forward.moe_params(config, torch.float32, "at.")
+    held = random.weights["layers"][1]["mlp"]
+    tensors = oracle.split(source, {key: held[key] for key in source})
+    weights = oracle.join(feed_forward.moe_params(grouped, torch.float32, "at."), tensors)
+    x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
+    (want, logits), (got, same) = feed_forward.moe(config, held, x), feed_forward.moe(grouped, weights, x)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(same, logits)
+
+
+@pytest.mark.parametrize("dispatched", [0, 4, 8])
+def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
+    """Just as many as `most_dispatched` may still be sent to their experts."""
+    variant = Variant(experts="grouped", most_dispatched=dispatched)
+    config = replace(oracle.case("moe-tied").model.config, variant=variant)
+
+    def block(params, state, inputs):
+        return {"y": feed_forward.moe(config, params, inputs["x"])[0]}, state
+
+    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
+    for tokens in (4, 5):
+        x = {"x": Aval((tokens, config.hidden_size), torch.float32)}
+        program = Program("mlp", Bucket("prefill", 1, tokens), block, params, {}, x)
+        found = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
+        kinds = [kind for kind, *_ in found.collectives]
+        sent = ["moe_dispatch", "moe_combine"]
+        assert kinds == (sent if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
+
+
+def test_experts_held_whole_are_not_split():
+    config = replace(oracle.case("moe-tied").model.config, variant=Variant(experts="grouped"))
+    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
+    x = {"x": Aval((4, config.hidden_size), torch.float32)}
+    program = Program("mlp", Bucket("prefill", 1, 4), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
+    with pytest.raises(ModelError, match=r"experts are held 'grouped', each whole; the layout splits each in 2: legal is 'plain'"):
+        partition(program, Mesh.parse("tp=2"), Rules.of({"expert_ffn": "tp", "shared_ffn": "tp"}))

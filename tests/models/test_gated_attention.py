@@ -1,0 +1,113 @@
+"""One gated attention layer against transformers' module, over pages in any order, with poison around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import oracle
+
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.models import gated_attention
+from npucompile.models.batch import Batch
+
+CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-one-expert"]
+
+
+def reference(random, layer, x):
+    """transformers' module over one sequence: [n, M] -> [n, M]."""
+    n = x.shape[0]
+    angles = random.theirs.model.rotary_emb(x[None], torch.arange(n)[None])
+    mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+    return random.theirs.model.layers[layer].self_attn(x[None], angles, mask)[0][0]
+
+
+def run(random, layer, state, bucket, rows, x):
+    """Our function over a step: [B, Q, M] -> [B, Q, M] and the new state."""
+    config = random.model.config
+    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary_dim, config.rope_theta)
+    out, state = gated_attention.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
+    return out.view(x.shape), state
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_a_prompt_then_single_tokens_equal_the_module(name):
+    random, config = oracle.case(name), oracle.case(name).model.config
+    layer = config.layer_types.index("full_attention")
+    x = torch.randn(2, 25, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    lengths, pages = [20, 11], [[9, 2, 30, 4], [5, 12, 1, 40]]
+    want = [reference(random, layer, row) for row in x]
+    state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
+    fed = torch.full((3, 24, config.hidden_size), float("nan"))
+    for b in range(2):
+        fed[b, : lengths[b]] = x[b, : lengths[b]]
+    rows = [oracle.Row([1] * lengths[b], 0, pages[b]) for b in range(2)]
+    out, state = run(random, layer, state, Bucket("prefill", 3, 24), rows, fed)
+    for b in range(2):
+        torch.testing.assert_close(out[b, : lengths[b]], want[b][: lengths[b]], atol=1e-5, rtol=1e-5)
+    for step in range(5):
+        fed = torch.full((4, 1, config.hidden_size), float("nan"))
+        rows = [oracle.Row([1], lengths[b] + step, pages[b]) for b in range(2)]
+        for b in range(2):
+            fed[b, 0] = x[b, lengths[b] + step]
+        out, state = run(random, layer, state, Bucket("decode", 4, 1), rows, fed)
+        for b in range(2):
+            torch.testing.assert_close(out[b, 0], want[b][lengths[b] + step], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_of_remembered_tokens_some_may_attend(name):
+    """The last ones of each row find what they find where all attend; looking changes nothing."""
+    random, config = oracle.case(name), oracle.case(name).model.config
+    layer = config.layer_types.index("full_attention")
+    weights = random.weights["layers"][layer]["mixer"]
+    x = torch.randn(2, 20, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    lengths, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
+    want = [reference(random, layer, row) for row in x]
+    state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
+    fed, few = (torch.full((3, width, config.hidden_size), float("nan")) for width in (24, last))
+    for b, length in enumerate(lengths):
+        fed[b, :length], few[b] = x[b, :length], x[b, length - last : length]
+    rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(lengths)]
+    ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(lengths)]
+    whole, end = (
+        Batch.of(oracle.inputs(bucket, held), config.rotary_dim, config.rope_theta)
+        for bucket, held in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
+    )
+    state = gated_attention.remember(config, weights, state, whole, fed.flatten(0, 1))
+    before = {pool: values.clone() for pool, values in state.items()}
+    out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
+    for pool, values in before.items():
+        torch.testing.assert_close(state[pool], values, atol=0, rtol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def test_a_sequence_may_fill_its_pages_to_the_last_token():
+    """Positions up to page_size * pages, the largest that a page table can hold."""
+    random = oracle.case("dense")
+    config, limits = random.model.config, Limits(page_size=8, num_pages=4, num_slots=2, max_model_len=24)
+    x = torch.randn(1, 24, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    state = oracle.poisoned(gated_attention.state(config, limits, torch.float32))
+    want = reference(random, 3, x[0])
+    for start, count in ((0, 16), (16, 8)):
+        bucket = Bucket("prefill", 1, 16)
+        fed = torch.full((1, 16, config.hidden_size), float("nan"))
+        fed[0, :count] = x[0, start : start + count]
+        inputs = oracle.inputs(bucket, [oracle.Row([1] * count, start, [3, 1, 2])], limits)
+        batch = Batch.of(inputs, config.rotary_dim, config.rope_theta)
+        out, state = gated_attention.apply(config, random.weights["layers"][3]["mixer"], state, batch, fed[0])
+        torch.testing.assert_close(out[:count], want[start : start + count], atol=1e-5, rtol=1e-5)
+
+
+def test_key_and_value_rows_lie_by_head():
+    """So that a shard of `kv` rows is the keys and values of whole heads."""
+    config = oracle.case("moe").model.config
+    source = gated_attention.params(config, torch.float32, "at.")["kv"].source
+    G, D, M = 2, 16, 44
+    k, v = torch.randn(G * D, M), torch.randn(G * D, M)
+    joined = source.join(k, v)
+    assert torch.equal(joined[: 2 * D], torch.cat([k[:D], v[:D]]))
+    assert all(torch.equal(a, b) for a, b in zip(source.split(joined), (k, v), strict=True))

@@ -1,0 +1,91 @@
+"""One gated DeltaNet layer against transformers' module: chunked, recurrent, several states a step, with poison around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import oracle
+
+from npucompile.graphs.types import Bucket
+from npucompile.models import gated_deltanet
+from npucompile.models.batch import Batch
+
+CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
+
+
+def run(random, layer, state, bucket, rows, x):
+    """Our function over a step: [B, Q, M] -> [B, Q, M] and the new state."""
+    config = random.model.config
+    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary_dim, config.rope_theta)
+    out, state = gated_deltanet.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
+    return out.view(x.shape), state
+
+
+def padded(x, parts, batch, q_len):
+    """[batch, q_len, M] with x[b, begin:end] for each (begin, end) of parts, NaN elsewhere."""
+    fed = torch.full((batch, q_len, x.shape[-1]), float("nan"))
+    for b, (begin, end) in enumerate(parts):
+        fed[b, : end - begin] = x[b, begin:end]
+    return fed
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("q_len", [1, 24, 32, 31], ids=lambda q: f"q{q}")
+@torch.no_grad()
+def test_chunks_then_single_tokens_equal_the_module(name, q_len):
+    """q_len 1 goes token by token, 31 in chunks of one, 24 of eight, 32 of thirty-two; 41 tokens and 35 of another row."""
+    random, config = oracle.case(name), oracle.case(name).model.config
+    layer = config.layer_types.index("linear_attention")
+    x = torch.randn(2, 44, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    want = random.theirs.model.layers[layer].linear_attn(x)
+    state = oracle.poisoned(gated_deltanet.state(config, oracle.LIMITS, torch.float32))
+    lengths, slots = [41, 35], [3, 7]
+    for begin in range(0, 41, q_len):
+        parts = [(min(begin, n), min(begin + q_len, n)) for n in lengths]
+        live = [b for b in range(2) if parts[b][1] > parts[b][0]]
+        rows = [oracle.Row([1] * (parts[b][1] - parts[b][0]), parts[b][0], [], slots[b], [slots[b]]) for b in live]
+        fed = padded(x[live], [parts[b] for b in live], 3, q_len)
+        out, state = run(random, layer, state, Bucket("prefill", 3, q_len), rows, fed)
+        for i, b in enumerate(live):
+            torch.testing.assert_close(out[i, : parts[b][1] - parts[b][0]], want[b, slice(*parts[b])], atol=2e-5, rtol=1e-5)
+    for step in range(3):
+        at = [n + step for n in lengths]
+        rows = [oracle.Row([1], at[b], [], slots[b] + step, [slots[b] + step + 1]) for b in range(2)]
+        out, state = run(random, layer, state, Bucket("decode", 4, 1), rows, padded(x, [(n, n + 1) for n in at], 4, 1))
+        for b in range(2):
+            torch.testing.assert_close(out[b, 0], want[b, at[b]], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4])
+@torch.no_grad()
+def test_any_state_of_a_step_can_be_gone_on_from(accepted):
+    """Four candidates, a state after each; the next step from any of them equals the module over what was kept."""
+    random, config = oracle.case("dense"), oracle.case("dense").model.config
+    x = torch.randn(1, 17, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    other = torch.randn(1, 4, config.hidden_size, generator=torch.Generator().manual_seed(4))
+    state = oracle.poisoned(gated_deltanet.state(config, oracle.LIMITS, torch.float32))
+    _, state = run(random, 0, state, Bucket("prefill", 1, 16), [oracle.Row([1] * 9, 0, [], 0, [5])], padded(x, [(0, 9)], 1, 16))
+    bucket, slots = Bucket("decode", 1, 4), [8, 2, 11, 6]
+    _, state = run(random, 0, state, bucket, [oracle.Row([1] * 4, 9, [], 5, slots)], x[:, 9:13])
+    row = oracle.Row([1] * 4, 9 + accepted, [], slots[accepted - 1], [1, 3, 4, 7])
+    out, _ = run(random, 0, state, bucket, [row], other)
+    kept = torch.cat([x[:, : 9 + accepted], other], 1)
+    torch.testing.assert_close(out[0], random.theirs.model.layers[0].linear_attn(kept)[0, -4:], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_lie_by_key_head_and_go_back_as_they_came(name):
+    """A shard of `qkvz`, `ba` or `conv` rows is a smaller layer; split undoes join for random tensors."""
+    config = oracle.case(name).model.config
+    params = gated_deltanet.params(config, torch.float32, "at.")
+    for what in ("qkvz", "ba", "conv"):
+        source = params[what].source
+        parts = [torch.randn(shape) for shape in source.shapes]
+        joined = source.join(*parts)
+        assert tuple(joined.shape) == params[what].aval.shape
+        assert all(torch.equal(a, b) for a, b in zip(source.split(joined), parts, strict=True))
+    Dk, _, values, gates = gated_deltanet.rows_per_key_head(config)
+    keys = config.linear_num_key_heads * Dk
+    qkv, z = (torch.randn(shape) for shape in params["qkvz"].source.shapes)
+    first = params["qkvz"].source.join(qkv, z)[: 2 * Dk + values + gates]
+    assert torch.equal(first, torch.cat([qkv[:Dk], qkv[keys : keys + Dk], qkv[2 * keys : 2 * keys + values], z[:gates]]))

@@ -1,0 +1,83 @@
+"""Whatever was drafted and kept, a request leaves the state that it would have left had it never speculated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support import speculators
+
+MODELS = ["dense", "moe"]
+LEAVES, NEAR = 24, 1e-6
+
+
+def memories(course, server, **knobs):
+    """What the device knows of three requests that never speculate, by request and tokens in the caches."""
+    requests, found = [course.request(i, **knobs) for i in range(3)], [{}, {}, {}]
+    server.prefill(requests)
+    for _ in range(LEAVES + 8):
+        for memory, request in zip(found, requests, strict=True):
+            memory[request.start] = server.memory(request)
+        server.decode(requests)
+    assert all(set(request.counts) == {1} for request in requests)
+    return found
+
+
+def speculated(course, server):
+    """The same of requests that keep drafts in every number, at every step; prompts taken in together as those of `memories`."""
+    requests, draw = [course.request(i) for i in range(3)], random.Random(3)
+    server.prefill(requests)
+    while max(len(request.said) for request in requests) < LEAVES:
+        for i, request in enumerate(requests):
+            yield i, request.start, server.memory(request)
+            server.mislead(request, course.truth[i], draw.randint(0, server.drafts))
+        server.decode(requests)
+    server.untouched([1, 2, 3])
+
+
+def error(got, want):
+    """How far a tensor is from another, by the size of its values."""
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_bit_for_bit_that_of_requests_with_their_drafts_off(courses, name):
+    """Recurrent and convolution state, keys and values of the layers and of the draft head, the seat and the drafts in it.
+
+    In steps of the same width all kernels but products treat a token the same wherever it stands; products go token by token here.
+    """
+    course, run = courses(name), {"run": speculators.token_by_token}
+    truth = memories(course, course.server(3, **run), drafts=0)
+    for i, start, memory in speculated(course, course.server(3, **run)):
+        for what, tensor in memory.items():
+            assert torch.equal(tensor, truth[i][start][what]), f"{what} of request {i} at {start}"
+
+
+@pytest.mark.parametrize("drafts", [3, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_that_of_requests_with_their_drafts_off(courses, name, drafts):
+    """The same with products over all rows, which may sum in another order where an expert has other rows: to within NEAR."""
+    course = courses(name)
+    truth = memories(course, course.server(drafts), drafts=0)
+    for i, start, memory in speculated(course, course.server(drafts)):
+        for what, tensor in memory.items():
+            wanted = truth[i][start][what]
+            near = torch.equal(tensor, wanted) if what == "seats" else error(tensor, wanted) < NEAR
+            assert near, f"{what} of request {i} at {start}"
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_that_of_programs_without_drafts(courses, name, drafts):
+    """To within NEAR: their steps are of one token, so every product has another shape, and torch takes exponentials of strided values
+    by another kernel than of others.
+    """
+    course = courses(name)
+    truth = memories(course, course.server(0))
+    for i, start, memory in speculated(course, course.server(drafts)):
+        for what, tensor in truth[i][start].items():
+            if what == "seats":
+                assert torch.equal(memory[what][:2], tensor), f"place and token of request {i} at {start}"
+            else:
+                assert error(memory[what], tensor) < NEAR, f"{what} of request {i} at {start}"

@@ -1,0 +1,219 @@
+"""The table of a checkpoint's tensors: what files say, what is refused, and which changes its digest notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from npucompile.graphs.errors import CheckpointError
+from npucompile.models import safetensors_files
+
+TENSORS = {
+    "b": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "a": torch.arange(5, dtype=torch.bfloat16),
+    "none": torch.zeros(2, 0),
+    "bits": torch.tensor([True, False, True]),
+    "eight": torch.arange(7, dtype=torch.float32).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture
+def single(tmp_path):
+    """A directory with one file and a config.json."""
+    path = tmp_path / "single"
+    path.mkdir()
+    save_file(TENSORS, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A directory with two shards and their index; returns it and a function that rewrites the index."""
+    path = tmp_path / "sharded"
+    path.mkdir()
+    placed = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(TENSORS)}
+    for file in set(placed.values()):
+        save_file({name: TENSORS[name] for name, at in placed.items() if at == file}, path / file)
+
+    def index(**changes):
+        weight_map = {name: file for name, file in {**placed, **changes}.items() if file is not None}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+    index()
+    return path, index
+
+
+def test_entries_say_what_and_where(single):
+    """The bytes that an entry names are the tensor's."""
+    found = safetensors_files.open_checkpoint(single)
+    content = (single / "model.safetensors").read_bytes()
+    assert set(found.tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        entry = found.tensors[name]
+        assert (entry.name, entry.file, entry.shape) == (name, single / "model.safetensors", tuple(tensor.shape))
+        assert entry.nbytes == tensor.nbytes
+        assert content[entry.begin : entry.end] == bytes(tensor.view(torch.uint8).flatten().tolist() if tensor.numel() else b"")
+    assert {name: entry.dtype for name, entry in found.tensors.items()} == {
+        "a": "BF16",
+        "b": "F32",
+        "none": "F32",
+        "bits": "BOOL",
+        "eight": "F8_E4M3",
+    }
+    assert found.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def test_shards_are_one_table(single, sharded):
+    path, _ = sharded
+    found, alone = safetensors_files.open_checkpoint(path), safetensors_files.open_checkpoint(single)
+    assert [file.name for file in found.files] == ["model-1.safetensors", "model-2.safetensors"]
+    assert {n: (e.dtype, e.shape) for n, e in found.tensors.items()} == {n: (e.dtype, e.shape) for n, e in alone.tensors.items()}
+
+
+def test_a_tensor_the_index_forgot_is_not_lost(sharded):
+    path, index = sharded
+    index(eight=None)
+    assert "eight" in safetensors_files.open_checkpoint(path).tensors
+
+
+@pytest.mark.parametrize("name, holder, other", [("b", 1, 2), ("a", 2, 1)])
+def test_the_index_decides_between_copies(sharded, name, holder, other):
+    path, _ = sharded
+    there = {kept: TENSORS[kept] for kept in (("b", "none", "eight") if other == 1 else ("a", "bits"))}
+    save_file({**there, name: torch.zeros(9)}, path / f"model-{other}.safetensors")
+    found = safetensors_files.open_checkpoint(path).tensors[name]
+    assert (found.file.name, found.shape) == (f"model-{holder}.safetensors", tuple(TENSORS[name].shape))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 40, -1])
+def test_a_truncated_file_is_named(single, keep):
+    file = single / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: truncated or corrupt safetensors: .*{len(content[:keep])} bytes"):
+        safetensors_files.open_checkpoint(single)
+
+
+@pytest.mark.parametrize("start", [b"\xff" * 8, b"\0" * 8, b"\x08" + b"\0" * 7 + b"{x", b"tail"])
+def test_a_corrupt_file_is_named(single, start):
+    file = single / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content + start if start == b"tail" else start + content[len(start) :])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or corrupt safetensors"):
+        safetensors_files.open_checkpoint(single)
+
+
+def test_a_directory_in_the_place_of_the_file_is_named(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or corrupt"):
+        safetensors_files.open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(sharded):
+    path, _ = sharded
+    (path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: no such file, though model\.safetensors\.index\.json names it"):
+        safetensors_files.open_checkpoint(path)
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
+    path, index = sharded
+    index(ghost="model-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"says ghost is in model-1\.safetensors, which does not hold it"):
+        safetensors_files.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("file", ["../single/model.safetensors", "/etc/passwd", "", 3, ["model-1.safetensors"]])
+def test_an_index_may_not_leave_its_directory(sharded, file):
+    path, index = sharded
+    index(b=file)
+    with pytest.raises(CheckpointError, match=r"weight_map says b is in .*expected the name of a file in the same directory"):
+        safetensors_files.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": 3}', "[]", "{", "\0"])
+def test_a_malformed_index_is_named(sharded, text):
+    path, _ = sharded
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        safetensors_files.open_checkpoint(path)
+
+
+def test_other_formats_are_refused_with_what_is_there(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*there is pytorch_model\.bin"):
+        safetensors_files.open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        safetensors_files.open_checkpoint(tmp_path / "absent")
+
+
+def digest(path) -> str:
+    return safetensors_files.digest(safetensors_files.open_checkpoint(path))
+
+
+def test_a_content_digest_is_of_the_content_alone(single, tmp_path):
+    before = digest(single)
+    assert before.startswith("content:")
+    assert len(before) == len("content:") + 64
+    copy = shutil.copytree(single, tmp_path / "copy")
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    assert digest(copy) == before
+
+
+@pytest.mark.parametrize("at", [-1, -20])
+def test_a_content_digest_notices_one_changed_byte(single, at):
+    file, before = single / "model.safetensors", digest(single)
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    assert digest(single) != before
+
+
+def test_a_digest_covers_config_and_every_shard(single, sharded):
+    before = digest(single)
+    (single / "config.json").write_text('{"rms_norm_eps": 1}')
+    assert digest(single) != before
+    path, _ = sharded
+    digests = {digest(path)}
+    for file in sorted(path.glob("*.safetensors")):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        digests.add(digest(path))
+    assert len(digests) == 3
+
+
+def test_a_large_checkpoint_is_known_by_headers_sizes_times_and_ends(single, monkeypatch):
+    monkeypatch.setattr(safetensors_files, "LARGEST_CONTENT_DIGEST_BYTES", 64)
+    monkeypatch.setattr(safetensors_files, "_MIB", 4)
+    file, before = single / "model.safetensors", digest(single)
+    status = file.stat()
+    assert before.startswith("header:")
+    assert digest(single) == before
+    original = file.read_bytes()
+    seen = {before}
+    for at, noticed in ((-1, True), (-9, False), (12, True)):
+        content = bytearray(original)
+        content[at] = 0x20 if at == 12 else content[at] ^ 1
+        if at == 12:
+            content = bytearray(original.replace(b'"pt"', b'"PT"'))
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (digest(single) not in seen) == noticed
+        seen.add(digest(single))
+    file.write_bytes(original)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert digest(single) not in seen
+
+
+def test_a_file_that_vanished_is_named(single):
+    found = safetensors_files.open_checkpoint(single)
+    (single / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read any more"):
+        safetensors_files.digest(found)

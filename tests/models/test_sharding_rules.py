@@ -1,0 +1,73 @@
+"""Which logical axis lies on which mesh axis, for dense models, spread experts and split experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import fleets
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import PartitionError
+from npucompile.graphs.types import Aval, Mesh
+from npucompile.lowering.artifact.shards import local_aval
+from npucompile.models.sharding_rules import rules
+from npucompile.models.variant import PLAIN, Variant
+
+HEADS = {axis: ("tp",) for axis in ("q_heads", "kv_heads", "delta_heads", "ffn", "vocab", "sampled_rows")}
+SPREAD = {"experts": ("dp", "tp")}
+STREAM = {"tokens": ("tp",), "expert_tokens": ("tp",)}
+SPLIT = {"expert_ffn": ("tp",), "shared_ffn": ("tp",)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "wanted"),
+    [
+        ("tp=4", {}, HEADS | SPLIT),
+        ("tp=4", {"tokens": 64}, HEADS | SPLIT),
+        ("tp=4", {"experts": 8}, HEADS | SPREAD),
+        ("tp=4", {"experts": 8, "tokens": 3}, HEADS | SPREAD),
+        ("tp=4", {"experts": 8, "tokens": 4}, HEADS | SPREAD | STREAM),
+        ("dp=2,tp=2", {"experts": 8, "tokens": 3}, HEADS | SPREAD | STREAM),
+        ("dp=4", {"experts": 8, "tokens": 1}, HEADS | SPREAD | STREAM),
+        ("tp=4", {"experts": 8, "expert_parallel": False, "tokens": 64}, HEADS | SPLIT),
+        ("", {"experts": 7}, HEADS | SPLIT),
+    ],
+    ids=str,
+)
+def test_axes_lie_where_they_should(mesh: str, options: dict[str, int], wanted: dict[str, tuple[str, ...]]) -> None:
+    assert dict(rules(Mesh.parse(mesh), **options).table) == wanted
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "dp=4,tp=4", "tp=16"])
+def test_experts_that_do_not_spread_evenly_are_refused(mesh: str) -> None:
+    size = Mesh.parse(mesh).size
+    with pytest.raises(PartitionError, match=f"8 experts over the {size} devices of mesh {mesh}: .* legal are meshes whose size divides 8"):
+        rules(Mesh.parse(mesh), experts=8)
+    assert rules(Mesh.parse(mesh), experts=8, expert_parallel=False)
+
+
+def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
+    found = rules(mesh, experts=8, expert_parallel=expert_parallel)
+    return sum(local_aval(aval, mesh, found).nbytes for aval in avals)
+
+
+@pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
+def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> None:
+    """Of two devices each holds a half, but for norms, routers, seats, and the shared expert of spread experts."""
+    named = tree.flatten(fleets.model(variant).params(torch.float32))
+    avals = [param.aval for _, param in named]
+    whole = total(avals, Mesh(), expert_parallel)
+    held = total(avals, Mesh.parse("tp=2"), expert_parallel)
+    kept = sum(p.aval.nbytes for name, p in named if "norm" in name or "router" in name or "shared_gate." in f"{name}.")
+    if expert_parallel:
+        kept += sum(p.aval.nbytes for name, p in named if "shared_gate_up" in name or "shared_down" in name)
+    assert held - kept == (whole - kept) // 2
+    pools = [aval for name, aval in tree.flatten(fleets.model(variant).state(fleets.LIMITS, torch.float32)) if name != "seats"]
+    assert total(pools, Mesh.parse("tp=2"), expert_parallel) == total(pools, Mesh(), expert_parallel) // 2
+
+
+def test_groups_hold_the_same_but_for_their_experts() -> None:
+    mesh, found = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
+    for name, param in tree.flatten(fleets.model(Variant(experts="grouped")).params(torch.float32)):
+        parts = 4 if "experts" in param.aval.axes else 1
+        assert local_aval(param.aval, mesh, found).nbytes * parts == param.aval.nbytes, name

@@ -1,0 +1,312 @@
+"""Programs of buckets against transformers: chunked prefill, decode, verification and rollback, with everything else NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from support import oracle, speculators
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import SpecError
+from npucompile.graphs.types import Bucket
+from npucompile.models import step
+from npucompile.models.batch import abstract_inputs
+from npucompile.models.presets import BUNDLED
+
+CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
+TOLERANCE = 1e-4
+ALONE_TOLERANCE = 1e-5
+
+
+def decode(batch: int, q_len: int = 1) -> Bucket:
+    return Bucket("decode", batch, q_len)
+
+
+@pytest.mark.parametrize("name", [*CASES, *BUNDLED])
+@torch.no_grad()
+def test_64_greedy_tokens_equal_transformers(name):
+    """Prompt in three chunks, the last padded; 64 decode steps. Every step's logits and choice against one pass over all tokens."""
+    random = oracle.named(name)
+    runner, ids, pages = oracle.Runner(random.model, random.weights), random.prompt(37), list(range(20, 35))
+    said = [runner.prefill(ids, pages, 5, [16, 16, 16])]
+    answer = [int(said[0].argmax())]
+    while len(answer) < 64:
+        step = runner.step(decode(1), [oracle.Row(answer[-1:], len(ids) + len(answer) - 1, pages, 5, [5])])
+        said.append(step["logits"][0, 0])
+        answer.append(int(step["tokens"][0, 0]))
+    theirs = random.logits([*ids, *answer[:-1]])[len(ids) - 1 :]
+    assert (torch.stack(said) - theirs).abs().max() < TOLERANCE
+    assert answer == theirs.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_decode_equals_transformers_with_its_cache(name):
+    """One, two and three candidates in turn, all of them kept: the state moves to another slot at every step."""
+    random = oracle.drafting(name)
+    runner, ids, pages = oracle.Runner(random.model, random.weights, drafts=2), random.prompt(31), [7, 3, 1, 9]
+    said = [runner.prefill(ids[:19], pages, 2, [8, 8, 4])]
+    at, read = 19, 2
+    for count in (1, 2, 3, 1, 3, 2):
+        logits = runner.step(decode(1, 3), [oracle.Row(ids[at : at + count], at, pages, read, [2, 6, 3])])["logits"]
+        said.extend(logits[0, :count])
+        at, read = at + count, [2, 6, 3][count - 1]
+    theirs = random.logits_step_by_step(ids, 19)
+    assert (torch.stack(said) - theirs).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("chunks", [[64], [33], [5, 32], [32, 5], [1, 2, 3, 4, 5, 6, 7, 8], [40, 1]], ids=str)
+@pytest.mark.parametrize("name", ["dense", "moe"])
+@torch.no_grad()
+def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
+    """Whatever the chunk sizes (one token, odd, larger than the prompt): the same logits, and the same state for the next token."""
+    random = oracle.case(name)
+    ids = random.prompt(33)
+    ids = ids[: min(33, sum(chunks))]
+    runner, pages = oracle.Runner(random.model, random.weights), [6, 5, 4, 3, 2]
+    if chunks == [40, 1]:
+        ids = random.prompt(41)
+        pages = [*pages, 1]
+    logits = runner.prefill(ids, pages, 1, chunks)
+    after = runner.step(decode(1), [oracle.Row([17], len(ids), pages, 1, [1])])["logits"]
+    theirs = random.logits([*ids, 17])
+    assert (logits - theirs[-2]).abs().max() < TOLERANCE
+    assert (after[0, 0] - theirs[-1]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied"])
+@torch.no_grad()
+def test_several_candidates_in_one_step_and_rollback(name):
+    """Three candidates a row; then each row goes on from the slot after its last accepted one, as if the rest had not been."""
+    random = oracle.drafting(name)
+    runner = oracle.Runner(random.model, random.weights, drafts=2)
+    prompts, pages = [random.prompt(9, 1), random.prompt(14, 2)], [[3, 8, 5], [2, 9, 6]]
+    slots = [[1, 2, 3], [4, 5, 6]]
+    for ids, table, own in zip(prompts, pages, slots, strict=True):
+        runner.prefill(ids, table, own[0], [16])
+    drafts = [random.prompt(3, 3), random.prompt(3, 4)]
+    rows = [oracle.Row(drafts[b], len(prompts[b]), pages[b], slots[b][0], slots[b]) for b in range(2)]
+    logits = runner.step(decode(4, 3), rows)["logits"]
+    accepted = [1, 2]
+    for b in range(2):
+        theirs = random.logits([*prompts[b], *drafts[b]])[-3:]
+        assert (logits[b] - theirs).abs().max() < TOLERANCE
+    kept = [[*prompts[b], *drafts[b][: accepted[b]]] for b in range(2)]
+    following = [random.prompt(3, 5), random.prompt(3, 6)]
+    rows = [oracle.Row(following[b], len(kept[b]), pages[b], slots[b][accepted[b] - 1], slots[b]) for b in range(2)]
+    logits = runner.step(decode(2, 3), rows)["logits"]
+    for b in range(2):
+        assert (logits[b] - random.logits([*kept[b], *following[b]])[-3:]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-equal-heads", "moe", "moe-one-expert"])
+@pytest.mark.parametrize("batch", [3, 4, 8])
+@torch.no_grad()
+def test_poison_around_live_rows_changes_nothing(name, batch):
+    """Rows of other lengths, NaN padding rows, NaN pools and the embedding of the padding token NaN: each row as if it were alone."""
+    random = oracle.case(name)
+    poisoned = dict(random.weights)
+    poisoned["embed"] = random.weights["embed"].clone()
+    poisoned["embed"][0] = float("nan")
+    prompts = [random.prompt(21, 1), random.prompt(6, 2), random.prompt(1, 3)]
+    pages = [[11, 2, 30, 4, 1], [5, 9], [8, 7]]
+    crowd = oracle.Runner(random.model, poisoned)
+    alone = [oracle.Runner(random.model, random.weights) for _ in prompts]
+    slots = [4, 9, 12]
+    last = []
+    for ids, table, slot, runner in zip(prompts, pages, slots, alone, strict=True):
+        together = crowd.prefill(ids, table, slot, [16, 16] if len(ids) > 16 else [16])
+        single = runner.prefill(ids, table, slot, [len(ids)])
+        assert (together - single).abs().max() < ALONE_TOLERANCE
+        last.append(int(single.argmax()) or 1)
+    for at in range(6):
+        rows = [oracle.Row([last[b]], len(prompts[b]) + at, pages[b], slots[b], [slots[b]]) for b in range(3)]
+        together = crowd.step(decode(batch), rows)
+        for b, runner in enumerate(alone):
+            single = runner.step(decode(1), [rows[b]])
+            assert (together["logits"][b] - single["logits"][0]).abs().max() < ALONE_TOLERANCE
+            assert int(together["tokens"][b, 0]) == int(single["tokens"][0, 0])
+            last[b] = int(single["tokens"][0, 0]) or 1
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@torch.no_grad()
+def test_padding_writes_nowhere_but_to_the_null_page_and_slot(drafts):
+    random = oracle.drafting("dense")
+    runner = oracle.Runner(random.model, random.weights, drafts=drafts)
+    runner.prefill(random.prompt(5), [3], 2, [16])
+    runner.step(decode(4, drafts + 1), [], junk=1)
+    state = {name: pools for name, pools in runner.state.items() if name != "seats"}
+    for path, pool in tree.flatten(state):
+        own = 3 if path.endswith((".k", ".v")) else 2
+        written = [i for i in range(1, len(pool)) if not pool[i].isnan().all()]
+        assert written == [own], path
+    keys = runner.state["layers"][3]["k"][3]
+    assert not keys[:5].isnan().any()
+    assert keys[5:].isnan().all()
+
+
+@torch.no_grad()
+def test_a_recycled_slot_and_page_forget_their_former_owner():
+    random = oracle.case("moe")
+    runner, ids = oracle.Runner(random.model, random.weights), random.prompt(11, 2)
+    runner.prefill(random.prompt(16, 1), [3, 4], 2, [16])
+    assert (runner.prefill(ids, [4, 3], 2, [16]) - random.logits(ids)[-1]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@torch.no_grad()
+def test_programs_declare_what_they_take_and_give(drafts):
+    """The abstract trees equal what runs: outputs by name and shape, new state of the structure and shapes of the old."""
+    random, held = oracle.drafting("moe"), oracle.limits(drafts)
+    for bucket, B, W in ((Bucket("prefill", 1, 32), 1, 1), (decode(2, drafts + 1), 2, drafts + 1)):
+        for logits, most in ((True, 0), (False, 0), (True, 5)):
+            program = step.program(random.model, bucket, held, torch.float32, emit_logits=logits, max_logprobs=most)
+            assert program.name == f"random/{bucket.name}"
+            assert program.inputs == abstract_inputs(bucket, held, logprobs=most > 0)
+            assert ("mtp" in program.params, "mtp" in program.state) == (drafts > 0, drafts > 0)
+            weights = {key: random.weights[key] for key in program.params}
+            outputs, state = program.forward(weights, oracle.poisoned(program.state), oracle.blank(program))
+            wanted = {"tokens": ((B, W), torch.int32)}
+            if logits:
+                wanted["logits"] = ((B, W, 97), torch.float32)
+            if bucket.kind == "decode":
+                wanted["counts"] = ((B,), torch.int32)
+            if drafts:
+                wanted["drafts"] = ((B, drafts), torch.int32)
+            if most:
+                wanted |= {"chosen_logprobs": ((B, W), torch.float32), "top_logprobs": ((B, W, most), torch.float32)}
+                wanted["top_ids"] = ((B, W, most), torch.int32)
+            assert {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()} == wanted
+            assert [(p, tuple(t.shape), t.dtype) for p, t in tree.flatten(state)] == [
+                (p, aval.shape, aval.dtype) for p, aval in tree.flatten(program.state)
+            ]
+
+
+@pytest.mark.parametrize(("drafts", "q_len"), [(0, 2), (2, 1), (2, 2), (2, 4)])
+def test_a_decode_bucket_of_another_width_is_refused(drafts, q_len):
+    model = oracle.drafting("dense").model
+    with pytest.raises(SpecError, match=rf"decode-b2-q{q_len} with {drafts} drafts; legal is q_len {drafts + 1}"):
+        step.program(model, decode(2, q_len), oracle.limits(drafts), torch.float32)
+
+
+@pytest.mark.parametrize("bucket", [decode(1, 3), Bucket("prefill", 1, 4)], ids=str)
+def test_drafts_without_a_draft_head_are_refused(bucket):
+    model = oracle.case("dense").model
+    assert not model.has_draft_head
+    with pytest.raises(SpecError, match="2 drafts a step, and random has no draft head; legal is 0"):
+        step.program(model, bucket, oracle.limits(2), torch.float32)
+
+
+def test_the_draft_head_is_left_out_where_nothing_is_drafted():
+    model = oracle.drafting("moe").model
+    assert model.has_draft_head
+    for drafting in (False, True):
+        used = dataclasses.replace(model, drafting=drafting)
+        assert ("mtp" in used.params(torch.float32)) == drafting
+        assert ("mtp" in used.state(oracle.limits(2), torch.float32)) == drafting
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+@torch.no_grad()
+def test_a_request_ends_with_the_longest_context(drafts):
+    """Two requests that keep what they can: no step gives more tokens than there are places, and nothing is written beyond the pages.
+
+    A step that is launched after the end gives none, and leaves the place where it is.
+    """
+    random, context = oracle.drafting("dense"), 24
+    truth = speculators.Request(random.prompt(9), 1)
+    speculators.Server(random.model, random.weights, 0).serve([truth], 24)
+    for kept in sorted({0, drafts // 2, drafts}):
+        server = speculators.Server(random.model, random.weights, drafts, held=speculators.limits(drafts, context, 4))
+        requests = [speculators.Request(truth.prompt, seat) for seat in (2, 4)]
+        server.prefill(requests)
+        for _ in range(18):
+            places = [context - request.start for request in requests]
+            for request, right in zip(requests, (kept, drafts), strict=True):
+                server.mislead(request, truth.said, right)
+            server.decode(requests, 3)
+            for request, left, right in zip(requests, places, (kept, drafts), strict=True):
+                assert request.counts[-1] == min(right + 1, left)
+                assert server.seats[request.seat, 0] == request.start <= context
+        for request in requests:
+            assert request.start == context
+            assert request.said == truth.said[: len(request.said)]
+        server.untouched([2, 4])
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+@torch.no_grad()
+def test_padding_counts_nothing_and_leaves_the_null_seat_as_it_was(drafts):
+    """Beside a live row or alone, in decode and prefill; the seats of others keep what they hold."""
+    random = oracle.drafting("moe")
+    server = speculators.Server(random.model, random.weights, drafts)
+    requests = [speculators.Request(random.prompt(5, i), 2 * i + 1) for i in range(2)]
+    server.prefill(requests)
+    before = server.seats.clone()
+    for bucket in (decode(4, drafts + 1), Bucket("prefill", 2, 16)):
+        outputs = server.step(bucket, server.blank(bucket))
+        assert not outputs.get("counts", torch.zeros(1)).any()
+        assert torch.equal(server.seats, before)
+    outputs = server.decode(requests[:1], 4)
+    assert outputs["counts"].tolist()[1:] == [0, 0, 0]
+    assert not server.seats[0].any()
+    assert torch.equal(server.seats[2:], before[2:])
+
+
+@torch.no_grad()
+def test_drafts_of_a_row_that_wants_none_are_not_looked_at():
+    """The right ones count no more than wrong ones, and as many count as are verified."""
+    random = oracle.drafting("dense")
+    truth = speculators.Request(random.prompt(9), 1)
+    speculators.Server(random.model, random.weights, 0).serve([truth], 24)
+    server = speculators.Server(random.model, random.weights, 3)
+    requests = [speculators.Request(truth.prompt, n + 1, speculators.Knobs(drafts=n)) for n in range(4)]
+    server.prefill(requests)
+    for _ in range(3):
+        for request in requests:
+            server.substitute(request, truth.said[len(request.said) :][:3])
+        server.decode(requests)
+    for n, request in enumerate(requests):
+        assert request.counts == [n + 1] * 3
+        assert request.said == truth.said[: 3 * n + 4]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@torch.no_grad()
+def test_graphs_of_prompts_do_what_the_programs_do(drafts):
+    """Traced, in place, against the functions as they are written: outputs and all state, bit for bit."""
+    random = oracle.drafting("moe")
+    servers = [
+        speculators.Server(random.model, random.weights, drafts, run_prefill=run) for run in (speculators.traced, speculators.direct)
+    ]
+    said = []
+    for server in servers:
+        requests = [speculators.Request(random.prompt(19, 1), 3), speculators.Request(random.prompt(6, 2), 1)]
+        said.append(server.prefill(requests, [8, 16]))
+    for name, tensor in said[0].items():
+        assert torch.equal(tensor, said[1][name]), name
+    for name, *pools in zip(servers[0].names, *(server.state for server in servers), strict=True):
+        own = [pool[1:] if name != "seats" else pool for pool in pools]
+        assert torch.equal(own[0].nan_to_num(-1), own[1].nan_to_num(-1)), name
+
+
+def test_a_model_crosses_to_other_processes_by_the_name_of_its_family():
+    for model in (oracle.case("moe").model, dataclasses.replace(oracle.drafting("moe").model, drafting=True)):
+        again = pickle.loads(pickle.dumps(model))
+        assert again == model
+        assert again.family is model.family
+
+
+@torch.no_grad()
+def test_without_logits_all_else_is_the_same():
+    random = oracle.drafting("moe")
+    for bucket in (Bucket("prefill", 1, 32), decode(2, 3)):
+        row = oracle.Row(random.prompt(bucket.q_len), 0, [1, 2, 3, 4], 1, [1, 2, 3][: 1 if bucket.kind == "prefill" else 3])
+        said = [oracle.Runner(random.model, random.weights, drafts=2).step(bucket, [row], emit_logits=emit) for emit in (True, False)]
+        assert set(said[0]) - set(said[1]) == {"logits"}
+        for name, tensor in said[1].items():
+            assert torch.equal(tensor, said[0][name]), name

@@ -1,0 +1,99 @@
+"""A variant says how parameters are held; the schemes that are published have names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import fleets
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import ConfigError, SpecError
+from npucompile.graphs.types import Bucket
+from npucompile.models import qwen3_5, step
+from npucompile.models.variant import PLAIN, SCHEMES, Variant
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("scheme", "grouped", "attention", "experts"),
+    [
+        ("none", False, "plain", "plain"),
+        ("none", True, "plain", "grouped"),
+        ("w8a8", False, "w8a8", "w8a8"),
+        ("w8a8", True, "w8a8", "w8a8"),
+        ("w4a8", True, "w8a8", "w4a8"),
+    ],
+)
+def test_schemes_have_names(scheme: str, grouped: bool, attention: str, experts: str) -> None:
+    found = Variant.of(scheme, grouped=grouped, kv_repeat=2, recurrent=torch.bfloat16)
+    assert found == Variant(2, attention, experts, torch.bfloat16)
+    assert set(SCHEMES) == {"none", "w8a8", "w4a8"}
+
+
+def test_a_scheme_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w4a8"):
+        Variant.of("int3", grouped=True)
+
+
+def test_the_plain_variant_holds_what_a_checkpoint_does() -> None:
+    assert Variant() == PLAIN
+    for _, param in tree.flatten(fleets.model().params(F32)):
+        parts = [torch.randn(shape) for shape in param.source.shapes]
+        assert all(torch.equal(a, b) for a, b in zip(param.source.split(param.source.join(*parts)), parts, strict=True))
+
+
+@pytest.mark.parametrize("variant", [Variant(kv_repeat=2), Variant(kv_repeat=4), Variant(experts="grouped")], ids=str)
+def test_a_held_model_can_be_saved_again(variant: Variant) -> None:
+    """Copies and turned matrices are the checkpoint's own numbers."""
+    held = fleets.tensors()
+    for path, param in tree.flatten(fleets.model(variant).params(F32)):
+        parts = [held[name] for name in param.source.names]
+        joined = param.source.join(*parts)
+        assert (tuple(joined.shape), joined.dtype) == (param.aval.shape, param.aval.dtype), path
+        assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), parts, strict=True)), path
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_declared_shapes_are_what_quantising_makes(scheme: str) -> None:
+    model = fleets.model(Variant.of(scheme, grouped=True))
+    for (path, param), (_, tensor) in zip(tree.flatten(model.params(F32)), tree.flatten(fleets.weights(model)), strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (param.aval.shape, param.aval.dtype), path
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_repeated_heads_say_the_same(copies: int) -> None:
+    """Each key-value head lies `copies` times in parameters and pools, and logits are the same to the last bit or two."""
+    serving = fleets.Serving(2, 0, [2])
+    plain, repeated = fleets.Alone(fleets.model()), fleets.Alone(fleets.model(Variant(kv_repeat=copies)))
+    for bucket, (given,) in serving.steps(2):
+        want, got = plain.step(bucket, given), repeated.step(bucket, given)
+        assert (want["logits"] - got["logits"]).abs().max() < 1e-5
+        serving.heard(bucket, [given], [want])
+    keys, many = (one.state["layers"][1]["k"] for one in (plain, repeated))
+    assert many.shape[2] == copies * keys.shape[2]
+    assert (many - keys.repeat_interleave(copies, 2)).abs().max() < 1e-5
+
+
+def test_more_copies_than_query_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_attention_heads must be a multiple of num_key_value_heads times their 8 copies"):
+        replace(fleets.config(), variant=Variant(kv_repeat=8))
+
+
+def test_recurrent_state_has_the_variant_s_type() -> None:
+    for kind in (F32, torch.bfloat16):
+        state = fleets.model(Variant(recurrent=kind)).state(fleets.LIMITS, torch.bfloat16)
+        assert state["layers"][0]["delta"].dtype == kind
+        assert state["layers"][0]["conv"].dtype == torch.bfloat16
+
+
+def test_programs_of_variants_declare_what_they_hold() -> None:
+    model = step.Model("small", qwen3_5, replace(fleets.config(), variant=Variant.of("w4a8", grouped=True)))
+    program = step.program(model, Bucket("decode", 1, 1), fleets.LIMITS, torch.bfloat16)
+    mlp = program.params["layers"][0]["mlp"]
+    assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]
+    assert mlp["gate_up"]["weight"].dtype == torch.int32
+    assert program.params["layers"][1]["mixer"]["q"]["weight"].dtype == torch.int8
+    assert program.params["layers"][1]["mixer"]["out"].dtype == torch.bfloat16, "and what no recipe quantises stays"

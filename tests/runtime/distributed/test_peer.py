@@ -1,0 +1,160 @@
+"""runtime/distributed/peer.py: messages in order, and every way in which a peer can end is told once, with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+from support import ranks
+
+from npucompile.runtime.distributed.messages import Frames, encode
+from npucompile.runtime.distributed.peer import Link
+
+WAIT_S = 20
+
+
+class Ends:
+    """A link, and what it told."""
+
+    def __init__(self, stream, **options):
+        self.messages, self.lost = queue.Queue(), queue.Queue()
+        self.link = Link(stream, self.messages.put, self.lost.put, **options)
+        self.link.start()
+
+
+@pytest.fixture
+def both():
+    """Two links that talk to each other."""
+    pair = [Ends(stream, beat_s=0.05) for stream in ranks.connected()]
+    yield pair
+    for end in pair:
+        end.link.close()
+
+
+def test_messages_arrive_in_order_from_many_threads(both):
+    near, far = both
+    big = np.arange(20_000, dtype=np.int32)
+
+    def send(name):
+        for i in range(20):
+            near.link.send(name, i=i, big=big)
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    seen = {"a": [], "b": []}
+    for _ in range(40):
+        message = far.messages.get(timeout=WAIT_S)
+        seen[message.kind].append(message.fields["i"])
+        assert (message.fields["big"] == big).all()
+    for thread in threads:
+        thread.join()
+    assert seen == {"a": list(range(20)), "b": list(range(20))}
+
+
+def test_both_may_send_more_than_the_kernel_holds_at_once(both):
+    big = np.zeros(4_000_000, np.int32)
+    threads = [threading.Thread(target=end.link.send, args=("big",), kwargs={"x": big}) for end in both]
+    for thread in threads:
+        thread.start()
+    for end in both:
+        assert end.messages.get(timeout=WAIT_S).fields["x"].shape == big.shape
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_peer_that_closes_is_told_once(both):
+    near, far = both
+    far.link.close()
+    assert near.lost.get(timeout=WAIT_S) == "it closed its connection"
+    near.link.send("late")
+    near.link.send("later")
+    near.link.close()
+    assert near.lost.empty()
+    assert far.lost.empty()
+
+
+def test_a_peer_that_resets_is_told():
+    near, far = ranks.connected()
+    end = Ends(near)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    assert "reset" in end.lost.get(timeout=WAIT_S)
+    end.link.close()
+
+
+def test_a_peer_that_is_silent_is_told_and_beats_are_not_silence():
+    near, far = ranks.connected()
+    end = Ends(near, beat_s=0.02, silence_s=0.4)
+    other = Ends(far, beat_s=0.02, silence_s=60)
+    with pytest.raises(queue.Empty):
+        end.lost.get(timeout=0.8)
+    assert end.link.silent_s < 0.4
+    assert end.messages.empty()
+    other.link._over = True
+    assert end.lost.get(timeout=WAIT_S).startswith("it has been silent for")
+    end.link.close()
+    other.link.close()
+
+
+def test_it_beats_by_itself():
+    near, far = ranks.connected()
+    end = Ends(near, beat_s=0.02)
+    with far:
+        far.settimeout(WAIT_S)
+        assert Frames().feed(far.recv(1000))[0] == ("beat", {})
+    end.link.close()
+
+
+def test_a_peer_that_reads_nothing_is_told():
+    frame = encode("big", x=np.zeros(8_000_000, np.int32))
+    near, far = ranks.connected()
+    end = Ends(near, silence_s=1.5, beat_s=0.1)
+    began = time.monotonic()
+    with far:
+        # The peer proves to be alive all the while, and takes nothing.
+        stop = threading.Event()
+
+        def alive():
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.05):
+                    far.sendall(encode("beat"))
+
+        thread = threading.Thread(target=alive, daemon=True)
+        thread.start()
+        threading.Thread(target=end.link.send_frame, args=(frame,), daemon=True).start()
+        assert end.lost.get(timeout=WAIT_S) == "it has read nothing for 1.5 s"
+        stop.set()
+        thread.join(WAIT_S)
+    assert time.monotonic() - began < WAIT_S
+    end.link.close()
+
+
+def test_nonsense_ends_the_link():
+    near, far = ranks.connected()
+    end = Ends(near)
+    with far:
+        far.sendall(b"\xff" * 8)
+        assert "a frame of" in end.lost.get(timeout=WAIT_S)
+    end.link.close()
+
+
+def test_a_handler_that_raises_ends_the_link_and_is_told():
+    lost = queue.Queue()
+
+    def broken(message):
+        raise ValueError("no such thing")
+
+    near, far = ranks.connected()
+    link = Link(near, broken, lost.put)
+    link.start()
+    with far:
+        far.sendall(encode("x"))
+        assert "no such thing" in lost.get(timeout=WAIT_S)
+    link.close()

@@ -1,0 +1,87 @@
+"""runtime/distributed/process_groups.py: who is with whom, and that the names of graphs reach them, in real processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from support import ranks
+
+from npucompile.graphs.types import Mesh
+from npucompile.runtime.distributed.control_plane import RankError
+from npucompile.runtime.distributed.process_groups import Groups, members
+from npucompile.runtime.distributed.rendezvous import Seat, open_store
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "expected"),
+    [
+        ("dp=2,tp=3", 4, {"world": (0, 1, 2, 3, 4, 5), "dp": (1, 4), "tp": (3, 4, 5)}),
+        ("dp=2,tp=3", 0, {"world": (0, 1, 2, 3, 4, 5), "dp": (0, 3), "tp": (0, 1, 2)}),
+        ("tp=2", 1, {"world": (0, 1), "dp": (1,), "tp": (0, 1)}),
+        ("dp=2", 1, {"world": (0, 1), "dp": (0, 1), "tp": (1,)}),
+        ("", 0, {"world": (0,), "dp": (0,), "tp": (0,)}),
+    ],
+)
+def test_members(mesh, rank, expected):
+    assert members(Mesh.parse(mesh), rank) == expected
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4", "dp=3,tp=2", "dp=4"])
+def test_groups_share_the_ranks_out_and_agree(mesh):
+    parsed = Mesh.parse(mesh)
+    for name in ("dp", "tp", "world"):
+        groups = {members(parsed, rank)[name] for rank in range(parsed.size)}
+        assert sorted(rank for group in groups for rank in group) == list(range(parsed.size))
+        assert all(members(parsed, rank)[name] == group for group in groups for rank in group)
+
+
+RUN = """
+import json, sys, torch
+from npucompile.graphs.types import Mesh
+from npucompile.runtime.distributed.rendezvous import Seat, keys, open_store
+from npucompile.runtime.distributed.process_groups import Groups
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+seat = Seat(rank, 4, "127.0.0.1", port, 90, hosts_store=rank == 0)
+store = open_store(seat)
+ops = torch.ops._c10d_functional
+with Groups(Mesh.parse("dp=2,tp=2"), rank, keys(store, seat, "gloo"), "127.0.0.1", 90):
+    x = torch.tensor([10.0 ** rank])
+    said = {n: ops.wait_tensor(ops.all_reduce(x, "sum", n)).item() for n in ("tp", "dp", "world")}
+    said["gathered"] = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "dp")).tolist()
+    said["scattered"] = ops.wait_tensor(ops.reduce_scatter_tensor(x.repeat(2) * torch.tensor([1.0, 2.0]), "sum", 2, "tp")).tolist()
+    said["exchanged"] = ops.wait_tensor(ops.all_to_all_single(x.repeat(4), [1] * 4, [1] * 4, "world")).tolist()
+try:
+    ops.all_reduce(x, "sum", "tp")
+except RuntimeError:
+    said["freed"] = True
+print(json.dumps(said), flush=True)
+store.add("done", 1)
+while rank == 0 and store.add("done", 0) < 4: pass
+"""
+
+
+def test_real_ranks_reach_each_other_by_the_names_of_graphs():
+    port = ranks.free_port()
+    processes = [ranks.spawn([sys.executable, "-c", RUN, rank, port], ranks.environment()) for rank in range(4)]
+    ended = [ranks.finished(process) for process in processes]
+    assert [status for status, _, _ in ended] == [0] * 4, ended
+    said = [json.loads(out) for _, out, _ in ended]
+    assert [one["tp"] for one in said] == [11, 11, 1100, 1100]
+    assert [one["dp"] for one in said] == [101, 1010, 101, 1010]
+    assert [one["world"] for one in said] == [1111] * 4
+    assert [one["gathered"] for one in said] == [[1, 100], [10, 1000]] * 2
+    assert [one["scattered"] for one in said] == [[11], [22], [1100], [2200]]
+    assert [one["exchanged"] for one in said] == [[1, 10, 100, 1000]] * 4
+    assert all(one["freed"] for one in said)
+
+
+def test_ranks_that_do_not_connect_are_named_and_no_name_stays_bound():
+    store = open_store(Seat(0, 2, "127.0.0.1", 0, 5, hosts_store=True))
+    with pytest.raises(RankError, match=r"rank 0 cannot connect to ranks \[0, 1\] of its group 'world'"):
+        Groups(Mesh.parse("tp=2"), 0, store, "127.0.0.1", 0.5)
+    with pytest.raises(RuntimeError):
+        torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "world")

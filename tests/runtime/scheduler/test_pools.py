@@ -1,0 +1,153 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from npucompile.runtime.scheduler.pools import OwnershipError, PagePool, Pool, SeatPool, SlotPool
+
+SIZE = 9
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Compares a pool with a plain dict of lists."""
+
+    owners = Bundle("owners")
+
+    def __init__(self):
+        super().__init__()
+        self.pool = Pool("page", SIZE)
+        self.model: dict[str, list[int]] = {}
+        self.snapshots: list[tuple[object, list[int]]] = []
+
+    @property
+    def used(self):
+        return sum(map(len, self.model.values()))
+
+    @rule(target=owners, name=st.sampled_from("abcd"))
+    def owner(self, name):
+        return name
+
+    @rule(owner=owners, count=st.integers(0, SIZE))
+    def allocate(self, owner, count):
+        if count > SIZE - 1 - self.used:
+            with pytest.raises(OwnershipError, match=f"asks for {count} pages"):
+                self.pool.allocate(count, owner)
+            return
+        given = self.pool.allocate(count, owner)
+        assert len(given) == count
+        taken = {n for numbers in self.model.values() for n in numbers}
+        assert not taken & set(given)
+        if count:
+            self.model.setdefault(owner, []).extend(given)
+
+    @rule(owner=owners)
+    def free(self, owner):
+        assert self.pool.free(owner) == len(self.model.pop(owner, []))
+
+    @rule(owner=owners)
+    def snapshot(self, owner):
+        self.snapshots.append((self.pool.owned(owner), list(self.model.get(owner, []))))
+
+    @invariant()
+    def agrees_with_the_model(self):
+        self.pool.check()
+        assert self.pool.owners() == frozenset(self.model)
+        assert self.pool.free_count == SIZE - 1 - self.used
+        for owner, numbers in self.model.items():
+            assert list(self.pool.owned(owner)) == numbers
+        of = {n: owner for owner, numbers in self.model.items() for n in numbers}
+        assert [self.pool.owner_of(n) for n in range(SIZE)] == [of.get(n) for n in range(SIZE)]
+        assert 0 not in of
+
+    @invariant()
+    def snapshots_never_change(self):
+        for seen, numbers in self.snapshots:
+            assert list(seen) == numbers
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def test_same_calls_give_the_same_numbers():
+    def play():
+        pool = PagePool(12)
+        pool.allocate(3, "a")
+        pool.allocate(2, "b")
+        pool.free("a")
+        return pool.allocate(4, "c")
+
+    assert play() == play()
+
+
+def test_page_zero_is_never_given():
+    pool = PagePool(4)
+    assert sorted(pool.allocate(3, "a")) == [1, 2, 3]
+    assert pool.owner_of(0) is None
+    with pytest.raises(OwnershipError, match=r"legal is 0 to the 0 that are free"):
+        pool.allocate(1, "b")
+
+
+def test_a_pool_without_a_null_page_is_refused():
+    with pytest.raises(OwnershipError, match="at least 1"):
+        PagePool(0)
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(OwnershipError, match="asks for -1"):
+        PagePool(4).allocate(-1, "a")
+
+
+def test_a_snapshot_is_read_only():
+    pool = PagePool(4)
+    pool.allocate(1, "a")
+    with pytest.raises(TypeError):
+        pool.owned("a")[0] = 3
+
+
+def test_slot_groups():
+    pool = SlotPool(8, group=3)
+    first, second = pool.allocate_group("a"), pool.allocate_group("b")
+    assert len(first) == len(second) == 3
+    assert len({*first, *second}) == 6
+    with pytest.raises(OwnershipError, match="already holds"):
+        pool.allocate_group("a")
+    with pytest.raises(OwnershipError, match="asks for 3 slots; legal is 0 to the 1"):
+        pool.allocate_group("c")
+    pool.free("a")
+    assert sorted(pool.allocate_group("c")) == sorted(first)
+    pool.check()
+
+
+def test_a_seat_is_one_for_each():
+    pool = SeatPool(3)
+    assert {*pool.allocate_group("a"), *pool.allocate_group("b")} == {1, 2}
+    with pytest.raises(OwnershipError, match=r"'a' asks for a group of seats; it already holds \["):
+        pool.allocate_group("a")
+    with pytest.raises(OwnershipError, match="asks for 1 seats; legal is 0 to the 0"):
+        pool.allocate_group("c")
+    assert pool.free("a") == 1
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "breakage, message",
+    [
+        (lambda pool: pool._free.pop(), "neither free nor owned"),
+        (lambda pool: pool._free.append(pool._free[0]), "held twice, by None and by None"),
+        (lambda pool: pool._owned["a"].append(pool._owned["b"][0]), "recorded for 'b'"),
+        (lambda pool: pool._owned["a"].append(0), "page 0 is held by 'a'"),
+        (lambda pool: pool._owned["a"].append(99), "page 99 is held by 'a'"),
+        (lambda pool: pool._owned.pop("a"), "neither free nor owned"),
+        (lambda pool: pool._free.append(pool._owned["a"][0]), "held by None but recorded for 'a'"),
+        (lambda pool: pool._owned["b"].append(pool._owned["b"][0]), "held twice, by 'b' and by 'b'"),
+    ],
+)
+def test_the_self_check_finds(breakage, message):
+    pool = PagePool(8)
+    pool.allocate(2, "a")
+    pool.allocate(2, "b")
+    pool.check()
+    breakage(pool)
+    with pytest.raises(OwnershipError, match=message):
+        pool.check()

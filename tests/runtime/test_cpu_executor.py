@@ -1,0 +1,428 @@
+"""runtime/cpu_executor.py: buckets change nothing, executables are swapped in while serving, nothing is traced or compiled."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tiny
+
+from npucompile.graphs import compile_count
+from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, LoweringError, SpecError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact import artifact as artifact_module
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime import cpu_executor as module
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+
+ALL = (Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint, tmp_path_factory):
+    """The same model in an artifact that drafts nothing and tells no log probabilities."""
+    out = tmp_path_factory.mktemp("plain") / "tiny"
+    tiny.built(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0, buckets=(1,), prefill=(16,)), out)
+    return Artifact.open(out)
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_artifact, plain):
+    """Ready after all that is traced here: it counts what is traced afterwards."""
+    return Executor(Artifact.open(tiny_artifact))
+
+
+def seats_of(executor):
+    """The pool of seats."""
+    return executor._state[[leaf.name for leaf in executor.artifact.manifest.state].index("state.seats")]
+
+
+def step(executor, bucket, tokens=(5, 6, 7, 8)):
+    """One live row at the start of its context, each time the same."""
+    row = PrefillRow(tokens[: bucket.q_len], 0, [1], 1, 1)
+    if bucket.kind == "decode":
+        seats_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
+        row = DecodeRow(1, 0, [1], [1 + i for i in range(bucket.q_len)], bucket.q_len - 1)
+    return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
+
+
+def test_it_runs_every_bucket_it_names(executor):
+    assert executor.buckets == ALL
+    assert executor.backends == {bucket.name: "eager" for bucket in ALL}
+    assert executor.vocab_size == tiny.VOCAB
+    for bucket in executor.buckets:
+        outputs = step(executor, bucket)
+        B, W = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1
+        shapes = {"tokens": (B, W), "drafts": (B, 3), "top_ids": (B, W, 20)} | ({"counts": (B,)} if W > 1 else {})
+        floats = {"logits": (B, W, tiny.VOCAB), "chosen_logprobs": (B, W), "top_logprobs": (B, W, 20)}
+        assert {name: (a.shape, a.dtype) for name, a in outputs.items()} == {
+            **{name: (shape, np.int32) for name, shape in shapes.items()}, **{name: (shape, np.float32) for name, shape in floats.items()}
+        }  # fmt: skip
+        assert outputs["tokens"][0].tolist() == outputs["logits"][0].argmax(-1).tolist()
+
+
+def test_an_artifact_without_drafts_and_log_probabilities_has_no_such_outputs(executor, plain):
+    assert (executor.max_logprobs, Executor(plain).max_logprobs) == (20, 0)
+    assert set(step(Executor(plain), Bucket("decode", 1, 1))) == {"tokens", "counts", "logits"}
+
+
+def test_a_bucket_it_does_not_have_is_named(executor):
+    with pytest.raises(SpecError, match=r"no bucket decode-b3-q4; the artifact has decode-b1-q4, .*prefill-b1-q16"):
+        step(executor, Bucket("decode", 3, 4))
+
+
+def test_state_is_what_the_plan_said(executor, tiny_checkpoint):
+    assert executor.state_bytes == tiny.planned(tiny_checkpoint).state_bytes
+
+
+def test_an_artifact_without_weights_cannot_run(own_artifact):
+    artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, weights=None))
+    with pytest.raises(ArtifactError, match="built without weights: it can be inspected, and not run"):
+        Executor(artifact)
+
+
+# --- buckets change nothing ---
+
+
+def collect(engine, request, into, ends=None):
+    def sink(event):
+        if isinstance(event, TokenEvent):
+            into.extend(event.token_ids)
+        elif isinstance(event, FinishEvent):
+            into.append(event.reason)
+            if ends is not None:
+                ends.append(event)
+
+    engine.submit(request, sink)
+
+
+@pytest.fixture(scope="module")
+def alone(plain):
+    """What a request gets that has the machine to itself, from zeroed state, through batch 1, where nothing is drafted."""
+
+    @cache
+    def run(prompt, count, sampling=GREEDY, stop=frozenset()):
+        engine = Engine(Executor(plain), refresh_every_s=None)
+        tokens = []
+        collect(engine, Request("0", prompt, count, sampling, stop), tokens)
+        while engine.step():
+            pass
+        return tokens
+
+    return run
+
+
+PROMPTS = [(7,), (9, 8, 250), tuple(range(40, 44)), tuple(range(3, 20)), tuple(range(60, 97)), tuple(range(90, 150)), (1,) * 33]
+
+requests = st.lists(
+    st.tuples(
+        st.sampled_from(PROMPTS),
+        st.integers(1, 14),
+        st.sampled_from(["greedy", "greedy", "sampled", "sampled", "stopped", "cancelled"]),
+        st.sampled_from([None, None, None, 0, 1, 2]),
+        st.integers(0, 6),
+    ),
+    min_size=2,
+    max_size=5,
+)
+bucket_lists = st.sampled_from([ALL, (ALL[0], ALL[4]), (ALL[1], ALL[3]), (ALL[2], ALL[3], ALL[4]), (ALL[0], ALL[2], ALL[3])])
+# All pages, or too few for everybody: then requests are preempted and prefilled again.
+page_counts = st.sampled_from([17, 6])
+
+
+@settings(max_examples=20)
+@given(requests, bucket_lists, page_counts, st.sampled_from([0, 1]))
+def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, alone, mix, buckets, pages, run_ahead):
+    """Pools are poisoned: what a request did not write itself, it must not read."""
+    tiny.poison(executor)
+    with tiny.Launching(tiny.Narrowed(executor, buckets, num_pages=pages)) as launching:
+        engine = Engine(launching, refresh_every_s=None, prefill_burst=2, run_ahead=run_ahead)
+        found, expected = [], []
+        for i, (prompt, count, kind, drafts, wait) in enumerate(mix):
+            sampling = Sampling(0.4, 20, 0.95, 0.01, seed=i) if kind == "sampled" else GREEDY
+            said = alone(prompt, count, sampling)
+            stop = frozenset(said[wait % (len(said) - 1) :][:1]) if kind == "stopped" else frozenset()
+            expected.append(alone(prompt, count, sampling, stop))
+            found.append([])
+            collect(engine, Request(str(i), prompt, count, sampling, stop, speculative_tokens=drafts), found[-1])
+            for _ in range(wait):
+                engine.step()
+            if kind == "cancelled":
+                engine.cancel(str(i))
+        while engine.step():
+            pass
+        engine.check()
+    for (_, _, kind, _, _), got, want in zip(mix, found, expected, strict=True):
+        if kind == "cancelled":
+            assert got[:-1] == want[: len(got) - 1]
+            assert got[-1] in ("cancelled", "length")
+        else:
+            assert got == want
+    assert executor.compiles() == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.4, seed=3)], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(executor, alone, run_ahead, sampling):
+    """What the test above is about takes place."""
+    tiny.poison(executor)
+    with tiny.Launching(executor) as launching:
+        engine = Engine(launching, refresh_every_s=None, run_ahead=run_ahead)
+        sinks = [[] for _ in PROMPTS[:4]]
+        ends = []
+        for i, (prompt, tokens) in enumerate(zip(PROMPTS, sinks, strict=False)):
+            collect(engine, Request(str(i), prompt, 24, sampling), tokens, ends)
+        while engine.step():
+            pass
+    assert sinks == [alone(prompt, 24, sampling) for prompt in PROMPTS[:4]]
+    assert launching.most_in_flight == 1 + run_ahead
+    accepted = [sum(times) for times in zip(*(end.record.accepted_per_position for end in ends), strict=True)]
+    assert all(accepted), accepted
+    steps = sum(end.record.verify_steps for end in ends)
+    assert sum(accepted) < sum(end.record.drafted_tokens for end in ends) <= 3 * steps
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_were_said(executor):
+    told = []
+    engine = Engine(executor, refresh_every_s=None)
+    engine.submit(Request("0", PROMPTS[1], 12, logprobs=3), told.append)
+    engine.submit(Request("1", PROMPTS[2], 12), told.append)
+    while engine.step():
+        pass
+    asked, other = ([event for event in told if isinstance(event, TokenEvent) and event.request_id == name] for name in "01")
+    assert not any(event.logprobs for event in other)
+    for event in asked:
+        for token, told_of in zip(event.token_ids, event.logprobs, strict=True):
+            # A greedy token is the most likely one.
+            assert told_of.top[0] == (token, told_of.logprob)
+            assert len(told_of.top) == 3
+            assert [value for _, value in told_of.top] == sorted((value for _, value in told_of.top), reverse=True)
+            assert told_of.logprob < 0
+
+
+def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact):
+    """The test above can fail."""
+    executor = Executor(Artifact.open(tiny_artifact))
+    tiny.poison(executor)
+    decode = ALL[0]
+    seats_of(executor)[1] = torch.tensor([3, 0, 5, 6, 7, 8])
+    row = DecodeRow(1, 3, [1], [1, 2, 3, 4], 3)
+    outputs = executor.run(decode, pack(decode, [row], executor.limits, max_logprobs=executor.max_logprobs))
+    assert np.isnan(outputs["logits"]).any()
+
+
+# --- swapping ---
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    return tiny.Stub().install(monkeypatch)
+
+
+def test_without_an_executable_a_bucket_runs_uncompiled_and_says_so(own_artifact, stub):
+    executor = Executor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
+    assert executor.backends == {bucket.name: "stub" if bucket == ALL[0] else "eager" for bucket in ALL}
+    assert set(Executor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
+
+
+def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, alone):
+    executor = Executor(Artifact.open(own_artifact))
+    now = [0.0]
+    engine = Engine(executor, clock=lambda: now[0], refresh_every_s=1.0)
+    tokens = []
+    collect(engine, Request("0", PROMPTS[3], 16), tokens)
+    while len(tokens) < 5:
+        engine.step()
+    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4", "decode-b4-q4"])
+    engine.step()
+    assert set(engine.stats()["backends"].values()) == {"eager"}
+    now[0] = 1.0
+    engine.step()
+    assert {name for name, backend in engine.stats()["backends"].items() if backend == "stub"} == {"decode-b1-q4", "decode-b4-q4"}
+    while engine.step():
+        pass
+    assert tokens == alone(PROMPTS[3], 16)
+    assert engine.stats()["compiles_after_ready_total"] == 0
+    # It is the new executable that runs.
+    logits = step(executor, ALL[0])["logits"]
+    stub.error = 8.0
+    assert np.allclose(step(executor, ALL[0])["logits"], logits + 8.0)
+    assert not np.allclose(step(executor, ALL[1])["logits"][0], logits[0] + 8.0)
+
+
+def test_refresh_without_news_changes_nothing(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact))
+    assert not executor.refresh()
+    tiny.published(own_artifact, lambda manifest, _: manifest)
+    assert not executor.refresh()
+    tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"])
+    assert executor.refresh()
+    assert not executor.refresh()
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="other"))
+    assert not executor.refresh()
+
+
+def test_what_is_published_while_the_artifact_is_opened_is_seen_later(own_artifact, stub, monkeypatch):
+    read = artifact_module.decode
+
+    def publish_meanwhile(data, where):
+        monkeypatch.setattr(artifact_module, "decode", read)
+        tiny.with_compiled(own_artifact, "stub")
+        return read(data, where)
+
+    monkeypatch.setattr(artifact_module, "decode", publish_meanwhile)
+    executor = Executor(Artifact.open(own_artifact))
+    assert set(executor.backends.values()) == {"eager"}
+    assert executor.refresh()
+    assert set(executor.backends.values()) == {"stub"}
+
+
+def test_prefer_eager_stays_eager(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact), prefer_eager=True)
+    tiny.with_compiled(own_artifact, "stub")
+    assert not executor.refresh()
+    assert set(executor.backends.values()) == {"eager"}
+
+
+def test_a_directory_built_anew_from_other_weights_is_left_alone(tmp_path, own_artifact, stub, caplog):
+    """Its executables would run over the old weights, or over pools of other sizes."""
+    executor = Executor(Artifact.open(own_artifact))
+    before = step(executor, ALL[0])["tokens"].tolist()
+    tiny.built(tiny.planned(tiny.write_checkpoint(tmp_path / "other", seed=5), backend="stub"), own_artifact)
+    with caplog.at_level(logging.WARNING, module.__name__):
+        assert not executor.refresh()
+    assert "built anew from other weights" in caplog.text
+    assert set(executor.backends.values()) == {"eager"}
+    assert step(executor, ALL[0])["tokens"].tolist() == before
+    assert not executor.refresh()
+
+
+def test_executables_of_another_toolchain_are_not_loaded(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact))
+    toolchain = {**executor.artifact.manifest.toolchain, "torch": "1.0"}
+    tiny.with_compiled(own_artifact, "stub", toolchain=toolchain)
+    with pytest.raises(ArtifactStale, match=r"torch was '1\.0' and is"):
+        executor.refresh()
+    assert set(executor.backends.values()) == {"eager"}
+
+
+def test_a_bucket_whose_graph_changed_keeps_the_one_it_has(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact))
+
+    def change(manifest, writer):
+        first, *rest = manifest.graphs
+        other = writer.add("graphs", b"another graph", "graph")
+        return replace(manifest, graphs=(replace(first, eager=other), *rest))
+
+    tiny.published(own_artifact, change)
+    tiny.with_compiled(own_artifact, "stub")
+    changed = executor.artifact.manifest.graphs[0].bucket
+    assert executor.refresh()
+    assert executor.backends == {bucket.name: "eager" if bucket == changed else "stub" for bucket in ALL}
+
+
+def test_what_cannot_be_loaded_is_told_once_and_the_old_executables_go_on(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact))
+
+    def change(manifest, writer):
+        first, *rest = manifest.graphs
+        file = writer.add("graphs", b"no graph", "stub")
+        return replace(manifest, graphs=(replace(first, compiled=tiny.Compiled("stub", file, "key")), *rest))
+
+    tiny.published(own_artifact, change)
+    with pytest.raises(LoweringError):
+        executor.refresh()
+    assert not executor.refresh()
+    assert set(executor.backends.values()) == {"eager"}
+    step(executor, ALL[0])
+    step(executor, executor.artifact.manifest.graphs[0].bucket)
+
+
+def test_a_tampered_executable_is_not_swapped_in(own_artifact, stub):
+    executor = Executor(Artifact.open(own_artifact))
+
+    def change(manifest, writer):
+        first, *rest = manifest.graphs
+        file = writer.add("graphs", (own_artifact / first.eager).read_bytes() + b"\0", "stub")
+        return replace(manifest, graphs=(replace(first, compiled=tiny.Compiled("stub", file, "key")), *rest))
+
+    newer = tiny.published(own_artifact, change)
+    file = own_artifact / newer.manifest.graphs[0].compiled.file
+    tiny.tampered(file)
+    with pytest.raises(ArtifactTampered, match=file.name):
+        executor.refresh()
+    assert set(executor.backends.values()) == {"eager"}
+
+
+# --- nothing is traced or compiled ---
+
+
+def test_the_counter_sees_a_trace(tiny_checkpoint, tiny_artifact):
+    made = tiny.planned(tiny_checkpoint)
+    executor = Executor(Artifact.open(tiny_artifact))
+    step(executor, ALL[0])
+    assert executor.compiles() == 0
+    tiny.stages.stage(made, ALL[0])
+    assert executor.compiles() > 0
+    assert Executor(executor.artifact).compiles() == 0
+
+
+def test_the_counter_sees_a_compile_and_a_compiler(monkeypatch, executor):
+    counted = executor.compiles()
+    compile_count.record("compile")
+    assert executor.compiles() == counted + 1
+    for name in module.COMPILERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    fresh = Executor(executor.artifact)
+    assert fresh.compiles() == 0
+    monkeypatch.setitem(sys.modules, module.COMPILERS[0], torch)
+    assert fresh.compiles() == 1
+
+
+# --- one rank of several ---
+
+
+def test_an_artifact_for_several_devices_needs_a_rank(sharded):
+    artifact = Artifact.open(sharded("dp=2,tp=2"))
+    with pytest.raises(SpecError, match=r"is for mesh dp=2,tp=2: it runs as 4 ranks, a process each, and not in this one alone"):
+        Executor(artifact)
+    with pytest.raises(SpecError, match=r"rank 4 of mesh dp=2,tp=2; legal is 0 to 3"):
+        Executor(artifact, rank=4)
+
+
+def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
+    artifact, alone = Artifact.open(sharded("dp=2,tp=2")), Executor(Artifact.open(sharded("")))
+    held = [Executor(artifact, rank=rank) for rank in range(4)]
+    assert [one._own["coords"].tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    # Each dp group has pools of its own; within a group they are split by heads, but for the seats.
+    seats = seats_of(alone).nbytes
+    assert {one.state_bytes - seats for one in held} == {(alone.state_bytes - seats) // 2}
+    whole = artifact.load_weights()
+    names = [leaf.name for leaf in artifact.manifest.params]
+    experts = next(leaf.name for leaf in artifact.manifest.params if leaf.aval.axes[0] == "experts")
+    parts, rows = ([one._params[names.index(name)] for one in held] for name in (experts, "params.embed"))
+    assert torch.equal(torch.cat(parts), whole[experts])
+    assert torch.equal(torch.cat(rows[:2]), whole["params.embed"])
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_where_a_rank_is_reaches_its_graph(sharded):
+    executor = Executor(Artifact.open(sharded("tp=2")), rank=1)
+    seen = []
+    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._outputs[ALL[0]])
+    step(executor, ALL[0])
+    assert executor._names[ALL[0]][-1] == "coords"
+    assert seen[0].tolist() == [0, 1]
+    assert seen[0].dtype == torch.int32

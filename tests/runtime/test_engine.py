@@ -1,0 +1,899 @@
+"""The engine against a toy device that really reads its pages, slots and seats, with sequential generation as the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import toy_device
+
+from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.runtime.distributed.control_plane import RankError
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.scheduler.pools import OwnershipError
+
+VOCAB = 13
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """The file toy_device.py."""
+    return toy_device
+
+
+def ask(name="a", prompt=(1, 2, 3), max_tokens=5, seed=0, stop=(), logprobs=None, speculative_tokens=None, **sampling):
+    return Request(name, tuple(prompt), max_tokens, Sampling(seed=seed, **sampling), frozenset(stop), logprobs, speculative_tokens)
+
+
+# Any mixture of requests gives every one of them what it would get alone.
+
+
+@dataclass(frozen=True)
+class Visit:
+    request: Request
+    arrives: int
+    cancelled: int | None
+
+
+@dataclass(frozen=True)
+class World:
+    limits: Limits
+    buckets: tuple[Bucket, ...]
+    burst: int
+    visits: tuple[Visit, ...]
+    device: dict
+
+
+@st.composite
+def worlds(draw, crowded=False):
+    """Worlds of any kind or, crowded, ones where short prompts come at once and grow until their pages are too few."""
+    drafts = draw(st.integers(0, 7))
+    page_size, per_request = draw(st.sampled_from([2, 1, 3, 4])), draw(st.sampled_from([12, 8] if crowded else [12, 8, 5, 2]))
+    length = page_size * per_request
+    limits = Limits(
+        page_size,
+        num_pages=1
+        + per_request
+        + draw(st.integers(per_request // 2, per_request) if crowded else st.sampled_from([0, 3, 2 * per_request])),
+        num_slots=1 + (drafts + 1) * draw(st.sampled_from([6, 3] if crowded else [6, 3, 2, 1])) + draw(st.integers(0, drafts)),
+        max_model_len=length,
+        slots_per_request=drafts + 1,
+        drafts=drafts,
+    )
+    buckets = (
+        *(Bucket("decode", b, drafts + 1) for b in draw(st.sets(st.integers(1, 5), min_size=1, max_size=3))),
+        *(Bucket("prefill", 1, q) for q in draw(st.sets(st.integers(1, 9), min_size=1, max_size=3))),
+    )
+    most_logprobs = draw(st.sampled_from([0, 0, 3]))
+    token = st.integers(0, VOCAB - 1)
+    short = st.lists(token, min_size=1, max_size=min(5, length - 1))
+    requests = st.builds(
+        Request,
+        id=st.sampled_from("abc"),
+        prompt=(short if crowded else short | st.lists(token, min_size=1, max_size=length - 1)).map(tuple),
+        max_tokens=st.just(length) if crowded else st.just(length) | st.integers(1, length),
+        sampling=st.builds(
+            Sampling,
+            temperature=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+            top_k=st.integers(0, 5),
+            top_p=st.sampled_from([0.25, 0.5, 1.0]),
+            min_p=st.sampled_from([0.0, 0.25]),
+            seed=st.integers(-(2**70), 2**70),
+        ),
+        stop_token_ids=st.just(frozenset()) if crowded else st.just(frozenset()) | st.frozensets(token, max_size=2),
+        logprobs=st.none() | st.integers(0, most_logprobs) if most_logprobs else st.none(),
+        speculative_tokens=st.none() | st.integers(0, drafts),
+    )
+    visits = []
+    for _ in range(draw(st.sampled_from([4, 7] if crowded else [4, 7, 2, 1]))):
+        arrives = draw(st.integers(0, 3 if crowded else 12))
+        visits.append(Visit(draw(requests), arrives, draw(st.none() | st.none() | st.integers(arrives, arrives + 15))))
+    chosen = {
+        "run_ahead": draw(st.sampled_from([1, 0])),
+        "lazy": draw(st.booleans()),
+        "right": draw(st.sampled_from([0.9, 0.5, 1.0, 0.0])),
+        "fail_at": draw(st.just(frozenset()) | st.frozensets(st.integers(1, 40), max_size=2)),
+        "refuse_at": draw(st.just(frozenset()) | st.frozensets(st.integers(1, 40), max_size=1)),
+    }
+    return World(limits, buckets, draw(st.integers(1, 3)), tuple(visits), {"max_logprobs": most_logprobs, **chosen})
+
+
+def play(toy, world):
+    """What became of every visit: its request, under the id that was free when it came, and its sink."""
+    served = toy.serving(world.limits, world.buckets, prefill_burst=world.burst, **world.device)
+    found: list = [None] * len(world.visits)
+    for now in range(45):
+        for i, visit in enumerate(world.visits):
+            if visit.arrives == now:
+                taken = {request.id for request, sink in filter(None, found) if sink.end is None}
+                # An id is used again as soon as it is free, while steps of its last owner may be in flight.
+                request = replace(visit.request, id=visit.request.id if visit.request.id not in taken else f"r{i}")
+                found[i] = (request, served.submit(request))
+            if visit.cancelled == now and found[i][1].end is None:
+                served.engine.cancel(found[i][0].id)
+        served.engine.step()
+        served.engine.check()
+    served.drain((world.burst + 3) * world.limits.num_slots * world.limits.max_model_len * len(world.visits))
+    served.engine.check()
+    return served, found
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds())
+def test_whatever_shares_the_engine_each_request_gets_what_it_gets_alone(toy, world):
+    check_world(toy, world)
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(crowded=True))
+def test_requests_that_take_each_others_pages_get_what_they_get_alone(toy, world):
+    check_world(toy, world)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds() | worlds(crowded=True), st.integers(2, 3))
+def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(toy, world, groups):
+    check_world(toy, replace(world, device={**world.device, "groups": groups}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(1, 2))
+def test_an_executor_that_cannot_start_steps_serves_the_same(toy, world, groups):
+    check_world(toy, replace(world, device={**world.device, "groups": groups, "run_ahead": None, "synchronous": True}))
+
+
+def check_world(toy, world):
+    logging.disable(logging.CRITICAL)
+    try:
+        served, found = play(toy, world)
+    finally:
+        logging.disable(logging.NOTSET)
+    for holdings in served.engine._holdings:
+        for pool in (holdings.pages, holdings.slots, holdings.seats):
+            assert pool.free_count == pool.size - 1
+    failures = world.device["fail_at"] | world.device["refuse_at"]
+    for visit, (request, sink) in zip(world.visits, found, strict=True):
+        compare_with_alone(toy, request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
+    reconcile(served, [sink for _, sink in found])
+    served.device.check_order(world.device["run_ahead"] or 0)
+
+
+def compare_with_alone(toy, request, sink, limits, *, cancelled=False, failed=False):
+    expected, end = toy.alone(request, limits.max_model_len), sink.end
+    assert end.prompt_tokens == len(request.prompt)
+    assert sink.logprobs == expected.logprobs[: len(sink.tokens)]
+    if end.reason in ("cancelled", "error"):
+        assert cancelled if end.reason == "cancelled" else failed and "was told to fail" in end.message
+        assert sink.tokens == expected.tokens[: len(sink.tokens)]
+        assert end.completion_tokens == len(sink.tokens)
+    else:
+        assert (sink.tokens, end.reason, end.completion_tokens, end.message) == (*expected[:3], None)
+
+
+def reconcile(served, sinks):
+    """The sum of the execution records is what the counters say, and what the device saw."""
+    stats, device = served.engine.stats(), served.device
+    ends = [sink.end for sink in sinks]
+    records = [end.record for end in ends]
+    assert stats["num_requests_running"] == stats["num_requests_waiting"] == stats["kv_cache_usage_perc"] == 0
+    assert stats["requests_total"] == len(ends)
+    for reason, count in Counter(end.reason for end in ends).items():
+        assert stats[f"requests_finished_{reason}"] == count
+    assert stats["generation_tokens_total"] == sum(end.completion_tokens for end in ends)
+    assert stats["prompt_tokens_total"] == sum(end.prompt_tokens for end in ends if end.record.first_token_ms is not None)
+    rows = Counter()
+    for record in records:
+        rows.update(record.prefill_chunks)
+        rows.update(dict(record.decode_steps))
+    assert rows <= device.rows
+    assert device.rows.total() - rows.total() == stats["discarded_rows_total"]
+    batch = {bucket.name: bucket.batch for bucket in device.buckets}
+    steps = stats["bucket_steps"]
+    assert stats["padded_rows_total"] == device.groups * sum(batch[name] * n for name, n in steps.items()) - device.rows.total()
+    assert stats["steps_total"] == sum(steps.values()) == device.runs - stats["steps_failed_total"]
+    assert stats["preemptions_total"] == sum(record.preemptions for record in records)
+    assert stats["spec_decode_num_drafts_total"] == sum(record.verify_steps for record in records)
+    assert stats["spec_decode_num_draft_tokens_total"] == sum(record.drafted_tokens for record in records)
+    accepted = [sum(times) for times in zip(*(record.accepted_per_position for record in records), strict=True)]
+    assert stats["spec_decode_num_accepted_tokens_per_pos"] == {str(place): times for place, times in enumerate(accepted)}
+    assert stats["spec_decode_num_accepted_tokens_total"] == sum(accepted)
+    for end in ends:
+        reconcile_record(end, device.limits)
+
+
+def reconcile_record(end, limits):
+    record = end.record
+    steps, accepted = sum(dict(record.decode_steps).values()), sum(record.accepted_per_position)
+    assert 0 < record.queue_ms <= record.total_ms
+    assert (record.first_token_ms is None) == (end.completion_tokens == 0)
+    if record.first_token_ms is not None:
+        assert record.queue_ms < record.first_token_ms <= record.total_ms
+    assert len(record.accepted_per_position) == limits.drafts
+    assert accepted <= record.drafted_tokens <= limits.drafts * record.verify_steps
+    assert record.verify_steps <= steps
+    assert list(record.accepted_per_position) == sorted(record.accepted_per_position, reverse=True)
+    if end.completion_tokens and not record.preemptions:
+        # Every decode step gives a token and those of its drafts that were accepted; the last one may give more than are wanted.
+        assert 0 <= 1 + steps + accepted - end.completion_tokens <= (limits.drafts if steps else 0)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_preemption_really_happens_and_changes_nothing(toy, drafts, run_ahead):
+    limits = toy.limits_of(2, 13, 4, 24, drafts)
+    served = toy.serving(limits, toy.buckets_of(drafts, (5,), (4,)), run_ahead=run_ahead)
+    requests = [ask(f"r{i}", (i, 1, 2), max_tokens=18, seed=i, temperature=1.0) for i in range(4)]
+    sinks = [served.submit(request) for request in requests]
+    served.drain()
+    assert [sink.tokens for sink in sinks] == [toy.alone(request, 24).tokens for request in requests]
+    assert served.engine.stats()["preemptions_total"] > 0
+    assert sinks[0].end.record.preemptions == 0
+    assert max(len(sink.end.record.prefill_chunks) for sink in sinks) > 1
+    reconcile(served, sinks)
+
+
+def test_a_record_to_the_letter(toy):
+    ticks = itertools.count()
+    served = toy.serving(clock=lambda: next(ticks) / 8, refresh_every_s=None, run_ahead=0)
+    sink = served.submit(ask(prompt=range(1, 12), max_tokens=4))
+    served.drain()
+    record = sink.end.record
+    assert record.prefill_chunks == ("prefill-b1-q8", "prefill-b1-q3")
+    assert record.decode_steps == (("decode-b2-q1", 3),)
+    assert (record.padded_rows, record.preemptions, record.cached_tokens) == (3, 0, 0)
+    assert (record.verify_steps, record.drafted_tokens, record.accepted_per_position, record.acceptance_length) == (0, 0, (), None)
+    # Tick 0 is the constructor's, 1 the submission; each of the five steps reads the clock when it begins and when it ends.
+    assert (record.queue_ms, record.first_token_ms, record.total_ms) == (125.0, 500.0, 1250.0)
+
+
+def test_greedy_needs_no_randomness_and_seeds_matter(toy):
+    def tokens(**kinds):
+        served = toy.serving()
+        sink = toy.Collect()
+        served.engine.submit(ask(max_tokens=20, **kinds), sink)
+        served.drain()
+        return sink.tokens
+
+    assert tokens(seed=1) == tokens(seed=2)
+    assert tokens(seed=1, temperature=1.0) == tokens(seed=1, temperature=1.0)
+    assert tokens(seed=1, temperature=1.0) != tokens(seed=2, temperature=1.0)
+    # No seed: each submission draws its own.
+    assert tokens(seed=None, temperature=1.0) != tokens(seed=None, temperature=1.0)
+
+
+# Drafts.
+
+
+def test_accepted_drafts_save_steps_and_are_counted(toy):
+    served = toy.serving(toy.limits_of(4, 40, 8, 64, 3), right=1.0)
+    sink = served.submit(ask(max_tokens=41))
+    served.drain()
+    record, stats = sink.end.record, served.engine.stats()
+    assert (record.decode_steps, record.verify_steps, record.drafted_tokens) == ((("decode-b2-q4", 10),), 10, 30)
+    assert (record.accepted_per_position, record.acceptance_length) == ((10, 10, 10), 4.0)
+    assert [len(event.token_ids) for event in sink.events] == [1] + [4] * 10
+    assert stats["spec_decode_num_drafts_total"] == 10
+    assert stats["spec_decode_num_accepted_tokens_per_pos"] == {"0": 10, "1": 10, "2": 10}
+
+
+def test_each_request_has_its_own_number_of_drafts(toy):
+    served = toy.serving(toy.limits_of(4, 40, 8, 32, 3), right=1.0)
+    requests = [ask(f"r{i}", (i, 5), 13, speculative_tokens=most) for i, most in enumerate([0, 1, 2, None])]
+    sinks = [served.submit(request) for request in requests]
+    served.drain()
+    assert [sink.tokens for sink in sinks] == [toy.alone(request, 32).tokens for request in requests]
+    assert [sink.end.record.acceptance_length for sink in sinks] == [None, 2.0, 3.0, 4.0]
+    assert [dict(sink.end.record.decode_steps).get("decode-b4-q4", 0) > 0 for sink in sinks] == [True] * 4
+    # Alone, a step gives as many tokens as it verifies and one.
+    assert [sum(dict(sink.end.record.decode_steps).values()) for sink in sinks] == [12, 6, 4, 3]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(toy, run_ahead):
+    """Stop tokens, most tokens and the context, each at every place of a block of eight."""
+    for wanted in range(1, 20):
+        served = toy.serving(toy.limits_of(4, 40, 4, 32, 7), right=1.0, run_ahead=run_ahead, max_logprobs=2)
+        base = ask("length", max_tokens=wanted, logprobs=1)
+        everything = toy.alone(ask(max_tokens=40), 32).tokens
+        requests = [base, ask("stop", max_tokens=40, stop=(everything[wanted],), logprobs=2), ask("context", (1,) * (31 - wanted), 40)]
+        sinks = [served.submit(request) for request in requests]
+        served.drain()
+        for request, sink in zip(requests, sinks, strict=True):
+            compare_with_alone(toy, request, sink, served.device.limits)
+        assert [sink.end.reason for sink in sinks] == ["length", "stop", "length"]
+        reconcile(served, sinks)
+
+
+# Running ahead.
+
+
+def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(toy):
+    served = toy.serving(toy.limits_of(4, 40, 8, 64, 2), refresh_every_s=None)
+    sinks = [served.submit(ask(f"r{i}", (i, 1), 40, seed=i)) for i in range(2)]
+    while any(len(sink.tokens) < 20 for sink in sinks):
+        served.engine.step()
+    log, steady = served.device.log, []
+    for number in range(2, served.device.runs):
+        steady += [("launch", number), ("result", number - 1)]
+    assert log == [("launch", 1), *steady, ("launch", served.device.runs), ("result", served.device.runs - 1)]
+    served.drain()
+    served.device.check_order(1)
+    assert all(sink.end.reason == "length" for sink in sinks)
+
+
+def test_without_running_ahead_each_outcome_is_read_before_the_next_step(toy):
+    served = toy.serving(run_ahead=0)
+    served.submit(ask(max_tokens=9))
+    served.drain()
+    assert served.device.log == [(what, number) for number in range(1, 10) for what in ("launch", "result")]
+
+
+def test_nothing_is_launched_for_a_request_that_surely_ends(toy):
+    served = toy.serving()
+    sinks = [served.submit(ask(max_tokens=4)), served.submit(ask("b", (1,) * 30, 9))]
+    served.drain()
+    assert [len(sink.tokens) for sink in sinks] == [4, 2]
+    assert served.engine.stats()["discarded_rows_total"] == 0
+
+
+def test_what_a_step_says_of_a_request_that_has_ended_is_dropped(toy):
+    served = toy.serving(drafts=1, refresh_every_s=None)
+    token = toy.alone(ask(max_tokens=20), 32).tokens[3]
+    stopped, cancelled, other = ask("a", max_tokens=20, stop=(token,)), ask("b", (4, 4), 20), ask("c", (5,), 20)
+    sinks = [served.submit(request) for request in (stopped, cancelled, other)]
+    while len(sinks[1].tokens) < 3:
+        served.engine.step()
+    served.engine.cancel("b")
+    served.engine.step()
+    assert sinks[1].end.reason == "cancelled"
+    # Its pages and slots are free at once, and its id may be used again, while a step of it is in flight.
+    again = served.submit(ask("b", (7, 8), 6))
+    served.drain()
+    assert again.tokens == toy.alone(ask("b", (7, 8), 6), 32).tokens
+    assert sinks[0].end.reason == "stop"
+    assert sinks[0].tokens == toy.alone(stopped, 32).tokens
+    assert sinks[2].tokens == toy.alone(other, 32).tokens
+    assert served.engine.stats()["discarded_rows_total"] > 0
+    reconcile(served, [*sinks, again])
+
+
+@pytest.mark.parametrize("how", ["fail_at", "refuse_at"])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only(toy, how, number, caplog):
+    served = toy.serving(drafts=2, buckets=toy.buckets_of(2, (8,), (1,)), **{how: frozenset({number})})
+    requests = [ask(f"r{i}", (i, 2), 12, seed=i, temperature=0.5) for i in range(3)]
+    sinks = [served.submit(request) for request in requests]
+    served.drain()
+    served.engine.check()
+    ends = Counter(sink.end.reason for sink in sinks)
+    assert ends == {"error": 1, "length": 2}
+    for request, sink in zip(requests, sinks, strict=True):
+        compare_with_alone(toy, request, sink, served.device.limits, failed=True)
+    reconcile(served, sinks)
+    assert f"run {number} was told to fail" in caplog.text
+
+
+def test_what_was_in_flight_before_a_step_that_cannot_be_launched_is_told(toy, caplog):
+    served = toy.serving(refuse_at=frozenset({4}))
+    sink = served.submit(ask(max_tokens=9))
+    served.drain()
+    assert (sink.end.reason, len(sink.tokens)) == ("error", 3)
+    assert served.device.log == [("launch", 1), ("launch", 2), ("result", 1), ("launch", 3), ("result", 2), ("refused", 4), ("result", 3)]
+    assert "failed" in caplog.text
+
+
+@pytest.mark.parametrize("ahead", [-1, 1, 2])
+def test_running_ahead_is_what_the_executor_allows(toy, ahead):
+    with pytest.raises(SpecError, match=f"run_ahead is {ahead}; legal is 0 to 0, the executor allows 0"):
+        toy.serving(run_ahead=ahead, synchronous=True)
+    device = toy.serving().device
+    device.run_ahead = 2
+    with pytest.raises(SpecError, match="run_ahead is 2; legal is 0 to 1, the executor allows 2"):
+        Engine(device)
+
+
+# Log probabilities.
+
+
+def test_log_probabilities_are_told_to_whom_asked(toy):
+    served = toy.serving(drafts=3, max_logprobs=5, right=1.0)
+    requests = [ask("none", (1,), 9), ask("chosen", (2,), 9, logprobs=0), ask("some", (3,), 9, logprobs=5, temperature=1.0)]
+    sinks = [served.submit(request) for request in requests]
+    served.drain()
+    assert [sink.logprobs for sink in sinks] == [toy.alone(request, 32).logprobs for request in requests]
+    assert [len(sink.logprobs) for sink in sinks] == [0, 9, 9]
+    assert {len(one.top) for one in sinks[1].logprobs} == {0}
+    assert {len(one.top) for one in sinks[2].logprobs} == {5}
+
+
+# Groups.
+
+
+def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy):
+    served = toy.serving(groups=3, run_ahead=0)
+    sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
+    served.engine.step()
+    lives = [sorted(live.id for live in (*state.running, *state.waiting)) for state in served.engine._states]
+    assert lives == [["r0", "r3"], ["r1"], ["r2"]]
+    assert served.engine.stats()["num_requests_running"] == 3
+    served.drain()
+    before = [memory.rows.total() for memory in served.device.memories]
+    last = served.submit(ask("alone", (5,), 3))
+    served.drain()
+    assert [memory.rows.total() - had for memory, had in zip(served.device.memories, before, strict=True)] == [3, 0, 0]
+    assert last.tokens == toy.alone(ask("alone", (5,), 3), 32).tokens
+    assert [sink.tokens for sink in sinks] == [toy.alone(ask(f"r{i}", (i, 1), 4, seed=i), 32).tokens for i in range(4)]
+
+
+def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(toy, caplog):
+    served = toy.serving(groups=2, fail_at=frozenset({2}))
+    sinks = [served.submit(ask(name)) for name in "ab"]
+    served.drain()
+    assert [sink.end.reason for sink in sinks] == ["error", "error"]
+    assert served.engine.stats()["steps_failed_total"] == 1
+    last = served.submit(ask("c"))
+    served.drain()
+    assert last.tokens == toy.alone(ask("c"), 32).tokens
+
+
+class Lost:
+    """A step that ends with a rank lost."""
+
+    def result(self):
+        raise RankError("rank 1 died")
+
+
+def losing(served, number, *, at_launch=False):
+    """Loses a rank in the step of this number."""
+    honest = served.engine._launch_on_device
+
+    def launch(bucket, inputs):
+        if served.device.runs + 1 < number:
+            return honest(bucket, inputs)
+        if at_launch:
+            raise RankError("rank 1 died")
+        return Lost()
+
+    served.engine._launch_on_device = launch
+    return served
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_thread(toy, at_launch):
+    served = losing(toy.serving(groups=2), 3, at_launch=at_launch)
+    sinks = [served.submit(ask(name)) for name in "ab"]
+    served.engine.start()
+    served.engine._thread.join(WAIT_S)
+    assert not served.engine._thread.is_alive()
+    assert [(sink.end.reason, sink.end.message) for sink in sinks] == [("error", "rank 1 died")] * 2
+    assert served.engine.stats()["num_requests_running"] == 0
+    with pytest.raises(RequestError, match="takes no new requests: rank 1 died"):
+        served.engine.submit(ask("c"), toy.Collect())
+    served.engine.stop()
+
+
+def test_a_lost_rank_is_noticed_while_idle(toy):
+    served = toy.serving(groups=2, refresh_every_s=0.01)
+
+    def refresh():
+        raise RankError("rank 1 died")
+
+    served.device.refresh = refresh
+    served.engine.start()
+    served.engine._thread.join(WAIT_S)
+    assert not served.engine._thread.is_alive()
+
+
+def test_a_lost_rank_is_raised_to_whoever_steps_by_hand(toy):
+    served = losing(toy.serving(groups=2), 1)
+    served.submit(ask("a"))
+    with pytest.raises(RankError, match="rank 1 died"):
+        served.drain()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "request_, param",
+    [(ask(prompt=()), "prompt"), (ask(max_tokens=0), "max_tokens"), (ask(logprobs=1), "logprobs"), (ask(speculative_tokens=4), None)],
+)
+def test_a_bad_request_is_refused_and_the_engine_serves_on(toy, request_, param):
+    served = toy.serving(drafts=3)
+    with pytest.raises(RequestError) as caught:
+        served.engine.submit(request_, toy.Collect())
+    assert caught.value.param == (param or "speculative_tokens")
+    sink = served.submit(ask())
+    served.drain()
+    assert sink.tokens == toy.alone(ask(), 32).tokens
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_the_longest_prompt_is_served(toy, drafts):
+    served = toy.serving(drafts=drafts)
+    sink = served.submit(ask(prompt=[1] * 31))
+    served.drain()
+    assert (len(sink.tokens), sink.end.reason) == (1, "length")
+
+
+def test_an_id_is_unique_among_live_requests_only(toy):
+    served = toy.serving()
+    first = served.submit(ask("a"))
+    with pytest.raises(RequestError, match="'a' is the id of a live request"):
+        served.submit(ask("a"))
+    served.drain()
+    second = served.submit(ask("a"))
+    served.drain()
+    assert first.tokens == second.tokens != []
+
+
+def test_an_id_is_free_again_inside_the_last_event(toy):
+    served = toy.serving()
+    seen = []
+
+    def again(event):
+        if isinstance(event, FinishEvent) and len(seen) < 3:
+            seen.append(event)
+            served.submit(ask("a"), again)
+
+    served.submit(ask("a"), again)
+    served.drain()
+    assert len(seen) == 3
+    assert served.engine.stats()["requests_finished_length"] == 4
+
+
+def test_limits_that_cannot_serve_are_refused(toy):
+    with pytest.raises(SpecError, match="8 pages leave 7"):
+        toy.serving(Limits(page_size=4, num_pages=8, num_slots=9, max_model_len=32))
+    with pytest.raises(SpecError, match="decode-b2-q2 decodes 2 tokens"):
+        toy.serving(buckets=(Bucket("prefill", 1, 8), Bucket("decode", 2, 2)))
+
+
+# Cancel and failure.
+
+
+def test_cancel_before_the_first_step_while_decoding_and_when_unknown(toy):
+    served = toy.serving()
+    early = served.submit(ask("early"))
+    assert served.engine.cancel("early")
+    late = served.submit(ask("late", max_tokens=20))
+    for _ in range(4):
+        served.engine.step()
+    assert served.engine.cancel("late")
+    assert not served.engine.cancel("nobody")
+    served.drain()
+    assert (early.end.reason, early.tokens, early.end.record.prefill_chunks) == ("cancelled", [], ())
+    assert late.end.reason == "cancelled"
+    assert 0 < len(late.tokens) < 20
+    assert late.tokens == toy.alone(ask("late", max_tokens=20), 32).tokens[: len(late.tokens)]
+    assert not served.engine.cancel("late")
+
+
+def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id(toy):
+    served = toy.serving()
+    first, second = toy.Collect(), toy.Collect()
+
+    def sink(event):
+        if isinstance(event, TokenEvent):
+            # Queued while the request lives, handled when it is over: max_tokens is 1.
+            served.engine.cancel("a")
+        else:
+            served.submit(ask("a"), second)
+        first(event)
+
+    served.submit(ask("a", max_tokens=1), sink)
+    served.drain()
+    assert (first.end.reason, second.end.reason) == ("length", "length")
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(toy, caplog, run_ahead):
+    buckets = toy.buckets_of(0, (8,), (4,))
+    served = toy.serving(buckets=buckets, run_ahead=run_ahead, fail_at=frozenset({2}))
+    bad, good = served.submit(ask("bad")), served.submit(ask("good"))
+    served.drain()
+    assert bad.end.reason == "error"
+    assert bad.end.message == "decode-b4-q1: Failed: run 2 was told to fail"
+    assert bad.end.completion_tokens == len(bad.tokens) == 1
+    assert good.tokens == toy.alone(ask("good"), 32).tokens
+    assert served.engine.stats()["steps_failed_total"] == 1
+    assert "decode-b4-q1 failed" in caplog.text
+    reconcile(served, [bad, good])
+
+
+def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
+    limits = Limits(page_size=2, num_pages=6, num_slots=9, max_model_len=8)
+    requests = [ask(n, max_tokens=5) for n in "ab"]
+
+    def begun(fail_at):
+        served = toy.serving(limits, toy.buckets_of(0, (8,), (4,)), fail_at=fail_at)
+        sinks = [served.submit(request) for request in requests]
+        while not served.engine.stats()["preemptions_total"]:
+            assert served.engine.step()
+            served.engine.check()
+        return served, sinks
+
+    # The step that preempts "b" is the one that fails when it is played again.
+    served, _ = begun(frozenset())
+    served, sinks = begun(frozenset({served.device.runs}))
+    served.drain()
+    assert [sink.end.reason for sink in sinks] == ["error", "length"]
+    assert sinks[1].end.record.preemptions == 1
+    assert sinks[1].tokens == toy.alone(requests[1], 8).tokens
+    reconcile(served, sinks)
+    assert "was told to fail" in caplog.text
+
+
+@pytest.mark.parametrize("returned", [[], [{}, {}], [{"tokens": None}]])
+def test_an_executor_that_returns_nonsense_fails_the_step(toy, returned, caplog):
+    served = toy.serving(run_ahead=0)
+    served.device.launch(served.device.buckets[0], [served.engine._holdings[0].inputs(served.device.buckets[0], None)]).result()
+    served.engine._launch_on_device = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
+    sink = served.submit(ask())
+    served.drain()
+    assert sink.end.reason == "error"
+    assert "prefill-b1-q3" in sink.end.message
+
+
+def test_a_sink_that_raises_loses_its_request_only(toy, caplog):
+    served = toy.serving()
+
+    def broken(event):
+        raise ValueError("no reader")
+
+    served.submit(ask("broken", max_tokens=20), broken)
+    good = served.submit(ask("good"))
+    served.drain()
+    assert good.tokens == toy.alone(ask("good"), 32).tokens
+    assert served.engine.stats()["requests_finished_cancelled"] == 1
+    assert "the sink of 'broken' raised" in caplog.text
+
+
+def test_a_leak_is_found_when_idle(toy):
+    served = toy.serving()
+    served.submit(ask())
+    served.engine.step()
+    served.engine._holdings[0].pages.allocate(1, "thief")
+    with pytest.raises(OwnershipError, match="thief"):
+        served.drain()
+
+
+def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
+    served = toy.serving()
+    a = served.submit(ask("a"))
+    served.engine.step()
+    served.engine._holdings[0].slots.free("a")
+    b = served.submit(ask("b"))
+    with pytest.raises(SpecError, match="0 slots"):
+        served.engine.run_forever()
+    assert (a.end.reason, b.end.reason) == ("error", "error")
+    assert "SpecError" in a.end.message
+    with pytest.raises(RequestError, match="takes no new requests: SpecError") as caught:
+        served.engine.submit(ask("c"), toy.Collect())
+    assert caught.value.code == "engine_stopped"
+
+
+# Gauges and refresh.
+
+
+def test_gauges_while_running(toy):
+    served = toy.serving(toy.limits_of(4, 17, 1, 32), refresh_every_s=None)
+    served.device.backends = {"decode-b2-q1": "eager"}
+    for name in "abc":
+        served.submit(ask(name, prompt=[1] * 9))
+    assert served.engine.stats()["num_requests_waiting"] == 3
+    served.engine.step()
+    stats = served.engine.stats()
+    assert (stats["num_requests_running"], stats["num_requests_waiting"]) == (1, 2)
+    assert stats["kv_cache_usage_perc"] == 3 / 16
+    assert stats["backends"] == {"decode-b2-q1": "eager"}
+    assert stats["compiles_after_ready_total"] == 0
+    served.drain()
+
+
+def test_refresh_is_called_between_steps_as_often_as_the_clock_allows(toy):
+    now = [0.0]
+    served = toy.serving(clock=lambda: now[0], refresh_every_s=2.0)
+    served.submit(ask(max_tokens=20))
+    counts = []
+    for now[0] in (0.0, 1.9, 2.0, 2.1, 3.9, 4.0, 9.0, 9.5):
+        served.engine.step()
+        counts.append(served.device.refreshes)
+    assert counts == [0, 0, 1, 1, 1, 2, 3, 3]
+
+
+def test_a_failing_refresh_changes_nothing(toy, caplog):
+    served = toy.serving(refresh_every_s=0.0)
+
+    def refresh():
+        raise OSError("half a file")
+
+    served.device.refresh = refresh
+    sink = served.submit(ask())
+    served.drain()
+    assert sink.tokens == toy.alone(ask(), 32).tokens
+    assert "refresh failed" in caplog.text
+
+
+# Threads.
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_requests_from_many_threads_are_served_and_stop_drains(toy, lazy):
+    served = toy.serving(drafts=2, lazy=lazy)
+    served.engine.start()
+    requests = {f"r{i}": ask(f"r{i}", (i, i, 1), 12, seed=i, temperature=1.0) for i in range(8)}
+    sinks = {name: toy.Collect() for name in requests}
+
+    def client(names):
+        for name in names:
+            served.submit(requests[name], sinks[name])
+
+    clients = [threading.Thread(target=client, args=(list(requests)[i::4],)) for i in range(4)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(WAIT_S)
+    served.engine.stop()
+    for name, request in requests.items():
+        assert sinks[name].tokens == toy.alone(request, 32).tokens
+    reconcile(served, list(sinks.values()))
+    with pytest.raises(RequestError, match="takes no new requests: it is stopping"):
+        served.engine.submit(ask(), toy.Collect())
+    served.engine.stop()
+
+
+def test_an_idle_engine_wakes_for_a_request(toy):
+    served = toy.serving(refresh_every_s=None)
+    served.engine.start()
+    try:
+        for name in "abc":
+            events = queue.Queue()
+            served.submit(ask(name, max_tokens=1), events.put)
+            assert events.get(timeout=WAIT_S).token_ids == tuple(toy.alone(ask(name, max_tokens=1), 32).tokens)
+            assert events.get(timeout=WAIT_S).reason == "length"
+    finally:
+        served.engine.stop()
+
+
+def test_stop_without_drain_cancels(toy):
+    served = toy.serving()
+    served.device.on_run = lambda: served.engine.stop(drain=False)
+    sinks = [served.submit(ask(f"r{i}", max_tokens=20)) for i in range(2)]
+    served.engine.run_forever()
+    assert [sink.end.reason for sink in sinks] == ["cancelled", "cancelled"]
+    assert served.device.runs == 1
+    assert served.device.log[-1] == ("result", 1)
+
+
+def test_stop_from_inside_a_sink_does_not_wait_for_itself(toy):
+    served = toy.serving()
+    ended = threading.Event()
+
+    def sink(event):
+        if isinstance(event, FinishEvent):
+            ended.set()
+        else:
+            served.engine.stop()
+
+    served.submit(ask(), sink)
+    served.engine.start()
+    assert ended.wait(WAIT_S)
+    served.engine.stop()
+
+
+def test_an_idle_engine_refreshes(toy):
+    refreshed = threading.Event()
+    served = toy.serving(refresh_every_s=0.001)
+    served.device.refresh = lambda: refreshed.set() or True
+    served.engine.start()
+    try:
+        assert refreshed.wait(WAIT_S)
+    finally:
+        served.engine.stop()
+
+
+def test_an_engine_is_started_once(toy):
+    served = toy.serving()
+    served.engine.start()
+    served.engine.stop()
+    with pytest.raises(RuntimeError, match="started once"):
+        served.engine.start()
+
+
+# The toy can tell: each of these mistakes is caught by it or by the oracle.
+
+
+def spoil_pages(inputs):
+    inputs["page_table"][:, 0] = inputs["page_table"][0, 0]
+
+
+def spoil_base(inputs):
+    if "base" in inputs:
+        inputs["base"] -= inputs["base"] > 0
+
+
+def spoil_slots(inputs):
+    if "base" in inputs:
+        inputs["write_slots"] = np_roll(inputs["write_slots"])
+
+
+def np_roll(array):
+    return array[:, [*range(1, array.shape[1]), 0]]
+
+
+def spoil_seats(inputs):
+    inputs["seats"][inputs["seats"] > 0] = inputs["seats"].max()
+
+
+def spoil_uniform(inputs):
+    inputs["uniform"] += 2.0**-20 * (inputs["seats"] > 0)[:, None]
+
+
+def spoil_settings(inputs):
+    inputs["temperature"] *= 2
+
+
+def spoil_next_tokens(inputs):
+    if "next_tokens" in inputs:
+        inputs["next_tokens"][:] = -1
+
+
+@pytest.mark.parametrize("spoil", [spoil_pages, spoil_base, spoil_slots, spoil_seats, spoil_uniform, spoil_settings, spoil_next_tokens])
+def test_the_toy_catches(toy, spoil, caplog):
+    served = toy.serving(toy.limits_of(4, 33, 8, 32, 2), toy.buckets_of(2, (2,), (4,)))
+    honest = served.engine._launch_on_device
+
+    def launch(bucket, inputs):
+        spoil(inputs[0])
+        return honest(bucket, inputs)
+
+    requests = [ask(f"r{i}", (i, 2, 3), 12, seed=i, temperature=1.0) for i in range(3)]
+    sinks = [served.submit(request) for request in requests]
+    served.engine._launch_on_device = launch
+    try:
+        served.drain()
+    except (AssertionError, IndexError):
+        return
+    assert [sink.tokens for sink in sinks] != [toy.alone(request, 32).tokens for request in requests]
+
+
+def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
+    threads = set()
+    device = toy.serving().device
+    device.on_run = lambda: threads.add(threading.current_thread())
+
+    def load():
+        threads.add(threading.current_thread())
+        return device
+
+    engine = Engine.launch(load)
+    device.serve(engine)
+    finished = threading.Event()
+    tokens = []
+    request = ask(max_tokens=4)
+    engine.submit(request, lambda event: tokens.extend(event.token_ids) if isinstance(event, TokenEvent) else finished.set())
+    assert finished.wait(60)
+    engine.stop()
+    assert tokens == toy.alone(request, device.limits.max_model_len).tokens
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    assert not threads.pop().is_alive()
+
+
+def test_launch_raises_what_loading_raises():
+    def load():
+        raise ArtifactError("no weights")
+
+    with pytest.raises(ArtifactError, match="no weights"):
+        Engine.launch(load)

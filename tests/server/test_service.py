@@ -1,0 +1,264 @@
+"""What the service makes of a message, and how events get from the engine's thread to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from npucompile.graphs.errors import RequestError
+from npucompile.runtime.request import ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent
+from npucompile.server.connection import Create
+from npucompile.server.events import Head
+from npucompile.server.protocol import MAX_SEED, Message, Messages, ResponseCreate
+from npucompile.server.response import Job
+from npucompile.server.service import Mailbox, ServedModel, Service, completion_seed
+from npucompile.server.tokenizer import TextCodec
+
+MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
+RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
+
+
+@cache
+def codec() -> TextCodec:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(tokenizer)
+
+
+class Engine:
+    def __init__(self):
+        self.submitted = []
+        self.cancelled = []
+
+    def submit(self, request, sink):
+        self.submitted.append((request, sink))
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+
+    def stats(self):
+        return {"num_requests_running": 1}
+
+
+def service(engine=None, **options):
+    return Service(engine or Engine(), codec(), MODEL, clock=lambda: 1700000000.9, **options)
+
+
+def prepare(**fields):
+    return service().prepare(Create("resp_1", "s", ResponseCreate(**fields)))
+
+
+def test_a_text_becomes_a_request():
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
+    job = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
+    request = Request("resp_1", codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
+    assert job == Job(Head("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+
+
+@pytest.mark.parametrize(("logprobs", "told"), [(None, 0), (0, 0), (20, 20)])
+def test_what_is_not_asked_for_stays_unasked(logprobs, told):
+    job = prepare(prompt="abc", logprobs=logprobs)
+    assert job.head.top_logprobs == told
+    assert (job.requests[0].logprobs, job.requests[0].speculative_tokens) == (logprobs, None)
+
+
+def test_completions_are_requests_that_differ_in_id_and_seed():
+    sampling = Sampling(temperature=0.5, seed=3)
+    alone = prepare(prompt="abc", sampling=sampling, logprobs=1)
+    job = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
+    assert (job.head, job.stop) == (alone.head, alone.stop)
+    first, *others = job.requests
+    assert (first,) == alone.requests
+    for index, request in enumerate(others, start=1):
+        assert request == replace(first, id=f"resp_1_{index}", sampling=replace(sampling, seed=completion_seed(3, index)))
+
+
+def test_without_a_seed_the_engine_draws_one_for_each():
+    job = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
+    assert [request.sampling.seed for request in job.requests] == [None] * 8
+    assert len({request.id for request in job.requests}) == 8
+
+
+def test_seeds_of_completions_can_be_asked_for_alone_and_do_not_meet():
+    assert completion_seed(3, 0) == 3
+    assert completion_seed(3, 2) == int(hashlib.sha256(b"3/2").hexdigest()[:16], 16) // 2
+    assert completion_seed(3, 1) == 92655289252268599
+    seeds = [completion_seed(seed, index) for seed in [*range(50), MAX_SEED] for index in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+
+
+def test_token_ids_are_taken_as_they_are_and_eos_may_be_ignored():
+    request = prepare(prompt=(5, 0, 299), model="tiny", ignore_eos=True).requests[0]
+    assert (request.prompt, request.stop_token_ids) == ((5, 0, 299), frozenset())
+
+
+def test_the_default_length_is_what_the_context_holds():
+    assert prepare(prompt=(1,) * 10).requests[0].max_tokens == 6
+    assert prepare(prompt=(1,) * 10, max_output_tokens=6).requests[0].max_tokens == 6
+    assert prepare(prompt=(1,) * 15).head.max_output_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "names"),
+    [
+        ({"prompt": "a", "model": "huge"}, "model_not_found", "model", ["'huge'", "'tiny'"]),
+        ({"prompt": ""}, "empty_prompt", "input", ["at least 1"]),
+        ({"prompt": ()}, "empty_prompt", "input_token_ids", ["at least 1"]),
+        ({"prompt": (1, 300)}, "token_out_of_range", "input_token_ids", ["300", "0 to 299"]),
+        ({"prompt": (-1,)}, "token_out_of_range", "input_token_ids", ["-1", "0 to 299"]),
+        ({"prompt": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
+        ({"prompt": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
+        ({"prompt": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
+        ({"prompt": Messages((Message("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "not supported"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
+    with pytest.raises(RequestError) as caught:
+        prepare(**fields)
+    assert (caught.value.code, caught.value.param) == (code, param)
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_the_rest_is_passed_on():
+    engine = Engine()
+    one = service(engine, readiness=lambda: {"status": "starting"})
+    one.cancel("resp_1")
+    assert engine.cancelled == ["resp_1"]
+    assert one.stats() == {"num_requests_running": 1}
+    assert one.readiness() == {"status": "starting"}
+    assert service().readiness() == {"status": "ok"}
+    assert one.answer(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
+
+
+def test_events_come_to_the_loop_in_order_from_any_thread():
+    engine = Engine()
+    events = [TokenEvent("r", (i,)) for i in range(500)] + [FinishEvent("r", "length", 1, 500, RECORD)]
+
+    async def run():
+        done = asyncio.Event()
+        got, threads = [], set()
+
+        def deliver(event):
+            got.append(event)
+            threads.add(threading.current_thread())
+            if isinstance(event, FinishEvent):
+                done.set()
+
+        service(engine).submit([Request("r", (1,), 500)], deliver)
+        ((_, sink),) = engine.submitted
+        thread = threading.Thread(target=lambda: [sink(event) for event in events])
+        thread.start()
+        await asyncio.wait_for(done.wait(), 30)
+        thread.join()
+        return got, threads
+
+    got, threads = asyncio.run(run())
+    assert got == events
+    assert threads == {threading.current_thread()}
+
+
+def test_a_burst_wakes_the_loop_once():
+    calls, got = [], []
+
+    class Loop:
+        def call_soon_threadsafe(self, callback):
+            calls.append(callback)
+
+    box = Mailbox(Loop(), got.append)
+    first, second, third = (TokenEvent("r", (i,)) for i in range(3))
+    box.post(first)
+    box.post(second)
+    assert len(calls) == 1
+    calls[0]()
+    assert got == [first, second]
+    box.post(third)
+    assert len(calls) == 2
+    calls[1]()
+    assert got == [first, second, third]
+
+
+def test_the_engine_survives_a_loop_that_is_gone():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    got = []
+    box = Mailbox(loop, got.append)
+    box.post(TokenEvent("r", (1,)))
+    box.post(TokenEvent("r", (2,)))
+    assert got == []
+
+
+REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
+
+
+class Refusing(Engine):
+    """Takes so many requests, and tells of each at once; refuses the next."""
+
+    def __init__(self, taken, error):
+        super().__init__()
+        self.left = taken
+        self.error = error
+
+    def submit(self, request, sink):
+        if not self.left:
+            raise self.error
+        self.left -= 1
+        super().submit(request, sink)
+        sink(TokenEvent(request.id, (1,)))
+
+    def cancel(self, request_id):
+        super().cancel(request_id)
+        sink = next(sink for request, sink in self.submitted if request.id == request_id)
+        sink(FinishEvent(request_id, "cancelled", 1, 1, RECORD))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_one_request_refused_is_all_refused(taken):
+    got = []
+    engine = Refusing(taken, RequestError("full", code="overloaded"))
+
+    async def run():
+        with pytest.raises(RequestError, match="full"):
+            service(engine).submit(REQUESTS, got.append)
+        # Time for what the engine said about those it had taken.
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert engine.cancelled == ["a", "b"][:taken]
+    assert got == []
+
+
+def test_all_requests_report_to_one_place():
+    got = []
+    engine = Refusing(3, None)
+
+    async def run():
+        service(engine).submit(REQUESTS, got.append)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert got == [TokenEvent(name, (1,)) for name in "abc"]
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize(
+    ("param", "told"),
+    [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens"), (None, None)],
+)
+def test_the_engines_refusals_name_the_field_as_clients_know_it(param, told):
+    async def run():
+        service(Refusing(0, RequestError("5 is more than the 2 that were built", param=param))).submit(REQUESTS, lambda event: None)
+
+    with pytest.raises(RequestError, match="the 2 that were built") as caught:
+        asyncio.run(run())
+    assert caught.value.param == told

@@ -1,0 +1,316 @@
+"""A small Qwen3.5 with drawn weights and a draft head, run whole and on all ranks of a mesh in this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from npucompile.graphs import tree
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Rules, Tree
+from npucompile.lowering.artifact.shards import coordinates, local_slice
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.models import qwen3_5, sharding_rules, step
+from npucompile.models import request_slots as seats
+from npucompile.models.batch import abstract_inputs
+from npucompile.models.params import initialise
+from npucompile.models.variant import PLAIN, Variant
+
+F32 = torch.float32
+ROWS, PAGES, VOCAB = 4, 8, 40
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
+DENSE = {"intermediate_size": 28}
+
+Inputs = dict[str, torch.Tensor]
+
+
+def limits(drafts: int) -> Limits:
+    """Room for four requests of 32 tokens in a group."""
+    return Limits(4, 1 + ROWS * PAGES, 1 + ROWS * (drafts + 1), 4 * PAGES, drafts + 1, drafts)
+
+
+LIMITS = limits(0)
+
+
+@functools.cache
+def config(experts: bool = True) -> qwen3_5.Config:
+    """Four layers, one of them full attention, and a draft head; sizes that four devices split, two key-value heads."""
+    sizes: dict[str, Any] = MOE if experts else DENSE
+    return qwen3_5.Config(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=("linear_attention", "full_attention", "linear_attention", "linear_attention"),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        rotary_dim=4,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        mtp_num_hidden_layers=1,
+        **sizes,
+    )
+
+
+@functools.cache
+def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
+    """A checkpoint in memory: tensors by the names of their sources."""
+    found: dict[str, torch.Tensor] = {}
+    params = step.Model("small", qwen3_5, config(experts), drafting=True).params(F32)
+    head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
+    for part, seed in ((params, 5), (head, 6)):
+        generator = torch.Generator().manual_seed(seed)
+        for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
+            # Away from zeros and ones, so that no parameter can be dropped without a change of logits.
+            noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator)
+            found.update(zip(param.source.names, param.source.split(noisy), strict=True))
+    return found
+
+
+def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
+    return step.Model("small", qwen3_5, replace(config(experts), variant=variant), drafting=drafts > 0)
+
+
+def weights(found: step.Model) -> Tree:
+    """The model's parameters, in the form that its variant holds them in."""
+    held = tensors(found.config.num_experts > 0)
+    return tree.map_leaves(lambda p: p.source.join(*(held[n] for n in p.source.names)).contiguous(), found.params(F32))
+
+
+class Alone:
+    """One group served by one device: the program, called as it is written."""
+
+    def __init__(self, found: step.Model, drafts: int = 0) -> None:
+        self.limits = limits(drafts)
+        self.model = replace(found, drafting=drafts > 0)
+        self.weights = weights(self.model)
+        self.state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(self.limits, F32))
+
+    @torch.no_grad()
+    def step(self, bucket: Bucket, given: Mapping[str, torch.Tensor]) -> Inputs:
+        program = step.program(self.model, bucket, self.limits, F32)
+        outputs, self.state = program.forward(self.weights, self.state, given)
+        return outputs
+
+    def pool(self) -> list[torch.Tensor]:
+        """The pools, in the order of the signature."""
+        return [tensor for _, tensor in tree.flatten(self.state)]
+
+
+Form = Callable[[Partitioned], Any]
+Machine = Callable[[Any, Mesh], Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]]
+
+
+@functools.cache
+def partitioned(
+    found: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, held: Limits, emit_logits: bool, max_logprobs: int
+) -> Partitioned:
+    program = step.program(found, bucket, held, F32, emit_logits=emit_logits, max_logprobs=max_logprobs)
+    return optimise(partition(program, mesh, rules))
+
+
+def functional(found: Partitioned) -> GraphModule:
+    return found.graph
+
+
+@dataclass
+class Fleet:
+    """All ranks of a mesh, each with its shard of everything, in lockstep.
+
+    Attributes:
+        form: what is run of a partitioned graph; one that returns no new state has written it in place.
+        machine: what runs it: Lockstep a graph, GeInterpreter a container.
+        drafts: k.
+        state: by rank, pools in the order of the signature.
+    """
+
+    model: step.Model
+    mesh: Mesh
+    expert_parallel: bool = True
+    form: Form = functional
+    machine: Machine = Lockstep
+    emit_logits: bool = True
+    drafts: int = 0
+    max_logprobs: int = 0
+    state: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rules, ranks = self.rules(1), range(self.mesh.size)
+        self.limits = limits(self.drafts)
+        self.model = replace(self.model, drafting=self.drafts > 0)
+        flat = [tensor for _, tensor in tree.flatten(weights(self.model))]
+        avals = [param.aval for _, param in tree.flatten(self.model.params(F32))]
+        self.params = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(flat, avals, strict=True)] for rank in ranks]
+        self.names, self.pools = zip(*tree.flatten(self.model.state(self.limits, F32)), strict=True)
+        empty = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self.pools]
+        cut = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(empty, self.pools, strict=True)] for rank in ranks]
+        self.state = cut
+        self.graphs: dict[Bucket, Any] = {}
+
+    def rules(self, tokens: int) -> Rules:
+        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, expert_parallel=self.expert_parallel, tokens=tokens)
+
+    def partitioned(self, bucket: Bucket) -> Partitioned:
+        return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
+
+    def step(self, bucket: Bucket, given: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
+        """Outputs of every group, given the inputs of every group; all ranks of a group say the same."""
+        found = self.partitioned(bucket)
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self.machine(self.form(found), self.mesh)
+        names = [leaf.name.removeprefix("outputs.") for leaf in found.signature.outputs]
+        operands = []
+        for rank in range(self.mesh.size):
+            at = coordinates(Mesh((("dp", self.mesh.axis("dp")), ("tp", self.mesh.axis("tp")))), rank)
+            place = {"coords": torch.tensor([at["dp"], at["tp"]], dtype=torch.int32)}
+            own = [(given[at["dp"]] | place)[leaf.name.removeprefix("inputs.")].clone() for leaf in found.signature.inputs]
+            operands.append([*self.params[rank], *self.state[rank], *own])
+        results = self.graphs[bucket](operands)
+        outputs = []
+        for rank, values in enumerate(results):
+            if len(values) > len(names):
+                self.state[rank] = values[len(names) :]
+            outputs.append(dict(zip(names, values[: len(names)], strict=True)))
+        share = self.mesh.axis("tp")
+        for rank, said in enumerate(outputs):
+            for name, value in said.items():
+                first = outputs[rank - rank % share][name]
+                # What a device says of padding may be NaN.
+                assert torch.equal(value.nan_to_num(0.25), first.nan_to_num(0.25)), f"rank {rank} says other {name} than its group"
+        return outputs[::share]
+
+    def pool(self, group: int) -> list[torch.Tensor]:
+        """The pools of one group, put together from its ranks."""
+        share, rules = self.mesh.axis("tp"), self.rules(1)
+        whole = [torch.empty(aval.shape, dtype=aval.dtype) for aval in self.pools]
+        for rank in range(group * share, (group + 1) * share):
+            for tensor, aval, part in zip(whole, self.pools, self.state[rank], strict=True):
+                tensor[local_slice(aval, self.mesh, rules, rank)] = part
+        return whole
+
+    def seats(self, group: int) -> list[torch.Tensor]:
+        """The pool of seats of every rank of a group: equal, and each rank's own."""
+        share = self.mesh.axis("tp")
+        return [self.state[rank][self.names.index("seats")] for rank in range(group * share, (group + 1) * share)]
+
+
+def prompts(group: int, batch: int) -> list[list[int]]:
+    """Requests of one group; lengths and ids differ between rows and groups. Longer than a page, at most 7."""
+    generator = torch.Generator().manual_seed(100 + group)
+    return [torch.randint(1, VOCAB, (7 - (group + b) % 4,), generator=generator).tolist() for b in range(batch)]
+
+
+class Serving:
+    """Requests of some groups: their prompts in two chunks, then greedy steps that verify drafts and make new ones.
+
+    Attributes:
+        live: how many rows of each group hold a request.
+        said: by group and row, tokens of the answers so far.
+    """
+
+    def __init__(self, batch: int, drafts: int, live: Sequence[int]) -> None:
+        self.prefill, self.decode = Bucket("prefill", batch, 5), Bucket("decode", batch, drafts + 1)
+        self.live, self.drafts, self.turn = list(live), drafts, 0
+        self.prompts = [prompts(group, rows) for group, rows in enumerate(live)]
+        self.said: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
+
+    def steps(self, decodes: int) -> Iterator[tuple[Bucket, list[Inputs]]]:
+        """Inputs of the groups for each prefill step and so many decode steps; each is to be followed by `heard`."""
+        Q = self.prefill.q_len
+        for at in range(0, 7, Q):
+            yield self.prefill, [self._chunk(group, at, at + Q) for group in range(len(self.live))]
+        for _ in range(decodes):
+            self.turn += 1
+            yield self.decode, [self._candidates(group) for group in range(len(self.live))]
+
+    def _chunk(self, group: int, first: int, last: int) -> Inputs:
+        given = self._inputs(self.prefill)
+        for b, ids in enumerate(self.prompts[group]):
+            if part := ids[first:last]:
+                given["tokens"][b, : len(part)] = torch.tensor(part)
+                given["starts"][b], given["lengths"][b], given["read_slots"][b] = first, len(part), self._slots(b)[0]
+                self._place(given, b, self._slots(b)[:1])
+                if self.drafts:
+                    given["next_tokens"][b] = ids[last] if len(ids) > last else -1
+        return given
+
+    def _candidates(self, group: int) -> Inputs:
+        """Inputs of a decode step; now and then one draft of a row is not verified."""
+        given = self._inputs(self.decode)
+        for b, row in enumerate(self.said[group]):
+            given["base"][b] = len(self.prompts[group][b]) + len(row) - 1
+            given["drafts"][b] = max(0, self.drafts - ((self.turn + b) % 4 == 2))
+            self._place(given, b, self._slots(b))
+        return given
+
+    def heard(self, bucket: Bucket, given: Sequence[Inputs], said: Sequence[Inputs]) -> None:
+        """Takes what each group said."""
+        for group, outputs in enumerate(said):
+            for b, row in enumerate(self.said[group]):
+                if bucket.kind == "decode":
+                    row += outputs["tokens"][b, : int(outputs["counts"][b])].tolist()
+                elif int(given[group]["starts"][b] + given[group]["lengths"][b]) == len(self.prompts[group][b]):
+                    row.append(int(outputs["tokens"][b, 0]))
+
+    def force(self, group: int, pool: torch.Tensor, truth: Sequence[Sequence[int]]) -> list[int | None]:
+        """Puts drafts in the seats of a group, right ones and then wrong ones, in another way each step.
+
+        Args:
+            truth: of each row its whole answer.
+
+        Returns:
+            how many of each row's drafts are right; None where they are the model's own.
+        """
+        right: list[int | None] = []
+        for b, row in enumerate(self.said[group]):
+            count, ahead = (self.turn + b + group) % (self.drafts + 2), truth[b][len(row) : len(row) + self.drafts]
+            right.append(count if count <= self.drafts else None)
+            if count <= self.drafts:
+                wrong = [(token + 1) % VOCAB for token in ahead[count:]]
+                pool[1 + b, seats.TOKENS + 1 :] = torch.tensor([*ahead[:count], *wrong], dtype=torch.int32)
+        return right
+
+    def _slots(self, b: int) -> list[int]:
+        Q = self.drafts + 1
+        return [1 + Q * b + i for i in range(Q)]
+
+    def _place(self, given: Inputs, b: int, slots: Sequence[int]) -> None:
+        given["seats"][b] = 1 + b
+        given["page_table"][b] = torch.tensor([1 + (7 * (PAGES * b + i)) % (ROWS * PAGES) for i in range(PAGES)])
+        given["write_slots"][b] = torch.tensor(slots)
+
+    def _inputs(self, bucket: Bucket) -> Inputs:
+        """Inputs of padding."""
+        avals: dict[str, Aval] = abstract_inputs(bucket, limits(self.drafts))
+        made = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
+        made["top_p"].fill_(1.0)
+        made["uniform"].fill_(0.5)
+        return made
+
+
+def told(bucket: Bucket, given: Inputs) -> torch.Tensor:
+    """Which of a group's rows and places [B, W] say something: no padding, and nothing after a draft that is not verified."""
+    if bucket.kind == "prefill":
+        return given["lengths"][:, None] > 0
+    return (given["seats"] > 0)[:, None] & (torch.arange(bucket.q_len) <= given["drafts"][:, None])
+
+
+@functools.cache
+def answers(found: step.Model, batch: int, live: tuple[int, ...], tokens: int) -> list[list[list[int]]]:
+    """What each group's requests are answered by devices that draft nothing, so many tokens each."""
+    devices, serving = [Alone(found) for _ in live], Serving(batch, 0, live)
+    for bucket, given in serving.steps(tokens - 1):
+        serving.heard(bucket, given, [device.step(bucket, own) for device, own in zip(devices, given, strict=True)])
+    return serving.said

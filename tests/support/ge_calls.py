@@ -1,0 +1,96 @@
+"""Single GE operators as torchair would serialise them, and functions that torchair has turned into whole containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from support import ge_bodies as gb
+
+from npucompile.lowering.ascend.convert import GE_DTYPES
+from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS
+from npucompile.lowering.ascend.emulator.ge_ops_common import Call, GeOp, Value, read
+from npucompile.lowering.ascend.ge_file import Container, messages
+from npucompile.lowering.ascend.link import stitch
+from npucompile.lowering.ascend.toolchain.harness import Torchair
+
+
+def message(kind: str, slots: Mapping[str, bool], results: Sequence[str], after: Sequence[str], attrs: Mapping[str, Any]) -> Any:
+    """An OpDef; a slot that is False is absent."""
+    op = messages().OpDef(name="op", type=kind)
+    op.input.extend(f"{name}:-1" for name in after)
+    for slot, there in slots.items():
+        op.input.append(f"{slot}_source:0" if there else "")
+        op.input_desc.add().name = slot
+    for said in results:
+        desc = op.output_desc.add()
+        if said:
+            desc.attr["_meta"].s = said.encode()
+    for name, value in attrs.items():
+        _set(op.attr[name], value)
+    return op
+
+
+def _set(attr: Any, value: Any) -> None:
+    if isinstance(value, bool):
+        attr.b = value
+    elif isinstance(value, int):
+        attr.i = value
+    elif isinstance(value, float):
+        attr.f = value
+    elif isinstance(value, str):
+        attr.s = value.encode()
+    elif isinstance(value, torch.Tensor):
+        attr.t.desc.dtype = messages().DataType.Value(GE_DTYPES[value.dtype][0])
+        attr.t.desc.shape.dim.extend(value.shape)
+        attr.t.data = bytes(value.flatten().view(torch.uint8).tolist()) if value.numel() else b""
+    else:
+        kind = "b" if value and isinstance(value[0], bool) else "f" if value and isinstance(value[0], float) else "i"
+        getattr(attr.list, kind).extend(value)
+
+
+def call(kind: str, inputs: Mapping[str, Value | None] | None = None, results: int = 1, **attrs: Any) -> Call:
+    """A call of one operator on one rank."""
+    inputs = inputs or {}
+    op: GeOp = read(message(kind, {slot: value is not None for slot, value in inputs.items()}, [""] * results, (), attrs))
+    return Call(op, list(inputs.values()))
+
+
+def run(kind: str, inputs: Mapping[str, Value | None] | None = None, **attrs: Any) -> Any:
+    """What one operator gives, all of its inputs and attributes having been read."""
+    made = call(kind, inputs, **attrs)
+    results = FUNCTIONS[kind](made)
+    made.finish()
+    return results
+
+
+def i64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def i32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def shipped(
+    ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor], states: int = 0, calls: int = 1
+) -> tuple[Any, Container]:
+    """A main graph that calls a function, and its container; of the operands the first `states` are state.
+
+    With several calls every one has state of its own, and takes the first result of the one before as its first input.
+    """
+    main = gb.Main()
+    shapes = [(tuple(t.shape), t.dtype) for t in tensors]
+    pools = [[main.operand(f"state.{c}.s{i}", shapes[i]) for i in range(states)] for c in range(calls)]
+    inputs = [main.operand(f"inputs.x{i}", shape) for i, shape in enumerate(shapes[states:])]
+    main.body("body", fn, shapes)
+    for c in range(calls):
+        results = main.call("body", *pools[c], *inputs)
+        inputs = [results[0], *inputs[1:]] if c < calls - 1 else inputs
+    graph, signature = main.done(*results)
+    return graph, stitch(graph, signature, ta)

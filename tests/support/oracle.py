@@ -1,0 +1,320 @@
+"""Random Qwen3.5 models of transformers with drawn weights, and a runner that serves the same weights from poisoned pools."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig, modeling_qwen3_5_moe
+
+from npucompile.graphs import tree
+from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
+from npucompile.models import checkpoint, qwen3_5, registry, request_slots, step
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def limits(drafts: int) -> Limits:
+    """Room for a few requests with so many drafts a step."""
+    return Limits(page_size=8, num_pages=41, num_slots=13, max_model_len=160, slots_per_request=drafts + 1, drafts=drafts)
+
+
+LIMITS = limits(0)
+
+
+def settings(kinds: str, rotary: float = 0.25, theta: float = 1e4, **sizes: Any) -> dict[str, Any]:
+    """Fields of a config.json; `kinds` spells the layers, f for full attention and l for linear."""
+    experts = sizes.get("num_experts", 0)
+    return {
+        "vocab_size": 97,
+        "hidden_size": 44,
+        "num_hidden_layers": len(kinds),
+        "layer_types": [FULL if kind == "f" else LINEAR for kind in kinds],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary},
+        **({"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24} if experts else {"intermediate_size": 52}),
+        **sizes,
+    }
+
+
+# Odd sizes on purpose: head widths that are no power of two, one and three value heads a key head, few experts.
+CASES: dict[str, dict[str, Any]] = {
+    "dense": settings("lllf", head_dim=18, num_attention_heads=3, num_key_value_heads=1),
+    "dense-tied": settings(
+        "flfl", 0.5, tie_word_embeddings=True, linear_num_key_heads=1, linear_num_value_heads=3, linear_conv_kernel_dim=2
+    ),
+    "dense-equal-heads": settings(
+        "llf", 1.0, 1e7, num_key_value_heads=4, linear_num_value_heads=2, linear_conv_kernel_dim=3, linear_key_head_dim=10, vocab_size=61
+    ),
+    "moe": settings("lllf", num_experts=5, num_experts_per_tok=2),
+    "moe-tied": settings(
+        "lfl", 0.5, num_experts=8, num_experts_per_tok=3, tie_word_embeddings=True, linear_num_value_heads=6, linear_conv_kernel_dim=3
+    ),
+    "moe-one-expert": settings("fl", 1.0, num_experts=3, num_experts_per_tok=1, head_dim=6, linear_conv_kernel_dim=2, hidden_size=30),
+}
+
+
+@torch.no_grad()
+def draw(module: torch.nn.Module, seed: int) -> None:
+    """Fills every parameter with values that no default hides: norms away from 1, decays and time steps spread.
+
+    The stream starts large, decays are slow and logits span a few units, as in a trained model: a norm of almost nothing
+    would magnify rounding until it hides mistakes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+    for name, parameter in module.named_parameters():
+        leaf = name.rpartition(".")[2]
+        values = torch.randn(parameter.shape, generator=generator)
+        if leaf == "A_log":
+            values = (torch.rand(parameter.shape, generator=generator) * 0.9 + 0.1).log()
+        elif leaf == "dt_bias":
+            values = torch.rand(parameter.shape, generator=generator) * 4 - 3
+        elif "embed_tokens" in name:
+            values = values * (0.4 if tied else 1.0)
+        elif "conv1d" in name:
+            values = values * 0.5
+        elif parameter.ndim == 1:
+            centre = 1.0 if name.endswith("linear_attn.norm.weight") else -0.8 if tied and name == "model.norm.weight" else 0.0
+            values = values * 0.3 + centre
+        else:
+            values = values * parameter.shape[-1] ** -0.5 * (0.6 if name == "lm_head.weight" else 1.0)
+        parameter.copy_(values)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """One random model, as transformers runs it and as this project does.
+
+    Attributes:
+        theirs: the transformers model, float32, eval.
+        model: ours, with the same configuration.
+        weights: tree of float32 tensors for `qwen3_5.abstract_params`, the same values.
+        values: its config.json.
+        head: its draft head as transformers runs it, where it has one.
+    """
+
+    theirs: Any
+    model: step.Model
+    weights: Tree
+    values: dict[str, Any]
+    head: Any = None
+
+    @property
+    def modeling(self) -> ModuleType:
+        return modeling_qwen3_5_moe if self.model.config.num_experts else modeling_qwen3_5
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """What transformers says after every token, without a cache: n ids -> [n, V] float32."""
+        return self.theirs(torch.tensor([ids])).logits[0].float()
+
+    @torch.no_grad()
+    def logits_step_by_step(self, ids: list[int], prompt: int) -> torch.Tensor:
+        """The same with its cache: `prompt` tokens at once, then token by token; [len(ids) - prompt + 1, V] float32."""
+        out = self.theirs(torch.tensor([ids[:prompt]]), use_cache=True)
+        said = [out.logits[0, -1]]
+        for token in ids[prompt:]:
+            out = self.theirs(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            said.append(out.logits[0, -1])
+        return torch.stack(said).float()
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        """Random ids; never 0, which padding holds."""
+        generator = torch.Generator().manual_seed(1000 * seed + length)
+        return torch.randint(1, self.model.config.vocab_size, (length,), generator=generator).tolist()
+
+
+@functools.cache
+def case(name: str) -> Oracle:
+    """The model of one of CASES."""
+    return build(CASES[name])
+
+
+def named(name: str) -> Oracle:
+    """The model of one of CASES, or a bundled one."""
+    return case(name) if name in CASES else bundled(name)
+
+
+def build(values: dict[str, Any], seed: int = 0) -> Oracle:
+    """A random model with these config.json fields."""
+    moe = "num_experts" in values
+    config = (Qwen3_5MoeTextConfig if moe else Qwen3_5TextConfig)(**values)
+    config._attn_implementation = config._experts_implementation = "eager"
+    theirs = (Qwen3_5MoeForCausalLM if moe else Qwen3_5ForCausalLM)(config).eval().float()
+    draw(theirs, seed)
+    model = step.Model("random", qwen3_5, qwen3_5.Config.from_hf(theirs.config.to_dict()))
+    params = qwen3_5.abstract_params(model.config, torch.float32)
+    return Oracle(theirs, model, join(params, theirs.state_dict()), theirs.config.to_dict())
+
+
+@functools.cache
+def bundled(name: str) -> Oracle:
+    """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
+    found = registry.find(name)
+    theirs = AutoModelForCausalLM.from_pretrained(found.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    params = qwen3_5.abstract_params(found.model.config, torch.float32)
+    return Oracle(theirs, found.model, checkpoint.load(checkpoint.open_checkpoint(found.checkpoint_dir), params), json.loads(found.text))
+
+
+HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}
+"""Parts of transformers' draft head -> their names in a checkpoint."""
+
+
+@functools.cache
+def drafting(name: str) -> Oracle:
+    """The model of that name with a draft head."""
+    return with_head(named(name))
+
+
+def with_head(random: Oracle) -> Oracle:
+    """The same model with a draft head, drawn where it has none."""
+    model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
+    kind = "Qwen3_5Moe" if model.config.num_experts else "Qwen3_5"
+    layer, norm = getattr(random.modeling, f"{kind}DecoderLayer"), getattr(random.modeling, f"{kind}RMSNorm")
+    head = MtpLayer(random.theirs.config, layer, norm, model.config.layer_types.index(FULL)).eval()
+    names = {name: f"mtp.{HEAD[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in head.state_dict()}
+    params, weights = qwen3_5.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    if "mtp" in weights:
+        ours = split(params, weights["mtp"])
+        head.load_state_dict({name: ours[called] for name, called in names.items()})
+    else:
+        draw(head, 7)
+        weights = {**weights, "mtp": join(params, {names[name]: tensor for name, tensor in head.state_dict().items()})}
+    return replace(random, model=model, weights=weights, head=head)
+
+
+def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
+    """Tensors for a tree of Param from a state dict with the names of its sources."""
+    return tree.map_leaves(lambda p: p.source.join(*(state_dict[name] for name in p.source.names)).contiguous(), params)
+
+
+def split(params: Tree, tensors: Tree) -> dict[str, torch.Tensor]:
+    """The inverse of join."""
+    pairs = zip(tree.flatten(params), tree.flatten(tensors), strict=True)
+    return {name: part for (_, p), (_, t) in pairs for name, part in zip(p.source.names, p.source.split(t), strict=True)}
+
+
+def cast(tensors: Tree, params: Tree) -> Tree:
+    """Tensors in the dtypes of their Param."""
+    return tree.map_leaves(lambda tensor, param: tensor.to(param.aval.dtype), tensors, params)
+
+
+def poisoned(avals: Tree) -> Tree:
+    """Pools full of NaN; seats that nobody took hold tokens and places that no one can have, but for the null seat."""
+
+    def fill(aval: Aval) -> torch.Tensor:
+        if aval.dtype.is_floating_point:
+            return torch.full(aval.shape, float("nan"), dtype=aval.dtype)
+        pool = torch.full(aval.shape, -(10**6), dtype=aval.dtype)
+        pool[0] = 0
+        return pool
+
+    return tree.map_leaves(fill, avals)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step: the request's new tokens and where its state lies."""
+
+    tokens: list[int]
+    start: int
+    pages: list[int]
+    read: int = 0
+    write: list[int] = field(default_factory=lambda: [0])
+
+
+PADDING = Row([], 3, [], 0, [0])
+"""A row that stands for nothing: it claims to continue from the null slot and the null page, which hold NaN."""
+
+
+def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int = 0) -> dict[str, torch.Tensor]:
+    """What the layers of a step read; rows beyond those given are PADDING, with `junk` for tokens."""
+    B, W = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1
+    shapes = {"tokens": (B, bucket.q_len), "starts": (B,), "lengths": (B,), "read_slots": (B,)}
+    shapes |= {"page_table": (B, limits.pages_per_request), "write_slots": (B, W)}
+    out = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    out["tokens"].fill_(junk)
+    for b, row in enumerate([*rows, *[PADDING] * (B - len(rows))]):
+        out["tokens"][b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
+        out["starts"][b], out["lengths"][b], out["read_slots"][b] = row.start, len(row.tokens), row.read
+        out["page_table"][b, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
+        out["write_slots"][b, : len(row.write)] = torch.tensor(row.write, dtype=torch.int32)
+    return out
+
+
+def blank(program: Program) -> dict[str, torch.Tensor]:
+    """A program's inputs where every row is padding: NaN for numbers."""
+    fill = {torch.float32: float("nan"), torch.int32: 0}
+    return {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in program.inputs.items()}
+
+
+class Runner:
+    """Runs the programs of a model over one set of pools, which start as NaN; every row is greedy.
+
+    Args:
+        drafts: k; the candidates of a decode step are those of the row, whatever was drafted.
+    """
+
+    def __init__(self, model: step.Model, weights: Tree, dtype: torch.dtype = torch.float32, drafts: int = 0) -> None:
+        self.model, self.limits, self.dtype = replace(model, drafting=drafts > 0), limits(drafts), dtype
+        self.weights = cast({key: weights[key] for key in self.model.params(dtype)}, self.model.params(dtype))
+        self.state = poisoned(self.model.state(self.limits, dtype))
+
+    def step(self, bucket: Bucket, rows: list[Row], junk: int = 0, **options: Any) -> dict[str, torch.Tensor]:
+        """Outputs of the live rows; the pools advance. The request of row b has seat b + 1.
+
+        Args:
+            junk: tokens of padding, and of a row beyond its own.
+            options: of `step.program`.
+        """
+        program = step.program(self.model, bucket, self.limits, self.dtype, **options)
+        read = inputs(bucket, rows, self.limits, junk)
+        given = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
+        live = slice(len(rows))
+        given["seats"][live] = torch.arange(1, len(rows) + 1)
+        for name, value in {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}.items():
+            given[name][live] = value
+        if bucket.kind == "decode":
+            given["drafts"][live], given["base"][live] = read["lengths"][live] - 1, read["starts"][live]
+            self._sit(rows, read, junk)
+        elif self.limits.drafts:
+            given["next_tokens"][live] = -1
+        outputs, self.state = program.forward(self.weights, self.state, given)
+        return {name: tensor[live] for name, tensor in outputs.items()}
+
+    def _sit(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:
+        """Puts the rows' candidates, places and slots in their seats, and in the null seat what PADDING claims."""
+        pool = torch.zeros_like(self.state["seats"])
+        pool[0, request_slots.START], pool[0, request_slots.TOKENS :] = PADDING.start, junk
+        for b, row in enumerate(rows):
+            pool[b + 1, request_slots.START], pool[b + 1, request_slots.ACCEPTED] = row.start, row.write.index(row.read)
+            pool[b + 1, request_slots.TOKENS :] = read["tokens"][b]
+        self.state = {**self.state, "seats": pool}
+
+    def prefill(self, ids: list[int], pages: list[int], slot: int, chunks: list[int], junk: int = 0) -> torch.Tensor:
+        """Runs a prompt through buckets of these sizes, the last one padded; logits [V] after the prompt."""
+        done, logits = 0, torch.empty(0)
+        for size in chunks:
+            part = ids[done : done + size]
+            logits = self.step(Bucket("prefill", 1, size), [Row(part, done, pages, slot, [slot])], junk)["logits"]
+            done += len(part)
+        assert done == len(ids), "the chunks hold the prompt"
+        return logits[0, 0]

@@ -1,0 +1,85 @@
+"""Artifacts for several devices, and real processes that run them, all bounded in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from support import tiny
+
+SIZES = {
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Of the tiny model, so that tp=2 divides all of them."""
+
+TIMEOUT_S = 120
+
+
+def build(checkpoint: Path, out: Path, mesh: str = "") -> Path:
+    """An uncompiled artifact of a checkpoint of these sizes for a mesh."""
+    made = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
+    tiny.built(made, out, fresh=True)
+    return out
+
+
+def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
+    """Of a process of the test."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    own = {"NPUCOMPILE_HOME": str(home)} if home else {}
+    return {**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
+
+
+def command(*arguments: object) -> list[str]:
+    """`npucompile` in a process of its own."""
+    return [sys.executable, "-m", "npucompile.tools.cli", *map(str, arguments)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        return near, far
+
+
+def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Waits until something becomes true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
+        time.sleep(0.01)
+
+
+def finished(process: subprocess.Popen[str], seconds: float = TIMEOUT_S) -> tuple[int, str, str]:
+    """Status and output of a process, which is killed when it does not end."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"it did not end within {seconds} s; it said {out!r} and {err!r}") from None
+    return process.returncode, out, err
+
+
+def spawn(arguments: Sequence[object], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A process whose output is read."""
+    return subprocess.Popen(list(map(str, arguments)), env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,115 @@
+"""Manifests of artifacts for NPUs that were never built, the small models in their image, and their scripts; each made once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
+from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.lower import lower_eager
+from npucompile.models import registry, step
+from npucompile.tools.build import driver_device
+from npucompile.tools.verify.emulated_run import Cast, Graphs
+from npucompile.tools.verify.small_model import Case, Scaled, draw, scaled
+from npucompile.tools.verify.step_trace import Script, rehearse
+
+F32, BF16 = torch.float32, torch.bfloat16
+MOE = "qwen3.5-397b"
+DISPATCHED = ("moe_dispatch",) * 64
+
+
+def entry(kind: str, batch: int, q_len: int, talks: tuple[str, ...] = ()) -> GraphEntry:
+    """A bucket of which only its collectives are known."""
+    return GraphEntry(
+        Bucket(kind, batch, q_len), (), (), None, "", "", None, {}, {}, tuple((name, "world", "bf16[1]") for name in talks), {}
+    )
+
+
+def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifest:
+    """As much of a manifest as the small image is made from."""
+    chosen = {
+        "model": {"name": name, "config": registry.find(name).text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8",
+        "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),), "dtype": "bf16",
+        "limits": Limits(128, 1000, 400, 4096, 4, 3),
+        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
+    }  # fmt: skip
+    return Manifest(**{**dict.fromkeys(Manifest.__dataclass_fields__), **chosen, **fields})
+
+
+@dataclass(frozen=True)
+class Image:
+    """A small model, its checkpoint, its script and its ranks."""
+
+    small: Scaled
+    checkpoint: dict[str, torch.Tensor]
+    script: Script
+    cast: Cast
+
+
+@functools.cache
+def image(mesh: str, kinds: tuple[str, ...], quantization: str = "none", steps: int = 2, seed: int = 0, drafts: int = 2) -> Image:
+    """The small image with one bucket of each kind."""
+    buckets = {"prefill": Bucket("prefill", 1, 40), "decode": Bucket("decode", 4, drafts + 1)}
+    graphs = tuple(entry(kind, buckets[kind].batch, buckets[kind].q_len, DISPATCHED) for kind in kinds)
+    limits = Limits(128, 99, 99, 1024, drafts + 1 if "decode" in kinds else 1, drafts)
+    generator = torch.Generator().manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = scaled(manifest(mesh=mesh, quantization=quantization, graphs=graphs, limits=limits), steps)
+        checkpoint = draw(small.model, generator)
+        script = rehearse(small, checkpoint, generator)
+    return Image(small, checkpoint, script, Cast.of(small, script, checkpoint, F32))
+
+
+def partitioned(small: Scaled, case: Case, dtype: torch.dtype = F32, *, emit_logits: bool = True) -> Partitioned:
+    """A case's graph of one device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        how = {"emit_logits": emit_logits, "max_logprobs": small.max_logprobs}
+        program = step.program(small.held(case, dtype), case.bucket, small.limits, dtype, **how)
+        return optimise(partition(program, small.mesh, small.rules(case)))
+
+
+@functools.cache
+def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: int = 2) -> Graphs:
+    """What runs the image's cases on all ranks with the references of primitives."""
+    made, small = {}, image(mesh, kinds, drafts=drafts).small
+    for case in small.cases:
+        lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
+        made[case] = Lockstep(lowered.graph, small.mesh), lowered.signature
+    return made
+
+
+_SHIPPED: dict[tuple[str, str], Artifact] = {}
+
+
+def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantization: str = "none", mesh: str = "dp=2,tp=2") -> Artifact:
+    """An artifact for NPUs of six random layers, one prefill and one decode bucket; not to be changed."""
+    if (quantization, mesh) not in _SHIPPED:
+        home = factory.mktemp("shipped")
+        layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
+        model = tiny.write_checkpoint(home / "small", **sizes, **layers)
+        made = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
+        # The kernel of the recurrence takes states of the activations' type.
+        variant = replace(made.model.config.variant, recurrent=BF16)
+        made = replace(made, model=replace(made.model, config=replace(made.model.config, variant=variant)))
+        threads = torch.get_num_threads()
+        driver_device.build_device(made, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
+        torch.set_num_threads(threads)
+        logging.getLogger("torch").setLevel(logging.WARNING)
+        _SHIPPED[quantization, mesh] = Artifact.open(home / "artifact")
+    return _SHIPPED[quantization, mesh]

@@ -1,0 +1,426 @@
+"""Requests served step by step by a model's own programs, with the drafts that a test wants: the smallest loop there can be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from npucompile.graphs import ops, tree
+from npucompile.graphs.ir.trace import trace
+from npucompile.graphs.primitive import of_target
+from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
+from npucompile.lowering.backends.eager import EagerExecutable
+from npucompile.lowering.lower import lower_eager
+from npucompile.models import request_slots as seats
+from npucompile.models import step
+from npucompile.runtime.rng import uniform
+
+PAGE, CONTEXT, REQUESTS = 8, 256, 6
+UNTAKEN = -(10**6)
+"""What a seat holds before a request takes it: no token, and no place."""
+
+Call = Callable[[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Weights, state and inputs -> outputs; the list of state holds the new one afterwards."""
+
+
+def limits(drafts: int, context: int = CONTEXT, requests: int = REQUESTS) -> Limits:
+    """Room for so many requests of so many tokens."""
+    return Limits(PAGE, 1 + requests * context // PAGE, 1 + requests * (drafts + 1), context, drafts + 1, drafts)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How a request samples; `drafts` of them are verified, None is all, and `logprobs` asks for log probabilities."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    drafts: int | None = None
+    logprobs: bool = False
+
+
+@dataclass
+class Request:
+    """A request: its prompt, how it samples, and what it has said.
+
+    Attributes:
+        seat: where the device keeps its next step; its pages and slots follow from it.
+        counts: tokens that each of its decode steps gave.
+    """
+
+    prompt: list[int]
+    seat: int
+    knobs: Knobs = field(default_factory=Knobs)
+    said: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """Tokens that are in the caches: all but the last."""
+        return len(self.prompt) + len(self.said) - 1
+
+    def number(self, index: int) -> float:
+        """Random number of its token `index`."""
+        return uniform(self.knobs.seed, index)
+
+
+def traced(program: Program) -> Call:
+    """A program as the graph that an eager artifact holds: state in place."""
+    return _runs(program, lambda node: node.target)
+
+
+def direct(program: Program) -> Call:
+    """A program as it is written; for buckets that are not worth a trace."""
+
+    @torch.no_grad()
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs, after = program.forward(tree.unflatten(program.params, weights), tree.unflatten(program.state, state), given)
+        state[:] = [tensor for _, tensor in tree.flatten(after)]
+        return dict(outputs)
+
+    return call
+
+
+def token_by_token(program: Program) -> Call:
+    """The traced graph with every product taken for one token at a time, which makes all its kernels row independent.
+
+    A matrix product may sum in another order where it has more rows, and attention where it has more keys; then what a token leaves
+    depends, in its last bits, on the rows around it.
+    """
+    return _runs(program, _alone)
+
+
+def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
+    lowered = lower_eager(partition(trace(program), Mesh(), Rules()))
+    for node in lowered.graph.graph.nodes:
+        if node.op == "call_function":
+            node.target = target(node)
+    run, names = EagerExecutable(lowered.graph), [leaf.name.split(".", 1)[1] for leaf in lowered.signature.outputs]
+    wanted = [leaf.name.split(".", 1)[1] for leaf in lowered.signature.inputs]
+
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(names, run([*weights, *state, *(given[name] for name in wanted)]), strict=True))
+
+    return call
+
+
+def _alone(node: Any) -> Any:
+    """What a node calls: of products, their reference for each row."""
+    primitive = of_target(node.target)
+    rows = {ops.linear.name: 1, ops.swiglu_linear.name: 1, ops.moe_experts.name: 3}
+    if primitive is None or primitive.name not in (*rows, ops.paged_attention.name):
+        return node.target
+    reference = primitive.rule("reference")
+    return functools.partial(_each_query, reference) if primitive is ops.paged_attention else _each_row(reference, rows[primitive.name])
+
+
+def _each_row(reference: Any, count: int) -> Any:
+    """A product whose first `count` operands have a row a token."""
+
+    def call(*args: Any) -> torch.Tensor:
+        parts = zip(*(arg.split(1) for arg in args[:count]), strict=True)
+        return torch.cat([reference(*part, *args[count:]) for part in parts])
+
+    return call
+
+
+def _each_query(
+    reference: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one query over its own keys; NaN for queries that are not valid."""
+    out = torch.full_like(q, float("nan"))
+    for b, length in enumerate(lengths.tolist()):
+        for t in range(length):
+            one = torch.ones(1, dtype=torch.int32)
+            out[b : b + 1, t : t + 1] = reference(q[b : b + 1, t : t + 1], k, v, table[b : b + 1], starts[b : b + 1] + t, one, scale)
+    return out
+
+
+@functools.cache
+def _executable(
+    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, held: Limits, logprobs: int
+) -> tuple[Call, dict[str, Aval]]:
+    """A bucket's program and its inputs, made once."""
+    program = step.program(model, bucket, held, torch.float32, max_logprobs=logprobs)
+    return run(program), program.inputs
+
+
+class Server:
+    """A model with its weights, pools full of NaN, and k drafts a step.
+
+    Prompts are taken in by the programs as they are written, decode steps by what `run` makes of them.
+
+    Args:
+        held: sizes of the pools.
+        logprobs: of how many most likely tokens log probabilities are told.
+        padding: token of padding, in rows of prompts and in the null seat.
+        run: how a decode program, and `run_prefill` how a prefill program, becomes something that runs.
+    """
+
+    def __init__(
+        self,
+        model: step.Model,
+        weights: Tree,
+        drafts: int,
+        *,
+        held: Limits | None = None,
+        logprobs: int = 0,
+        padding: int = 0,
+        run: Callable[[Program], Call] = traced,
+        run_prefill: Callable[[Program], Call] = direct,
+    ) -> None:
+        self.drafts, self.limits, self.logprobs, self.padding = drafts, held or limits(drafts), logprobs, padding
+        self.model = replace(model, drafting=drafts > 0)
+        self._run = {"decode": run, "prefill": run_prefill}
+        self.weights = [tensor for _, tensor in tree.flatten({name: weights[name] for name in self.model.params(torch.float32)})]
+        avals = tree.flatten(self.model.state(self.limits, torch.float32))
+        self.names = [name for name, _ in avals]
+        self.state = [torch.full(a.shape, float("nan") if a.dtype.is_floating_point else UNTAKEN, dtype=a.dtype) for _, a in avals]
+        self.seats[0] = 0
+
+    @property
+    def seats(self) -> torch.Tensor:
+        """The pool of seats [C, 2 + Q]."""
+        return self.state[self.names.index("seats")]
+
+    def pages(self, seat: int) -> list[int]:
+        """All pages of a seat's request; every other one has them in falling order."""
+        return _share(seat, self.limits.pages_per_request)
+
+    def slots(self, seat: int) -> list[int]:
+        """All state slots of a seat's request; every other one has them in falling order."""
+        return _share(seat, self.limits.slots_per_request)
+
+    def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """Takes in all that is known of some requests and samples their next tokens.
+
+        Args:
+            chunks: sizes of the prefill buckets that follow each other; none is one bucket for the longest.
+
+        Returns:
+            the outputs of each request's last chunk.
+        """
+        known = [request.prompt + request.said for request in requests]
+        last: dict[str, torch.Tensor] = {}
+        done = 0
+        for size in chunks or [max(map(len, known))]:
+            bucket = Bucket("prefill", len(requests), size)
+            given = self.blank(bucket)
+            for b, request in enumerate(requests):
+                if part := known[b][done : done + size]:
+                    self._sit(given, b, request)
+                    given["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
+                    given["starts"][b], given["lengths"][b], given["read_slots"][b] = done, len(part), self.slots(request.seat)[0]
+                    given["uniform"][b, 0] = request.number(len(request.said))
+                    if self.drafts:
+                        given["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
+            outputs = self.step(bucket, given)
+            ending = torch.tensor([done < len(ids) <= done + size for ids in known])
+            for name, tensor in outputs.items():
+                last.setdefault(name, tensor.clone())[ending] = tensor[ending]
+            done += size
+        assert done >= max(map(len, known)), "the chunks hold what is known"
+        for b, request in enumerate(requests):
+            request.said.append(int(last["tokens"][b, 0]))
+        return last
+
+    def decode(self, requests: Sequence[Request], batch: int | None = None) -> dict[str, torch.Tensor]:
+        """One step of these requests, as a host launches it that has not yet read how many tokens the step before it gave."""
+        bucket = Bucket("decode", batch or len(requests), self.drafts + 1)
+        given = self.blank(bucket)
+        for b, request in enumerate(requests):
+            self._sit(given, b, request)
+            behind = max(request.counts[-1] - 1, 0) if request.counts else 0
+            given["base"][b] = request.start - behind
+            given["drafts"][b] = self.verified(request)
+            numbers = [request.number(len(request.said) - behind + i) for i in range(given["uniform"].shape[1])]
+            given["uniform"][b] = torch.tensor(numbers)
+        if self.padding:
+            self.seats[0] = self.padding
+        outputs = self.step(bucket, given)
+        for request, count, tokens in zip(requests, outputs["counts"].tolist(), outputs["tokens"].tolist(), strict=False):
+            assert count or request.start == self.limits.max_model_len, "a request with room in its context says something"
+            request.counts.append(count)
+            request.said += tokens[:count]
+        assert not outputs["counts"][len(requests) :].any(), "padding says nothing"
+        return outputs
+
+    def step(self, bucket: Bucket, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Runs a bucket's program."""
+        return self._made(bucket)[0](self.weights, self.state, given)
+
+    def serve(self, requests: Sequence[Request], tokens: int) -> None:
+        """Prefills each and decodes all until each has said so many tokens, perhaps more."""
+        for request in requests:
+            self.prefill([request])
+        self.go_on(requests, tokens)
+
+    def go_on(self, requests: Sequence[Request], tokens: int) -> None:
+        """Decodes until each has said so many tokens, perhaps more."""
+        while live := [request for request in requests if len(request.said) < tokens]:
+            self.decode(live)
+
+    def substitute(self, request: Request, drafts: Sequence[int]) -> None:
+        """Puts other drafts in a request's seat."""
+        self.seats[request.seat, seats.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
+
+    def verified(self, request: Request) -> int:
+        """How many of a request's drafts its steps look at."""
+        return self.drafts if request.knobs.drafts is None else min(self.drafts, request.knobs.drafts)
+
+    def mislead(self, request: Request, truth: Sequence[int], right: int) -> None:
+        """Puts drafts in a request's seat of which the first `right` are what it will say, the next is not, and all others are.
+
+        Those that are not verified are the token of padding.
+
+        Args:
+            truth: all that the request will say.
+        """
+        said, vocab = len(request.said), self.model.config.vocab_size
+        drafts = list(truth[said : said + self.drafts])
+        drafts += [1] * (self.drafts - len(drafts))
+        if right < self.drafts:
+            drafts[right] = (drafts[right] + 1) % vocab
+        looked_at = self.verified(request)
+        self.substitute(request, drafts[:looked_at] + [self.padding] * (self.drafts - looked_at))
+
+    def memory(self, request: Request) -> dict[str, torch.Tensor]:
+        """All that the device knows of a request: its state, keys and values of its tokens in the caches, its next step."""
+        seat = self.seats[request.seat]
+        start, accepted = int(seat[seats.START]), int(seat[seats.ACCEPTED])
+        found = {"seats": torch.cat([seat[seats.START : seats.ACCEPTED], seat[seats.TOKENS :]])}
+        for name, pool in zip(self.names, self.state, strict=True):
+            if name.endswith((".k", ".v")):
+                found[name] = pool[self.pages(request.seat)].flatten(0, 1)[:start]
+            elif name != "seats":
+                found[name] = pool[self.slots(request.seat)[accepted]]
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def untouched(self, taken: Sequence[int]) -> None:
+        """Fails where a page, slot or seat of another seat than those was written."""
+        others = [seat for seat in range(1, self.limits.num_seats) if seat not in taken]
+        for name, pool in zip(self.names, self.state, strict=True):
+            own = {"seats": [[seat] for seat in others]}.get(name)
+            own = own or [self.pages(seat) if name.endswith((".k", ".v")) else self.slots(seat) for seat in others]
+            for part in own:
+                blank = pool[part] == UNTAKEN if name == "seats" else pool[part].isnan()
+                assert blank.all(), f"{name} of a seat that is not one of {taken}"
+
+    def blank(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Inputs of a bucket where every row is padding: NaN for numbers."""
+        fill = {torch.float32: float("nan"), torch.int32: 0}
+        given = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._made(bucket)[1].items()}
+        if "tokens" in given:
+            given["tokens"].fill_(self.padding)
+        return given
+
+    def _made(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
+        return _executable(self._run[bucket.kind], self.model, bucket, self.limits, self.logprobs)
+
+    def _sit(self, given: dict[str, torch.Tensor], b: int, request: Request) -> None:
+        """Fills what rows of both kinds have."""
+        given["seats"][b] = request.seat
+        given["page_table"][b] = torch.tensor(self.pages(request.seat), dtype=torch.int32)
+        given["write_slots"][b] = torch.tensor(self.slots(request.seat)[: given["write_slots"].shape[1]], dtype=torch.int32)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            given[name][b] = getattr(request.knobs, name)
+        if self.logprobs:
+            given["logprobs"][b] = int(request.knobs.logprobs)
+
+
+def _share(seat: int, per: int) -> list[int]:
+    return list(range(1 + (seat - 1) * per, 1 + seat * per))[:: 1 if seat % 2 else -1]
+
+
+PROMPTS = (12, 5, 9, 1, 16, 7)
+SAYS = 150
+
+
+class Course:
+    """What greedy requests say, and how to take them along it again.
+
+    Args:
+        random: model of oracle.py with a draft head.
+
+    Attributes:
+        truth: tokens of each request, SAYS and some more, by programs without drafts.
+    """
+
+    def __init__(self, random: Any) -> None:
+        self.random = random
+        self.prompts = [random.prompt(length, i) for i, length in enumerate(PROMPTS)]
+        requests = [self.request(i) for i in range(len(PROMPTS))]
+        self.server(0).serve(requests, SAYS + 8)
+        self.truth = [request.said for request in requests]
+
+    def request(self, index: int, **knobs: Any) -> Request:
+        """A request for one of the prompts, in a seat of its own."""
+        return Request(self.prompts[index], index + 1, Knobs(**knobs))
+
+    def server(self, drafts: int, **options: Any) -> Server:
+        """A server of the model."""
+        return Server(self.random.model, self.random.weights, drafts, **options)
+
+    def walk(
+        self,
+        server: Server,
+        steps: Iterable[tuple[int | None, dict[int, int]]],
+        drafts: Sequence[int | None] = (None,) * len(PROMPTS),
+        until: int = SAYS,
+        chunks: Sequence[int] = (),
+    ) -> None:
+        """Takes requests through steps with drafts of which so many are right; fails where one says something else than the truth.
+
+        A request that has said enough starts again in its seat: with pages and slots full of what it left there.
+
+        Args:
+            steps: pairs of bucket size, None for as many as there are rows, and a row's right drafts by the number of its request.
+            drafts: how many drafts of each request are verified.
+            until: so many tokens are enough.
+            chunks: sizes of the buckets that take in prompts.
+        """
+        requests: dict[int, Request] = {}
+        for size, rows in steps:
+            for i in rows:
+                if i not in requests or len(requests[i].said) > until:
+                    requests[i] = self.request(i, drafts=drafts[i])
+                    server.prefill([requests[i]], chunks)
+            for i, right in rows.items():
+                server.mislead(requests[i], self.truth[i], right)
+            live = [requests[i] for i in rows]
+            before = [len(request.said) for request in live]
+            server.decode(live, size)
+            for i, request, said in zip(rows, live, before, strict=True):
+                assert request.counts[-1] == min(rows[i], server.verified(request)) + 1
+                assert len(request.said) == said + request.counts[-1]
+                assert request.said == self.truth[i][: len(request.said)], f"request {i} after {said} tokens"
+
+
+def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+    """Probabilities of sampling from logits [V], in f64 and by the definitions: of the `top_k` largest, the smallest leading set that
+    reaches `top_p`, and of those what is `min_p` times as likely as the largest.
+    """
+    heat = (logits.double() / temperature).exp().tolist()
+    order = sorted(range(len(heat)), key=lambda i: -heat[i])[: top_k or None]
+    total, reached, kept = sum(heat[i] for i in order), 0.0, []
+    for i in order:
+        if reached < top_p * total:
+            kept.append(i)
+        reached += heat[i]
+    kept = [i for i in kept if heat[i] >= min_p * max(heat)]
+    total = sum(heat[i] for i in kept)
+    return [heat[i] / total if i in kept else 0.0 for i in range(len(heat))]

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npucompile.graphs.errors import NpucompileError, SpecError
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.request import Sampling
+from npucompile.tools.bench import streams as bench_streams
+from npucompile.tools.bench.report import as_text
+from npucompile.tools.bench.streams import Load, Run, TimedExecutor, row, streams, through_engine
+from npucompile.tools.progress import Progress
+from npucompile.tools.serve.offline import complete
+
+QUIET = Progress(quiet=True)
+
+
+class Steps:
+    """An executor whose every step takes 8 s, 5 of them inside its executable; it counts as it generates, and accepts every draft."""
+
+    vocab_size = 50
+
+    def __init__(self, *, drafts: int = 0, fails: bool = False) -> None:
+        self.limits = Limits(16, 33, 1 + 4 * (drafts + 1), 128, drafts + 1, drafts)
+        self.buckets = (Bucket("decode", 4, drafts + 1), Bucket("prefill", 1, 32))
+        self.now = 0.0
+        self.fails = fails
+        self.calls: list[tuple[str, float]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.fails and bucket.kind == "decode":
+            raise RuntimeError("no")
+        self.now += 8.0
+        self.calls.append((bucket.kind, 5.0))
+        if bucket.kind == "prefill":
+            return {"tokens": np.full((1, 1), len(self.calls), np.int32)}
+        counts = np.where(inputs["seats"] > 0, inputs["drafts"] + 1, 0).astype(np.int32)
+        return {"tokens": np.full((bucket.batch, bucket.q_len), len(self.calls), np.int32), "counts": counts}
+
+    def refresh(self) -> bool:
+        return False
+
+    def compiles(self) -> int:
+        return 0
+
+
+def test_a_stream_through_the_engine_is_timed_token_by_token() -> None:
+    steps = Steps()
+    run = through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock)
+    assert run.token_ids == ((1, 2, 3, 4),)
+    assert run.arrivals == (((8.0, 1), (16.0, 1), (24.0, 1), (32.0, 1)),)
+    assert run.seconds == 32.0
+    assert run.tokens_per_s == 4 / 32
+    assert (run.first_ms, run.between_ms) == (8e3, 8e3)
+    # The prefill is no decode step; the rest is, and 3 s of each are not the executable's.
+    assert run.steps == ((8.0, 5.0),) * 3
+
+
+def test_a_stream_with_drafts_gets_several_tokens_at_once() -> None:
+    steps = Steps(drafts=2)
+    run = through_engine(steps, steps.calls, Load(1, 10, 6), steps.clock)
+    assert run.token_ids == ((1, 2, 2, 2, 3, 3),)
+    # The step that ends the output gives one more than is wanted of it.
+    assert run.arrivals == (((8.0, 1), (16.0, 3), (24.0, 2)),)
+    (record,) = run.records
+    assert (record.verify_steps, record.accepted_per_position) == (2, (2, 2))
+    assert row(Load(1, 10, 6), "engine", [run])["acceptance_length"] == 3.0
+
+
+def test_all_streams_start_together_and_share_steps() -> None:
+    steps = Steps()
+    run = through_engine(steps, steps.calls, Load(3, 10, 5), steps.clock)
+    assert [len(ids) for ids in run.token_ids] == [5, 5, 5]
+    assert sorted(stream[0][0] for stream in run.arrivals)[0] == 8.0
+    assert len(steps.calls) < 3 * 5
+    assert run.seconds == 8.0 * len(steps.calls)
+
+
+def test_a_second_run_counts_its_own_steps_only() -> None:
+    steps = Steps()
+    runs = [through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock) for _ in range(2)]
+    assert [len(run.steps) for run in runs] == [3, 3]
+    found = row(Load(1, 10, 4), "engine", runs)
+    assert [found[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
+    assert found["acceptance_length"] is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stream_that_fails_is_no_figure() -> None:
+    steps = Steps(fails=True)
+    with pytest.raises(NpucompileError, match="reason='error'"):
+        through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock)
+
+
+def test_tokens_that_arrive_together_share_the_time() -> None:
+    run = Run(10.0, ((1,) * 6, (1,) * 2), (((1.0, 1), (4.0, 3), (6.0, 2)), ((3.0, 1), (4.0, 1))))
+    assert run.tokens_per_s == pytest.approx(0.8)
+    assert run.first_ms == 2e3
+    assert run.between_ms == 1e3
+    at_once = Run(1.0, ((1, 1),), (((1.0, 2),),))
+    assert at_once.between_ms is None
+    assert "between_tokens_ms" not in row(Load(1, 1, 2), "websocket", [at_once])
+    assert "step_ms" not in row(Load(1, 1, 2), "websocket", [run])
+
+
+def test_prompts_are_legal_equal_in_length_and_the_same_again() -> None:
+    load = Load(16, 20, 4)
+    prompts = load.prompts(50)
+    assert prompts == load.prompts(50)
+    assert {len(prompt) for prompt in prompts} == {20}
+    assert all(0 <= token < 50 for prompt in prompts for token in prompt)
+    assert len({tuple(prompt) for prompt in prompts}) == 16
+    # More streams are the same ones and others, so that loads differ in one thing only.
+    assert Load(4, 20, 9).prompts(50) == prompts[:4]
+
+
+@pytest.mark.parametrize("load", [Load(1, 60, 5), Load(1, 0, 5), Load(1, 5, 1)])
+def test_a_load_beyond_the_context_is_refused(load: Load) -> None:
+    Load(1, 60, 4).check(64)
+    with pytest.raises(SpecError, match=f"{load.prompt_tokens} prompt tokens and {load.tokens} to generate.*context of 64"):
+        load.check(64)
+
+
+def test_both_paths_give_what_generate_gives(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[Run]] = {}
+
+    def noted(load: Load, path: str, runs: list[Run]) -> Any:
+        seen[path] = runs
+        return row(load, path, runs)
+
+    monkeypatch.setattr(bench_streams, "row", noted)
+    artifact, load = Artifact.open(tiny_artifact), Load(3, 6, 8)
+    table = streams(artifact, [load], 1, QUIET)
+    executor = TimedExecutor(artifact)
+    expected = tuple(done.token_ids for done in complete(executor, load.prompts(executor.vocab_size), Sampling(), 8, frozenset()))
+    assert [run.token_ids for runs in seen.values() for run in runs] == [expected] * 2
+    assert len(executor.calls) == len([kind for kind, seconds in executor.calls if seconds > 0])
+    assert [(line["streams"], line["path"]) for line in table.rows] == [(3, "engine"), (3, "websocket")]
+    assert "6 prompt tokens and 8 generated" in as_text(table)
+    engine, websocket = (line["acceptance_length"] for line in table.rows)
+    assert isinstance(engine, float)
+    assert 1 <= engine <= 4
+    assert websocket is None
+
+
+def test_a_load_that_does_not_fit_stops_the_server_too(tiny_artifact: Path) -> None:
+    with pytest.raises(SpecError, match="context of 64"):
+        streams(Artifact.open(tiny_artifact), [Load(1, 60, 60)], 1, QUIET)

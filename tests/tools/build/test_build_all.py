@@ -1,0 +1,72 @@
+"""tools/build/build_all.py: one artifact, or one for each side of a deployment; each plan is said before it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.tools.build import build_all
+from npucompile.tools.build.result import Report
+
+SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
+    """What the device builder is asked for; it builds nothing."""
+    asked: list[tuple[Any, Path]] = []
+
+    def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int) -> Report:
+        asked.append((plan, out))
+        return Report(out, 0.0, 0.0, {}, ())
+
+    monkeypatch.setattr(build_all, "build_device", build)
+    return asked
+
+
+def test_a_split_deployment_is_two_artifacts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    paths = build_all.build_all("qwen3.5-397b", {"deployment": SPLIT}, None, tmp_path, tmp_path, 1, 0)
+    assert [path.name for path in paths] == ["qwen3.5-397b-prefill", "qwen3.5-397b-decode"]
+    meshes = {plan.phase: (str(plan.mesh), {bucket.kind for bucket in plan.buckets}) for plan, _ in built}
+    assert meshes == {"prefill": ("dp=8,tp=2", {"prefill"}), "decode": ("dp=16,tp=2", {"decode"})}
+
+
+def test_one_side_is_one_artifact(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "decode"}, tmp_path / "here", tmp_path, tmp_path, 1, 0)
+    assert [(plan.phase, out) for plan, out in built] == [("decode", tmp_path / "here")]
+
+
+def test_one_side_goes_where_both_would_put_it(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "decode"}, None, tmp_path, tmp_path, 1, 0)
+    build_all.build_all("qwen3.5-397b", {"deployment": SPLIT}, tmp_path / "here", tmp_path, tmp_path, 1, 0)
+    assert [out.name for _, out in built] == ["qwen3.5-397b-decode", "here-prefill", "here-decode"]
+
+
+def test_both_sides_are_decided_before_one_is_built(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    # Of the two only the decoding side has rows to fill.
+    asked = {"deployment": SPLIT, "buckets": (64,), "max_num_seqs": 32}
+    with pytest.raises(SpecError, match="max_num_seqs is 32 and the largest bucket has 64 rows"):
+        build_all.build_all("qwen3.5-397b", asked, None, tmp_path, tmp_path, 1, 0)
+    assert built == []
+
+
+def test_a_preset_goes_to_its_default_deployment(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    build_all.build_all("qwen3.5-397b", {"buckets": (2, 64)}, None, tmp_path, tmp_path, 1, 0)
+    ((plan, out),) = built
+    assert (plan.target.name, str(plan.mesh), plan.quantization, out) == ("ascend-a3", "dp=8,tp=2", "w4a8", tmp_path / "qwen3.5-397b")
+    assert [(b.kind, b.batch, b.q_len) for b in plan.buckets] == [("prefill", 1, 3584), ("decode", 2, 4), ("decode", 64, 4)]
+
+
+def test_lines_say_mesh_scheme_and_drafts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    build_all.build_all("qwen3.5-397b", {"buckets": tuple(range(2, 66, 2))}, None, tmp_path, tmp_path, 1, 0)
+    said = "\n".join(build_all.plan_lines(built[0][0]))
+    for part in ("mesh dp=8,tp=2 (16 ranks)", "quantization w4a8, 3 drafts", "decode of 2,4,...,64 requests", "in each of 8 groups"):
+        assert part in said
+
+
+def test_a_phase_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="legal are prefill, decode"):
+        build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "mixed"}, None, tmp_path, tmp_path, 1, 0)

@@ -1,0 +1,13 @@
+"""tools/build/choices.py: what a command line offers is what there is."""
+
+from __future__ import annotations
+
+from npucompile.models.variant import SCHEMES
+from npucompile.tools.build import choices, plan, targets
+
+
+def test_choices_are_what_they_name() -> None:
+    assert tuple(plan.DTYPES) == choices.DTYPES
+    assert choices.TARGETS == targets.TARGETS
+    assert tuple(SCHEMES) == choices.SCHEMES
+    assert (plan.DEFAULT_BUCKETS, plan.DEFAULT_PREFILL) == (choices.DEFAULT_BUCKETS, choices.DEFAULT_PREFILL)

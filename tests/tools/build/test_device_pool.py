@@ -1,0 +1,262 @@
+"""tools/build/device_pool.py: a bucket for NPUs goes from its program to a file; what the full-size one is made of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import zlib
+from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ir.trace import signature_of
+from npucompile.graphs.types import Bucket
+from npucompile.lowering import collectives_check
+from npucompile.lowering.ascend import inspect_ge
+from npucompile.lowering.ascend.ge_file import decode
+from npucompile.models import step
+from npucompile.tools.build import device_pool, plan
+from npucompile.tools.build.device_pool import Job
+
+BIG = "qwen3.5-397b"
+FULL, LINEAR = "full_attention", "linear_attention"
+TAKE, OWN, DRAFT = "draft_take", "draft_take_own", "draft"
+
+# What the layers of the full model are made of, whatever else there is: every operator of these once a layer.
+MOE = ("MoeGatingTopK", "MoeDistributeDispatchV2", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeDistributeCombineV2", "SwiGlu")
+FUSED = {
+    FULL: {"FusedInferAttentionScore": 1, "ScatterPaKvCache": 1, "QuantBatchMatmulV3": 2, **dict.fromkeys(MOE, 1)},
+    LINEAR: {"RecurrentGatedDeltaRule": 1, "ScatterNdUpdate": 1, **dict.fromkeys(MOE, 1)},
+}
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory):
+    """The smallest published decode bucket of the full-size model, at its default deployment: (plan, done, container)."""
+    cache = tmp_path_factory.mktemp("cache")
+    made = plan.plan(plan.Options(BIG, buckets=(2,), max_num_seqs=54))
+    job = Job(made, made.buckets[-1], cache / "big.ge", cache)
+    done = tiny.quietly(device_pool.run, job)
+    return made, done, decode(job.out_path.read_bytes())
+
+
+def kind_of(body):
+    """Kind of layer, or pass of the draft head, that a body was made of; bodies of one kind are numbered."""
+    return next((kind for kind in (FULL, LINEAR, OWN, TAKE, DRAFT) if kind in body), body)
+
+
+@pytest.fixture(scope="module")
+def census(lowered):
+    """Operators by type, of every kind of body; all bodies of a kind are alike."""
+    bodies = inspect_ge.census_by_body(lowered[2].graph)
+    found = {}
+    for body, counts in bodies.items():
+        assert found.setdefault(kind_of(body), counts) == counts, f"{body} is made of other operators than those before it"
+    return found, Counter(kind_of(body) for body in bodies)
+
+
+def test_the_census_of_each_kind_of_layer_is_the_golden_one(census, golden):
+    found, bodies = census
+    lines = []
+    for kind, counts in sorted(found.items()):
+        lines += [f"{kind or 'main graph'} x {bodies[kind]}", *(f"  {name:<28} {count}" for name, count in sorted(counts.items())), ""]
+    golden("qwen3.5-397b_decode_census", "\n".join(lines))
+
+
+def test_every_layer_has_its_fused_operators_exactly_once(lowered, census):
+    found, bodies = census
+    layers = Counter(lowered[0].model.config.layer_types)
+    assert {kind: bodies[kind] for kind in (FULL, LINEAR)} == layers == {FULL: 15, LINEAR: 45}
+    for kind, wanted in FUSED.items():
+        assert {name: found[kind].get(name, 0) for name in wanted} == wanted, kind
+        # A norm comes with the residual before it, and with the quantisation behind it where that is fused.
+        assert sum(count for name, count in found[kind].items() if name.startswith("AddRmsNorm")) == 2, kind
+    quantised = found[FULL].get("DynamicQuant", 0) + found[FULL].get("AddRmsNormDynamicQuant", 0)
+    assert quantised == 2
+    assert not {"GatherElements", "Sort", "SoftmaxV2", "ArgMaxV2"} & set(found[LINEAR])
+
+
+def test_drafts_are_made_in_the_graph_each_by_one_layer_that_is_not_quantised(lowered, census):
+    """Its keys and values are written where tokens are taken in; all else, the experts first, is done where a draft is made."""
+    found, bodies = census
+    assert (bodies[TAKE], bodies[OWN], bodies[DRAFT]) == (1, 2, 3)
+    assert lowered[0].limits.drafts == 3
+    once = ("FusedInferAttentionScore", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+    for kind in (TAKE, OWN, DRAFT):
+        assert {name: found[kind].get(name, 0) for name in once} == dict.fromkeys(once, int(kind == DRAFT))
+        assert found[kind].get("ScatterPaKvCache", 0) == int(kind != DRAFT)
+        assert found[kind].get("GroupedMatmul", 0) == 2 * (kind == DRAFT)
+        # Of a vocabulary in two parts each rank finds its best token, and both compare.
+        assert sum(count for name, count in found[kind].items() if name.startswith("ArgMax")) == 2 * (kind == DRAFT)
+        assert not [name for name in found[kind] if "Quant" in name]
+        assert "Transpose" not in found[kind]
+
+
+def test_no_weight_is_turned_and_no_layer_loops(census):
+    """A Transpose in a layer would move a weight at every step; what has no quantised form is one product a weight."""
+    found, _ = census
+    # Attention: output, router, shared experts' three. DeltaNet: two projections and the output beside the last four.
+    for kind, products in ((FULL, 5), (LINEAR, 7)):
+        assert "Transpose" not in found[kind]
+        assert sum(count for name, count in found[kind].items() if "MatMul" in name and name != "GroupedMatmul") == products
+
+
+def test_each_layer_gathers_and_scatters_once(census):
+    """docs/sharding.md: with the stream split by tokens a layer needs one gather and one scatter beside the experts' exchange."""
+    found, _ = census
+    for kind in (FULL, LINEAR):
+        talks: Counter[str] = Counter()
+        for name, count in found[kind].items():
+            talks[collectives_check.COLLECTIVES.get(name, "")] += count
+        del talks[""]
+        assert talks == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "moe_dispatch": 1, "moe_combine": 1}, kind
+
+
+def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
+    made, done, container = lowered
+    assert done.job.bucket == made.buckets[-1] == Bucket("decode", 2, 4)
+    assert done.census == inspect_ge.census(container.graph)
+    assert done.collectives == collectives_check.of_container(container)
+    collectives_check.check_ranks(collectives_check.expand(done.collectives, made.mesh))
+    assert {group for _, group, _ in done.collectives} == {"tp", "world"}
+    assert done.memory["params_bytes"] == made.params_bytes
+    assert done.memory["state_bytes"] == made.state_bytes
+    assert done.seconds > 0
+    # Every pool is written where it lies, by an operator or through an output that is bound to it.
+    pools = len(signature_of(step.program(made.model, made.buckets[-1], made.limits, made.dtype)).state)
+    first = container.inputs - len(done.inputs) - pools
+    written = {*container.bound, *(operand for _, operand in container.donations)}
+    assert written == set(range(first, first + pools))
+
+
+def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
+    _, done, _ = lowered
+    texts = json.loads(zlib.decompress(done.stages))
+    assert set(texts) == {"partitioned", "lowered"}
+    assert texts["lowered"] == done.lowered
+    # Sixty layers of two kinds: each kind is told once.
+    assert done.lowered.count("npu_recurrent_gated_delta_rule_functional") <= 3
+    assert done.lowered.count("npu_fused_infer_attention_score") <= 2, "of a layer and of the draft head"
+
+
+# --- small models ---
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    threads, level = torch.get_num_threads(), logging.getLogger("torch").level
+    yield
+    torch.set_num_threads(threads)
+    logging.getLogger("torch").setLevel(level)
+
+
+def jobs(made, directory):
+    return [Job(made, bucket, directory / bucket.name, directory) for bucket in made.buckets]
+
+
+def test_a_job_and_what_became_of_it_cross_processes(model, tmp_path):
+    (job,) = jobs(tiny.planned_device(model, backend="null", buckets=(4,), prefill=None), tmp_path)[-1:]
+    assert pickle.loads(pickle.dumps(job)) == job
+    done = device_pool.run(job)
+    assert pickle.loads(pickle.dumps(done)) == done
+
+
+def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
+    made = tiny.planned_device(model, backend="null")
+    done = list(device_pool.run_all(jobs(made, tmp_path), 1))
+    assert [one.job.bucket for one in done] == list(made.buckets)
+    for one in done:
+        assert not one.job.out_path.exists()
+        assert one.census == {}
+        assert one.memory["peak_bytes"] > 0
+        assert one.cost["flops"] > 0
+    assert done[1].cost["flops"] < done[2].cost["flops"]
+
+
+@pytest.mark.parametrize("scheme", ["none", "w4a8"])
+def test_weights_are_multiplied_as_they_are_held(model, tmp_path, scheme):
+    made = tiny.planned_device(model, quantization=scheme)
+    done = tiny.lower_once(Job(made, made.buckets[-1], tmp_path / "x.ge", tmp_path))
+    fused, dense = done.census.get("GroupedMatmulSwigluQuantV2", 0), done.census.get("QuantBatchMatmulV3", 0)
+    assert (fused, dense) == ((4, 2) if scheme == "w4a8" else (0, 0))
+    # Four layers and the draft head.
+    assert done.census["MoeDistributeDispatchV2"] == 5
+
+
+def test_a_graph_that_communicates_otherwise_than_its_partition_is_not_kept(model, tmp_path, monkeypatch):
+    made = tiny.planned_device(model)
+    job = Job(made, made.buckets[-1], tmp_path / "x.ge", tmp_path)
+    tiny.lower_once(job)
+    data = job.out_path.read_bytes()
+
+    def write(graph, signature, out_path, **_):
+        out_path.write_bytes(data)
+
+    found = device_pool.backend("ge")
+    monkeypatch.setattr(device_pool, "backend", lambda name: replace(found, compile=write))
+    smaller = tiny.planned_device(model, buckets=(2,))
+    with pytest.raises(LoweringError, match=r"collective \d+ of the partitioned graph is .* legal is the same list"):
+        device_pool.run(Job(smaller, smaller.buckets[-1], tmp_path / "y.ge", tmp_path))
+
+
+def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
+    made = tiny.planned_device(model, backend="null")
+    ran = []
+
+    def run(job):
+        ran.append(job.bucket)
+        if job.bucket.kind == "decode":
+            raise LoweringError(f"{job.bucket.name} cannot be")
+        return job
+
+    monkeypatch.setattr(device_pool, "run", run)
+    with pytest.raises(LoweringError, match="decode-b2-q2 cannot be"):
+        list(device_pool.run_all(jobs(made, tmp_path), 1))
+    assert ran == list(made.buckets[:2])
+
+
+class Killed:
+    """A pool whose processes are killed from outside."""
+
+    def __init__(self, *_, **__):
+        self.submitted = []
+
+    def submit(self, run, job):
+        self.submitted.append(job.bucket.tokens)
+        future = Future()
+        future.set_exception(BrokenProcessPool("terminated abruptly"))
+        return future
+
+    def shutdown(self, **how):
+        assert self.submitted == sorted(self.submitted, reverse=True), "the largest are to be started first"
+        assert how == {"wait": True, "cancel_futures": True}
+
+
+def test_a_killed_process_is_told_with_what_to_do(model, tmp_path, monkeypatch):
+    made = tiny.planned_device(model, backend="null")
+    monkeypatch.setattr(device_pool, "ProcessPoolExecutor", Killed)
+    with pytest.raises(LoweringError, match=r"one of 2 processes that lower was killed.*--jobs 1"):
+        list(device_pool.run_all(jobs(made, tmp_path), 2))
+
+
+def test_this_process_is_left_one_thread_and_a_quiet_torch(model, tmp_path):
+    """As processes of the pool are; they end afterwards."""
+    torch.set_num_threads(2)
+    made = tiny.planned_device(model, backend="null", buckets=(4,))
+    device_pool.run(jobs(made, tmp_path)[-1])
+    assert torch.get_num_threads() == 1
+    assert logging.getLogger("torch").level == logging.ERROR
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,382 @@
+"""tools/build/driver_device.py: what an artifact for NPUs holds, what is built again and what is not, what does not fit and what would."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import replace
+
+import pytest
+from support import tiny
+
+from npucompile.graphs.errors import LoweringError, SpecError
+from npucompile.graphs.types import Mesh
+from npucompile.lowering import collectives_check
+from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
+from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.toolchain import differences
+from npucompile.tools.build import deployments, device_pool, memory, plan, source_digest
+from npucompile.tools.build import driver_device as module
+from npucompile.tools.build.memory import MemoryPlan
+
+BIG = "qwen3.5-397b"
+NAMES = ["prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+@pytest.fixture
+def made(model):
+    return tiny.planned_device(model)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Names of buckets that were lowered, in order; the same bucket is lowered once in all tests."""
+    names = []
+
+    def run(job):
+        names.append(job.bucket.name)
+        return tiny.lower_once(job)
+
+    monkeypatch.setattr(device_pool, "run", run)
+    return names
+
+
+@pytest.fixture
+def build(tmp_path):
+    def built(made, name="out", jobs=1):
+        return module.build_device(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+
+    return built
+
+
+def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, lowered, build, tmp_path):
+    report = build(made)
+    assert lowered == NAMES
+    assert (sorted(report.compiled), report.reused, report.path) == (sorted(NAMES), (), tmp_path / "out")
+    artifact = Artifact.open(tmp_path / "out")
+    manifest = artifact.manifest
+    assert (manifest.target, manifest.mesh, manifest.quantization, manifest.deployment) == ("ascend-a3", "dp=2,tp=2", "none", "")
+    assert (manifest.weights, manifest.tokenizer, manifest.references) == (None, None, ())
+    assert manifest.rules["experts"] == ("dp", "tp")
+    assert manifest.build_arguments == made.arguments
+    assert differences(manifest.toolchain) == []
+    assert manifest.toolchain["torch_npu"]
+    assert [entry.bucket.name for entry in manifest.graphs] == NAMES
+    for entry in manifest.graphs:
+        assert (entry.eager, entry.backend, entry.verified) == (None, "ge", {})
+        container = decode((artifact.path / entry.compiled.file).read_bytes())
+        assert entry.compiled.file.endswith(".ge")
+        assert collectives_check.of_container(container) == entry.collectives
+        assert entry.inputs[-1].name == "inputs.coords"
+        assert container.inputs == len(manifest.signature(entry).operands)
+        # Four layers and the draft head.
+        assert entry.census["MoeDistributeDispatchV2"] == 5
+        assert set(json.loads(zlib.decompress((artifact.path / entry.stages).read_bytes()))) == {"partitioned", "lowered"}
+        assert entry.cost["flops"] > 0
+    assert set(manifest.files) | {MANIFEST} == {str(f.relative_to(artifact.path)) for f in artifact.path.rglob("*") if f.is_file()}
+
+
+def test_it_carries_the_plan_of_a_ranks_memory(made, lowered, build, tmp_path):
+    build(made)
+    manifest = Artifact.open(tmp_path / "out").manifest
+    planned = MemoryPlan.from_dict(manifest.memory)
+    parts = {part.name: part.nbytes for part in planned.parts}
+    weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
+    assert weights == made.params_bytes == manifest.graphs[0].memory["params_bytes"]
+    assert parts["KV pages"] + parts["state slots"] + parts["seats"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
+    head = sum(memory.local_bytes(leaf.aval, made.mesh, made.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
+    assert parts["draft head"] == head > 0
+    assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
+    assert parts["inputs"] == max(sum(leaf.aval.nbytes for leaf in (*e.inputs, *e.outputs)) for e in manifest.graphs)
+    assert planned.fits
+    assert manifest.memory["fits"] is True
+    assert planned.as_dict() == manifest.memory
+
+
+def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(made, lowered, build, tmp_path):
+    build(made)
+    before = tiny.contents(tmp_path / "out")
+    lowered.clear()
+    report = build(made)
+    assert lowered == []
+    assert (report.compiled, list(report.reused)) == ({}, NAMES)
+    assert tiny.contents(tmp_path / "out") == before
+    assert list((tmp_path / "cache" / "unfinished").iterdir()) == []
+    assert [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith("build-")] == []
+
+
+def test_one_bucket_more_is_one_lowered_and_one_less_is_none(model, made, lowered, build, tmp_path):
+    build(made)
+    lowered.clear()
+    more = tiny.planned_device(model, buckets=(2, 3, 4))
+    report = build(more)
+    assert lowered == ["decode-b3-q2"]
+    assert sorted(report.reused) == sorted(NAMES)
+    lowered.clear()
+    build(tiny.planned_device(model, buckets=(3,)))
+    assert lowered == []
+    artifact = Artifact.open(tmp_path / "out")
+    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b3-q2"]
+    assert set(tiny.contents(artifact.path)) == {*artifact.manifest.files, MANIFEST}
+
+
+def test_it_is_the_same_bytes_in_another_process_and_another_place(model, made, lowered, build, tmp_path, monkeypatch):
+    """Processes of a pool of two, which order their sets otherwise, against this one."""
+    small = tiny.planned_device(model, prefill=(4,), buckets=(2,))
+    build(small)
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    module.build_device(small, tmp_path / "far" / "away", tmp_path / "other", tiny.QUIET, jobs=2)
+    here, there = tiny.contents(tmp_path / "out"), tiny.contents(tmp_path / "far" / "away")
+    assert list(here) == list(there)
+    assert [name for name in here if here[name] != there[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [
+        ({"max_num_seqs": 5}, True),
+        ({"max_model_len": 384}, True),
+        ({"num_speculative_tokens": 2}, True),
+        ({"mesh": "dp=4,tp=1"}, True),
+        ({"quantization": "w8a8"}, True),
+        ({"target": "ascend-a2"}, True),
+        ({"backend": "null"}, True),
+        ({}, False),
+        ({"prefill": (4, 8)}, False),
+    ],
+)
+def test_the_key_of_a_bucket_is_all_that_decides_it(model, made, changes, again):
+    changed = tiny.planned_device(model, **changes)
+    one, other = made.buckets[-1], changed.buckets[-1]
+    assert (module.plan_key(changed, other) != module.plan_key(made, one)) == again
+    assert module.plan_key(made, made.buckets[1]) != module.plan_key(made, one)
+
+
+def test_the_key_tells_models_sources_and_toolchains_apart(made, tmp_path, monkeypatch):
+    bucket = made.buckets[-1]
+    other = tiny.planned_device(tiny.write_checkpoint(tmp_path / "npu", **{**tiny.NPU_SIZES, "rms_norm_eps": 1e-5}))
+    keys = {module.plan_key(made, bucket), module.plan_key(other, bucket)}
+    with monkeypatch.context() as patched:
+        patched.setattr(source_digest, "digest", lambda: "other sources")
+        keys.add(module.plan_key(made, bucket))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "toolchain", lambda: {"torch": "9"})
+        keys.add(module.plan_key(made, bucket))
+    assert len(keys) == 4
+
+
+def test_what_another_plan_made_is_lowered_again(made, lowered, build, tmp_path):
+    build(made)
+    before = tiny.contents(tmp_path / "out")
+    tiny.published(
+        tmp_path / "out", lambda manifest, _: replace(manifest, graphs=(replace(manifest.graphs[0], plan="other"), *manifest.graphs[1:]))
+    )
+    lowered.clear()
+    build(made)
+    assert lowered == NAMES[:1]
+    assert tiny.contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("folder", ["graphs", "stages"])
+def test_a_harmed_file_is_made_again(made, lowered, build, tmp_path, folder):
+    build(made)
+    before = tiny.contents(tmp_path / "out")
+    entry = next(e for e in Artifact.open(tmp_path / "out").manifest.graphs if e.bucket.name == "decode-b4-q2")
+    tiny.tampered(tmp_path / "out" / (entry.compiled.file if folder == "graphs" else entry.stages))
+    lowered.clear()
+    build(made)
+    assert lowered == ["decode-b4-q2"]
+    assert tiny.contents(tmp_path / "out") == before
+
+
+def interrupted(monkeypatch, after):
+    """A pool whose next bucket after so many is never done."""
+    real = module.run_all
+
+    def run_all(jobs, workers):
+        for number, done in enumerate(real(jobs, workers)):
+            if number == after:
+                raise KeyboardInterrupt
+            yield done
+
+    monkeypatch.setattr(module, "run_all", run_all)
+
+
+def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowered, build, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=2)
+        with pytest.raises(KeyboardInterrupt):
+            build(made)
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "cache" / "unfinished").iterdir())) == 2
+    lowered.clear()
+    report = build(made)
+    assert lowered == ["decode-b4-q2"]
+    assert sorted(report.reused) == ["decode-b2-q2", "prefill-b1-q4"]
+    assert list((tmp_path / "cache" / "unfinished").iterdir()) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
+    build(made, "whole")
+    assert tiny.contents(tmp_path / "whole") == tiny.contents(tmp_path / "out")
+
+
+def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(made, lowered, build, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=1)
+        with pytest.raises(KeyboardInterrupt):
+            build(made)
+    (kept,) = (tmp_path / "cache" / "unfinished").iterdir()
+    tiny.tampered(kept)
+    lowered.clear()
+    build(made)
+    assert lowered == NAMES
+
+
+def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_path, monkeypatch):
+    build(made)
+    before = tiny.contents(tmp_path / "out")
+
+    def refuse(job):
+        raise LoweringError(f"{job.bucket.name} cannot be")
+
+    monkeypatch.setattr(device_pool, "run", refuse)
+    with pytest.raises(LoweringError, match="decode-b3-q2 cannot be"):
+        build(tiny.planned_device(model, buckets=(3,)))
+    assert tiny.contents(tmp_path / "out") == before
+    with pytest.raises(SpecError, match="too much"):
+        build(tiny.planned_device(model, max_num_seqs=10**8))
+    assert tiny.contents(tmp_path / "out") == before
+
+
+def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(made, lowered, build, tmp_path, monkeypatch):
+    def run(job):
+        return replace(tiny.lower_once(job), collectives=(("all_reduce", "ep", "bf16[4]"),))
+
+    monkeypatch.setattr(device_pool, "run", run)
+    with pytest.raises(LoweringError, match=r"collectives are over the groups ep; mesh dp=2,tp=2 has"):
+        build(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
+    made = tiny.planned_device(model, backend="null")
+    build(made)
+    manifest = Artifact.open(tmp_path / "out").manifest
+    assert {entry.compiled for entry in manifest.graphs} == {None}
+    assert {name.partition("/")[0] for name in manifest.files} == {"stages"}
+    assert list(build(made).reused) == NAMES
+
+
+# --- memory ---
+
+ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
+
+
+def held(made, entries=()):
+    return module._memory(made, module._describe(made), entries)
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+def test_every_published_deployment_fits_with_room_for_its_activations(name, phase):
+    planned = held(plan.plan(plan.Options(BIG, deployment=name, phase=None if phase == "mixed" else phase)))
+    parts = {part.name: part.nbytes for part in planned.parts}
+    assert planned.fits
+    # The most that any row's graphs hold at once is 5.2 GiB and a quarter, of a chunk of 3584 tokens over two ranks.
+    tokens = {2: 7.5, 4: 4, 8: 2, 16: 1}[Mesh.parse(planned.mesh).axis("tp")]
+    assert planned.total_bytes + tokens * 2**30 <= planned.limit_bytes
+    assert parts["expert weights"] > parts["other weights"] > 0
+    assert parts["draft head"] > 0
+    assert parts["communication"] > 0
+
+
+def test_the_default_deployment_fits_activations_and_all():
+    made = plan.plan(plan.Options(BIG))
+    sketched = held(made, module._sketches(made))
+    parts = {part.name: part.nbytes / 2**30 for part in sketched.parts}
+    assert sketched.fits
+    assert 1 < parts["activations"] < 8
+
+
+def asked_and_fitting(text):
+    """(requests, context) that a refusal says would fit."""
+    found = re.search(r"What fits: (\d+) requests a dp group \(asked: \d+\)", text), re.search(r"a context of (\d+) tokens \(asked", text)
+    return tuple(int(match[1]) if match else None for match in found)
+
+
+def test_what_a_refusal_suggests_is_built_and_one_more_is_refused(model, build, monkeypatch, tmp_path):
+    """Graphs included: their activations are known before the first refusal."""
+    changes = {"max_num_seqs": 600_000, "max_model_len": 1024}
+    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
+    with pytest.raises(SpecError, match=r"a rank of ascend-a3 with mesh dp=2,tp=2 has 64.00 GiB and this needs .* too much") as refused:
+        build(tiny.planned_device(model, backend="null", buckets=(2,), **changes))
+    assert "activations 0.00" in str(refused.value)
+    requests, context = asked_and_fitting(str(refused.value))
+    assert not (tmp_path / "out").exists()
+    build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests}))
+    with pytest.raises(SpecError, match="too much"):
+        build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests + 1}))
+    shorter = tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_model_len": context})
+    assert held(shorter).fits
+
+
+def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(made, lowered, build, monkeypatch, tmp_path):
+    def run(job):
+        done = tiny.lower_once(job)
+        return replace(done, memory={**done.memory, "peak_bytes": 60 * 2**30})
+
+    monkeypatch.setattr(device_pool, "run", run)
+    with pytest.raises(SpecError, match=r"this needs 7\d\.\d\d, 1\d\.\d\d too much: .*activations 60\.00, workspace 15\.00"):
+        build(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "run_all", None)
+    options = plan.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
+    options = replace(options, max_model_len=131072, max_num_seqs=40)
+    sketches = module._sketches(plan.plan(options))
+    monkeypatch.setattr(module, "_sketches", lambda plan: sketches)
+    with pytest.raises(SpecError, match=r"this needs .* too much: expert weights .* KV pages .* state slots .* communication") as refused:
+        build(plan.plan(options))
+    requests, context = asked_and_fitting(str(refused.value))
+    assert 2 <= requests < 40
+    assert 128 <= context < 131072
+    for changes, fits in (
+        ({"max_num_seqs": requests}, True),
+        ({"max_num_seqs": requests + 1}, False),
+        ({"max_model_len": context}, True),
+        ({"max_model_len": context + 128}, False),
+    ):
+        assert held(plan.plan(replace(options, **changes)), sketches).fits == fits, changes
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
+    monkeypatch.setattr(module, "_sketches", lambda plan: ())
+    with pytest.raises(SpecError, match=r"No number of requests and no context fits: legal are a mesh of more ranks, narrower weights"):
+        build(plan.plan(plan.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))
+
+
+def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
+    def talks(**changes):
+        found = held(plan.plan(plan.Options(BIG, **changes)))
+        return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in found.parts if part.name == "communication")
+
+    # The published chunk gathers: 1792 tokens a rank are more than one dispatch takes.
+    small, most = talks(buckets=(2,)), talks(buckets=(128,))
+    assert small != most
+    assert talks(buckets=(128, 150)) == most
+    assert talks(buckets=(2,), prefill=(512,)) == most
+    # Of 150 rows, and of 300 with one draft, the tokens that drafts are made from are few enough: one a row.
+    assert talks(buckets=(150,)) == talks(buckets=(150,), num_speculative_tokens=0)
+    assert talks(buckets=(300,), num_speculative_tokens=1) == talks(buckets=(300,), num_speculative_tokens=0)
+    assert "world" in talks(buckets=(600,), num_speculative_tokens=0), "nothing dispatches"
+    assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"

@@ -1,0 +1,414 @@
+"""tools/build/plan.py: what is decided before anything is computed, and what is refused then."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+
+from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
+from npucompile.graphs.types import Bucket, Limits, Mesh
+from npucompile.models import registry
+from npucompile.models.variant import MOST_DISPATCHED
+from npucompile.tools.build import deployments, plan
+from npucompile.tools.build.plan import Options
+from npucompile.tools.commands import build
+
+
+def test_a_plan_of_a_checkpoint(tiny_checkpoint):
+    made = plan.plan(Options(str(tiny_checkpoint), (1, 2, 4), (16, 4), 64, None, "float32", "eager"))
+    assert made.buckets == (
+        Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4),
+    )  # fmt: skip
+    assert made.limits == Limits(page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3)
+    assert made.dtype == torch.float32
+    assert made.references == ()
+    assert made.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)",)
+    assert made.eos_ids == (tiny.EOS,)
+    assert (made.model.drafting, made.max_logprobs) == (True, 20)
+
+
+def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
+    made = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
+    assert made.limits == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {1}
+    assert (made.notes, made.model.drafting, made.max_logprobs) == ((), False, 20)
+    assert made == plan.plan(options_of(made.arguments))
+
+
+@pytest.mark.parametrize("drafts", range(8))
+def test_as_many_drafts_as_are_asked_for(tiny_checkpoint, drafts):
+    made = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
+    assert (made.limits.drafts, made.limits.slots_per_request, made.limits.num_seats) == (drafts, drafts + 1, 5)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {drafts + 1}
+    assert (made.model.drafting, made.notes) == (drafts > 0, ())
+
+
+def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "few", vocab_size=12, tokenizer=False, eos_token_id=1)
+    assert tiny.planned(model).max_logprobs == 12
+    assert tiny.planned(model, max_logprobs=5).max_logprobs == 5
+    with pytest.raises(SpecError, match=r"max_logprobs is 13; legal for few are 0 to 12"):
+        tiny.planned(model, max_logprobs=13)
+
+
+def test_rows_of_large_buckets_have_a_reference_of_one_row(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, buckets=(2, 4))
+    assert made.references == (Bucket("decode", 1, 4),)
+    assert not set(made.references) & set(made.buckets)
+
+
+def test_bytes_are_those_of_the_real_tensors(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint)
+    file = tiny_checkpoint / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert made.params_bytes == file.stat().st_size - header
+    # Of the one attention layer, and of the draft head.
+    keys_and_values = 2 * 2 * made.limits.num_pages * made.limits.page_size * 16 * 4
+    recurrent = made.limits.num_slots * 2 * 8 * 8 * 4
+    convolved = made.limits.num_slots * 3 * (2 * 8 + 2 * 8) * 4
+    seats = made.limits.num_seats * (2 + 4) * 4
+    assert made.state_bytes == keys_and_values + recurrent + convolved + seats
+    head = sum(tensor.nbytes for name, tensor in load_file(file).items() if name.startswith("mtp."))
+    assert tiny.planned(tiny_checkpoint, num_speculative_tokens=0).params_bytes == made.params_bytes - head
+
+
+def test_choices_of_the_plan_are_explained(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=4096)
+    made = plan.plan(Options(str(model), buckets=(1,), prefill=(32, 2048)))
+    assert made.limits.max_model_len == 1024
+    assert [bucket.q_len for bucket in made.buckets if bucket.kind == "prefill"] == [32]
+    told = "\n".join(made.notes)
+    assert "context 1024 of 4096 tokens" in told
+    assert "--max-model-len" in told
+    assert "no prefill of 2048 tokens" in told
+    assert f"dtype {plan.dtype_name(made.dtype)}: " in told
+
+
+def test_a_context_shorter_than_the_default_is_taken_whole(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "short", max_position_embeddings=100)
+    assert plan.plan(Options(str(model), dtype="float32")).limits.max_model_len == 96
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 0}, r"max_model_len is 0; legal for tiny is a multiple of 16 up to 256"),
+        ({"max_model_len": 40}, r"max_model_len is 40; .*multiple of 16 up to 256"),
+        ({"max_model_len": 272}, r"max_model_len is 272; .*up to 256"),
+        ({"max_num_seqs": 0}, r"max_num_seqs is 0 and the largest bucket has 4 rows"),
+        ({"max_num_seqs": 3}, r"max_num_seqs is 3 and the largest bucket has 4 rows; legal is at least that many"),
+        ({"buckets": ()}, r"no decode buckets; legal is at least one"),
+        ({"prefill": (128, 256)}, r"no prefill chunk of \(128, 256\) fits max_model_len 64; legal are sizes from 1 to 64"),
+        ({"dtype": "float64"}, r"dtype is 'float64'; legal are auto, float32, bfloat16"),
+        ({"num_speculative_tokens": 8}, r"speculative tokens is 8; legal are 0 to 7"),
+        ({"num_speculative_tokens": -1}, r"speculative tokens is -1; legal are 0 to 7"),
+        ({"max_logprobs": 21}, r"max_logprobs is 21; legal for tiny are 0 to 20"),
+        ({"max_logprobs": -1}, r"max_logprobs is -1; legal for tiny are 0 to 20"),
+    ],
+)
+def test_what_is_not_legal_is_refused_with_what_is(tiny_checkpoint, options, message):
+    with pytest.raises(SpecError, match=message):
+        tiny.planned(tiny_checkpoint, **options)
+
+
+def test_more_requests_than_rows(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, max_num_seqs=6)
+    assert (made.limits.num_seats, made.limits.num_slots, made.limits.num_pages) == (7, 25, 25)
+
+
+def test_buckets_in_any_order_and_twice_are_one_set(tiny_checkpoint):
+    assert tiny.planned(tiny_checkpoint, buckets=(4, 1, 4, 2)) == tiny.planned(tiny_checkpoint)
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(UnknownModel, match=r"'qwen3\.5-tinny'.*did you mean qwen3\.5-tiny"):
+        plan.plan(Options("qwen3.5-tinny"))
+
+
+def test_sizes_without_weights_only_report():
+    with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights.*--backend null"):
+        plan.plan(Options("qwen3.5-27b", backend="eager"))
+    made = plan.plan(Options("qwen3.5-27b", backend="null", dtype="bfloat16"))
+    assert made.params_bytes > 50e9
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatch, tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint)
+    pages = math.ceil((made.params_bytes + made.state_bytes) / 4096)
+    held = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
+    monkeypatch.setattr(plan.os, "sysconf", held.__getitem__)
+    assert tiny.planned(tiny_checkpoint) == made
+    held["SC_PHYS_PAGES"] = pages - 1
+    with pytest.raises(SpecError, match=r"tiny needs .* GB for weights and .* GB for state, this machine has .* GB"):
+        tiny.planned(tiny_checkpoint)
+    assert tiny.planned(tiny_checkpoint, backend="null").buckets == made.buckets
+
+
+@pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, hardware, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
+    chosen, why = plan.choose_dtype("auto")
+    assert chosen == dtype
+    assert f"dtype {plan.dtype_name(dtype)}" in why
+    assert plan.choose_dtype("float32") == (torch.float32, None)
+
+
+def options_of(arguments):
+    """What `npucompile build ARGUMENTS` asks for."""
+    given = build.command.make_context("build", list(arguments)).params
+    return Options(**{name: given[name] for name in Options.__dataclass_fields__})
+
+
+def same(one, other):
+    """Whether two plans are equal but for where their model was found."""
+    return replace(other, found=one.found, model=replace(other.model, name=one.model.name)) == one
+
+
+OTHER = {"buckets": (2, 3), "prefill": (4, 5, 7), "max_num_seqs": 9, "dtype": "bfloat16", "backend": "null"}
+NEITHER = {"num_speculative_tokens": 0, "max_logprobs": 0}
+FEW = {"num_speculative_tokens": 1, "max_logprobs": 5}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER, NEITHER, FEW])
+def test_its_arguments_make_the_same_plan(monkeypatch, tmp_path, tiny_checkpoint, changes):
+    monkeypatch.chdir(tiny_checkpoint.parent)
+    made = tiny.planned("tiny", **changes)
+    arguments = made.arguments
+    monkeypatch.chdir(tmp_path)
+    again = plan.plan(options_of(arguments))
+    # What is said was not chosen.
+    assert replace(again, found=made.found, model=replace(again.model, name="tiny"), notes=made.notes) == made
+    assert again.found.checkpoint_dir.samefile(tiny_checkpoint)
+
+
+def test_arguments_name_a_preset_by_its_name_and_a_directory_of_that_name_by_its_path(tmp_path):
+    bundled, other = "qwen3.5-tiny", tiny.write_checkpoint(tmp_path / "qwen3.5-tiny")
+    assert plan.plan(Options(bundled)).arguments[0] == bundled
+    assert tiny.planned(other).arguments[0] == str(other.resolve())
+    assert plan.plan(Options("qwen3.5-27b", backend="null")).arguments[0] == "qwen3.5-27b"
+
+
+def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentioned(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "odd", eos_token_id=[tiny.VOCAB, 7])
+    made = tiny.planned(model)
+    assert made.eos_ids == (7,)
+    assert any(f"[{tiny.VOCAB}] lie outside the vocabulary of {tiny.VOCAB}" in note for note in made.notes)
+
+
+def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
+    assert plan.default_out(tmp_path, registry.find(tiny_checkpoint)) == tmp_path / "tiny"
+
+
+# --- several ranks on this machine ---
+
+
+def test_a_mesh_on_this_machine_runs_uncompiled(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
+    assert (made.backend, made.target.name, str(made.mesh), made.on_device) == ("eager", "cpu", "dp=2,tp=1", False)
+    assert made.model.config.variant.experts == "grouped"
+    assert tiny.planned(tiny_checkpoint, backend=None).model.config.variant.experts == "plain"
+    with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
+        tiny.planned(tiny_checkpoint, backend="inductor", mesh="dp=2")
+
+
+def test_more_ranks_than_key_value_heads_hold_copies(tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    model = tiny.write_checkpoint(tmp_path / "model", **sizes)
+    copies = {mesh: tiny.planned(model, mesh=mesh).model.config.variant.kv_repeat for mesh in ("", "tp=2", "tp=4", "dp=4,tp=1")}
+    assert copies == {"": 1, "tp=2": 1, "tp=4": 2, "dp=4,tp=1": 1}
+
+
+ODD = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "shared_expert_intermediate_size": 18, "vocab_size": 264,
+}  # fmt: skip
+
+
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "error", "message"),
+    [
+        ("tp=2", ODD, SpecError, r"2 ranks of a group share 3 key-value heads; legal are multiples or divisors of 3"),
+        ("tp=2", {**EVEN, "vocab_size": 261}, PartitionError, r"axis 'vocab' of size 261 does not divide by 2 \(\('tp',\) of mesh tp=2\)"),
+        (
+            "tp=4",
+            {**ODD, "num_key_value_heads": 2},
+            SpecError,
+            "tp=4: 4 ranks of a group cannot share num_attention_heads 6; legal are divisors of 6",
+        ),
+        ("tp=6", ODD, SpecError, r"6 ranks of a group cannot share linear_num_key_heads 2; legal are divisors of 2"),
+        (
+            "tp=4",
+            {**ODD, "num_attention_heads": 12, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+            SpecError,
+            r"mesh tp=4: 4 ranks of a group share 3 key-value heads; legal are multiples or divisors of 3",
+        ),
+        ("dp=3", {}, PartitionError, r"4 experts over the 3 devices of mesh dp=3: .* legal are meshes whose size divides 4"),
+        ("dp=8", {}, PartitionError, r"4 experts over the 8 devices of mesh dp=8: .* legal are meshes whose size divides 4"),
+        ("ep=2", {}, SpecError, r"mesh ep=2: unknown axis 'ep'; legal are dp and tp"),
+        ("tp=2,dp=2", {}, SpecError, r"axes are tp,dp; legal is each of dp,tp at most once, in this order"),
+        ("dp=65", {}, SpecError, r"mesh dp=65 has 65 ranks and cpu at most 64"),
+        ("dp=0", {}, SpecError, r"'dp=0' is not NAME=SIZE with SIZE at least 1"),
+    ],
+)
+def test_a_mesh_the_model_does_not_spread_over_is_refused_before_anything_is_traced(tmp_path, mesh, sizes, error, message):
+    model = tiny.write_checkpoint(tmp_path / "model", **sizes)
+    with pytest.raises(error, match=message):
+        tiny.planned(model, mesh=mesh)
+
+
+# --- builds for NPUs ---
+
+BIG = "qwen3.5-397b"
+SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
+ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
+
+
+def options_for(row, phase):
+    return Options(BIG, deployment=row, phase=None if phase == "mixed" else phase)
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+def test_every_published_deployment_of_the_big_model_plans_as_published(name, phase):
+    made, row = plan.plan(options_for(name, phase)), deployments.deployment(name)
+    part = row.phase(phase)
+    assert (made.backend, made.target.name, made.mesh, made.phase, made.deployment) == ("ge", row.target, part.mesh, phase, name)
+    assert (made.quantization, made.dtype, made.on_device) == (row.quantization, torch.bfloat16, True)
+    assert made.limits == deployments.limits_for(row, part, 128)
+    width = part.num_speculative_tokens + 1
+    decode = [Bucket("decode", batch, width) for batch in part.buckets]
+    prefill = [] if phase == "decode" else [Bucket("prefill", 1, deployments.prefill_chunk(row))]
+    assert made.buckets == (*prefill, *decode)
+    variant, tp = made.model.config.variant, made.mesh.axis("tp")
+    assert variant.kv_repeat == max(1, tp // 2)
+    assert (variant.attention, variant.experts) == ("w8a8", row.quantization)
+    assert variant.recurrent == torch.bfloat16
+    assert variant.most_dispatched == (MOST_DISPATCHED if row.target == "ascend-a3" else 0)
+    assert dict(made.rules().table)["experts"] == ("dp", "tp")
+    assert made.params_bytes + made.state_bytes < 50 * 2**30
+
+
+def test_the_big_model_alone_is_its_default_deployment():
+    made = plan.plan(Options(BIG))
+    assert made == plan.plan(Options(BIG, deployment=deployments.DEFAULT[BIG])) == plan.plan(Options(BIG, backend="ge"))
+    assert (str(made.mesh), made.quantization, made.limits.slots_per_request) == ("dp=8,tp=2", "w4a8", 4)
+    more = plan.plan(Options(BIG, buckets=tuple(range(2, 65, 2))))
+    assert [bucket.batch for bucket in more.buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
+    assert (more.limits.num_slots - 1) // 4 == 64
+    assert more.limits.num_pages == made.limits.num_pages
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 200}, {"max_model_len": 1024, "prefill": (128, 512), "quantization": "w8a8"}])
+def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
+    made = plan.plan(replace(options_for(name, phase), **changes))
+    assert plan.plan(options_of(made.arguments)) == made
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}, {"max_logprobs": 4}]
+)
+def test_arguments_of_a_target_make_the_same_plan(tmp_path, changes):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
+    assert same(made, plan.plan(options_of(made.arguments)))
+
+
+def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
+    for heads in (0, 1):
+        sizes = {**tiny.NPU_SIZES, "max_position_embeddings": 300, "mtp_num_hidden_layers": heads}
+        model = tiny.write_checkpoint(tmp_path / f"model-{heads}", **sizes)
+        made = plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
+        width = 1 + 3 * heads
+        assert made.limits == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
+        assert [bucket.name for bucket in made.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
+        assert (made.quantization, made.phase, made.deployment, made.published) == ("none", "mixed", "", False)
+        # A device would compute them for every row of every step.
+        assert made.max_logprobs == 0
+        assert plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
+
+
+def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
+    made = plan.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
+    assert made.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
+    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {4}
+    assert made.deployment == ""
+    fewer = plan.plan(Options(BIG, num_speculative_tokens=1))
+    assert (fewer.limits.slots_per_request, fewer.limits.num_slots) == (2, 1 + 54 * 2)
+
+
+def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():
+    made = plan.plan(options_for(SPLIT, "prefill"))
+    assert [bucket.kind for bucket in made.buckets] == ["prefill"]
+    assert (made.limits.slots_per_request, made.limits.drafts) == (1, 3)
+    assert plan.plan(replace(options_for(SPLIT, "prefill"), max_num_seqs=3)).limits.num_slots == 4
+    assert plan.plan(options_for(SPLIT, None)).phase == "decode"
+
+
+def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
+    made = plan.plan(Options(BIG, max_model_len=1024))
+    assert made.buckets[0] == Bucket("prefill", 1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"deployment": "dsr1-a3x8-mix-2k-2k-50ms"}, SpecError, r"dsr1-a3x8-mix-2k-2k-50ms is of deepseek-r1, the model is qwen3.5-397b"),
+        ({"deployment": "qwen35-397b-a3x9"}, SpecError, r"deployment 'qwen35-397b-a3x9' is not known; near are .*lists all 52"),
+        ({"deployment": SPLIT, "target": "cpu"}, SpecError, SPLIT + r" is for ascend-a3, the target is cpu"),
+        ({"deployment": SPLIT, "phase": "mixed"}, SpecError, SPLIT + r" has no phase 'mixed'; legal are prefill, decode"),
+        ({"phase": "decode"}, SpecError, r"in3k5-out1k5-50ms has no phase 'decode'; legal are mixed"),
+        ({"phase": "decode", "target": "ascend-a3"}, SpecError, r"--phase decode is one side of a deployment that splits them; name it"),
+        ({"phase": "decode", "backend": "null"}, SpecError, r"--phase decode is one side of a deployment that splits them; name it"),
+        ({"target": "ascend-a4"}, SpecError, r"target 'ascend-a4' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3"),
+        ({"target": "cpu", "backend": "ge"}, SpecError, r"--backend ge is for NPUs; name a --deployment, or a --target"),
+        ({"target": "ascend-a3", "backend": "inductor"}, SpecError, r"--backend inductor makes nothing that ascend-a3 runs; legal are ge"),
+        ({"backend": "eager", "deployment": SPLIT}, SpecError, r"--backend eager makes nothing that ascend-a3 runs; legal are ge and null"),
+        ({"target": "ascend-a3", "mesh": "dp=3,tp=2"}, PartitionError, r"512 experts over the 6 devices of mesh dp=3,tp=2"),
+        ({"target": "ascend-a3", "mesh": "dp=768"}, PartitionError, r"512 experts over the 768 devices of mesh dp=768"),
+        ({"target": "ascend-a3", "mesh": "dp=1024"}, SpecError, r"mesh dp=1024 has 1024 ranks and ascend-a3 at most 768"),
+        (
+            {"target": "ascend-a3", "mesh": "tp=3"},
+            SpecError,
+            r"mesh tp=3: 3 ranks of a group cannot share num_attention_heads 32; legal are",
+        ),
+        ({"target": "ascend-a3", "mesh": "tp=64"}, SpecError, r"64 ranks of a group cannot share num_attention_heads 32"),
+        ({"target": "ascend-a3", "mesh": "tp=32"}, SpecError, r"32 ranks of a group cannot share linear_num_key_heads 16"),
+        ({"target": "ascend-a2", "mesh": "tp=16"}, SpecError, r"tp is 16 and a node of ascend-a2 has 8 NPUs; legal is tp up to 8"),
+        ({"mesh": "pp=2", "deployment": SPLIT}, SpecError, r"mesh pp=2: unknown axis 'pp'; legal are dp and tp"),
+        ({"mesh": "tp", "target": "ascend-a3"}, SpecError, r"'tp' is not NAME=SIZE"),
+        ({"quantization": "w2a8"}, SpecError, r"quantization is 'w2a8'; legal are none, w8a8, w4a8"),
+        ({"num_speculative_tokens": 8}, SpecError, r"speculative tokens is 8; legal are 0 to 7"),
+        ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),
+        ({"dtype": "float64"}, SpecError, r"dtype is 'float64'; legal are auto, float32, bfloat16"),
+        ({"max_model_len": 1000}, SpecError, r"max_model_len is 1000; .* on ascend-a3 is a multiple of 128 up to 262144"),
+        ({"max_model_len": 2**20}, SpecError, r"max_model_len is 1048576; .*up to 262144"),
+        ({"max_num_seqs": 10}, SpecError, r"max_num_seqs is 10 and the largest bucket has 54 rows"),
+        ({"buckets": ()}, SpecError, r"no decode buckets; legal is at least one"),
+        ({"prefill": (8192,)}, SpecError, r"no prefill chunk of \(8192,\) fits max_model_len 5120"),
+    ],
+)
+def test_what_npus_cannot_have_is_refused_by_name(options, error, message):
+    with pytest.raises(error, match=message):
+        plan.plan(Options(BIG, **options))
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "eager"}, {"target": "ascend-a3", "mesh": "tp=1"}])
+def test_drafts_of_a_model_without_a_draft_head_are_refused(tmp_path, place):
+    model = tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0)
+    with pytest.raises(SpecError, match=r"2.* headless has no draft head.*; legal is 0"):
+        plan.plan(Options(str(model), num_speculative_tokens=2, **place))
+
+
+def test_rules_are_of_the_bucket(tmp_path):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), mesh="tp=2")
+    split, whole = made.rules(Bucket("decode", 1, 2)), made.rules(Bucket("decode", 1, 1))
+    assert dict(split.table)["tokens"] == ("tp",)
+    assert "tokens" not in dict(whole.table)
+    assert made.mesh == Mesh.parse("tp=2")

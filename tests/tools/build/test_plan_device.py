@@ -1,0 +1,99 @@
+"""tools/build/plan_device.py: a deployment's choices, what is said beside it wins, what is no NPU decides nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.graphs.types import Mesh
+from npucompile.tools.build import deployments
+from npucompile.tools.build.plan_device import DEFAULT_DRAFTS, decide, phases
+
+BIG, PUBLISHED = "qwen3.5-397b", "qwen35-397b-a3x8-in3k5-out1k5-50ms"
+SPLIT, DENSE = "qwen35-397b-a3x24-pd-1p1d-3node", "qwen3-32b-a3x4-mix-6k-1.5k-18ms"
+NOTHING = {"deployment": None, "phase": None, "target_name": None, "mesh": None, "quantization": None, "drafts": None, "drafting": True}
+
+
+def decided(model=BIG, **asked):
+    return decide(model, **{**NOTHING, **asked})
+
+
+def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
+    made = decided()
+    assert made == decided(deployment=PUBLISHED)
+    assert (made.deployment, made.phase, made.target.name, str(made.mesh)) == (PUBLISHED, "mixed", "ascend-a3", "dp=8,tp=2")
+    assert (made.quantization, made.drafts) == ("w4a8", 3)
+    assert made.buckets == deployments.deployment(PUBLISHED).phase().buckets
+    assert made.prefill == (3584,)
+    assert decided("qwen3.5-tiny") is None
+    assert decided("qwen3.5-tiny", mesh="dp=2") is None
+
+
+@pytest.mark.parametrize("asked", [{"target_name": "cpu"}, {"mesh": "dp=2"}, {"target_name": "cpu", "mesh": "dp=2,tp=2"}])
+def test_who_says_another_place_does_not_get_the_default(asked):
+    assert decided(**asked) is None
+
+
+def test_what_is_said_beside_a_row_wins():
+    made = decided(deployment=PUBLISHED, mesh="dp=4,tp=4", quantization="w8a8", drafts=1)
+    assert (str(made.mesh), made.quantization, made.drafts, made.deployment) == ("dp=4,tp=4", "w8a8", 1, PUBLISHED)
+    assert (made.limits.slots_per_request, made.limits.drafts) == (2, 1)
+    none = decided(deployment=PUBLISHED, drafts=0)
+    assert (none.drafts, none.limits.slots_per_request, none.limits.drafts) == (0, 1, 0)
+    assert decided(deployment=PUBLISHED, target_name="ascend-a2").target.name == "ascend-a2"
+
+
+def test_sides_of_a_deployment_prefill_or_decode():
+    prefill, decode = decided(deployment=SPLIT, phase="prefill"), decided(deployment=SPLIT, phase="decode")
+    assert (str(prefill.mesh), prefill.buckets, prefill.prefill) == ("dp=8,tp=2", (), (4096,))
+    assert (str(decode.mesh), decode.prefill) == ("dp=16,tp=2", ())
+    assert decode.buckets == (1, 2, 4, 8, 16, 24, 32)
+    assert (prefill.limits.slots_per_request, decode.limits.slots_per_request) == (1, 4)
+    # Whoever decodes begins with the drafts of whoever prefilled.
+    assert (prefill.limits.drafts, decode.limits.drafts, prefill.drafts, decode.drafts) == (3, 3, 3, 3)
+    assert decided(deployment=SPLIT) == decode
+
+
+def test_a_target_alone_has_one_rank_and_no_sizes():
+    made = decided("any", target_name="ascend-a3")
+    assert (made.mesh, made.quantization, made.drafts) == (Mesh(), "none", DEFAULT_DRAFTS)
+    assert (made.limits, made.buckets, made.prefill, made.deployment) == (None, None, None, "")
+    assert decided("any", target_name="ascend-a3", drafting=False).drafts == 0
+    assert decided("any", target_name="ascend-a3", drafts=0).drafts == 0
+
+
+def test_a_model_without_a_draft_head_drafts_nothing():
+    for place in ({"target_name": "ascend-a3"}, {"deployment": PUBLISHED}):
+        made = decided(**place, drafting=False)
+        assert made.drafts == decided(**place, drafting=False, drafts=0).drafts == 0
+        assert made.limits is None or (made.limits.drafts, made.limits.slots_per_request) == (0, 1)
+        with pytest.raises(SpecError, match=rf"speculative tokens is 2, and {BIG} has no draft head; legal is 0"):
+            decided(**place, drafting=False, drafts=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"deployment": "nothing-like-it"}, r"deployment 'nothing-like-it' is not known; .*lists all"),
+        ({"deployment": DENSE}, rf"is of qwen3-32b, the model is {BIG}"),
+        ({"deployment": SPLIT, "phase": "mixed"}, r"has no phase 'mixed'; legal are prefill, decode"),
+        ({"deployment": PUBLISHED, "phase": "prefill"}, r"has no phase 'prefill'; legal are mixed"),
+        ({"deployment": PUBLISHED, "target_name": "cpu"}, r"is for ascend-a3, the target is cpu"),
+        ({"target_name": "gpu"}, r"target 'gpu' is not known"),
+        ({"mesh": "dp=8,tp=4", "deployment": PUBLISHED, "target_name": "ascend-a2", "drafts": 9}, r"is 9; legal are 0 to 7"),
+        ({"mesh": "tp=16", "deployment": PUBLISHED, "target_name": "ascend-a2"}, r"tp is 16 and a node of ascend-a2 has 8 NPUs"),
+        ({"mesh": "tp=9", "target_name": "ascend-a2"}, r"tp is 9 and a node of ascend-a2 has 8"),
+        ({"drafts": -1}, r"speculative tokens is -1; legal are 0 to 7"),
+    ],
+)
+def test_refusals_name_what_is_legal(asked, message):
+    with pytest.raises(SpecError, match=message):
+        decided(**asked)
+
+
+def test_phases_are_the_artifacts_a_deployment_needs():
+    assert phases(None, BIG) == phases(PUBLISHED, BIG) == ("mixed",)
+    assert phases(SPLIT, BIG) == ("prefill", "decode")
+    assert phases(None, "qwen3.5-tiny") == ("mixed",)
+    with pytest.raises(SpecError, match="is not known"):
+        phases("nothing-like-it", BIG)

@@ -1,0 +1,92 @@
+"""tools/build/stages.py: a bucket has all its stages, each says the same of itself every time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support import tiny
+
+from npucompile.graphs.types import Bucket
+from npucompile.tools.build import stages
+
+DECODE, PREFILL = Bucket("decode", 2, 4), Bucket("prefill", 1, 4)
+
+
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=lambda b: b.name)
+def test_stages_are_told_apart_and_told_alike(tiny_checkpoint, bucket):
+    made = tiny.planned(tiny_checkpoint)
+    first, second = stages.stage(made, bucket), stages.stage(made, bucket)
+    assert first.texts == second.texts
+    assert set(first.texts) == set(stages.STAGES)
+    assert len(set(first.texts.values())) == 3
+    for stage, text in first.texts.items():
+        assert f"{bucket.name} {stage}" in text.splitlines()[0]
+    assert (first.cost, first.memory) == (second.cost, second.memory)
+
+
+def test_numbers_are_those_of_the_plan(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint)
+    decode, prefill = tiny.stage_once(made, DECODE), tiny.stage_once(made, PREFILL)
+    for one in (decode, prefill):
+        assert one.memory["params_bytes"] == made.params_bytes
+        assert one.memory["state_bytes"] == made.state_bytes
+        assert one.memory["inputs_bytes"] == sum(math.prod(leaf.aval.shape) * 4 for leaf in one.partitioned.signature.inputs)
+        assert one.memory["peak_bytes"] > 0
+        assert set(one.cost) == {"flops", "read_bytes", "write_bytes"}
+    hidden, vocab = tiny.CONFIG["hidden_size"], tiny.VOCAB
+    # Of two requests with four candidates each, and three drafts.
+    assert decode.cost["flops"] > 2 * 2 * (4 + 3) * hidden * vocab
+    assert tiny.stage_once(made, Bucket("prefill", 1, 16)).cost["flops"] > prefill.cost["flops"]
+
+
+def test_what_is_asked_of_a_step_is_in_its_graph(tiny_checkpoint):
+    """Drafts and log probabilities, or neither."""
+    both = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE)
+    neither = tiny.stage_once(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0), Bucket("decode", 2, 1))
+    outputs = {leaf.name: leaf.aval.shape for leaf in both.partitioned.signature.outputs}
+    assert outputs == {
+        "outputs.tokens": (2, 4), "outputs.counts": (2,), "outputs.drafts": (2, 3), "outputs.logits": (2, 4, tiny.VOCAB),
+        "outputs.chosen_logprobs": (2, 4), "outputs.top_ids": (2, 4, 20), "outputs.top_logprobs": (2, 4, 20),
+    }  # fmt: skip
+    assert {leaf.name for leaf in neither.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.logits"}
+    assert [leaf.name for leaf in neither.partitioned.signature.params if ".mtp." in leaf.name] == []
+    assert both.cost["flops"] > 4 * neither.cost["flops"]
+
+
+def test_the_eager_form_is_always_there_and_the_target_only_beside_it(tiny_checkpoint):
+    eager = tiny.stage_once(tiny.planned(tiny_checkpoint), DECODE)
+    assert eager.target is None
+    assert eager.texts["lowered"] == eager.eager.as_text()
+    null = stages.stage(tiny.planned(tiny_checkpoint, backend="null"), DECODE)
+    assert null.target.backend == "null"
+    assert null.eager.as_text() == eager.eager.as_text()
+    assert null.texts["lowered"] == null.target.as_text()
+
+
+def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint, mesh="dp=2,tp=1")
+    one = stages.stage(made, DECODE)
+    assert set(one.texts) == {"partitioned", "lowered"}
+    assert "over mesh dp=2,tp=1" in one.texts["partitioned"].splitlines()[0]
+    assert one.partitioned.signature.inputs[-1].name == "inputs.coords"
+    assert {group for _, group, _ in one.partitioned.collectives} <= {"dp", "tp", "world"}
+    assert one.memory["params_bytes"] == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
+
+
+def test_what_is_for_npus_has_no_eager_form_and_gives_no_logits(tmp_path):
+    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), backend="null")
+    one = stages.stage(made, made.buckets[-1])
+    assert one.eager is None
+    assert one.texts["lowered"] == one.target.as_text()
+    assert {leaf.name for leaf in one.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.drafts"}
+    assert one.memory["state_bytes"] == made.state_bytes
+
+
+def test_a_bucket_is_partitioned_as_it_is_staged(tiny_checkpoint):
+    made = tiny.planned(tiny_checkpoint)
+    traced, partitioned = stages.partition_bucket(made, DECODE)
+    one = tiny.stage_once(made, DECODE)
+    assert traced is not None
+    assert partitioned.signature == one.partitioned.signature
+    assert stages.partition_bucket(tiny.planned(tiny_checkpoint, mesh="dp=2"), DECODE)[0] is None

@@ -1,0 +1,221 @@
+"""tools/uptodate.py: equal builds have equal fingerprints, whatever could change one changes it, and torch stays unloaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npucompile.tools.build import stamp
+from npucompile.tools.build.stamp import FOLDERS, fingerprint, matches, stamp_file, write
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ("lowering/cpp/kernel.cpp", "lowering/cpp/kernel.h")
+OPTIONS = {"model": "m", "buckets": (2, 4), "mesh": None, "out": Path("/a")}
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package of one source a folder, with a bundled model."""
+    root = tmp_path / "package"
+    for folder in (*FOLDERS, "models/bundled/small", "graphs/ops", "lowering/cpp"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / "source.py").write_text("x = 1\n")
+    (root / "__init__.py").write_text("")
+    (root / "tools" / "table.json").write_text("{}")
+    for name in ("kernel.cpp", "kernel.h"):
+        (root / "lowering/cpp" / name).write_text("")
+    (root / "models/bundled/small/config.json").write_text("{}")
+    return root
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.safetensors").write_bytes(b"1234")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    out = tmp_path / "artifact"
+    (out / "graphs").mkdir(parents=True)
+    (out / "manifest.msgpack").write_bytes(b"manifest")
+    for name in ("a", "b"):
+        (out / "graphs" / f"{name}.ge").write_bytes(b"graph")
+    write(out, "f", ["graphs/b.ge", "graphs/a.ge"])
+    return out
+
+
+def later(file: Path) -> None:
+    """The same file, changed a second later."""
+    status = file.stat()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+
+
+def test_the_same_build_has_the_same_fingerprint(package, checkpoint):
+    one = fingerprint(OPTIONS, package, [checkpoint])
+    assert fingerprint(dict(reversed(OPTIONS.items())), package, [checkpoint]) == one
+    assert fingerprint({k: v for k, v in OPTIONS.items() if v is not None}, package, [checkpoint]) == one
+    assert fingerprint(OPTIONS, package, iter([checkpoint])) == one
+    # What Python or a test run leaves beside the sources decides nothing, nor does the time at which sources were copied.
+    (package / "graphs" / "__pycache__").mkdir()
+    (package / "graphs" / "__pycache__" / "source.pyc").write_bytes(b"x")
+    later(package / "graphs" / "source.py")
+    assert fingerprint(OPTIONS, package, [checkpoint]) == one
+
+
+def test_everything_that_the_package_is_made_of_counts():
+    """Or an artifact of other sources would pass for a new one: kernels in C++ once did."""
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    left_out = [file for file in files if not file.is_relative_to(ROOT / stamp.BUNDLED) and file.suffix not in stamp.SOURCES]
+    assert any(file.suffix == ".cpp" for file in files)
+    assert not left_out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"model": "n"}, {"buckets": (2, 4, 8)}, {"mesh": "tp=2"}, {"out": Path("/b")}, {"more": 1}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_every_option_counts(package, checkpoint, changed):
+    assert fingerprint(OPTIONS | changed, package, [checkpoint]) != fingerprint(OPTIONS, package, [checkpoint])
+
+
+@pytest.mark.parametrize(
+    "path", ["__init__.py", *(f"{folder}/source.py" for folder in FOLDERS), "graphs/ops/source.py", "tools/table.json", *KERNELS]
+)
+def test_every_source_counts(package, checkpoint, path):
+    before = fingerprint(OPTIONS, package, [checkpoint])
+    status = (package / path).stat()
+    (package / path).write_text("x = 2\n")
+    # Even one of the same size and time.
+    os.utime(package / path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = fingerprint(OPTIONS, package, [checkpoint])
+    assert changed != before
+    (package / path).rename(package / "graphs" / "renamed.py")
+    if path != "__init__.py":
+        assert fingerprint(OPTIONS, package, [checkpoint]) not in (before, changed)
+
+
+def test_models_count_by_size_and_time(package, checkpoint):
+    seen = [fingerprint(OPTIONS, package, [checkpoint])]
+    for change in (
+        lambda: later(checkpoint / "a.safetensors"),
+        lambda: (checkpoint / "b.safetensors").write_bytes(b""),
+        lambda: (checkpoint / "b.safetensors").unlink(),
+        lambda: (checkpoint / "a.safetensors").unlink(),
+        lambda: later(package / "models/bundled/small/config.json"),
+    ):
+        change()
+        seen.append(fingerprint(OPTIONS, package, [checkpoint]))
+    assert len(set(seen)) == len(seen) - 1
+    assert seen[1] == seen[3]
+    assert fingerprint(OPTIONS, package, [checkpoint / "gone"]) != fingerprint(OPTIONS, package, [])
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_npu", "protobuf", "safetensors"])
+def test_versions_count(package, monkeypatch, name):
+    before, version = fingerprint(OPTIONS, package, []), importlib.metadata.version
+
+    def newer(asked):
+        if asked == name:
+            return "99"
+        return version(asked)
+
+    monkeypatch.setattr(importlib.metadata, "version", newer)
+    assert fingerprint(OPTIONS, package, []) != before
+
+
+def test_what_is_not_installed_counts_as_that(package, monkeypatch):
+    before = fingerprint(OPTIONS, package, [])
+
+    def gone(asked):
+        raise importlib.metadata.PackageNotFoundError(asked)
+
+    monkeypatch.setattr(importlib.metadata, "version", gone)
+    assert fingerprint(OPTIONS, package, []) != before
+
+
+def test_the_machine_counts(package, monkeypatch):
+    before = fingerprint(OPTIONS, package, [])
+    assert stamp._cpu_flags()
+    monkeypatch.setattr(stamp, "_cpu_flags", lambda: "avx9")
+    other = fingerprint(OPTIONS, package, [])
+    monkeypatch.setattr(stamp.platform, "machine", lambda: "abacus")
+    assert len({before, other, fingerprint(OPTIONS, package, [])}) == 3
+
+
+def test_a_stamp_matches_what_it_was_made_of(artifact):
+    assert matches(artifact, "f")
+    assert not matches(artifact, "g")
+    assert set(json.loads(stamp_file(artifact).read_text())["files"]) == {"graphs/a.ge", "graphs/b.ge"}
+    assert sorted(path.name for path in artifact.iterdir()) == ["graphs", "manifest.msgpack"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out: (out / "manifest.msgpack").write_bytes(b"manifesd"),
+        lambda out: (out / "manifest.msgpack").unlink(),
+        lambda out: later(out / "graphs/a.ge"),
+        lambda out: (out / "graphs/a.ge").unlink(),
+        lambda out: stamp_file(out).unlink(),
+    ],
+    ids=["manifest", "no_manifest", "file", "no_file", "no_stamp"],
+)
+def test_an_artifact_that_changed_does_not(artifact, change):
+    change(artifact)
+    assert not matches(artifact, "f")
+
+
+def test_a_file_of_another_size_does_not(artifact):
+    status = (artifact / "graphs/a.ge").stat()
+    (artifact / "graphs/a.ge").write_bytes(b"graph and more")
+    os.utime(artifact / "graphs/a.ge", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not matches(artifact, "f")
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "null", "{}", '{"format": 1}', '{"format": 1, "fingerprint": "f", "manifest": 1}', "\xff"]
+)
+def test_a_stamp_that_cannot_be_read_matches_nothing(artifact, damage):
+    stamp_file(artifact).write_bytes(damage.encode("latin-1"))
+    assert not matches(artifact, "f")
+
+
+def test_a_stamp_of_another_format_matches_nothing(artifact):
+    told = json.loads(stamp_file(artifact).read_text())
+    stamp_file(artifact).write_text(json.dumps(told | {"format": 2}))
+    assert not matches(artifact, "f")
+    stamp_file(artifact).write_text(json.dumps(told | {"files": ["graphs/a.ge"]}))
+    assert not matches(artifact, "f")
+
+
+def test_a_build_that_left_files_out_leaves_no_stamp(artifact):
+    stamp_file(artifact).unlink()
+    with pytest.raises(OSError, match="gone"):
+        write(artifact, "f", ["gone"])
+    assert not stamp_file(artifact).exists()
+
+
+def test_it_takes_a_moment_and_loads_no_torch():
+    script = (
+        "import time; began = time.perf_counter()\n"
+        "from pathlib import Path; import sys\n"
+        "from npucompile.tools.build import stamp\n"
+        f"stamp.fingerprint({{'model': 'm'}}, Path({str(ROOT)!r}), [])\n"
+        "stamp.matches(Path('/nowhere'), 'f')\n"
+        "house = sorted(name for name in sys.modules if name.startswith('npucompile'))\n"
+        "heavy = [name for name in ('torch', 'numpy', 'click', 'msgpack') if name in sys.modules]\n"
+        "print(time.process_time(), house, heavy)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    seconds, rest = ran.stdout.split(" ", 1)
+    assert rest.strip() == "['npucompile', 'npucompile.tools', 'npucompile.tools.build', 'npucompile.tools.build.stamp'] []"
+    assert float(seconds) < 0.8

@@ -1,0 +1,227 @@
+"""tools/commands/build.py: options become a plan, the plan is said before it is done, the artifact's path is the output."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support import tiny
+
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.tools.build import build_all, deployments
+from npucompile.tools.build.result import Report
+from npucompile.tools.commands import build
+
+SMALL = ("--prefill", "4", "--max-model-len", "16", "--dtype", "float32", "--backend", "eager")
+
+
+def test_a_checkpoint_becomes_an_artifact_of_its_name(tmp_path, tiny_checkpoint):
+    result = tiny.cli(tmp_path, "build", tiny_checkpoint, "--buckets", "1,2,3", *SMALL)
+    out = tmp_path / "artifacts" / "tiny"
+    assert result.exit_code == 0
+    assert result.stdout == f"{out}\n"
+    artifact = Artifact.open(out)
+    decode = [Bucket("decode", batch, 4) for batch in (1, 2, 3)]
+    assert [entry.bucket for entry in artifact.manifest.graphs] == [Bucket("prefill", 1, 4), *decode]
+    said = result.stderr
+    assert "tiny: 4 buckets for eager (prefill-b1-q4, decode-b1-q4, decode-b2-q4, decode-b3-q4)" in said
+    assert "MB of weights" in said
+    assert "context 16, 3 requests in flight" in said
+    assert "each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)" in said
+    assert "built in" in said
+    assert "0 compiled, 0 up to date" in said
+
+
+def test_drafts_and_log_probabilities_are_as_asked_for(tmp_path, tiny_checkpoint):
+    asked = ("--buckets", "1", *SMALL, "--speculative-tokens", 1, "--max-logprobs", 2)
+    assert tiny.cli(tmp_path, "build", tiny_checkpoint, *asked).exit_code == 0
+    manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
+    decode = manifest.graphs[-1]
+    assert (decode.bucket, manifest.limits.drafts, decode.max_logprobs) == (Bucket("decode", 1, 2), 1, 2)
+    assert manifest.build_arguments[-4:] == ("--speculative-tokens", "1", "--max-logprobs", "2")
+
+
+def test_out_says_where(tmp_path, tiny_checkpoint):
+    result = tiny.cli(tmp_path / "home", "build", tiny_checkpoint, "--buckets", "1", *SMALL, "--out", tmp_path / "there")
+    assert result.stdout == f"{tmp_path / 'there'}\n"
+    Artifact.open(tmp_path / "there")
+    assert not (tmp_path / "home" / "artifacts").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--buckets", "4,2"), "--buckets: buckets '4,2': 2 does not increase on 4."),
+        (("--prefill", "a"), "--prefill: buckets 'a': 'a' is neither '...' nor a whole number"),
+        (("--max-model-len", "17"), "max_model_len is 17; legal for tiny is a multiple of 16 up to 256"),
+        (("--buckets", "1,2", "--max-num-seqs", "1"), "max_num_seqs is 1 and the largest bucket has 2 rows"),
+    ],
+)
+def test_what_is_not_legal_is_said_with_the_rule(tmp_path, tiny_checkpoint, arguments, said):
+    assert said in tiny.refused(tmp_path, "build", tiny_checkpoint, *arguments, "--backend", "eager")
+    assert not (tmp_path / "artifacts").exists()
+
+
+def test_the_notation_of_buckets_is_explained_where_it_is_refused_and_in_help(tmp_path, tiny_checkpoint):
+    refusal = tiny.refused(tmp_path, "build", tiny_checkpoint, "--buckets", "2,...,9")
+    help_text = tiny.cli(tmp_path, "build", "--help").stdout
+    for text in (refusal, help_text):
+        assert "unless the last three are in constant ratio" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("model", "said"), [("qwen9", "'qwen9' is neither a preset nor a directory"), ("qwen3.5-27b", "--backend null")])
+def test_what_is_no_model_is_named(tmp_path, model, said):
+    assert said in tiny.refused(tmp_path, "build", model)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, tiny_checkpoint):
+    (tmp_path / "file").write_text("")
+    said = tiny.refused(tmp_path, "build", tiny_checkpoint, "--buckets", "1", *SMALL, "--out", tmp_path / "file" / "out")
+    assert str(tmp_path / "file") in said
+
+
+def test_the_plan_says_why(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=5000)
+    lines = build_all.plan_lines(tiny.planned(model, max_model_len=None))
+    assert lines[0].startswith("long: 5 buckets for eager (prefill-b1-q4,")
+    assert lines[1].endswith("context 1024, 4 requests in flight")
+    assert "context 1024 of 5000 tokens" in lines[2]
+
+
+# --- for NPUs ---
+
+SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Plans that were to be built for NPUs, and where; nothing is built."""
+    plans = []
+
+    def build_device(plan, out, cache, progress, *, jobs):
+        plans.append((plan, out, jobs))
+        return stand_in(plan, out)
+
+    monkeypatch.setattr(build_all, "build_device", build_device)
+    return plans
+
+
+def stand_in(plan, out, *_, **__):
+    """A build that leaves next to nothing."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "manifest.msgpack").write_bytes(b"stands for one")
+    return Report(out, 1.0, 1.0, {bucket.name: 0.5 for bucket in plan.buckets}, ())
+
+
+def examples(text):
+    """Command lines of `npucompile build` in a help text."""
+    return re.findall(r"npucompile build ([^`\n]+)", text)
+
+
+def test_every_example_of_the_help_is_understood_and_planned(tmp_path, asked, monkeypatch):
+    lines = examples(build.command.help)
+    assert len(lines) == 3
+    shown = " ".join(tiny.cli(tmp_path, "build", "--help").stdout.split())
+    assert all(" ".join(line.split()) in shown for line in lines)
+    monkeypatch.setattr(build_all.building, "build", stand_in)
+    for number, line in enumerate(lines):
+        result = tiny.cli(tmp_path / str(number), "build", *shlex.split(line))
+        assert result.exit_code == 0, result.output
+    assert [(str(plan.mesh), plan.quantization, plan.deployment != "") for plan, _, _ in asked] == [
+        ("dp=8,tp=2", "w4a8", True), ("dp=4,tp=4", "w8a8", False),
+    ]  # fmt: skip
+    assert [bucket.batch for bucket in asked[0][0].buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
+
+
+def test_a_deployment_is_said_and_goes_where_its_model_does(tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--jobs", "3")
+    assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b'}\n"
+    ((plan, out, jobs),) = asked
+    assert (out, jobs) == (tmp_path / "artifacts" / "qwen3.5-397b", 3)
+    assert (plan.deployment, plan.phase) == (deployments.DEFAULT["qwen3.5-397b"], "mixed")
+    for part in (
+        "qwen3.5-397b: 18 buckets for ge (prefill-b1-q3584, decode of 2,4,6,8,12,...,48,50,52,54 requests, 4 tokens each)",
+        "target ascend-a3, mesh dp=8,tp=2 (16 ranks), quantization w4a8, 3 drafts",
+        "a device; context 5120, 54 requests in flight in each of 8 groups",
+        "deployment qwen35-397b-a3x8-in3k5-out1k5-50ms, mixed",
+        "built in 1.0 s: 18 compiled, 0 up to date",
+    ):
+        assert part in result.stderr
+
+
+def test_a_deployment_of_two_sides_is_two_artifacts(tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT)
+    outs = [tmp_path / "artifacts" / f"qwen3.5-397b-{phase}" for phase in ("prefill", "decode")]
+    assert result.stdout == "".join(f"{out}\n" for out in outs)
+    assert [(plan.phase, str(plan.mesh), out) for plan, out, _ in asked] == [
+        ("prefill", "dp=8,tp=2", outs[0]), ("decode", "dp=16,tp=2", outs[1]),
+    ]  # fmt: skip
+
+
+def test_one_side_alone_is_where_both_put_it(tmp_path, asked):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill")
+    assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b-prefill'}\n"
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill", "--out", tmp_path / "here")
+    assert result.stdout == f"{tmp_path / 'here'}\n"
+    assert [plan.phase for plan, _, _ in asked] == ["prefill", "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--deployment", "qwen35-397b-a3x8-in3k5-out1k5"), "is not known; near are qwen35-397b-a3x8-in3k5-out1k5-50ms"),
+        (("--deployment", SPLIT, "--target", "cpu"), f"deployment {SPLIT} is for ascend-a3, the target is cpu"),
+        (("--phase", "decode"), "has no phase 'decode'; legal are mixed"),
+        (("--target", "ascend-a3", "--phase", "decode"), "--phase decode is one side of a deployment that splits them; name it"),
+        (("--target", "ascend-a3", "--mesh", "dp=8;tp=2"), "mesh 'dp=8;tp=2': 'dp=8;tp=2' is not NAME=SIZE with SIZE at least 1"),
+        (("--target", "ascend-a3", "--mesh", "dp=3,tp=2"), "512 experts over the 6 devices of mesh dp=3,tp=2"),
+        (("--target", "ascend-a3", "--backend", "inductor"), "--backend inductor makes nothing that ascend-a3 runs; legal are ge and null"),
+        (("--max-model-len", "5000"), "max_model_len is 5000; legal for qwen3.5-397b on ascend-a3 is a multiple of 128 up to 262144"),
+        (("--mesh", "dp=8,tp=2"), "a build for NPUs (--target ascend-a3 --mesh tp=2, or a --deployment)"),
+    ],
+)
+def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, asked, arguments, said):
+    assert said in tiny.refused(tmp_path, "build", "qwen3.5-397b", *arguments)
+    assert asked == []
+    assert not (tmp_path / "artifacts").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--target", "ascend-a4"), "'ascend-a4' is not one of 'cpu', 'ascend-a3', 'ascend-a2'"),
+        (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w4a8'"),
+        (("--phase", "both"), "'both' is not one of 'prefill', 'decode'"),
+        (("--speculative-tokens", "8"), "8 is not in the range 0<=x<=7"),
+        (("--max-logprobs", "21"), "21 is not in the range 0<=x<=20"),
+        (("--jobs", "0"), "0 is not in the range x>=1"),
+        (("--deploy", SPLIT), "No such option"),
+    ],
+)
+def test_a_choice_that_is_none_is_a_usage_error_with_the_choices(tmp_path, arguments, said):
+    result = tiny.cli(tmp_path, "build", "qwen3.5-397b", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr or said == "No such option"
+
+
+def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, asked, monkeypatch):
+    arguments = ("build", "qwen3.5-397b", "--buckets", "2")
+    first = tiny.cli(tmp_path, *arguments)
+    assert len(asked) == 1
+    loaded = []
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name, *rest: loaded.append(name) or real(name, *rest))
+    again = tiny.cli(tmp_path, *arguments)
+    assert again.stdout == first.stdout
+    assert "is up to date: the same options, sources, checkpoint and toolchain" in again.stderr
+    assert "..build.build_all" not in loaded
+    assert len(asked) == 1
+    Path(first.stdout.strip(), "manifest.msgpack").write_bytes(b"another")
+    assert "2 compiled, 0 up to date" in tiny.cli(tmp_path, *arguments).stderr
+    assert "..build.build_all" in loaded
+    assert len(asked) == 2

@@ -1,0 +1,238 @@
+"""tools/commands/generate.py: prompts in text or ids, from an artifact or a model, and every refusal in words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from support import ranks, tiny
+
+from npucompile.graphs.errors import SpecError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.request import Sampling
+from npucompile.server.tokenizer import TextCodec
+from npucompile.tools.commands.generate import parse_ids
+from npucompile.tools.serve.offline import complete
+
+PROMPT = "in the"
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_artifact):
+    """What six tokens after the prompt are."""
+    artifact = Artifact.open(tiny_artifact)
+    codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
+    ids = codec.encode(PROMPT)
+    (done,) = complete(Executor(artifact), [ids], Sampling(), 6, frozenset())
+    return ids, done.token_ids, codec.decode(done.token_ids)
+
+
+def generated(tmp_path, *arguments):
+    result = tiny.cli(tmp_path, "generate", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_says_all_there_is(tmp_path, tiny_artifact, expected):
+    ids, tokens, text = expected
+    told = generated(tmp_path, tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    artifact = Artifact.open(tiny_artifact)
+    record = told.pop("record")
+    steps, accepted = record["verify_steps"], record["accepted_per_position"]
+    assert told == {
+        "text": text, "token_ids": list(tokens), "finish_reason": "length",
+        "usage": {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6},
+        "acceptance_length": 1 + sum(accepted) / steps, "acceptance_rates": [times / steps for times in accepted],
+        "model": "tiny", "dtype": "f32", "artifact": artifact.digest,
+        "backends": {entry.bucket.name: "eager" for entry in artifact.manifest.graphs},
+    }  # fmt: skip
+    assert record["prefill_chunks"] == ["prefill-b1-q16"]
+    assert record["decode_steps"] == [["decode-b1-q4", steps]]
+    assert (record["drafted_tokens"], len(accepted)) == (3 * steps, 3)
+    # The last step may give more than is wanted of it.
+    assert 6 <= 1 + steps + sum(accepted) < 6 + 4
+    assert record["padded_rows"] == record["preemptions"] == 0
+
+
+def test_plain_output_is_the_text_and_the_ids_stay_out_of_it(tmp_path, tiny_artifact, expected):
+    _, tokens, text = expected
+    result = tiny.cli(tmp_path, "generate", tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    assert result.stdout == text + "\n"
+    assert result.stderr == f"token ids: {','.join(map(str, tokens))}\n"
+
+
+def test_ids_are_taken_as_they_are(tmp_path, tiny_artifact, expected):
+    ids, tokens, _ = expected
+    told = generated(tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
+    assert told["token_ids"] == list(tokens)
+
+
+def test_the_end_of_text_ends_it_unless_it_is_ignored(own_artifact, tmp_path, expected):
+    _, tokens, _ = expected
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, model={**manifest.model, "eos_ids": [tokens[2]]}))
+    arguments = ("tiny", "--prompt", PROMPT, "--max-tokens", 6)
+    stopped = generated(tmp_path, *arguments)
+    assert (stopped["token_ids"], stopped["finish_reason"]) == (list(tokens[: tokens.index(tokens[2])]), "stop")
+    assert generated(tmp_path, *arguments, "--ignore-eos")["token_ids"] == list(tokens)
+
+
+def test_sampling_options_reach_the_sampler(tmp_path, tiny_artifact, expected):
+    hot = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6, "--temperature", 50)
+    _, tokens, _ = expected
+    first = generated(tmp_path, *hot, "--seed", 1)["token_ids"]
+    assert first == generated(tmp_path, *hot, "--seed", 1)["token_ids"]
+    assert first != generated(tmp_path, *hot, "--seed", 2)["token_ids"]
+    for narrow in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1)):
+        assert generated(tmp_path, *hot, "--seed", 1, *narrow)["token_ids"] == list(tokens)
+
+
+def test_drafts_can_be_left_out_and_change_no_token(tmp_path, tiny_artifact):
+    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 24, "--ignore-eos")
+    free, one, off = (generated(tmp_path, *asked, *more) for more in ((), *(("--speculative-tokens", k) for k in (1, 0))))
+    assert free["token_ids"] == one["token_ids"] == off["token_ids"]
+    assert free["acceptance_length"] > 1
+    assert free["acceptance_rates"][0] > 0
+    assert one["acceptance_rates"][0] > one["acceptance_rates"][1] == 0
+    assert (off["acceptance_length"], off["acceptance_rates"], off["record"]["decode_steps"]) == (1.0, [], [["decode-b1-q4", 23]])
+    said = tiny.refused(tmp_path, "generate", *asked, "--speculative-tokens", 4)
+    assert "speculative_tokens is 4; legal is an integer from 0 to 3" in said
+
+
+def test_log_probabilities_are_told_as_a_server_tells_them(tmp_path, tiny_artifact, expected):
+    _, tokens, _ = expected
+    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    told = generated(tmp_path, *asked, "--logprobs", 2)
+    assert told["token_ids"] == list(tokens)
+    assert [entry["token_id"] for entry in told["logprobs"]] == list(tokens)
+    codec = TextCodec.load(tiny_artifact / Artifact.open(tiny_artifact).manifest.tokenizer)
+    assert [(entry["token"], bytes(entry["bytes"])) for entry in told["logprobs"]] == list(map(codec.spell, tokens))
+    for entry in told["logprobs"]:
+        best, next_best = entry["top_logprobs"]
+        assert {**entry, "top_logprobs": None} == {**best, "top_logprobs": None}
+        assert 0 > best["logprob"] >= next_best["logprob"]
+    (chosen, *_) = generated(tmp_path, *asked, "--logprobs", 0)["logprobs"]
+    assert (chosen["logprob"], chosen["top_logprobs"]) == (told["logprobs"][0]["logprob"], [])
+    assert "logprobs" not in generated(tmp_path, *asked)
+    assert "--logprobs is told with --json only" in tiny.refused(tmp_path, "generate", *asked, "--logprobs", 2)
+    assert "logprobs is 21; legal is an integer from 0 to 20" in tiny.refused(tmp_path, "generate", *asked, "--json", "--logprobs", 21)
+
+
+def test_a_model_is_traced_and_run_and_leaves_nothing(tmp_path, tiny_checkpoint, expected):
+    _, tokens, _ = expected
+    told = generated(tmp_path, tiny_checkpoint, "--prompt", PROMPT, "--max-tokens", 6, "--dtype", "float32")
+    assert told["token_ids"] == list(tokens)
+    assert set(told["backends"].values()) == {"eager"}
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_built_model_in_another_dtype_is_its_model_built_again(tmp_path, own_artifact):
+    told = generated(tmp_path, "tiny", "--token-ids", "1,2", "--max-tokens", 3, "--dtype", "bfloat16")
+    assert told["dtype"] == "bf16"
+    assert told["usage"]["completion_tokens"] == 3
+    assert told["artifact"] != Artifact.open(own_artifact).digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give exactly one of --prompt and --token-ids"),
+        (("--prompt", "a", "--token-ids", "1"), "give exactly one of --prompt and --token-ids"),
+        (("--token-ids", "1,x"), "--token-ids is '1,x'; legal is a comma-separated list"),
+        (("--token-ids", "1,260"), "prompt has token id 260; legal is an integer from 0 to 259"),
+        (("--prompt", ""), "the prompt has 0 tokens; legal is 1 to 63"),
+        (("--prompt", "x" * 64), "the prompt has 64 tokens; legal is 1 to 63 (max_model_len 64 less one token to generate)"),
+        (("--prompt", "a", "--temperature", "-1"), "temperature is -1.0; legal is a number from 0.0 to 100.0"),
+        (("--prompt", "a", "--top-p", "0"), "top_p is 0; legal is above 0"),
+    ],
+)
+def test_refusals_name_what_is_legal(tmp_path, tiny_artifact, arguments, said):
+    assert said in tiny.refused(tmp_path, "generate", tiny_artifact, *arguments)
+
+
+def test_what_is_neither_artifact_nor_model_is_named(tmp_path):
+    assert "'nothing' is neither a preset nor a directory" in tiny.refused(tmp_path, "generate", "nothing", "--prompt", "a")
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not(own_artifact, tmp_path):
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
+    assert "tiny has no tokenizer, so no --prompt; legal is --token-ids" in tiny.refused(tmp_path, "generate", "tiny", "--prompt", "a")
+    told = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2)
+    assert (told["text"], len(told["token_ids"])) == ("", 2)
+    told = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2, "--logprobs", 1)
+    assert [(entry["token"], entry["token_id"]) for entry in told["logprobs"]] == [("", token) for token in told["token_ids"]]
+
+
+def test_a_stale_artifact_is_refused_with_the_field(own_artifact, tmp_path):
+    toolchain = {**Artifact.open(own_artifact).manifest.toolchain, "torch": "2.0.0"}
+    tiny.with_compiled(own_artifact, toolchain=toolchain)
+    said = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
+    assert "torch was '2.0.0' and is" in said
+    assert "build it again here" in said
+
+
+def test_a_tampered_file_is_refused_by_its_name(own_artifact, tmp_path):
+    for name in tiny.contents(own_artifact):
+        with tiny.damaged(own_artifact / name):
+            assert str(own_artifact / name) in tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
+    assert tiny.cli(tmp_path, "generate", "tiny", "--token-ids", "1", "--max-tokens", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(("text", "ids"), [("1", (1,)), (" 1, 22 ,3", (1, 22, 3)), ("0", (0,))])
+def test_ids_are_read(text, ids):
+    assert parse_ids(text) == ids
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,", "-1", "1.0", "²", "0x1"])
+def test_what_is_no_list_of_ids_is_refused(text):
+    with pytest.raises(SpecError, match="non-negative integers"):
+        parse_ids(text)
+
+
+# --- several ranks ---
+
+SHARDED = ("--token-ids", "1,2,3,4,5,6,7", "--max-tokens", 8, "--ignore-eos")
+
+
+def test_ranks_that_it_starts_say_what_one_device_says(tmp_path, sharded):
+    threads = torch.get_num_threads()
+    try:
+        alone, together = (generated(tmp_path, sharded(mesh), *SHARDED) for mesh in ("", "tp=2"))
+    finally:
+        torch.set_num_threads(threads)
+    assert together["token_ids"] == alone["token_ids"]
+    assert together["record"]["decode_steps"] == alone["record"]["decode_steps"]
+    assert together["record"]["verify_steps"] > 0
+    assert together["artifact"] == Artifact.open(sharded("tp=2")).digest
+
+
+def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_path, sharded):
+    alone = generated(tmp_path, sharded(""), *SHARDED)["token_ids"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "npucompile.tools.cli"]
+    process = ranks.spawn([*run, "generate", sharded("tp=2"), *SHARDED, "--json"], ranks.environment(tmp_path))
+    status, out, said = ranks.finished(process)
+    assert status == 0, said
+    assert json.loads(out)["token_ids"] == alone
+
+
+def test_a_launcher_that_starts_ranks_of_different_artifacts_is_told_by_both(tmp_path, sharded):
+    other = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    processes = [
+        ranks.spawn(ranks.command("generate", path, *SHARDED), ranks.environment(tmp_path, RANK=str(rank), **place))
+        for rank, path in enumerate((sharded("tp=2"), other.path))
+    ]
+    expected = f"artifact is {other.digest} on rank 1 and {Artifact.open(sharded('tp=2')).digest} on rank 0"
+    for status, out, said in [ranks.finished(process) for process in processes]:
+        assert (status, out) == (1, "")
+        assert expected in said
+        assert "Traceback" not in said
+
+
+def test_ranks_of_a_launcher_do_not_build(tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "is neither an artifact directory nor a built model" in tiny.refused(tmp_path, "generate", "qwen3.5-tiny", "--token-ids", "1")

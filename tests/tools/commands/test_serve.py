@@ -1,0 +1,327 @@
+"""tools/commands/serve.py: what is served when something, nothing, or something else is there; and one server from start to Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support import ranks, tiny
+
+from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, RequestError, SpecError, UnknownModel
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.models.presets import BUNDLED
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.request import Sampling
+from npucompile.server.client import Client
+from npucompile.tools.cli import Home
+from npucompile.tools.commands import serve
+from npucompile.tools.commands.serve import announce, find_or_build
+from npucompile.tools.progress import Progress
+from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.serving import incomplete
+
+
+class Builder:
+    """Builds nothing: what it would be waited for lies elsewhere already."""
+
+    made: Artifact | BaseException
+
+    def __init__(self, arguments, out, environment):
+        self.arguments, self.out, self.environment = tuple(arguments), out, environment
+        self.stopped = 0
+        type(self).latest = self
+
+    def wait_servable(self):
+        if isinstance(self.made, BaseException):
+            raise self.made
+        return self.made
+
+    def stop(self):
+        self.stopped += 1
+
+
+@pytest.fixture
+def builder(monkeypatch, tiny_artifact):
+    class Mine(Builder):
+        made = Artifact.open(tiny_artifact)
+        latest = None
+
+    monkeypatch.setattr(serve, "Builder", Mine)
+    return Mine
+
+
+def home_at(path):
+    return Home(path, {"PATH": "/bin"})
+
+
+def found(path, name=None, no_build=False):
+    said = io.StringIO()
+    artifact, building = find_or_build(home_at(path), name, no_build, Progress(said))
+    return artifact, building, said.getvalue()
+
+
+# --- which ---
+
+
+def test_the_newest_that_can_run_is_served(tmp_path, own_artifact, builder):
+    newer = tiny.copied(own_artifact, tmp_path / "artifacts" / "newer")
+    tiny.with_compiled(newer, toolchain={"torch": "1.0"})
+    os.utime(newer / "manifest.msgpack", (2**32, 2**32))
+    artifact, building, said = found(tmp_path)
+    assert artifact.path == own_artifact
+    assert building is None
+    assert "passed over: " in said
+    assert "torch was '1.0'" in said
+
+
+def test_where_nothing_is_built_the_bundled_model_is(tmp_path, builder):
+    artifact, building, said = found(tmp_path)
+    assert artifact is builder.made
+    assert building.arguments == (BUNDLED[0],)
+    assert building.out == tmp_path / "artifacts" / BUNDLED[0]
+    assert building.environment == {"PATH": "/bin"}
+    assert f"building the bundled model {BUNDLED[0]}" in said
+
+
+def test_a_model_is_built_and_served(tmp_path, tiny_checkpoint, builder):
+    artifact, building, _ = found(tmp_path, str(tiny_checkpoint))
+    assert artifact is builder.made
+    assert building.arguments == (str(tiny_checkpoint),)
+    assert building.out == tmp_path / "artifacts" / "tiny"
+
+
+@pytest.mark.parametrize("name", ["tiny", None])
+def test_an_artifact_is_served_as_it_is(tmp_path, own_artifact, builder, name):
+    artifact, building, _ = found(tmp_path, name)
+    assert artifact.path == own_artifact
+    assert building is None
+    assert builder.latest is None
+
+
+def test_a_build_that_was_interrupted_goes_on_behind_the_server(tmp_path, own_artifact, builder):
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, target="inductor"))
+    artifact, building, _ = found(tmp_path, "tiny")
+    assert artifact.path == building.out == own_artifact
+    assert building.arguments == artifact.manifest.build_arguments
+    assert found(tmp_path, "tiny", no_build=True)[1] is None
+    tiny.with_compiled(own_artifact, "eager")
+    assert found(tmp_path, "tiny")[1] is None
+
+
+@pytest.mark.parametrize("name", [None, "tiny", "qwen3.5-tiny"])
+def test_no_build_builds_nothing(tmp_path, builder, name):
+    with pytest.raises(ArtifactMissing, match=r"`npucompile build MODEL` makes|neither an artifact directory nor a built model"):
+        found(tmp_path, name, no_build=True)
+    assert builder.latest is None
+
+
+def test_what_cannot_run_is_refused_by_name(tmp_path, own_artifact, builder):
+    weights = Artifact.open(own_artifact).manifest.weights
+    with tiny.damaged(own_artifact / weights), pytest.raises(ArtifactTampered, match=weights):
+        found(tmp_path, "tiny")
+    tiny.with_compiled(own_artifact, toolchain={"torch": "1.0"})
+    with pytest.raises(ArtifactStale, match=r"torch was '1\.0'"):
+        found(tmp_path, "tiny")
+    with pytest.raises(UnknownModel, match="'tinny' is neither a preset"):
+        found(tmp_path, "tinny")
+    with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights"):
+        found(tmp_path, "qwen3.5-27b")
+    assert builder.latest is None
+
+
+def test_a_model_that_text_cannot_reach_is_refused_before_it_is_built(tmp_path, builder):
+    model = tiny.write_checkpoint(tmp_path / "mute", tokenizer=False)
+    with pytest.raises(ModelError, match=r"mute has no tokenizer\.json"):
+        found(tmp_path, str(model))
+    assert builder.latest is None
+
+
+def test_a_build_that_is_not_waited_for_is_stopped(tmp_path, builder):
+    builder.made = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        found(tmp_path)
+    assert builder.latest.stopped == 1
+
+
+@pytest.mark.parametrize("lacking", ["weights", "tokenizer"])
+def test_a_build_behind_what_cannot_be_served_is_stopped(tmp_path, own_artifact, builder, lacking):
+    builder.made = tiny.published(own_artifact, lambda manifest, _: replace(manifest, **{lacking: None}))
+    said = tiny.refused(tmp_path, "serve", "--port", 0)
+    assert ("has no tokenizer" if lacking == "tokenizer" else "without weights") in said
+    assert builder.latest.stopped == 1
+
+
+# --- what is said ---
+
+
+def announced(backends, building, host, port, mesh="1"):
+    said = io.StringIO()
+    running = SimpleNamespace(executor=SimpleNamespace(backends=backends), service=SimpleNamespace(model=SimpleNamespace(name="m")))
+    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(said))(host, port)
+    return said.getvalue().splitlines()
+
+
+def test_how_to_talk_to_it_is_said():
+    lines = announced({"a": "inductor"}, False, "127.0.0.1", 8000)
+    assert lines == [
+        "serving m from /a: 1 buckets, 0 uncompiled",
+        "  websocket  ws://127.0.0.1:8000/v1/responses   health  http://127.0.0.1:8000/health",
+        '  talk to it: npucompile chat "In the beginning"',
+    ]
+    lines = announced({"a": "eager", "b": "inductor"}, True, "::1", 9)
+    assert lines[0].endswith("2 buckets, 1 uncompiled")
+    assert "until the build behind this server has compiled them" in lines[1]
+    assert lines[2].endswith("ws://[::1]:9/v1/responses   health  http://[::1]:9/health")
+    assert lines[3].endswith("--url ws://[::1]:9/v1/responses")
+    assert announced({"a": "eager"}, False, "127.0.0.1", 8000, "dp=2,tp=4")[1] == "  8 ranks of mesh dp=2,tp=4, a process each"
+
+
+# --- all of it ---
+
+
+def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
+    """A process of its own: after ready it has traced and compiled nothing, whatever was asked."""
+    command = [sys.executable, "-m", "npucompile.tools.cli", "serve", str(tiny_artifact), "--port", "0", "--threads", "1"]
+    environment = {**os.environ, "NPUCOMPILE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said = ""
+            while "talk to it" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            url = re.search(r"ws://\S+", said).group()
+            metrics = url.replace("ws:", "http:").replace("/v1/responses", "/metrics")
+            assert len(asyncio.run(ask_many(url))) == 6
+            with urllib.request.urlopen(metrics) as answer:
+                told = answer.read().decode()
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate()
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert rest + errors == ""
+    assert "npucompile:compiles_after_ready_total 0\n" in told
+    assert 'npucompile:requests_finished_total{reason="length"} 6\n' in told
+    assert 'npucompile:bucket_steps_total{bucket="decode-b4-q4"}' in told
+
+
+async def ask_many(url):
+    """Six streams at once on one socket, of different lengths and kinds."""
+    async with await Client.connect(url) as client:
+        options = [{}, {"temperature": 1.0, "seed": 3}, {"top_k": 3, "temperature": 0.5}, {"top_p": 0.5, "temperature": 2.0}, {}, {}]
+        streams = [
+            client.create([7 + i] * (1 + 9 * i), max_output_tokens=8 + i, ignore_eos=True, **chosen) for i, chosen in enumerate(options)
+        ]
+        return await asyncio.gather(*(stream.completion() for stream in streams))
+
+
+# --- several ranks ---
+
+
+def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):
+    path = tiny.copied(sharded("tp=2"), tmp_path / "artifacts" / "two")
+    tiny.published(path, lambda manifest, _: replace(manifest, target="stub"))
+    assert incomplete(Artifact.open(path))
+    assert find_or_build(Home(tmp_path, {}), "two", False, Progress(quiet=True))[1] is None
+    assert builder.latest is None
+
+
+class Server:
+    """`npucompile serve` of an artifact for several ranks, in processes of its own."""
+
+    def __init__(self, artifact, *options):
+        self.ranks = ranks
+        self.process = ranks.spawn(ranks.command("serve", artifact, "--port", 0, "--threads", 1, *options), ranks.environment())
+        self.said = ""
+        while "talk to it" not in self.said:
+            line = self.process.stderr.readline()
+            assert line, self.said
+            self.said += line
+        self.url = re.search(r"ws://\S+", self.said).group()
+        self.others = ranks.children_of(self.process.pid)
+
+    async def ask(self, tokens):
+        async with await Client.connect(self.url) as client:
+            return (await client.create([7, 8, 9], max_output_tokens=tokens, ignore_eos=True).completion()).token_ids
+
+    def ended(self, within_s=10):
+        began = time.monotonic()
+        status, _, said = self.ranks.finished(self.process, 60)
+        assert time.monotonic() - began < within_s
+        assert "Traceback" not in said
+        return status, said
+
+
+@pytest.fixture
+def server():
+    made = []
+
+    def start(*arguments):
+        made.append(Server(*arguments))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):
+    one, alone = server(sharded("tp=2")), Executor(Artifact.open(sharded("")))
+    assert "2 ranks of mesh tp=2, a process each" in one.said
+    (expected,) = complete(alone, [[7, 8, 9]], Sampling(), 12, frozenset())
+    assert asyncio.run(one.ask(12)) == expected.token_ids
+    (victim,) = one.others
+    died = f"rank 1 of mesh tp=2 died: process {victim} was killed by signal 9 (SIGKILL); all ranks end"
+
+    async def kill_within():
+        async with await Client.connect(one.url) as client:
+            streams = [client.create([7, 8, 9], max_output_tokens=28, ignore_eos=True) for _ in range(20)]
+            asyncio.get_running_loop().call_later(0.3, os.kill, victim, signal.SIGKILL)
+            return await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
+
+    ends = asyncio.run(kill_within())
+    assert any(isinstance(end, RequestError) and died in str(end) for end in ends)
+    assert one.ended() == (1, f"Error: {died}\n")
+
+
+def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
+    one = server(sharded("tp=2"))
+    os.kill(one.others[0], signal.SIGKILL)
+    died = f"rank 1 of mesh tp=2 died: process {one.others[0]} was killed by signal 9 (SIGKILL); all ranks end"
+    assert one.ended() == (1, f"Error: {died}\n")
+
+
+def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others_along(server, sharded):
+    one, two = server(sharded("tp=2")), server(sharded("tp=2"))
+    for pid in (one.process.pid, *one.others):
+        os.kill(pid, signal.SIGINT)
+    assert one.ended() == (0, "")
+    two.process.kill()
+    ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in two.others), 10)
+
+
+def test_a_rank_that_stands_still_is_named(server, sharded):
+    one = server(sharded("tp=2"), "--step-timeout", 6)
+    os.kill(one.others[0], signal.SIGSTOP)
+
+    async def ask():
+        with pytest.raises(RequestError, match="rank 1 of mesh tp=2 was lost: it has been silent for"):
+            await one.ask(12)
+
+    asyncio.run(ask())
+    status, said = one.ended(20)
+    assert status == 1
+    assert "rank 1 of mesh tp=2 was lost: it has been silent for" in said
+    assert not os.path.exists(f"/proc/{one.others[0]}")

@@ -1,0 +1,121 @@
+"""tools/serve/offline.py: prompts in, completions out, batched as a server would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import tiny
+
+from npucompile.graphs.errors import NpucompileError, RequestError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.request import ExecutionRecord, Sampling
+from npucompile.tools.serve.offline import Completion, complete
+
+GREEDY, NO_STOP = Sampling(), frozenset()
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_artifact):
+    return Executor(Artifact.open(tiny_artifact))
+
+
+def by_hand(executor, prompt, count):
+    """Greedy decoding with nothing between it and the graphs."""
+    pages = slots = [1, 2, 3, 4]
+
+    def run(bucket, row):
+        return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
+
+    for start in range(0, len(prompt), 16):
+        (following,) = prompt[start + 16 : start + 17] or [-1]
+        outputs = run(Bucket("prefill", 1, 16), PrefillRow(prompt[start : start + 16], start, pages, 1, 1, following))
+    made = [int(outputs["tokens"][0, 0])]
+    while len(made) < count:
+        outputs = run(Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(made) - 1, pages, slots, 3))
+        made += outputs["tokens"][0, : outputs["counts"][0]].tolist()
+    return tuple(made[:count])
+
+
+def test_completions_are_what_the_graphs_say(executor):
+    prompts = [[1, 2, 3], [9] * 20, list(range(50)), [0], [255]]
+    expected = [by_hand(executor, prompt, 6) for prompt in prompts]
+    assert len(set(expected)) == 5
+    found = complete(executor, prompts, GREEDY, 6, NO_STOP)
+    assert [one.token_ids for one in found] == expected
+    for one, prompt in zip(found, prompts, strict=True):
+        assert (one.prompt_tokens, one.completion_tokens, one.reason) == (len(prompt), 6, "length")
+        assert one.acceptance_length == one.record.acceptance_length >= 1.0
+        assert one.record.prefill_chunks
+        assert one.logprobs == ()
+    assert any(one.record.padded_rows or dict(one.record.decode_steps).get("decode-b4-q4") for one in found)
+
+
+def test_drafts_and_log_probabilities_change_no_token(executor):
+    prompts = [[1, 2, 3], [9] * 20, [200, 100]]
+    free, off, one = ([*complete(executor, prompts, GREEDY, 24, NO_STOP, logprobs=2, speculative_tokens=k)] for k in (None, 0, 1))
+    assert [each.token_ids for each in free] == [each.token_ids for each in off] == [each.token_ids for each in one]
+    for each in off:
+        assert each.acceptance_length == 1.0
+        assert each.record.verify_steps == 0
+        assert sum(count for _, count in each.record.decode_steps) == 23
+    assert any(each.acceptance_length > 1 for each in free)
+    assert all(each.acceptance_length <= 2 for each in one)
+    for each in (*free, *off):
+        assert [told.top[0] for told in each.logprobs] == [(t, told.logprob) for t, told in zip(each.token_ids, each.logprobs, strict=True)]
+    for mine, its in zip(free, off, strict=True):
+        assert [told.logprob for told in mine.logprobs] == pytest.approx([told.logprob for told in its.logprobs], abs=1e-4)
+    with pytest.raises(RequestError, match="speculative_tokens is 4; legal is an integer from 0 to 3"):
+        complete(executor, prompts, GREEDY, 4, NO_STOP, speculative_tokens=4)
+
+
+def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
+    (free,) = complete(executor, [[1, 2, 3]], GREEDY, 8, NO_STOP)
+    stop = free.token_ids[3]
+    first = free.token_ids.index(stop)
+    (cut,) = complete(executor, [[1, 2, 3]], GREEDY, 8, frozenset({stop}))
+    assert cut.token_ids == free.token_ids[:first]
+    assert cut.reason == "stop"
+    assert cut.completion_tokens == first + 1
+
+
+def test_the_context_ends_what_max_tokens_does_not(executor):
+    (one,) = complete(executor, [[5] * 60], GREEDY, 100, NO_STOP)
+    assert (len(one.token_ids), one.reason) == (4, "length")
+
+
+def test_a_seed_repeats_and_another_does_not(executor):
+    def tokens(seed):
+        return [one.token_ids for one in complete(executor, [[1, 2], [3]], Sampling(1.5, seed=seed), 12, NO_STOP)]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+def test_a_prompt_that_can_never_be_served_is_refused(executor):
+    with pytest.raises(RequestError, match="the prompt has 64 tokens; legal is 1 to 63"):
+        complete(executor, [[1], [1] * 64], GREEDY, 4, NO_STOP)
+    with pytest.raises(RequestError, match="prompt has token id 260; legal is an integer from 0 to 259"):
+        complete(executor, [[260]], GREEDY, 4, NO_STOP)
+
+
+def test_a_step_that_fails_is_told(executor, caplog):
+    class Broken(tiny.Narrowed):
+        def run(self, bucket, inputs):
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(NpucompileError, match="generation failed: prefill-b1-q4: ZeroDivisionError: no"):
+        complete(Broken(executor, executor.buckets), [[1]], GREEDY, 4, NO_STOP)
+
+
+@pytest.mark.parametrize(("steps", "accepted", "length"), [(0, (), 1.0), (0, (0, 0), 1.0), (3, (2, 1), 2.0), (4, (0, 0), 1.0)])
+def test_acceptance_length_is_that_of_steps_that_verify_drafts(steps, accepted, length):
+    record = ExecutionRecord(0.0, 1.0, 2.0, (), (("a", 9),), 0, 0, verify_steps=steps, accepted_per_position=accepted)
+    assert Completion(3, (), 7, "length", record).acceptance_length == length
+
+
+def test_outputs_are_plain_numbers(executor):
+    (one,) = complete(executor, [np.array([1, 2], np.int32).tolist()], GREEDY, 2, NO_STOP)
+    assert all(type(token) is int for token in one.token_ids)

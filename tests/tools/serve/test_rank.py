@@ -1,0 +1,102 @@
+"""tools/serve/rank.py: a rank in a real process, whose rank 0 is the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import ranks
+
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.buckets import pack
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.distributed.control_plane import Job
+from npucompile.runtime.distributed.messages import encode
+from npucompile.runtime.distributed.process_groups import Groups
+from npucompile.runtime.distributed.rendezvous import Seat, gather, keys, open_store
+from npucompile.tools.serve.launch import GROUPS, check_world, facts
+
+DECODE = Bucket("decode", 1, 4)
+
+
+class Rank1:
+    """Rank 1 of tp=2, and the test as rank 0."""
+
+    def __init__(self, path, step_timeout_s=30.0):
+        self.ranks, self.artifact = ranks, Artifact.open(path)
+        mesh = check_world(self.artifact, None)
+        seat = Seat(0, 2, "127.0.0.1", 0, ranks.TIMEOUT_S, hosts_store=True)
+        self.store = open_store(seat)
+        options = {"rank": 1, "world": 2, "port": self.store.port, "threads": 1, "join-timeout": 60, "step-timeout": step_timeout_s}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.serve.rank", path, *words], ranks.environment())
+        peers = gather(replace(seat, port=self.store.port), self.store, facts(self.artifact))
+        self.job = Job(mesh, peers)
+        self.groups = Groups(mesh, 0, keys(self.store, seat, GROUPS), "127.0.0.1", step_timeout_s)
+        self.job.gather([1], "ready", ranks.TIMEOUT_S)
+
+    def ended(self):
+        return self.ranks.finished(self.process, 15)
+
+    def close(self):
+        self.job.close()
+        self.groups.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def rank1(sharded):
+    made = []
+
+    def start(**options):
+        made.append(Rank1(sharded("tp=2"), **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1):
+    """Ctrl-C and torchrun's SIGTERM reach all ranks; rank 0 ends them in order."""
+    one = rank1()
+    executor = Executor(one.artifact, rank=0)
+    inputs = pack(DECODE, [], executor.limits, max_logprobs=executor.max_logprobs)
+    for number in range(3):
+        one.job.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
+        assert executor.run(DECODE, inputs)["tokens"].dtype == np.int32
+    one.process.send_signal(signal.SIGINT)
+    one.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert one.process.poll() is None
+    one.job.close()
+    assert one.ended() == (0, "", "")
+
+
+def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(rank1):
+    one = rank1()
+    inputs = pack(DECODE, [], one.artifact.manifest.limits, max_logprobs=one.artifact.manifest.graphs[0].max_logprobs)
+    one.job.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
+    time.sleep(0.3)
+    began = time.monotonic()
+    one.job._links[1]._stream.shutdown(2)
+    status, _, said = one.ended()
+    assert status == 1
+    assert "lost rank 0: it closed its connection" in said
+    assert time.monotonic() - began < 10
+
+
+def test_it_ends_by_itself_when_nobody_ends_it(rank1):
+    one = rank1()
+    began = time.monotonic()
+    os.kill(one.process.pid, signal.SIGTERM)
+    status, _, _ = one.ended()
+    assert status == 128 + signal.SIGTERM
+    assert 4 < time.monotonic() - began < 10

@@ -1,0 +1,335 @@
+"""tools/serve/serving.py: an artifact is served, compiled behind the server, and swapped in; the one real compile of these tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.executable import load_compiled
+from npucompile.models import request_slots
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
+from npucompile.server.client import Client
+from npucompile.server.run import serving
+from npucompile.tools.build import driver
+from npucompile.tools.build.compile_pool import run_all
+from npucompile.tools.serve import serving as module
+from npucompile.tools.serve.serving import Builder, incomplete, start
+
+COMPILED = "decode-b1-q3"
+PROMPT = "In the"
+
+
+@contextmanager
+def served(artifact):
+    """A running server over an artifact: the service, and the URL of its websocket."""
+    running = start(artifact)
+    try:
+        with serving(running.service) as url:
+            yield running, url
+    finally:
+        running.engine.stop(drain=False)
+
+
+def ask(url, prompt=PROMPT, tokens=10):
+    async def once():
+        async with await Client.connect(url) as client:
+            return await client.create(prompt, max_output_tokens=tokens, ignore_eos=True).completion()
+
+    return asyncio.run(once())
+
+
+def health(url):
+    with urllib.request.urlopen(url.replace("ws://", "http://").replace("/v1/responses", "/health")) as answer:
+        return json.load(answer)
+
+
+# --- with an executable that g++ made ---
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What was seen of a server whose artifact was compiled behind it."""
+
+    path: object
+    before: tuple
+    after: tuple
+    health_before: dict
+    health_after: dict
+    backends: dict
+    report: driver.Report
+
+
+@pytest.fixture(scope="module")
+def swapped(tiny_checkpoint, tmp_path_factory):
+    """Served uncompiled first; then one of its two buckets is compiled; then asked until the server runs that.
+
+    Two drafts and a few log probabilities are all that a decode graph can have, and no more than it takes to compile them.
+    """
+    out = tmp_path_factory.mktemp("swapped") / "tiny"
+    few = {"num_speculative_tokens": 2, "max_logprobs": 2}
+    made = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
+    with mock.patch.object(driver, "run_all", return_value=iter(())):
+        tiny.built(made, out)
+    with served(Artifact.open(out)) as (running, url):
+        health_before, before = health(url), ask(url).token_ids
+        with mock.patch.object(driver, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.name == COMPILED], workers)):
+            report = tiny.built(made, out)
+        assert list(report.compiled) == [COMPILED]
+        after = ask(url).token_ids
+        while health(url)["compiled_buckets"] == 0:
+            after = ask(url).token_ids
+        return Swapped(out, before, (after, ask(url).token_ids), health_before, health(url), dict(running.executor.backends), report)
+
+
+def test_a_compiled_bucket_is_swapped_in_while_serving_and_answers_stay_equal(swapped):
+    assert list(swapped.report.compiled) == [COMPILED]
+    assert swapped.health_before == {"status": "ok", "buckets": 2, "compiled_buckets": 0}
+    assert swapped.health_after == {"status": "ok", "buckets": 2, "compiled_buckets": 1}
+    assert swapped.backends == {COMPILED: "inductor", "prefill-b1-q4": "eager"}
+    assert len(swapped.before) == 10
+    assert swapped.after == (swapped.before, swapped.before)
+
+
+def test_a_process_that_runs_it_loads_no_compiler(swapped):
+    script = """
+import json, sys
+from pathlib import Path
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.request import Sampling
+from npucompile.tools.serve.offline import complete
+executor = Executor(Artifact.open(Path(sys.argv[1])))
+(done,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
+assert [told.top[0][0] for told in done.logprobs] == list(done.token_ids)
+compilers = [name for name in sys.modules if name.startswith(("torch._inductor.codegen", "torch._dynamo.symbolic_convert"))]
+print(json.dumps([executor.compiles(), executor.backends, done.token_ids, compilers]))
+"""
+    prompt = ",".join(map(str, start_codec(swapped.path).encode(PROMPT)))
+    ran = subprocess.run([sys.executable, "-c", script, str(swapped.path), prompt], capture_output=True, text=True, check=True)
+    compiles, backends, tokens, compilers = json.loads(ran.stdout)
+    assert compiles == 0
+    assert backends[COMPILED] == "inductor"
+    assert tuple(tokens) == swapped.before
+    assert compilers == []
+
+
+class Alone:
+    """A request by itself on an artifact's executables, from its prompt on; what it knows can be looked at, and its drafts changed."""
+
+    def __init__(self, path, prompt):
+        artifact = Artifact.open(path)
+        self.manifest, weights = artifact.manifest, artifact.load_weights()
+        self.executables = {e.bucket: load_compiled(path / (e.compiled.file if e.compiled else e.eager), e.backend) for e in self.entries}
+        self.params = [weights[leaf.name] for leaf in self.manifest.params]
+        self.state = {leaf.name: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.manifest.state}
+        self.pages = list(range(1, 1 + self.manifest.limits.pages_per_request))
+        self.slots = list(range(1, 1 + self.manifest.limits.slots_per_request))
+        self.seat, self.start, self.said = self.state["state.seats"][1], len(prompt), []
+        self.said.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
+
+    @property
+    def entries(self):
+        return self.manifest.graphs
+
+    def step(self, kind, row):
+        (entry,) = (e for e in self.entries if e.bucket.kind == kind)
+        inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
+        given = (torch.from_numpy(inputs[leaf.name.removeprefix("inputs.")]) for leaf in entry.inputs)
+        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *given])
+        return {leaf.name.removeprefix("outputs."): value for leaf, value in zip(entry.outputs, outputs, strict=True)}
+
+    def decode(self, drafts):
+        out = self.step("decode", DecodeRow(1, self.start, self.pages, self.slots, drafts))
+        count = int(out["counts"][0])
+        self.said += out["tokens"][0, :count].tolist()
+        self.start += count
+        return count
+
+    def memory(self):
+        """Keys and values of all its tokens, and the recurrent and convolution state after the last one."""
+        slot, found = self.slots[int(self.seat[request_slots.ACCEPTED])], {}
+        for name, pool in self.state.items():
+            if name.endswith((".k", ".v")):
+                found[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
+            elif name != "state.seats":
+                found[name] = pool[slot].clone()
+        return found
+
+
+def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_that_had_none(swapped):
+    """Every sum of our kernels has one order, so nothing is left to tell a kept draft from a token that was fed alone."""
+    prompt = list(start_codec(swapped.path).encode(PROMPT))[:4]
+    plain, memories = Alone(swapped.path, prompt), {}
+    while plain.start < 28:
+        memories[plain.start] = plain.memory()
+        plain.decode(0)
+    drafting, counts = Alone(swapped.path, prompt), []
+    for right in itertools.cycle((2, 0, 1, 1, 2, 2, 0)):
+        for name, held in drafting.memory().items():
+            assert torch.equal(held, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
+        if drafting.start > 20:
+            break
+        known = plain.said[len(drafting.said) :][:2]
+        wrong = [token if i < right else (token + 1) % 40 for i, token in enumerate(known)]
+        drafting.seat[request_slots.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
+        counts.append(drafting.decode(2))
+    assert set(counts) == {1, 2, 3}
+    assert drafting.said == plain.said[: len(drafting.said)]
+
+
+def start_codec(path):
+    artifact = Artifact.open(path)
+    return module.TextCodec.load(path / artifact.manifest.tokenizer)
+
+
+def test_its_proof_is_repeated_and_shown(swapped):
+    home = swapped.path.parent
+    told = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
+    inspected = {bucket["name"]: bucket for bucket in told["buckets"]}
+    assert inspected[COMPILED]["backend"] == "inductor"
+    assert 0 < inspected[COMPILED]["verified"]["logits_error"] < 1e-5
+    assert inspected["prefill-b1-q4"]["backend"] == "eager"
+    assert inspected["prefill-b1-q4"]["verified"] == {}
+    repeated = json.loads(tiny.cli(home, "verify", swapped.path, "--json").stdout)
+    assert repeated[COMPILED] == inspected[COMPILED]["verified"]
+    lowered = tiny.cli(home, "inspect", swapped.path, "--bucket", "1", "--stage", "lowered").stdout
+    assert "lowered for inductor" in lowered.splitlines()[0]
+    assert incomplete(Artifact.open(swapped.path))
+
+
+def test_one_flipped_bit_of_machine_code_is_found(swapped):
+    entry = next(entry for entry in Artifact.open(swapped.path).manifest.graphs if entry.compiled)
+    assert entry.compiled.file.endswith(".pt2")
+    with tiny.damaged(swapped.path / entry.compiled.file) as file, pytest.raises(ArtifactTampered, match=f"{file.name} has sha256"):
+        Artifact.open(swapped.path)
+
+
+# --- without ---
+
+
+def test_what_is_served_is_said(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    with served(artifact) as (running, url):
+        model = running.service.model
+        assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", tiny.CONTEXT, tiny.VOCAB)
+        assert model.eos_token_ids == {tiny.EOS}
+        assert model.artifact == artifact.digest
+        assert model.created_s == int((tiny_artifact / "manifest.msgpack").stat().st_mtime)
+        assert health(url) == {"status": "ok", "buckets": 5, "compiled_buckets": 0}
+
+
+def test_text_needs_a_tokenizer(own_artifact):
+    artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
+    with pytest.raises(ArtifactError, match=r"has no tokenizer; serving text needs a checkpoint directory with tokenizer\.json"):
+        start(artifact)
+
+
+TARGETS = [("stub", (), True), ("stub", None, False), ("eager", (), False), ("null", (), False)]
+
+
+@pytest.mark.parametrize(("target", "compiled", "waits"), TARGETS)
+def test_only_what_can_be_compiled_waits_for_it(own_artifact, target, compiled, waits):
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, target=target))
+    assert incomplete(tiny.with_compiled(own_artifact, "eager", compiled)) is waits
+
+
+# --- the build behind a server ---
+
+
+class Process:
+    """Ends, and does things, when it is asked how it is for the n-th time."""
+
+    def __init__(self, *turns):
+        self.turns = list(turns)
+        self.signals = []
+
+    def poll(self):
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        return turn() if callable(turn) else turn
+
+    def terminate(self):
+        self.signals.append("terminate")
+
+    def wait(self):
+        self.signals.append("wait")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Builders of the test get this process, and no time passes while they wait."""
+    seen = SimpleNamespace(process=None, command=None, environment=None)
+
+    def popen(command, env, **options):
+        seen.command, seen.environment = command, env
+        return seen.process
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(module, "POLL_S", 0)
+    return seen
+
+
+def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_artifact, started):
+    """What was there may be of other weights, or of another torch."""
+    before = Artifact.open(own_artifact)
+
+    def publish():
+        tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="new"))
+
+    started.process = Process(None, None, publish, None)
+    artifact = Builder(["model"], own_artifact, {"A": "b"}).wait_servable()
+    assert artifact.manifest.source_digest == "new"
+    assert artifact.digest != before.digest
+    assert started.environment == {"A": "b"}
+    assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
+    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--patience", str(module.PATIENCE)]
+
+
+def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
+    def publish():
+        tiny.published(own_artifact, lambda manifest, _: manifest)
+        return 0
+
+    started.process = Process(publish, 0)
+    assert Builder(["model"], own_artifact, {}).wait_servable().path == own_artifact
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_build_that_fails_is_told(own_artifact, tmp_path, started, there):
+    started.process = Process(None, 1)
+    with pytest.raises(NpucompileError, match="the build ended with status 1 before there was anything to serve"):
+        Builder(["model"], own_artifact if there else tmp_path / "out", {}).wait_servable()
+
+
+def test_stopping_ends_a_build_that_runs_and_leaves_one_that_ended(tmp_path, started):
+    for status, signals in ((None, ["terminate", "wait"]), (0, ["wait"])):
+        started.process = Process(status)
+        Builder(["model"], tmp_path, {}).stop()
+        assert started.process.signals == signals
+
+
+def test_a_real_build_in_a_real_process(tiny_checkpoint, tmp_path, capfd):
+    out = tmp_path / "out"
+    arguments = ["--buckets", "1", "--prefill", "4", "--max-model-len", "16", "--backend", "eager", "--dtype", "float32"]
+    builder = Builder([str(tiny_checkpoint), *arguments], out, os.environ)
+    try:
+        artifact = builder.wait_servable()
+    finally:
+        builder.process.wait()
+    assert builder.process.returncode == 0
+    assert [entry.bucket.name for entry in artifact.manifest.graphs] == ["prefill-b1-q4", "decode-b1-q4"]
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,123 @@
+"""tools/cli.py: a command line becomes a call, a refusal becomes one line and status 1, help costs nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from npucompile import __version__
+from npucompile.graphs.errors import SpecError, VerifyError
+from npucompile.tools import cli
+from npucompile.tools.cli import COMMANDS, Commands, Home, main
+
+
+def test_help_and_version_import_neither_torch_nor_a_command():
+    script = """
+import sys
+from npucompile.tools.cli import main
+for words in (["--help"], ["--version"], []):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code in (0, 2), ended.code
+heavy = {"torch", "numpy", "starlette", "uvicorn", "websockets", "safetensors", "tokenizers", "msgpack"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert not [name for name in sys.modules if name.startswith("npucompile.tools.commands.")]
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert __version__ in ran.stdout
+
+
+def test_help_lists_every_command_and_a_first_session():
+    told = CliRunner().invoke(main, ["--help"]).stdout
+    for name in COMMANDS:
+        assert f"\n  {name} " in told
+    assert "npucompile serve" in told
+    assert "NPUCOMPILE_HOME" in told
+
+
+def test_commands_are_the_files_that_hold_one():
+    files = {path.stem for path in Path(cli.__file__).parent.glob("commands/*.py")} - {"__init__", "views"}
+    assert set(COMMANDS) == files
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself(name):
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    context = click.Context(main)
+    command = main.get_command(context, name)
+    assert command.name == name
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    assert len(options) < 25
+    assert all(option.help for option in options)
+
+
+def test_an_unknown_command_is_named():
+    result = CliRunner().invoke(main, ["sevre"])
+    assert result.exit_code == 2
+    assert "sevre" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SpecError("16 is not 17"), "Error: 16 is not 17"),
+        (VerifyError("they differ"), "Error: they differ"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), "Error: [Errno 13] Permission denied: '/out'"),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_1(error, said):
+    @click.command(cls=Commands)
+    def group():
+        pass
+
+    @click.command("fail")
+    def fail():
+        raise error
+
+    group.add_command(fail)
+    group.get_command = lambda context, name: fail
+    result = CliRunner().invoke(group, ["fail"])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == said
+
+
+def test_a_defect_is_not_dressed_up_as_a_refusal():
+    for error in (KeyError("x"), BrokenPipeError(), RuntimeError("x")):
+
+        @click.command("fail")
+        def fail(error=error):
+            raise error
+
+        group = Commands("group")
+        group.get_command = lambda context, name, fail=fail: fail
+        with pytest.raises(type(error)):
+            group.main(["fail"], standalone_mode=False)
+
+
+def test_home_is_where_the_environment_says(monkeypatch, tmp_path):
+    seen = []
+
+    @click.command("look")
+    @click.pass_obj
+    def look(home):
+        seen.append(home)
+
+    monkeypatch.setattr(main, "get_command", lambda context, name: look)
+    CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": str(tmp_path / "here")})
+    CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": None, "HOME": str(tmp_path)})
+    CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": "", "HOME": str(tmp_path)})
+    assert [home.root for home in seen] == [tmp_path / "here", tmp_path / ".npucompile", tmp_path / ".npucompile"]
+    assert seen[0].environment["NPUCOMPILE_HOME"] == str(tmp_path / "here")
+    assert seen[0].environment["PATH"] == os.environ["PATH"]
+    assert Home(tmp_path, {}).artifacts == tmp_path / "artifacts"
+    assert Home(tmp_path, {}).cache == tmp_path / "cache"

@@ -1,0 +1,166 @@
+"""tools/verify/compare.py: a scene poisons all that is not alive, and a verdict sees what differs."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
+from npucompile.models import request_slots
+from npucompile.models.batch import abstract_inputs
+from npucompile.tools.verify import compare
+
+PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
+DRAFTING = Limits(page_size=4, num_pages=17, num_slots=13, max_model_len=16, slots_per_request=3, drafts=2)
+VOCAB = 11
+
+
+def signature(bucket: Bucket, limits: Limits) -> Signature:
+    W = bucket.q_len if bucket.kind == "decode" else 1
+    i32, f32 = torch.int32, torch.float32
+    paged, slots = ("pages", None, None, None), ("slots", None)
+    pages = Aval((limits.num_pages, 4, 1, 2), f32, paged)
+    outputs = {"tokens": Aval((bucket.batch, W), i32), "logits": Aval((bucket.batch, W, VOCAB), f32)}
+    outputs |= {"counts": Aval((bucket.batch,), i32)} if bucket.kind == "decode" else {}
+    outputs |= {"drafts": Aval((bucket.batch, limits.drafts), i32)} if limits.drafts else {}
+    return Signature(
+        (Leaf("params.w", Aval((2, 2), f32)),),
+        (
+            Leaf("state.layers.0.k", pages),
+            Leaf("state.layers.1.s", Aval((limits.num_slots, 3), f32, slots)),
+            *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
+            Leaf("state.seats", request_slots.state(limits)),
+        ),
+        tuple(Leaf(f"inputs.{name}", aval) for name, aval in abstract_inputs(bucket, limits).items()),
+        tuple(Leaf(f"outputs.{name}", aval) for name, aval in outputs.items()),
+    )
+
+
+class Toy:
+    """Sums what a live row may read, writes its keys and slots, accepts drafts that it would have said; `fault` breaks one thing."""
+
+    backend = "toy"
+
+    def __init__(self, bucket: Bucket, limits: Limits, fault: str = "") -> None:
+        self.bucket, self.limits, self.fault = bucket, limits, fault
+        self.signature = signature(bucket, limits)
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        of = {leaf.name: operand for leaf, operand in zip(self.signature.operands, operands, strict=True)}
+        out = {leaf.name.split(".")[1]: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
+        for row in torch.nonzero(of["inputs.seats"]).flatten().tolist():
+            self.row(row, of, out)
+        return list(out.values())
+
+    def row(self, row: int, of: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+        k, s, pages = of["state.layers.0.k"], of["state.layers.1.s"], of["inputs.page_table"][row]
+        seat, slots = of["state.seats"][of["inputs.seats"][row]], of["inputs.write_slots"][row]
+        decode = self.bucket.kind == "decode"
+        if decode:
+            start, length, read = int(seat[0]), 1 + int(of["inputs.drafts"][row]), int(slots[seat[1]])
+        else:
+            start, length, read = (int(of[f"inputs.{name}"][row]) for name in ("starts", "lengths", "read_slots"))
+        total = sum((k[pages[at // 4], at % 4].sum() for at in range(start + (self.fault == "reads ahead"))), torch.zeros(()))
+        state = s[read].sum() if start else torch.zeros(())
+        total = total + (s[0].sum() if self.fault == "reads null" else 0)
+        for at in range(start, start + length):
+            k[pages[at // 4], at % 4] = float(at) + (self.fault == "writes wrong")
+        for w in range(len(slots)):
+            s[slots[w]] = state + w + (self.fault == "state wrong")
+            out["logits"][row, w] = total + state + torch.arange(VOCAB) * 0.1 * (-1) ** w + (self.fault == "logits wrong")
+        said = out["logits"][row].argmax(-1).int()
+        out["tokens"][row] = 1 - said if self.fault == "tokens wrong" else said
+        count = 1
+        while decode and count < length and seat[2 + count] == said[count - 1]:
+            count += 1
+        if decode:
+            out["counts"][row] = count - (self.fault == "counts wrong" and count > 1)
+        made = [int(said[count - 1]) if decode else int(said[0])] + [3 + (self.fault == "drafts wrong")] * self.limits.drafts
+        if self.limits.drafts:
+            out["drafts"][row] = torch.tensor(made[1:], dtype=torch.int32)
+            last = count if decode else length
+            for at in range(start, start + last):
+                of["state.mtp.k"][pages[at // 4], at % 4] = at * 0.5 + (self.fault == "head wrong")
+        seat.copy_(torch.tensor([start + count, count - 1 + (self.fault == "seat wrong"), *made], dtype=torch.int32))
+
+
+def scenes(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[compare.Scene]:
+    sign = signature(bucket, limits)
+    made = [
+        compare.scene(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB, rows, torch.Generator().manual_seed(seed))
+        for seed in range(seeds)
+        for rows in live
+    ]
+    if bucket.kind == "decode":
+        for one in made:
+            compare.force(Toy(bucket, limits), one, sign)
+    return made
+
+
+FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "seat wrong")
+CASES = [
+    (Bucket("decode", 4, 1), PLAIN, FAULTS),
+    (Bucket("decode", 3, 3), DRAFTING, (*FAULTS, "counts wrong", "drafts wrong", "head wrong")),
+    (Bucket("prefill", 1, 8), PLAIN, FAULTS),
+    (Bucket("prefill", 1, 8), DRAFTING, (*FAULTS, "drafts wrong", "head wrong")),
+]
+
+
+@pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
+def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
+    sign, made = signature(bucket, limits), scenes(bucket, limits, (1, bucket.batch))
+    exact = compare.compare(Toy(bucket, limits), Toy(bucket, limits), made, sign)
+    assert exact == compare.Verdict(4 * (1 + bucket.batch), 0.0, 0.0, 0)
+    compare.judge(exact, compare.TOLERANCES[torch.float32], "toy")
+    for fault in faults:
+        seen = compare.compare(Toy(bucket, limits), Toy(bucket, limits, fault), made, sign)
+        with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
+            compare.judge(seen, compare.TOLERANCES[torch.float32], "toy")
+
+
+def test_every_count_of_accepted_drafts_is_forced() -> None:
+    bucket = Bucket("decode", 3, 3)
+    (one,) = scenes(bucket, DRAFTING, (3,), seeds=1)
+    counts = Toy(bucket, DRAFTING)([t.clone() for t in one.operands])[2]
+    assert sorted(counts.tolist()) == [1, 2, 3]
+
+
+def test_a_scene_leaves_the_callers_state_alone_and_poisons_null() -> None:
+    bucket = Bucket("decode", 4, 1)
+    (one,) = scenes(bucket, PLAIN, (2,), seeds=1)
+    k, s = one.operands[1], one.operands[2]
+    assert torch.isnan(k[0]).all()
+    assert torch.isnan(s[0]).all()
+    before = k.clone()
+    compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN), [one], signature(bucket, PLAIN))
+    assert torch.equal(torch.nan_to_num(k), torch.nan_to_num(before))
+
+
+def test_the_worse_of_two_verdicts_is_kept() -> None:
+    one, other = compare.Verdict(1, 0.5, 0.1, 0), compare.Verdict(2, 0.2, 0.3, 4)
+    assert one.worse(other) == compare.Verdict(3, 0.5, 0.3, 4)
+    assert compare.Verdict().worse(one) == one
+
+
+def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
+    assert compare.difference(torch.tensor([0.5]), torch.tensor([0.25])) == 0.25
+    assert compare.difference(torch.tensor([8.0]), torch.tensor([4.0])) == 0.5
+    assert compare.difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == float("inf")
+    assert compare.difference(torch.empty(0), torch.empty(0)) == 0.0
+
+
+def test_deviation_is_an_average_and_infinite_for_nan() -> None:
+    assert compare.deviation(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0.0
+    assert compare.deviation(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0])) == 1.0
+    assert compare.deviation(torch.ones(100), torch.cat([torch.ones(99), torch.zeros(1)])) == pytest.approx(0.1)
+    assert compare.deviation(torch.ones(2), torch.tensor([1.0, float("nan")])) == float("inf")
+    assert compare.deviation(torch.empty(0), torch.empty(0)) == 0.0
+
+
+@pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
+def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
+    bucket, tolerance = Bucket("decode", 4, 1), compare.TOLERANCES[torch.bfloat16]
+    sign, made = signature(bucket, PLAIN), scenes(bucket, PLAIN, (4,))
+    with pytest.raises(VerifyError):
+        compare.judge(compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), made, sign, tolerance.measure), tolerance, "toy")

@@ -1,0 +1,140 @@
+"""tools/verify/executables.py: a proof passes what is right and refuses what is wrong, by name."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from support import tiny
+
+from npucompile.graphs.errors import ArtifactError, VerifyError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.artifact.graph_io import decode, encode
+from npucompile.lowering.executable import load_compiled
+from npucompile.tools.progress import Progress
+from npucompile.tools.verify import compare
+from npucompile.tools.verify.executables import RowByRow, verify
+
+NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    return tiny.Stub().install(monkeypatch)
+
+
+def doctored(path, name):
+    """Publishes an artifact whose eager graph of one bucket computes something else, with all digests right."""
+
+    def change(manifest, writer):
+        entry = next(entry for entry in manifest.graphs if entry.bucket.name == name)
+        graph = decode((path / entry.eager).read_bytes())
+        node = next(node for node in graph.graph.nodes if "add_rms_norm" in str(node.target))
+        node.args = tuple(0.5 if isinstance(value, float) and value < 1e-3 else value for value in node.args)
+        assert 0.5 in node.args
+        wrong = replace(entry, eager=writer.add("graphs", encode(graph), "graph"))
+        return replace(manifest, graphs=tuple(wrong if e.bucket == entry.bucket else e for e in manifest.graphs))
+
+    return tiny.published(path, change)
+
+
+def test_every_bucket_is_measured(tiny_artifact):
+    said = io.StringIO()
+    found = verify(Artifact.open(tiny_artifact), Progress(said))
+    assert list(found) == NAMES
+    for name, measured in found.items():
+        assert set(measured) == {"rows", "logits_error", "state_error", "token_mismatches"}
+        assert measured["rows"] >= 2
+        assert measured["logits_error"] <= 1e-5
+        assert measured["token_mismatches"] == 0
+        assert f"{name} (eager) logits within" in said.getvalue()
+    # Of the largest bucket: 1, 3 and 4 live rows, each twice.
+    assert found["decode-b4-q4"]["rows"] == 16
+
+
+def test_every_count_of_accepted_drafts_is_compared(tiny_artifact, monkeypatch):
+    seen, right = {}, compare.verdict
+
+    def noted(one, expected, found, *rest):
+        if "counts" in expected:
+            seen.setdefault(len(expected["counts"]), set()).update(expected["counts"][one.rows].tolist())
+        return right(one, expected, found, *rest)
+
+    monkeypatch.setattr(compare, "verdict", noted)
+    verify(Artifact.open(tiny_artifact), tiny.QUIET)
+    assert seen[4] == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("error", "measured"), [(1e-3, r"logits differ by 0\.\d+"), (float("nan"), "logits differ by inf")])
+def test_an_executable_that_is_wrong_is_named(own_artifact, stub, error, measured):
+    artifact = tiny.with_compiled(own_artifact, "stub", ["decode-b2-q4"])
+    verify(artifact, tiny.QUIET)
+    stub.error = error
+    with pytest.raises(VerifyError, match=rf"^decode-b2-q4 \(stub\) against the eager graph: {measured}; legal is at most 1e-05 \(6 rows"):
+        verify(artifact, tiny.QUIET)
+
+
+def test_a_graph_whose_rows_depend_on_their_batch_is_named(own_artifact):
+    """Nothing but the bucket of one row can tell: the reference itself is wrong."""
+    artifact = doctored(own_artifact, "decode-b4-q4")
+    with pytest.raises(VerifyError, match=r"^decode-b4-q4 \(eager\) against eager rows run alone: (logits|state) differ by"):
+        verify(artifact, tiny.QUIET)
+
+
+def test_a_reference_that_is_not_served_is_enough(own_artifact):
+    def change(manifest, _):
+        single = [entry for entry in manifest.graphs if entry.bucket == Bucket("decode", 1, 4)]
+        return replace(manifest, graphs=tuple(e for e in manifest.graphs if e not in single), references=tuple(single))
+
+    tiny.published(own_artifact, change)
+    artifact = doctored(own_artifact, "decode-b2-q4")
+    with pytest.raises(VerifyError, match=r"decode-b2-q4 .*against eager rows run alone"):
+        verify(artifact, tiny.QUIET)
+
+
+def test_in_bfloat16_the_bound_is_bfloat16s(tmp_path, tiny_checkpoint):
+    tiny.built(tiny.planned(tiny_checkpoint, buckets=(1, 2), prefill=(4,), dtype="bfloat16"), tmp_path / "out")
+    found = verify(Artifact.open(tmp_path / "out"), tiny.QUIET)
+    assert all(measured["logits_error"] <= 3e-2 for measured in found.values())
+
+
+def test_there_is_nothing_to_prove_without_weights(own_artifact):
+    artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, weights=None))
+    with pytest.raises(ArtifactError, match="built without weights"):
+        verify(artifact, tiny.QUIET)
+
+
+def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    manifest = artifact.manifest
+    entries = {entry.bucket.name: entry for entry in manifest.graphs}
+    entry = entries["decode-b4-q4"]
+    single, whole = (load_compiled(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q4", "decode-b4-q4"))
+    weights = artifact.load_weights()
+    values = {
+        "seats": [1, 0, 2, 0], "drafts": [3, 0, 1, 0], "base": [0] * 4, "logprobs": [1, 0, 0, 0],
+        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "write_slots": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
+        "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0] * 7] * 4,
+    }  # fmt: skip
+
+    def operands():
+        state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
+        seats = state[[leaf.name for leaf in manifest.state].index("state.seats")]
+        seats[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
+        inputs = [torch.tensor(values[leaf.name.split(".")[1]], dtype=leaf.aval.dtype) for leaf in entry.inputs]
+        return [*(weights[leaf.name] for leaf in manifest.params), *state, *inputs]
+
+    ours, theirs = operands(), operands()
+    first, last = len(manifest.params), len(manifest.params) + len(manifest.state)
+    for found, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
+        for row in (0, 2):
+            assert torch.allclose(found[row], expected[row], atol=1e-5)
+        assert found[0].any()
+        assert not found[1].any()
+        assert not found[3].any()
+    for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
+        # What padding leaves in the null page, slot and seat is nobody's.
+        assert torch.allclose(mine[1:], its[1:], atol=1e-5)

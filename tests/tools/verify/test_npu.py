@@ -1,0 +1,233 @@
+"""tools/verify/npu.py: an artifact for NPUs is proved, and every way of spoiling its pipeline that was thought of is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import ranks, tiny
+from support import small_images as images
+
+from npucompile.graphs.errors import LoweringError, VerifyError
+from npucompile.graphs.primitive import TABLE
+from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.ascend.ge_file import decode, operators, parse
+from npucompile.lowering.ascend.inspect_ge import shape
+from npucompile.lowering.backends import ge
+from npucompile.models import feed_forward, sampling
+from npucompile.tools.verify import emulated_run, npu
+from npucompile.tools.verify.npu import describe, excerpts, is_for_device
+from npucompile.tools.verify.small_model import Case, Form
+from npucompile.tools.verify.step_trace import Expected, Script, Turn
+
+DECODE, BOTH = ("decode",), ("prefill", "decode")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return images.shipped(ranks.SIZES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def prove(artifact, tmp_path_factory):
+    """Proves the artifact, or a part of it, in this process, and leaves torch's threads as they were."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(kinds=DECODE, steps=1, **fields):
+        graphs = tuple(entry for entry in artifact.manifest.graphs if entry.bucket.kind in kinds)
+        threads = torch.get_num_threads()
+        try:
+            changed = SimpleNamespace(path=artifact.path, manifest=replace(artifact.manifest, graphs=graphs, **fields))
+            return npu.verify_device(changed, cache, tiny.QUIET, steps=steps)
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
+
+
+def lowered_otherwise(monkeypatch, name, change):
+    """Another lowering for NPUs of a primitive: `change` of the right one's result."""
+    right = TABLE[name].rule("lowering:ge")
+    monkeypatch.setitem(TABLE[name]._rules, "lowering:ge", lambda *args: change(right(*args)))
+
+
+def test_every_check_is_told_with_what_it_measured(prove):
+    told = prove(BOTH, steps=2)
+    assert list(told) == [
+        "manifest",
+        "prefill-b1-q16 shipped",
+        "decode-b4-q2 shipped",
+        "ranks",
+        "small model",
+        "lowered f32",
+        "GE f32",
+        "lowered f32, logits in shares",
+        "prefill-b1-q16 small",
+        "decode-b4-q2 small",
+        "GE bf16 as lowered",
+    ]
+    assert told["small model"] == {"ranks": 4, "layers": 4, "experts": 8, "buckets": 2} | {
+        name: told["small model"][name] for name in ("steps", "results")
+    }
+    assert told["lowered f32"]["rows"] == 2 * told["small model"]["results"]
+    assert 0 < told["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
+    assert told["GE f32"] == told["lowered f32"]
+    assert told["lowered f32"]["drafts"] > 10
+    assert told["GE bf16 as lowered"]["tokens"] >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
+        ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
+        ("seat_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"seat \d holds \["),
+    ],
+    ids=["none", "wrong", "another"],
+)
+def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, told):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {told}"):
+        prove()
+
+
+def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
+    right = sampling.axis_index
+    monkeypatch.setattr(sampling, "axis_index", lambda axis: 1 - right(axis))
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): drafts of rows"):
+        prove()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_decay", lambda g: g * 1.2)],
+    ids=["sign", "scale", "decay"],
+)
+def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
+    lowered_otherwise(monkeypatch, name, change)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): logits differ"):
+        prove()
+
+
+def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatch):
+    lowered_otherwise(monkeypatch, "grouped_experts_w8a8", lambda out: out * 1.2)
+    monkeypatch.setattr(npu.verify_shipped, "check_manifest", lambda manifest: {})
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: (half of all )?logits differ"):
+        prove(quantization="w8a8")
+
+
+def test_a_collective_of_another_group_is_found(prove, monkeypatch):
+    def swapped(*args):
+        made = partition(*args)
+        for body in (made.graph, *made.graph.children()):
+            for node in body.graph.nodes if hasattr(body, "graph") else ():
+                if "reduce_scatter" in str(node.target):
+                    node.args = (*node.args[:-1], "dp")
+        return made
+
+    monkeypatch.setattr(npu, "partition", swapped)
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0"):
+        prove()
+
+
+def test_experts_of_another_device_are_found(prove, monkeypatch):
+    right = feed_forward.axis_index
+    monkeypatch.setattr(feed_forward, "axis_index", lambda axis: (right(axis) + 1) % 4)
+    # This target gathers tokens, and each device picks those of its own experts.
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove(target="ascend-a2")
+
+
+def test_weights_of_another_rank_are_found(prove, monkeypatch):
+    right = emulated_run.local_slice
+    monkeypatch.setattr(
+        emulated_run,
+        "local_slice",
+        lambda aval, mesh, rules, rank: right(aval, mesh, rules, rank ^ 1 if "ffn" in str(aval.axes) or "experts" in aval.axes else rank),
+    )
+    with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def spoiled(monkeypatch, change):
+    """GE graphs that were changed between conversion and interpretation."""
+
+    def read(data):
+        container = decode(data)
+        model = parse(container.graph)
+        change(list(operators(model)))
+        return replace(container, graph=model.SerializeToString(deterministic=True))
+
+    monkeypatch.setattr(npu, "decode", read)
+
+
+def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
+    def elsewhere(found):
+        for op in found:
+            if op.type == "HcomReduceScatter":
+                op.attr["group"].s = b"dp"
+
+    spoiled(monkeypatch, elsewhere)
+    with pytest.raises(VerifyError, match=r"GE f32, rank 0 .*: logits differ"):
+        prove()
+
+
+def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):
+    def duller(found):
+        for op in found:
+            if op.type == "AddRmsNorm" and shape(op.output_desc[0]).startswith("bf16"):
+                op.attr["epsilon"].f = 0.1
+
+    spoiled(monkeypatch, duller)
+    with pytest.raises(VerifyError, match=r"GE bf16 against lowered bf16, rank 0 .*, step \d \(decode-b4-q2\): "):
+        prove()
+
+
+def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
+    def refusing(*args):
+        raise LoweringError("no such thing")
+
+    monkeypatch.setattr(npu.GeInterpreter, "__call__", refusing)
+    with pytest.raises(VerifyError, match="GE f32: no such thing"):
+        prove()
+
+
+def test_a_machine_without_torch_npu_says_so(prove, monkeypatch):
+    monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
+    with pytest.raises(LoweringError, match="torch_npu is not installed"):
+        prove()
+
+
+def test_targets_decide_which_proof_it_is(artifact):
+    def of(target):
+        return is_for_device(SimpleNamespace(manifest=replace(artifact.manifest, target=target)))
+
+    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu", "eager", "inductor", "null")] == [True, True, *[False] * 4]
+
+
+def test_excerpts_have_every_case_at_its_fullest_and_the_last_that_decodes():
+    """A row that goes on reads what a step before it left; the first chunk of a prompt does not."""
+    small, large, chunk = (Case(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
+
+    def turn(case, at, *valid):
+        """Groups with so many live results each, of a row with so many tokens in the caches."""
+        told = tuple(Expected((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
+        inputs = {"starts": torch.tensor([at]), "seats": torch.tensor([1])}
+        return Turn(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), told)
+
+    def chosen(*turns):
+        return excerpts(Script(turns, (), (), (), (), ()))
+
+    assert chosen(turn(chunk, 0, 9, 9), turn(chunk, 5, 1, 0), turn(chunk, 7, 1, 1), turn(chunk, 9, 1, 0)) == (2,)
+    assert chosen(turn(chunk, 0, 1, 0), turn(chunk, 0, 2, 2)) == (1,)
+    assert chosen(turn(small, 5, 1, 0), turn(large, 5, 2, 0), turn(small, 5, 3, 1), turn(small, 5, 2, 1)) == (1, 2, 3)
+
+
+KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
+
+
+def test_what_was_measured_is_told_in_few_digits():
+    assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"

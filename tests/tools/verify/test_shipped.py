@@ -1,0 +1,190 @@
+"""tools/verify/shipped.py: GE graphs on disk are held against their manifest, their memory plan and their small image."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support import ranks
+from support import small_images as images
+
+from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.types import Aval, Leaf
+from npucompile.lowering.artifact.shards import mesh_of
+from npucompile.lowering.ascend.ge_file import operators, parse
+from npucompile.lowering.collectives_check import expand
+from npucompile.tools.verify import shipped
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return images.shipped(ranks.SIZES, tmp_path_factory)
+
+
+@pytest.fixture
+def decode_entry(artifact):
+    (found,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
+    return found
+
+
+def container_of(artifact, entry):
+    return shipped.container_of(artifact, entry)
+
+
+def edited(container, change):
+    """A container whose operators were changed by hand."""
+    model = parse(container.graph)
+    change({op.name: op for op in operators(model)}, model)
+    return replace(container, graph=model.SerializeToString(deterministic=True))
+
+
+def shipping(monkeypatch, change):
+    """The artifact's containers, changed."""
+    monkeypatch.setattr(shipped, "container_of", lambda artifact, entry: edited(container_of_file(artifact, entry), change))
+
+
+container_of_file = shipped.container_of
+
+
+def test_what_was_built_is_accepted(artifact):
+    told = shipped.check_manifest(artifact.manifest)
+    assert told["operands"] == len(artifact.manifest.params) + len(artifact.manifest.state)
+    assert 0 < told["needed_gib"] < told["limit_gib"] == 64
+    for entry in artifact.manifest.graphs:
+        told = shipped.check_entry(artifact, entry)
+        assert told == {
+            "operators": sum(entry.census.values()),
+            "collectives": len(entry.collectives),
+            "pools": len(artifact.manifest.state),
+        }
+    assert shipped.check_patched(artifact) == {"ranks": 4, "buckets": 2, "patched": 2}
+
+
+def test_another_operand_is_refused(artifact):
+    first, *rest = artifact.manifest.params
+    wider = Leaf(first.name, Aval((first.aval.shape[0] + 1, *first.aval.shape[1:]), first.aval.dtype, first.aval.axes))
+    with pytest.raises(VerifyError, match=rf"an operand is {first.name}, bf16\[261,32\] .*; the model's is {first.name}, bf16\[260,32\]"):
+        shipped.check_manifest(replace(artifact.manifest, params=(wider, *rest)))
+    with pytest.raises(VerifyError, match=r"\d+ parameters and pools; the model has \d+"):
+        shipped.check_manifest(replace(artifact.manifest, state=artifact.manifest.state[:-1]))
+    with pytest.raises(VerifyError, match="the model's is"):
+        shipped.check_manifest(replace(artifact.manifest, quantization="w8a8"))
+
+
+def test_another_layout_is_refused(artifact):
+    rules = {**artifact.manifest.rules, "vocab": ("dp",)}
+    with pytest.raises(VerifyError, match=r"rules are .*'vocab': \('dp',\).*; those of mesh dp=2,tp=2 are"):
+        shipped.check_manifest(replace(artifact.manifest, rules=rules))
+
+
+def test_a_memory_plan_of_less_than_the_operands_is_refused(artifact):
+    memory = artifact.manifest.memory
+    parts = [{**part, "nbytes": part["nbytes"] - 1} if part["name"] == "KV pages" else part for part in memory["parts"]]
+    with pytest.raises(VerifyError, match=r"memory plan: KV pages takes \d+ bytes; the manifest's operands take \d+"):
+        shipped.check_manifest(replace(artifact.manifest, memory={**memory, "parts": parts}))
+    parts = [{**part, "nbytes": 2**37} if part["name"] == "runtime" else part for part in memory["parts"]]
+    with pytest.raises(VerifyError, match=r"memory plan: \d+ bytes of \d+; legal is at most"):
+        shipped.check_manifest(replace(artifact.manifest, memory={**memory, "parts": parts}))
+    with pytest.raises(VerifyError, match="memory plan"):
+        shipped.check_manifest(replace(artifact.manifest, memory={**memory, "limit_bytes": 2**40}))
+
+
+def test_another_census_is_refused(artifact, decode_entry):
+    census = {**decode_entry.census, "MatMul": decode_entry.census["MatMul"] + 1}
+    with pytest.raises(
+        VerifyError,
+        match=r"decode-b4-q2 shipped: the graph and the manifest count other operators: \[\('MatMul', \d+\), \('MatMul', \d+\)\]",
+    ):
+        shipped.check_entry(artifact, replace(decode_entry, census=census))
+
+
+def test_another_certificate_is_refused(artifact, decode_entry):
+    first, second, *rest = decode_entry.collectives
+    with pytest.raises(VerifyError, match="decode-b4-q2 shipped: collective 0 of the partitioned graph is"):
+        shipped.check_entry(artifact, replace(decode_entry, collectives=(second, first, *rest)))
+
+
+def test_a_graph_that_copies_its_state_or_talks_elsewhere_is_refused(artifact, decode_entry, monkeypatch):
+    def elsewhere(ops, model):
+        next(op for op in ops.values() if op.type == "HcomReduceScatter").attr["group"].s = b"dp"
+
+    def loose(ops, model):
+        next(op for op in ops.values() if op.type == "ScatterPaKvCache").input[1] = ""
+
+    for change in (elsewhere, loose):
+        shipping(monkeypatch, change)
+        with pytest.raises(VerifyError, match="decode-b4-q2 shipped: "):
+            shipped.check_entry(artifact, decode_entry)
+
+
+def test_a_bucket_without_a_graph_is_refused(artifact, decode_entry):
+    with pytest.raises(VerifyError, match="decode-b4-q2: the artifact has no GE graph of it"):
+        shipped.check_entry(artifact, replace(decode_entry, compiled=None))
+
+
+def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, monkeypatch):
+    def patched(container, rank, groups):
+        def swap(ops, model):
+            talking = [op for op in ops.values() if op.type.startswith("Hcom")]
+            for op in talking[:1] if rank == 2 else ():
+                op.attr["group"].s = groups["dp"].encode()
+
+        return edited(real(container, rank, groups), swap)
+
+    real = shipped.patched
+    monkeypatch.setattr(shipped, "patched", patched)
+    with pytest.raises(VerifyError, match=r"(decode|prefill)-\S+ on all ranks: "):
+        shipped.check_patched(artifact)
+
+
+def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
+    real = shipped.patched
+    monkeypatch.setattr(shipped, "patched", lambda container, rank, groups: real(container, 0, groups))
+    with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'world:0' is 1"):
+        shipped.check_patched(artifact)
+
+
+def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
+    read = shipped.talks(container_of(artifact, decode_entry), artifact.manifest)
+    assert read == expand(decode_entry.collectives, mesh_of(artifact.manifest))
+
+
+def test_more_layers_repeat_the_middle():
+    small = [("gather", "tp"), ("scatter", "tp"), ("dispatch", "world"), ("scatter", "tp"), ("dispatch", "world"), ("gather", "dp")]
+    for more in (1, 2, 13):
+        shipped._same_talk("it", [*small[:1], *small[1:3] * more, *small[1:]], small, more)
+    shipped._same_talk("it", small, small, 0)
+    long = [*small[:1], *small[1:3] * 4, *small[1:]]
+    for wrong, periods in (
+        (small[:-1], 0),
+        (small[::-1], 0),
+        (long, 3),
+        (long, 0),
+        (long[:-1], 4),
+        ([*long[:-1], ("gather", "tp")], 4),
+        ([*long[:2], *long[1:]], 4),
+    ):
+        with pytest.raises(VerifyError, match=r"it: collectives are .* more periods of layers"):
+            shipped._same_talk("it", wrong, small, periods)
+
+
+def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, decode_entry, monkeypatch):
+    container = container_of(artifact, decode_entry)
+    form = SimpleNamespace(kind="decode")
+    case = shipped.Case(decode_entry.bucket, form, (decode_entry,))
+    monkeypatch.setattr(shipped, "scaled_layers", lambda kinds: kinds)
+    small = SimpleNamespace(collectives=decode_entry.collectives)
+    told = shipped.check_likeness(artifact, case, small, container)
+    # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
+    assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
+
+    def change(ops, model):
+        next(op for op in ops.values() if op.type == "SwiGlu").type = "GeGlu"
+
+    with pytest.raises(
+        VerifyError, match=r"decode-b4-q2 shipped, decode-b4-q2 small: kinds of layers have other operators: small has .*GeGlu"
+    ):
+        shipped.check_likeness(artifact, case, small, edited(container, change))
+    with pytest.raises(VerifyError, match="decode-b4-q2 small: collective"):
+        shipped.check_likeness(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), container)

@@ -1,0 +1,217 @@
+"""tools/verify/speculation.py: counts, seats, drafts and log probabilities of one rank in one step, right and wrong in every way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.types import Bucket
+from npucompile.tools.verify.speculation import alike, check_logprobs, check_seats, drafts, start
+from npucompile.tools.verify.step_trace import Expected, Turn
+
+V, K = 8, 2
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def thoughts(*best, lead=1.0):
+    """Logits of drafts whose best tokens are these, each by so much."""
+    logits = torch.zeros(len(best), V)
+    for place, token in enumerate(best):
+        logits[place, token] = lead
+    return logits
+
+
+def decode(valid=(3, 2), taken=(2, 1)):
+    """Rows 0 and 2 of three are live, in seats 3 and 1: positions 10 and 20, candidates 5 6 7 and 1 2 3."""
+    case = SimpleNamespace(bucket=Bucket("decode", 3, K + 1))
+    pool = torch.stack([i32(0, 0, 0, 0, 0), i32(20, 2, 1, 2, 3), i32(-7, -7, -7, -7, -7), i32(10, 0, 5, 6, 7)])
+    tokens = torch.stack([i32(6, 4, 4), i32(3, 4, 5)])
+    made = torch.stack([i32(1, 2), i32(3, 4)])
+    told = Expected((0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), made, torch.stack([thoughts(1, 2), thoughts(3, 4)]))
+    inputs = {"seats": i32(3, 0, 1), "drafts": i32(2, 0, 1)}
+    return Turn(case, (inputs,), (pool,), (told,))
+
+
+def decoded():
+    """What a rank says in it that does all right."""
+    pool = torch.stack([i32(0, 0, 0, 0, 0), i32(21, 0, 3, 3, 4), i32(-7, -7, -7, -7, -7), i32(12, 1, 4, 1, 2)])
+    return {
+        "tokens": torch.stack([i32(6, 4, 4), i32(0, 0, 0), i32(3, 4, 5)]),
+        "counts": i32(2, 0, 1),
+        "drafts": torch.stack([i32(1, 2), i32(0, 0), i32(3, 4)]),
+        "seats": pool,
+    }
+
+
+def prefill(following=-1):
+    """A chunk of four tokens from position 8 on, of the request in seat 2."""
+    case = SimpleNamespace(bucket=Bucket("prefill", 1, 4))
+    pool = torch.stack([i32(0, 0, 0, 0, 0), i32(-7, -7, -7, -7, -7), i32(8, 0, 7, 7, 7)])
+    told = Expected((0,), (1,), (4,), (True,), i32(6)[None], torch.randn(1, 1, V), i32(1, 2)[None], thoughts(1, 2)[None])
+    inputs = {"seats": i32(2), "starts": i32(8), "lengths": i32(4), "next_tokens": i32(following)}
+    return Turn(case, (inputs,), (pool,), (told,))
+
+
+def prefilled():
+    pool = torch.stack([i32(0, 0, 0, 0, 0), i32(-7, -7, -7, -7, -7), i32(12, 0, 6, 1, 2)])
+    return {"tokens": i32(6)[None], "drafts": i32(1, 2)[None], "seats": pool}
+
+
+def spoiled(said, name, at, value):
+    changed = said[name].clone()
+    changed[at] = value
+    return {**said, name: changed}
+
+
+def test_what_follows_is_accepted():
+    check_seats(decode(), 0, decoded(), "it")
+    check_seats(prefill(), 0, prefilled(), "it")
+    assert (start(decode(), 0, 2), start(prefill(), 0, 0)) == (20, 8)
+
+
+def test_a_group_that_idles_leaves_its_seats_as_they_are():
+    turn = decode()
+    idle = Turn(turn.case, ({"seats": i32(0, 0, 0)},), turn.seats, (None,))
+    said = {**decoded(), "counts": i32(0, 0, 0), "seats": turn.seats[0]}
+    check_seats(idle, 0, said, "it")
+    with pytest.raises(VerifyError, match=r"it: counts are \[1, 0, 0\]; by the tokens it sampled they are \[0, 0, 0\]"):
+        check_seats(idle, 0, {**said, "counts": i32(1, 0, 0)}, "it")
+    with pytest.raises(VerifyError, match=r"it: seat 2 holds \[-7, -7, -7, -7, 0\]"):
+        check_seats(idle, 0, spoiled(said, "seats", (2, 4), 0), "it")
+
+
+@pytest.mark.parametrize(
+    ("valid", "sampled", "count"),
+    [
+        (3, (6, 7, 4), 3),
+        (3, (6, 4, 4), 2),
+        (3, (4, 7, 4), 1),  # the second draft is what the model would have said after the first, which is wrong
+        (2, (6, 7, 4), 2),
+        (1, (6, 7, 4), 1),
+    ],
+)
+def test_drafts_count_up_to_the_first_wrong_one_or_as_far_as_they_are_verified(valid, sampled, count):
+    turn, said = decode(valid=(valid, 2)), spoiled(decoded(), "tokens", 0, i32(*sampled))
+    said = spoiled(spoiled(said, "counts", 0, count), "seats", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
+    check_seats(turn, 0, said, "it")
+    for other in {0, 1, 2, 3} - {count}:
+        with pytest.raises(VerifyError, match=rf"it: counts are \[{other}, 0, 1\]; by the tokens it sampled they are \[{count}, 0, 1\]"):
+            check_seats(turn, 0, spoiled(said, "counts", 0, other), "it")
+
+
+def test_counts_of_padding_are_nothing():
+    with pytest.raises(VerifyError, match=r"counts are \[2, 1, 1\]"):
+        check_seats(decode(), 0, spoiled(decoded(), "counts", 1, 1), "it")
+
+
+@pytest.mark.parametrize("seat", range(4))
+@pytest.mark.parametrize("column", range(5))
+def test_every_number_of_every_seat_is_looked_at(seat, column):
+    said = decoded()
+    value = int(said["seats"][seat, column]) + 1
+    with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
+        check_seats(decode(), 0, spoiled(said, "seats", (seat, column), value), "it")
+    if seat < 3:
+        with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
+            check_seats(prefill(), 0, spoiled(prefilled(), "seats", (seat, column), 9), "it")
+
+
+def test_without_drafts_a_seat_has_a_token_alone():
+    turn, told = decode(), decode().expected[0]
+    pool = turn.seats[0][:, :3]
+    alone = Turn(SimpleNamespace(bucket=Bucket("decode", 3, 1)), turn.inputs, (pool,), (Expected((0, 2), (1, 1), (1, 1), *vars_of(told)),))
+    said = {
+        "tokens": i32(6, 0, 3)[:, None],
+        "counts": i32(1, 0, 1),
+        "seats": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
+    }
+    check_seats(alone, 0, said, "it")
+    with pytest.raises(VerifyError, match=r"seat 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
+        check_seats(alone, 0, spoiled(said, "seats", (3, 2), 7), "it")
+
+
+def vars_of(told):
+    return told.greedy, told.tokens, told.logits, told.drafts, told.thoughts
+
+
+def test_a_draft_head_takes_in_the_tokens_that_count():
+    turn, said = decode(), decoded()
+    assert alike(turn, 0, 0, said)
+    assert alike(turn, 0, 1, said)
+    assert alike(turn, 0, 0, spoiled(said, "tokens", (0, 2), 0)), "it does not count"
+    assert not alike(turn, 0, 0, spoiled(said, "tokens", (0, 1), 0))
+    assert not alike(turn, 0, 1, spoiled(said, "tokens", (2, 0), 0))
+
+
+def test_after_a_chunk_that_is_not_the_last_the_token_is_known():
+    other = spoiled(prefilled(), "tokens", (0, 0), 5)
+    assert alike(prefill(), 0, 0, prefilled())
+    assert not alike(prefill(), 0, 0, other)
+    assert alike(prefill(following=0), 0, 0, other)
+
+
+def error(*values):
+    return torch.tensor(values)
+
+
+def test_a_draft_must_be_the_scripts_where_it_leads_by_more_than_the_difference():
+    equal, bound = drafts(decode(), 0, decoded(), error(0.1, 0.6), 1e-3)
+    assert equal.tolist() == [[True, True], [True, True]]
+    # Each leads by 1; twice the difference is allowed.
+    assert bound.tolist() == [[True, True], [False, False]]
+    assert drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.5)[1].any().item() is False
+    assert drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.49)[1].all().item() is True
+
+
+def test_what_follows_another_draft_or_another_token_is_not_bound():
+    equal, bound = drafts(decode(), 0, spoiled(decoded(), "drafts", (0, 0), 0), error(0.0, 0.0), 1e-3)
+    assert (equal.tolist(), bound.tolist()) == ([[False, True], [True, True]], [[True, False], [True, True]])
+    _, bound = drafts(decode(), 0, spoiled(decoded(), "tokens", (2, 0), 0), error(0.0, 0.0), 1e-3)
+    assert bound.tolist() == [[True, True], [False, False]]
+
+
+def telling(told, most=3):
+    """A rank's log probabilities of a step, right."""
+    right = torch.zeros(3, K + 1, V)
+    right[[0, 2]] = told.logits.log_softmax(-1)
+    values, ids = right.topk(most)
+    tokens = decoded()["tokens"]
+    return {
+        "tokens": tokens,
+        "chosen_logprobs": right.gather(-1, tokens[..., None].long()).squeeze(-1),
+        "top_logprobs": values,
+        "top_ids": ids.int(),
+    }
+
+
+def test_log_probabilities_are_those_of_the_logits():
+    torch.manual_seed(0)
+    told = decode().expected[0]
+    said, slack = telling(told), torch.full((2, K + 1), 1e-4)
+    check_logprobs(told, i32(1, 0, 1), said, slack, "it")
+    wrong = [
+        spoiled(said, "chosen_logprobs", (0, 2), -0.5),
+        spoiled(said, "top_logprobs", (2, 1, 0), -0.01),
+        spoiled(said, "top_ids", (0, 0, 2), int(said["top_ids"][0, 0, 0])),
+        spoiled(said, "chosen_logprobs", (0, 0), float("nan")),
+    ]
+    for one, row in zip(wrong, (0, 2, 0, 0), strict=True):
+        with pytest.raises(VerifyError, match=rf"it: log probabilities of row {row} are off by"):
+            check_logprobs(told, i32(1, 0, 1), one, slack, "it")
+        check_logprobs(told, i32(int(row == 2), 1, int(row == 0)), one, slack, "it")
+    # The third candidate of the second row means nothing.
+    check_logprobs(told, i32(1, 0, 1), spoiled(said, "chosen_logprobs", (2, 2), 5.0), slack, "it")
+    check_logprobs(told, i32(1, 0, 1), wrong[0], torch.full((2, K + 1), 10.0), "it")
+
+
+def test_equally_likely_tokens_may_come_in_any_order():
+    told = decode().expected[0]
+    told.logits[:] = 0.0
+    said = telling(told)
+    check_logprobs(told, i32(1, 0, 1), {**said, "top_ids": (said["top_ids"] + 3) % V}, torch.full((2, K + 1), 1e-6), "it")

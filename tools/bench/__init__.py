@@ -1,0 +1,1 @@
+"""Measurements: builds, loads, steps, streams, speculation, peers."""

@@ -1,0 +1,133 @@
+"""Turns a build's arguments into its times: with nothing cached, with the compilers' caches warm, and with nothing changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...graphs.errors import NpucompileError
+from ..build import driver as building
+from ..build import plan as planning
+from ..commands.build import command as build_command
+from ..progress import Progress
+from .report import Column, Table, Value
+from .stats import spread
+
+KINDS = ("cold", "warm", "again")
+"""In this order: nothing cached; a new artifact with the caches of the first; that artifact once more."""
+
+COLUMNS = (
+    Column("what", "what"),
+    Column("cold_s", "cold cache s", 1),
+    Column("warm_s", "warm cache s", 1),
+    Column("again_s", "nothing changed s", 1),
+)
+
+TOTALS = {"ready_s": "can serve (traced, uncompiled)", "build_s": "whole build", "process_s": "whole command, imports included"}
+
+Launch = Callable[[Sequence[str]], str]
+
+
+def options(arguments: Sequence[str]) -> planning.Options:
+    """What arguments of `npucompile build` ask for.
+
+    Raises:
+        click.UsageError: they are none.
+    """
+    given: dict[str, Any] = build_command.make_context("build", list(arguments)).params
+    return planning.Options(**{name: given[name] for name in planning.Options.__dataclass_fields__})
+
+
+def one(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """Builds once, in this process.
+
+    Returns:
+        `build_s`, `ready_s`, and `compiled`: seconds by bucket name.
+
+    Raises:
+        NpucompileError: naming what cannot be built.
+    """
+    report = building.build(planning.plan(options(arguments)), out, cache_dir, Progress(), jobs=jobs)
+    return {"build_s": report.seconds, "ready_s": report.ready_seconds, "compiled": dict(report.compiled)}
+
+
+def build(
+    arguments: Sequence[str],
+    *,
+    jobs: int,
+    rounds: int,
+    environment: Mapping[str, str],
+    progress: Progress,
+    launch: Launch | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Table:
+    """Builds in fresh processes and a temporary directory, cold, warm and again; nothing of it stays.
+
+    Args:
+        arguments: of `npucompile build`: model and options.
+        jobs: processes that compile at a time.
+        launch: for tests; None starts processes with `environment`.
+
+    Raises:
+        NpucompileError: a build failed; what it said is on standard error.
+    """
+    launch = launch or (lambda words: _launch(words, environment))
+    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with progress.bar("build", rounds * len(KINDS)) as bar:
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory(prefix="npucompile-bench-") as directory:
+                for kind in KINDS:
+                    out = Path(directory, "cold" if kind == "cold" else "warm")
+                    began = clock()
+                    report = json.loads(launch([str(out), str(Path(directory, "cache")), str(jobs), *arguments]))
+                    told[kind].append({**report, "process_s": clock() - began})
+                    bar.step(f"{kind} {report['build_s']:.1f} s")
+    notes = (
+        f"rounds: {rounds}, each in a directory of its own, graphs compiled at a time: {jobs}; of a bucket: seconds in its compiler",
+        "cold: neither compiled headers nor probes of the instruction set, but the compiler itself is in the page cache",
+    )
+    return Table("build", "Build time", COLUMNS, tuple(table_rows(told)), notes)
+
+
+def table_rows(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Value]]:
+    """A row per compiled bucket, and the totals."""
+    buckets = sorted({name for reports in told.values() for report in reports for name in report["compiled"]})
+    rows: list[dict[str, Value]] = []
+    for name in buckets:
+        taken = {kind: [report["compiled"][name] for report in reports if name in report["compiled"]] for kind, reports in told.items()}
+        rows.append({"what": f"compile {name}", **{f"{kind}_s": spread(values) for kind, values in taken.items() if values}})
+    for key, text in TOTALS.items():
+        rows.append({"what": text, **{f"{kind}_s": spread(report[key] for report in reports) for kind, reports in told.items()}})
+    return rows
+
+
+def apart(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Builds, or brings up to date, in a process of its own, of which nothing is left in the one that measures.
+
+    Raises:
+        NpucompileError: the build failed; what it said is on standard error.
+    """
+    _launch([str(out), str(cache_dir), str(jobs), *arguments], environment)
+
+
+def _launch(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    done = subprocess.run([sys.executable, "-m", __name__, *words], env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise NpucompileError(f"the build of {words[3]} ended with status {done.returncode}; what it said is above")
+    return done.stdout
+
+
+def main(words: Sequence[str]) -> None:
+    """What a fresh process does: OUT CACHE_DIR JOBS BUILD_ARGUMENTS..., and prints what it took."""
+    out, cache_dir, jobs, *arguments = words
+    print(json.dumps(one(Path(out), Path(cache_dir), int(jobs), arguments)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

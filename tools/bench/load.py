@@ -1,0 +1,155 @@
+"""Turns an artifact into the times a fresh process takes to its first token: import, open, load, prefill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...graphs.errors import NpucompileError
+from ...lowering.artifact.artifact import Artifact
+from ...runtime.cpu_executor import Executor
+from ...runtime.engine import Engine
+from ...runtime.request import Event, Request, TokenEvent
+from ..progress import Progress
+from .report import Column, Table, Value
+from .stats import Clock, spread
+
+STAGES = {
+    "import": "start Python, import torch and the runtime",
+    "open": "open the artifact: manifest, every file's digest",
+    "weights": "load the weights",
+    "executables": "load the executables, allocate the state: ready",
+    "first_token": "first token",
+    "to_first_token": "open to first token",
+    "second_request": "first token of a second, equal request",
+}
+"""What a process goes through, by the key of its time in milliseconds; `to_first_token` is the sum of what follows the import."""
+
+COLUMNS = (Column("stage", "stage"), Column("ms", "ms", 1))
+
+Launch = Callable[[Sequence[str]], str]
+"""Runs `python -m` with arguments to its end; returns what it printed."""
+
+
+class _TimedArtifact(Artifact):
+    """An artifact that notes how long its weights take."""
+
+    clock: Clock = time.monotonic
+    weights_s = 0.0
+
+    def load_weights(self) -> dict[str, torch.Tensor]:
+        began = self.clock()
+        try:
+            return super().load_weights()
+        finally:
+            self.weights_s = self.clock() - began
+
+
+def probe(path: Path, prompt_tokens: int, clock: Clock = time.monotonic) -> dict[str, float]:
+    """Opens an artifact and serves one token, twice; milliseconds by stage, all but the import.
+
+    Raises:
+        ArtifactError: the artifact cannot be served.
+    """
+    began = clock()
+    opened = Artifact.open(path)
+    opened.check_runnable()
+    after_open = clock()
+    artifact = _TimedArtifact(opened.path, opened.manifest, opened.digest)
+    artifact.clock = clock
+    executor = Executor(artifact)
+    ready = clock()
+    engine = Engine(executor, refresh_every_s=None)
+    prompt = tuple(1 + i % (executor.vocab_size - 1) for i in range(prompt_tokens))
+    first = _first_token(engine, Request("first", prompt, 1), clock)
+    second = _first_token(engine, Request("second", prompt, 1), clock)
+    times = {
+        "open": after_open - began,
+        "weights": artifact.weights_s,
+        "executables": ready - after_open - artifact.weights_s,
+        "first_token": first,
+        "to_first_token": ready - began + first,
+        "second_request": second,
+    }
+    return {name: 1e3 * seconds for name, seconds in times.items()}
+
+
+def _first_token(engine: Engine, request: Request, clock: Clock) -> float:
+    arrived: list[float] = []
+    ended: list[Event] = []
+
+    def sink(event: Event) -> None:
+        (arrived if isinstance(event, TokenEvent) else ended).append(clock())  # type: ignore[arg-type]
+
+    began = clock()
+    engine.submit(request, sink)
+    while not ended:
+        engine.step()
+    if not arrived:
+        raise NpucompileError(f"the request {request.id!r} ended without a token")
+    return arrived[0] - began
+
+
+def load(
+    path: Path,
+    *,
+    prompt_tokens: int,
+    rounds: int,
+    threads: int,
+    environment: Mapping[str, str],
+    progress: Progress,
+    launch: Launch | None = None,
+    clock: Clock = time.monotonic,
+) -> Table:
+    """Times of `rounds` fresh processes, one after the other, after one that brings the files into memory.
+
+    Args:
+        threads: CPU threads of a step.
+        launch: for tests; None starts processes with `environment`.
+
+    Raises:
+        NpucompileError: a process failed; with what it said.
+    """
+    launch = launch or (lambda arguments: _launch(arguments, environment))
+    found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    with progress.bar("load", rounds + 1) as bar:
+        for i in range(rounds + 1):
+            began = clock()
+            told: dict[str, float] = json.loads(launch([str(path), str(prompt_tokens), str(threads)]))
+            # The same clock in all processes of a machine: what the child read when it had imported everything.
+            times = {"import": 1e3 * (told.pop("imported_s") - began), **told}
+            for stage in STAGES:
+                found[stage] += [times[stage]] if i else []
+            bar.step(f"{times['to_first_token']:.1f} ms to the first token")
+    rows: list[dict[str, Value]] = [{"stage": text, "ms": spread(found[stage])} for stage, text in STAGES.items()]
+    notes = (
+        f"medians (smallest..largest) of {rounds} fresh processes; the files are in the page cache; prompt of {prompt_tokens} tokens",
+        "the import is shown apart: it is Python's and torch's, the same for every artifact",
+    )
+    return Table("load", "Artifact load to first token", COLUMNS, tuple(rows), notes)
+
+
+def _launch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    command = [sys.executable, "-m", __name__, *arguments]
+    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NpucompileError(f"the process that loads {arguments[0]} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What a fresh process does: PATH PROMPT_TOKENS THREADS, and prints its times."""
+    imported_s = time.monotonic()
+    path, prompt_tokens, threads = arguments
+    torch.set_num_threads(int(threads))
+    print(json.dumps({"imported_s": imported_s, **probe(Path(path), int(prompt_tokens))}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

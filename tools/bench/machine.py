@@ -1,0 +1,121 @@
+"""Turns this machine into what its figures must be read beside: its description, and how fast its memory is read now."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ... import __version__
+from .stats import Clock, seconds_per_call
+
+MEMORY_BUFFER_BYTES = 512 * 2**20
+"""Far above any last-level cache, so that reading it is reading memory."""
+
+CPUINFO = Path("/proc/cpuinfo")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when figures were measured.
+
+    Attributes:
+        cores: that this process may run on.
+        threads: that torch computes with.
+        cache_bytes: last-level cache; 0 where the system does not say.
+        load: processes that wanted a core, on average over the minute before; this benchmark is one of them.
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    cache_bytes: int
+    torch: str
+    npucompile: str
+    python: str
+    date: str
+    load: float
+
+
+def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> Machine:
+    """This machine, now."""
+    return Machine(
+        cpu=cpu_model(cpuinfo.read_text(encoding="utf-8")) if cpuinfo.is_file() else platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        cache_bytes=cache_bytes(caches),
+        torch=str(torch.__version__),
+        npucompile=__version__,
+        python=platform.python_version(),
+        date=datetime.now(UTC).date().isoformat(),
+        load=os.getloadavg()[0],
+    )
+
+
+def lines(machine: Machine) -> list[str]:
+    """The description as a person reads it."""
+    cache = f"{machine.cache_bytes / 2**20:.0f} MiB last-level cache" if machine.cache_bytes else "unknown cache"
+    return [
+        f"{machine.cpu}, {machine.cores} cores, {cache}; {machine.threads} threads",
+        f"npucompile {machine.npucompile}, torch {machine.torch}, Python {machine.python}",
+        f"{machine.date}, load average {machine.load:.1f} at the start",
+    ]
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """The name in /proc/cpuinfo, or the architecture where it has none."""
+    found = re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE)
+    return found.group(1) if found else platform.machine()
+
+
+def cache_bytes(caches: Path = CACHES) -> int:
+    """Size of the largest cache under a directory as sysfs has it, e.g. `index3/size` with `33792K`; 0 where there is none."""
+    sizes = [0]
+    for file in caches.glob("index*/size"):
+        found = re.fullmatch(r"(\d+)([KMG]?)", file.read_text(encoding="utf-8").strip())
+        if found:
+            sizes.append(int(found.group(1)) * _UNITS[found.group(2)])
+    return max(sizes)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A loop over a buffer.
+
+    Attributes:
+        read: reads all of it, with all threads.
+        nbytes: size of the buffer.
+        place: "cache" when it fits the last-level cache, else "memory".
+    """
+
+    read: Callable[[], object]
+    nbytes: int
+    place: str
+
+
+def reader(working_set_bytes: int, cache: int, clock: Clock, *, memory_buffer_bytes: int = MEMORY_BUFFER_BYTES) -> Reader:
+    """What reads as a step reads that touches `working_set_bytes`.
+
+    Steps over fewer bytes than the last-level cache holds find them there, and may beat memory: they are compared with a
+    buffer of their own size. All others are compared with a buffer no cache holds. Of several ways to read, the fastest.
+
+    Args:
+        cache: bytes of the last-level cache; 0 where it is unknown, which makes every step one that reads memory.
+    """
+    cached = working_set_bytes <= cache
+    nbytes = max(working_set_bytes if cached else memory_buffer_bytes, 2**16) // 2**14 * 2**14
+    # Written, not only allocated: pages that nobody wrote are all one page of zeros.
+    flat = torch.ones(nbytes // 4)
+    rows, vector = flat.view(-1, 2**12), torch.ones(2**12)
+    ways: list[Callable[[], object]] = [flat.sum, lambda: torch.dot(flat, flat), lambda: rows @ vector]
+    best = min(ways, key=lambda way: seconds_per_call(way, clock, calls=3))
+    return Reader(best, nbytes, "cache" if cached else "memory")

@@ -1,0 +1,262 @@
+"""Turns the executables of an artifact into step times, eager against compiled, beside the time that reading alone takes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Aval
+from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ...lowering.executable import Executable, check_operands, load_compiled
+from ...runtime.buckets import DecodeRow, PrefillRow, pack
+from ..progress import Progress
+from .machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
+from .report import Column, Table, Value
+from .stats import Clock, interleave, ratio, seconds_per_call, spread
+
+STEPS = 5
+"""Steps in a row whose median is one sample, after one that is not counted: serving repeats one bucket, too."""
+
+SEED = 11
+
+DECODE_COLUMNS = (
+    Column("bucket", "bucket"),
+    Column("context_tokens", "context", 0),
+    Column("eager_ms", "eager ms", 3),
+    Column("compiled_ms", "compiled ms", 3),
+    Column("speedup", "eager / compiled"),
+    Column("read_mb", "MB read"),
+    Column("read_gb_per_s", "GB/s", 1),
+    Column("read_from", "from"),
+    Column("floor_ms", "floor ms", 3),
+    Column("over_floor", "time / floor", 1),
+)
+BANDWIDTH_COLUMNS = (
+    Column("place", "read from"),
+    Column("buffer_mb", "buffer MB", 1),
+    Column("gb_per_s", "GB/s", 1),
+)
+PREFILL_COLUMNS = (
+    Column("bucket", "bucket"),
+    Column("eager_tokens_per_s", "eager tok/s", 0),
+    Column("compiled_tokens_per_s", "compiled tok/s", 0),
+    Column("speedup", "eager / compiled"),
+    Column("compiled_ms", "compiled ms", 3),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bucket at one context length, ready to run.
+
+    Attributes:
+        rows: live rows; fewer than the batch where the artifact has not the slots for more.
+        executables: "eager", and "compiled" where there is one; all over the same operands.
+        read_bytes: what a step must read.
+        seats: the pool of seats among the operands, and what it holds before every step.
+    """
+
+    entry: GraphEntry
+    context: int
+    rows: int
+    executables: Mapping[str, Executable]
+    operands: Sequence[torch.Tensor]
+    read_bytes: int
+    seats: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def again(self, executable: Executable) -> None:
+        """Runs the step once more, from where it started: each step leaves another start for the next one."""
+        if self.seats is not None:
+            self.seats[0].copy_(self.seats[1])
+        executable(self.operands)
+
+
+def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> Case:
+    """Loads a bucket's executables, and makes a step's operands for rows that have `context` tokens in the cache.
+
+    Raises:
+        ArtifactError: a file is not what the manifest says.
+    """
+    manifest = artifact.manifest
+    executables = {"eager": load_compiled(artifact.path / entry.reference, "eager")}
+    if entry.compiled:
+        executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
+    operands, rows = step_operands(manifest, params, entry, context)
+    check_operands(operands, manifest.signature(entry))
+    at = len(params) + [leaf.name for leaf in manifest.state].index("state.seats")
+    kept = (operands[at], operands[at].clone())
+    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), kept)
+
+
+def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> tuple[list[torch.Tensor], int]:
+    """Flat operands of a full greedy step, and its live rows.
+
+    Tokens are random. So is all state: pools of zeros that nobody wrote would all be one page in the cache.
+    """
+    limits, bucket = manifest.limits, entry.bucket
+    generator = torch.Generator().manual_seed(SEED)
+    draw = random.Random(SEED)
+    vocab = int(manifest.model["vocab_size"])
+    # A step that drafts writes beyond its own tokens.
+    pages = -(-min(limits.max_model_len, context + bucket.q_len + limits.drafts) // limits.page_size)
+    live = min(bucket.batch, limits.num_seats - 1, (limits.num_pages - 1) // pages)
+    owned = [[1 + i * pages + page for page in range(pages)] for i in range(live)]
+    slots = [[1 + i * limits.slots_per_request + j for j in range(limits.slots_per_request)] for i in range(live)]
+    tokens = [[draw.randrange(vocab) for _ in range(bucket.q_len)] for _ in range(live)]
+    rows: list[DecodeRow] | list[PrefillRow]
+    if bucket.kind == "decode":
+        rows = [DecodeRow(1 + i, context, owned[i], slots[i], limits.drafts) for i in range(live)]
+    else:
+        rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
+    state = [_filled(leaf.aval, generator) for leaf in manifest.state]
+    held = state[[leaf.name for leaf in manifest.state].index("state.seats")]
+    if bucket.kind == "decode":
+        for i in range(live):
+            held[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=held.dtype)
+    told = any(leaf.name == "inputs.logprobs" for leaf in entry.inputs)
+    inputs = pack(bucket, rows, limits, max_logprobs=int(told))
+    return [*params, *state, *(torch.from_numpy(inputs[leaf.name.split(".", 1)[1]]) for leaf in entry.inputs)], live
+
+
+def _filled(aval: Aval, generator: torch.Generator) -> torch.Tensor:
+    if not aval.dtype.is_floating_point:
+        return torch.zeros(aval.shape, dtype=aval.dtype)
+    return (0.1 * torch.randn(aval.shape, generator=generator)).to(aval.dtype)
+
+
+def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
+    """Bytes a step must read: weights it touches, state, and the keys and values of tokens that are there.
+
+    The graph's own count is made before any context is known, and has every row's whole page table in it.
+    """
+    limits, bucket = manifest.limits, entry.bucket
+    # The draft head reads its pool once a draft.
+    reads = {leaf.name: 1 if leaf.name.startswith("state.layers.") else limits.drafts for leaf in manifest.state}
+    pools = sum(reads[leaf.name] * leaf.aval.nbytes for leaf in manifest.state if leaf.aval.axes[0] == "pages")
+    per_token = pools // (limits.num_pages * limits.page_size)
+    beyond = limits.max_model_len - min(limits.max_model_len, context + bucket.q_len)
+    return int(entry.cost["read_bytes"]) - bucket.batch * beyond * per_token
+
+
+def decode_contexts(manifest: Manifest) -> tuple[int, ...]:
+    """A short context, and half of the longest."""
+    longest = manifest.limits.max_model_len
+    return tuple(sorted({min(64, longest // 2), longest // 2}))
+
+
+def decode(
+    artifact: Artifact,
+    repetitions: int,
+    progress: Progress,
+    *,
+    clock: Clock = time.perf_counter,
+    cache: int | None = None,
+    memory_buffer_bytes: int = MEMORY_BUFFER_BYTES,
+) -> list[Table]:
+    """Step times of all decode buckets, and the bandwidths of their floors.
+
+    Args:
+        cache: bytes of the last-level cache; None asks the system.
+        memory_buffer_bytes: size of a buffer that no cache holds.
+    """
+    cache = cache_bytes() if cache is None else cache
+    entries, params = _of_kind(artifact, "decode"), _params(artifact)
+    contexts = decode_contexts(artifact.manifest)
+    whole = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
+    beside = {"memory": reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)}
+    if whole <= cache:
+        beside["cache (a buffer as large as all weights)"] = reader(whole, cache, clock)
+    speeds: dict[str, list[float]] = {place: [] for place in beside}
+    rows = []
+    with progress.bar("decode", len(entries) * len(contexts)) as bar:
+        for entry in entries:
+            for context in contexts:
+                case = prepare(artifact, params, entry, context)
+                own = reader(case.read_bytes, cache, clock, memory_buffer_bytes=memory_buffer_bytes)
+                rows.append(decode_row(case, own, repetitions, clock))
+                for place, one in beside.items():
+                    speeds[place].append(one.nbytes / seconds_per_call(one.read, clock, calls=STEPS) / 1e9)
+                bar.step(f"{entry.bucket.name} at {context}")
+    notes = (
+        f"every row live; medians (smallest..largest) of {repetitions} repetitions, each the median of {STEPS} steps in a row; "
+        "eager, compiled and the read alternate",
+        "floor: bytes a step must read over the read bandwidth of the same repetition: of a buffer as large where that fits the "
+        "last-level cache (from: cache), else of one that no cache holds (from: memory)",
+        "time / floor: of the executable that serves the bucket, compiled where there is one",
+        "MB read: what the graph's cost report counts (weights it touches, state, activations), with the keys and values of this context",
+    )
+    bandwidth: list[dict[str, Value]] = [
+        {"place": place, "buffer_mb": one.nbytes / 1e6, "gb_per_s": spread(speeds[place])} for place, one in beside.items()
+    ]
+    said = ("sampled after every row of the table above; the floors there use what was read in their own rounds",)
+    return [
+        Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
+        Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), said),
+    ]
+
+
+def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> dict[str, Value]:
+    """Times one case and, in the same rounds, the reader; the floor and the ratios are taken round by round."""
+    seconds = time_case(case, repetitions, clock, beside)
+    per_byte = [one / beside.nbytes for one in seconds["read"]]
+    floor = [case.read_bytes * one for one in per_byte]
+    served = seconds.get("compiled", seconds["eager"])
+    return {
+        "bucket": case.entry.bucket.name + ("" if case.rows == case.entry.bucket.batch else f" ({case.rows} rows)"),
+        "context_tokens": case.context,
+        **_milliseconds(seconds),
+        "read_mb": case.read_bytes / 1e6,
+        "read_gb_per_s": spread(1 / one / 1e9 for one in per_byte),
+        "read_from": beside.place,
+        "floor_ms": spread(1e3 * one for one in floor),
+        "over_floor": ratio(served, floor),
+    }
+
+
+def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
+    """Tokens a second of all prefill buckets, on the first chunk of a prompt."""
+    entries, params = _of_kind(artifact, "prefill"), _params(artifact)
+    rows = []
+    with progress.bar("prefill", len(entries)) as bar:
+        for entry in entries:
+            seconds = time_case(prepare(artifact, params, entry, 0), repetitions, clock)
+            rates = {f"{name}_tokens_per_s": spread(entry.bucket.tokens / one for one in taken) for name, taken in seconds.items()}
+            rows.append({"bucket": entry.bucket.name, **rates, **_milliseconds(seconds)})
+            bar.step(entry.bucket.name)
+    notes = (f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, eager and compiled in turns",)
+    return Table("prefill", "Prefill throughput", PREFILL_COLUMNS, tuple(rows), notes)
+
+
+def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None = None) -> dict[str, list[float]]:
+    """Seconds of a step, by executable ("read" is the reader), one value per repetition."""
+    calls = {name: partial(case.again, executable) for name, executable in case.executables.items()}
+    timed = {name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}
+    if beside is not None:
+        timed["read"] = partial(seconds_per_call, beside.read, clock, calls=STEPS)
+    return interleave(timed, repetitions)
+
+
+def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
+    executables = [name for name in ("eager", "compiled") if name in seconds]
+    found: dict[str, Value] = {f"{name}_ms": spread(1e3 * one for one in seconds[name]) for name in executables}
+    if "compiled" in seconds:
+        found["speedup"] = ratio(seconds["eager"], seconds["compiled"])
+    return found
+
+
+def _of_kind(artifact: Artifact, kind: str) -> list[GraphEntry]:
+    found = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind), key=lambda entry: entry.bucket)
+    if not found:
+        raise SpecError(f"{artifact.path} has no {kind} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
+    return found
+
+
+def _params(artifact: Artifact) -> list[torch.Tensor]:
+    weights = artifact.load_weights()
+    return [weights[leaf.name] for leaf in artifact.manifest.params]

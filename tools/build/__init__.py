@@ -1,0 +1,1 @@
+"""From the options of a build to its artifact."""

@@ -1,0 +1,143 @@
+"""Turns the name of a kind of machine into its sizes and speeds."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, replace
+
+from ...graphs.errors import SpecError
+from ...graphs.types import MESH_AXES, Mesh
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of machine that graphs are built for. An NPU is what one rank runs on.
+
+    Attributes:
+        name: what `--target` calls it.
+        backend: name of the backend that lowers for it.
+        npus_per_node: ranks of one server.
+        max_npus: most ranks of one job.
+        hbm_bytes: memory of one NPU; for "cpu" that of the machine, which its ranks share.
+        usable_hbm_bytes: what is left of it once the runtime has its own.
+        page_size: P, tokens per KV page that the attention kernel wants.
+        shared_memory: whether all ranks live in `hbm_bytes` together.
+        dispatches: whether experts get their tokens by the fused dispatch and combine operators as they are lowered here.
+        tp_across_nodes: whether links between nodes are fast enough for the collectives of every layer.
+        hbm_bytes_per_s: memory bandwidth of one NPU; like every speed here a nameplate figure, None where nothing is known.
+        bf16_flops_per_s: dense bfloat16 matrix products of one NPU.
+        int8_ops_per_s: dense int8 matrix products of one NPU.
+        link_bytes_per_s: one NPU to the others of its node, one direction.
+        node_link_bytes_per_s: one NPU to other nodes, one direction.
+    """
+
+    name: str
+    backend: str
+    npus_per_node: int
+    max_npus: int
+    hbm_bytes: int
+    usable_hbm_bytes: int
+    page_size: int
+    shared_memory: bool = False
+    dispatches: bool = True
+    tp_across_nodes: bool = True
+    hbm_bytes_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    int8_ops_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+    node_link_bytes_per_s: float | None = None
+
+    def nodes(self, mesh: Mesh) -> int:
+        """Servers that the ranks of a mesh fill."""
+        return -(-mesh.size // self.npus_per_node)
+
+    def memory_bytes(self, mesh: Mesh) -> int:
+        """Memory of one rank of a mesh, the runtime's own part included."""
+        return self.hbm_bytes // mesh.size if self.shared_memory else self.hbm_bytes
+
+    def reserved_bytes(self, mesh: Mesh) -> int:
+        """The part of `memory_bytes` that the runtime keeps from a rank."""
+        reserved = self.hbm_bytes - self.usable_hbm_bytes
+        return reserved // mesh.size if self.shared_memory else reserved
+
+
+# 64 GiB an NPU; torch_npu offers 60.96 of them on an Ascend910_9382 (CANN 9.0 platform_config and torch_npu device properties).
+_HBM, _USABLE_HBM = 64 * GIB, int(60.96 * GIB)
+
+# Speeds of one NPU. HBM 1.6 TB/s: arXiv:2506.12708 (3.2 TB/s a package of two). bf16 353.9 TFLOPS: 24 cube cores x 8192 operations
+# x 1.8 GHz, as Huawei MindStudio msmodeling's tensor_cast/device.py counts them; the nameplate figure is 376. int8 708: twice that.
+_HBM_SPEED, _BF16, _INT8 = 1.6e12, 354e12, 708e12
+# Links. 196 GB/s an NPU in one direction (seven of 28 GB/s: arXiv:2506.12708); RoCE 200 Gbit/s, 22.6 of its 25 GB/s measured
+# (CANN HIXL, benchmarks/A2_benchmark_performance.md and A3_benchmark_performance.md).
+_HCCS, _ROCE = 196e9, 25e9
+
+
+_MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+# Ranks are processes of this machine; more than 64 of them prove nothing that fewer do not.
+_CPU = Target("cpu", "inductor", 64, 64, _MACHINE_BYTES, _MACHINE_BYTES, 16, shared_memory=True)
+
+# Eight packages of two NPUs a node; the nodes of a supernode (48 of them) are linked as fast as the NPUs of one, within 3 %
+# (arXiv:2506.12708).
+_A3 = Target(
+    "ascend-a3",
+    backend="ge",
+    npus_per_node=16,
+    max_npus=768,
+    hbm_bytes=_HBM,
+    usable_hbm_bytes=_USABLE_HBM,
+    page_size=128,
+    hbm_bytes_per_s=_HBM_SPEED,
+    bf16_flops_per_s=_BF16,
+    int8_ops_per_s=_INT8,
+    link_bytes_per_s=_HCCS,
+    node_link_bytes_per_s=_HCCS,
+)
+
+# Eight NPUs a node, nodes over RoCE. CANN's expert dispatch between such nodes takes 2, 4 or 8 of them
+# (aclnnMoeDistributeDispatchV2, constraints), so eight nodes are the most.
+# Its dispatch operator takes other operands than the A3's (expert_scales, another shape of counts), which no lowering here gives:
+# tokens are gathered instead.
+_A2 = replace(_A3, name="ascend-a2", npus_per_node=8, max_npus=64, node_link_bytes_per_s=_ROCE, tp_across_nodes=False, dispatches=False)
+
+_TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}
+TARGETS = tuple(_TARGETS)
+"""Names of all targets."""
+
+
+def target(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+        SpecError: naming the targets there are.
+    """
+    if name not in _TARGETS:
+        near = difflib.get_close_matches(name.lower(), TARGETS, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise SpecError(f"target {name!r} is not known{hint}; legal are {', '.join(TARGETS)}")
+    return _TARGETS[name]
+
+
+def check_mesh(target: Target, mesh: Mesh) -> None:
+    """Refuses a mesh that a target cannot hold.
+
+    Raises:
+        SpecError: an axis is unknown or given twice, there are more ranks than NPUs, or a tp group would straddle nodes.
+    """
+    names = [name for name, _ in mesh.axes]
+    if unknown := [name for name in names if name not in MESH_AXES]:
+        raise SpecError(f"mesh {mesh}: unknown axis {', '.join(map(repr, unknown))}; legal are {' and '.join(MESH_AXES)}, as in dp=8,tp=2")
+    if names != [name for name in MESH_AXES if name in names]:
+        raise SpecError(f"mesh {mesh}: axes are {','.join(names)}; legal is each of {','.join(MESH_AXES)} at most once, in this order")
+    if mesh.size > target.max_npus:
+        raise SpecError(f"mesh {mesh} has {mesh.size} ranks and {target.name} at most {target.max_npus}")
+    tp, node = mesh.axis("tp"), target.npus_per_node
+    if mesh.size <= node:
+        return
+    if tp > node and not target.tp_across_nodes:
+        raise SpecError(f"mesh {mesh}: tp is {tp} and a node of {target.name} has {node} NPUs; legal is tp up to {node}, the rest in dp")
+    if node % tp and tp % node:
+        raise SpecError(f"mesh {mesh}: groups of tp={tp} straddle nodes of {node} NPUs; legal is a tp that divides {node} or a multiple")

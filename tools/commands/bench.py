@@ -1,0 +1,296 @@
+"""Turns `npucompile bench` into figures of this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import torch
+
+from ...graphs.errors import ArtifactMissing, SpecError
+from ...lowering.artifact.artifact import Artifact
+from ...models import registry
+from ...server.tokenizer import TextCodec
+from ..bench import (
+    build,
+    peer,
+    step,
+)
+from ..bench import (
+    load as bench_load,
+)
+from ..bench import (
+    machine as bench_machine,
+)
+from ..bench import (
+    speculation as bench_speculation,
+)
+from ..bench import (
+    streams as bench_streams,
+)
+from ..bench.report import Table, as_data, as_markdown, as_text
+from ..bench.streams import Load
+from ..build import driver as building
+from ..build import plan as planning
+from ..cli import Home
+from ..locate import artifact_path
+from ..progress import Progress
+
+T = TypeVar("T")
+
+FIGURES = ("build", "load", "decode", "prefill", "streams", "speculation", "peer")
+SLOW = ("build", "speculation")
+"""Figures that are measured only when named."""
+
+BUSY = 0.5
+"""Load average above which a machine is not quiet."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured.
+
+    Attributes:
+        loads: request loads of streams and peer.
+        repetitions: of steps.
+        rounds: of what takes longer: fresh processes, whole loads.
+        builds: rounds of builds.
+        jobs: graphs compiled at a time.
+        prompts: file of prompts for speculation; None is the model's own.
+    """
+
+    loads: tuple[Load, ...]
+    repetitions: int
+    rounds: int
+    builds: int
+    jobs: int
+    prompts: Path | None = None
+
+
+@click.command("bench")
+@click.argument("artifact_or_model", required=False)
+@click.option("--only", metavar="LIST", help=f"Figures: {','.join(FIGURES)}.  [default: all but {','.join(SLOW)}]")
+@click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Concurrent requests.")
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each prompt.")
+@click.option("--repetitions", type=click.IntRange(1), default=20, show_default=True, help="Repetitions of a step.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams and peer.")
+@click.option("--builds", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of a build.")
+@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="Prompts for speculation, one a line.  [default: the model's own]"
+)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--markdown", is_flag=True, help="Print Markdown, as in docs/benchmarks.md.")
+@click.pass_obj
+def command(
+    home: Home,
+    artifact_or_model: str | None,
+    only: str | None,
+    streams: str,
+    tokens: int,
+    prompt_tokens: int,
+    repetitions: int,
+    rounds: int,
+    builds: int,
+    jobs: int,
+    prompts: Path | None,
+    threads: int | None,
+    as_json: bool,
+    markdown: bool,
+) -> None:
+    """Measure ARTIFACT_OR_MODEL (the newest artifact when none is given; a model that is not built is built first).
+
+    What is compared runs in turns within one process, and every figure is a median with its smallest and largest value:
+    other work on the machine still shows, so measure on a quiet one. Progress goes to standard error.
+
+    Example: npucompile bench qwen3.5-tiny --only decode,peer --markdown
+    """
+    if as_json and markdown:
+        raise SpecError("give at most one of --json and --markdown")
+    if threads:
+        torch.set_num_threads(threads)
+    wanted = figure_names(only) if only is not None else None
+    settings = Settings(tuple(Load(n, prompt_tokens, tokens) for n in counts(streams)), repetitions, rounds, builds, jobs, prompts)
+    progress = Progress()
+    machine = bench_machine.describe()
+    if machine.load > BUSY:
+        progress.say(f"the load average is {machine.load:.1f}: what else runs here will show in the figures")
+    subject, tables = measure(home, artifact_or_model, wanted, settings, progress)
+    if as_json:
+        told = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
+        click.echo(json.dumps(told, indent=1))
+        return
+    heading = [*bench_machine.lines(machine), ", ".join(f"{name} {value}" for name, value in subject.items())]
+    draw, end = (as_markdown, "  ") if markdown else (as_text, "")
+    click.echo("\n".join(line + end for line in heading))
+    for table in tables:
+        click.echo("\n" + draw(table), nl=False)
+
+
+def figure_names(text: str) -> tuple[str, ...]:
+    """Reads `decode,peer`; the figures in their own order.
+
+    Raises:
+        SpecError: on anything else.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in words if word not in FIGURES]:
+        raise SpecError(f"--only has {unknown[0]!r}; legal is a comma-separated list of {', '.join(FIGURES)}")
+    return tuple(figure for figure in FIGURES if figure in words)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Reads `1,4,16`.
+
+    Raises:
+        SpecError: on anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise SpecError(f"--streams is {text!r}; legal is a comma-separated list of integers of at least 1, as in 1,4,16")
+    return tuple(map(int, parts))
+
+
+def measure(
+    home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress
+) -> tuple[dict[str, str], Iterator[Table]]:
+    """What is measured, and the figures that were asked for, each as soon as it is there.
+
+    Raises:
+        NpucompileError: what was named cannot be measured, or not in this way.
+    """
+    wanted = only or tuple(figure for figure in FIGURES if figure not in SLOW)
+    if "peer" in wanted and not peer.installed():
+        if only:
+            raise SpecError(peer.MISSING)
+        progress.say(f"no peer: {peer.MISSING}")
+        wanted = tuple(figure for figure in wanted if figure != "peer")
+    subject: dict[str, str] = {}
+    sources: dict[str, Callable[[], list[Table]]] = {}
+    if wanted != ("build",):
+        artifact = _alone(lambda: find_or_build(home, name, progress))
+        if {"load", "streams", "speculation", "peer"} & set(wanted):
+            for load in settings.loads:
+                load.check(artifact.manifest.limits.max_model_len)
+        subject = describe(artifact)
+        sources = figures(artifact, home, settings, progress)
+    if "build" in wanted:
+        arguments = build_arguments(home, name)
+        subject["npucompile build"] = " ".join(arguments)
+        sources["build"] = lambda: [
+            build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
+        ]
+    return subject, (table for figure in wanted for table in _alone(sources[figure]))
+
+
+def _alone(work: Callable[[], T]) -> T:
+    """Done by a thread that is gone afterwards.
+
+    OpenMP keeps workers for every thread that did tensor work, and where there are more of them than cores it lets all sleep between
+    operators: one figure's would slow down the next one's, by half where steps are short.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], list[Table]]]:
+    """How each figure of an artifact is measured."""
+    return {
+        "load": lambda: [
+            bench_load.load(
+                artifact.path,
+                prompt_tokens=settings.loads[0].prompt_tokens,
+                rounds=settings.rounds,
+                threads=torch.get_num_threads(),
+                environment=home.environment,
+                progress=progress,
+            )
+        ],
+        "decode": lambda: step.decode(artifact, settings.repetitions, progress),
+        "prefill": lambda: [step.prefill(artifact, settings.repetitions, progress)],
+        "streams": lambda: [bench_streams.streams(artifact, settings.loads, settings.rounds, progress)],
+        "speculation": lambda: [speculation(artifact, home, settings, progress)],
+        "peer": lambda: [peer.peer(artifact, settings.loads, settings.rounds, progress)],
+    }
+
+
+def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> Table:
+    """What drafting gains; the same artifact without drafts is built beside it, or brought up to date.
+
+    Raises:
+        SpecError: the artifact does not draft, was built on another machine, or there are no prompts for its model.
+    """
+    manifest = artifact.manifest
+    if not manifest.limits.drafts:
+        raise SpecError(f"{artifact.path} drafts nothing; legal is one built with --speculative-tokens of at least 1")
+    found = registry.find(manifest.build_arguments[0])
+    path = settings.prompts or (found.checkpoint_dir / "prompts.txt" if found.checkpoint_dir else None)
+    if path is None or not path.is_file():
+        raise SpecError(f"no prompts for {found.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
+    if manifest.tokenizer is None:
+        raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
+    texts = bench_speculation.read_prompts(path, TextCodec.load(artifact.path / manifest.tokenizer))
+    beside = artifact.path.with_name(f"{artifact.path.name}-k0")
+    progress.say(f"{beside}: the same without drafts, built where it is not up to date")
+    # Of an option that is given twice the last one counts.
+    arguments = (*manifest.build_arguments, "--speculative-tokens", "0")
+    build.apart(beside, home.cache, settings.jobs, arguments, home.environment)
+    return bench_speculation.speculation(artifact, Artifact.open(beside), texts, settings.loads, settings.rounds, progress)
+
+
+def describe(artifact: Artifact) -> dict[str, str]:
+    """What is measured, in few words."""
+    manifest = artifact.manifest
+    compiled = sum(entry.compiled is not None for entry in manifest.graphs)
+    return {
+        "model": str(manifest.model["name"]),
+        "dtype": manifest.dtype,
+        "weights": f"{sum(leaf.aval.nbytes for leaf in manifest.params) / 1e6:,.1f} MB",
+        "context": str(manifest.limits.max_model_len),
+        "buckets": f"{len(manifest.graphs)} ({compiled} compiled by {manifest.target})",
+        "artifact": artifact.digest[:12],
+    }
+
+
+def build_arguments(home: Home, name: str | None) -> tuple[str, ...]:
+    """Arguments of the build that made an artifact, or those of a model with all defaults.
+
+    Raises:
+        ArtifactMissing: nothing is named, and nothing built.
+        SpecError: the artifact does not say how it was built.
+    """
+    try:
+        found = Artifact.open(artifact_path(home.artifacts, name), check=False).manifest.build_arguments
+    except ArtifactMissing:
+        if name is None:
+            raise
+        return (name,)
+    if not found:
+        raise SpecError(f"the artifact {name!r} does not say how it was built; name a model")
+    return found
+
+
+def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
+    """The artifact to measure.
+
+    Raises:
+        ArtifactError: it cannot run here.
+        ModelError: what was named is no model either.
+    """
+    try:
+        artifact = Artifact.open(artifact_path(home.artifacts, name))
+    except ArtifactMissing:
+        if name is None:
+            raise
+        plan = planning.plan(planning.Options(name))
+        out = planning.default_out(home.artifacts, plan.found)
+        artifact = Artifact.open(building.build(plan, out, home.cache, progress).path)
+    artifact.check_runnable()
+    return artifact

@@ -1,0 +1,58 @@
+"""Turns a prompt into a streamed answer from a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import click
+
+from ...graphs.errors import ProtocolError
+from ...server.client import stream_text
+
+
+@click.command("chat")
+@click.argument("prompt")
+@click.option("--url", default="ws://127.0.0.1:8000/v1/responses", show_default=True, help="The server's websocket.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this probability.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
+@click.option("--seed", type=int, default=None, help="Repeatable sampling.")
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
+def command(
+    prompt: str,
+    url: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    speculative_tokens: int | None,
+) -> None:
+    """Stream the continuation of PROMPT from `npucompile serve`.
+
+    Example: npucompile chat "In the beginning" --temperature 0.7 --top-p 0.9
+    """
+    options: dict[str, Any] = {"max_output_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if seed is not None:
+        options["seed"] = seed
+    if speculative_tokens is not None:
+        options["speculative_tokens"] = speculative_tokens
+
+    async def stream() -> None:
+        async for delta in stream_text(url, prompt, **options):
+            sys.stdout.write(delta)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+    try:
+        asyncio.run(stream())
+    except ProtocolError as error:
+        hint = "; `npucompile serve` starts a server" if error.code == "connection_failed" else ""
+        raise click.ClickException(f"{error}{hint}") from None
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")

@@ -1,0 +1,145 @@
+"""Turns the table of published deployments into lines, one row in full, or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from typing import Any
+
+import click
+
+from ...graphs.errors import SpecError
+from ...models import registry
+from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk
+from ..build.targets import target
+from ..notation import format_buckets
+
+NOT_BUILT = "model not built yet"
+
+
+@click.command("deployments")
+@click.argument("name", metavar="[ID]", required=False)
+@click.option("--model", help="Only deployments of this model.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(name: str | None, model: str | None, as_json: bool) -> None:
+    """List the published Ascend deployments that can be named, or show all of ID.
+
+    A deployment decides target, mesh, quantization, buckets, drafts and context of a build.
+
+    Example: npucompile build qwen3.5-397b --deployment qwen35-397b-a3x8-in16k-out1k-50ms
+    """
+    rows = [deployment(name)] if name is not None else list(deployments().values())
+    if model is not None:
+        rows = _of_model(rows, model)
+    if as_json:
+        told = [as_dict(row) for row in rows]
+        click.echo(json.dumps(told if name is None else told[0], indent=1))
+    else:
+        click.echo("\n".join(table(rows) if name is None else details(rows[0])))
+
+
+def buildable(row: Deployment) -> bool:
+    """Whether a preset and a launch line stand behind a row."""
+    return row.model in registry.presets() and bool(row.phases)
+
+
+def as_dict(row: Deployment) -> dict[str, Any]:
+    """All of a row in plain values, with what a build makes of it."""
+    told = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "phases"}
+    phases = {name: _phase_dict(row, phase) for name, phase in row.phases.items()}
+    chunk = prefill_chunk(row) if row.phases else None
+    return {**told, "nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "buildable": buildable(row), "phases": phases}
+
+
+def table(rows: list[Deployment]) -> list[str]:
+    """A line per deployment; those of models that are not built yet come last."""
+    built, other = [row for row in rows if buildable(row)], [row for row in rows if not buildable(row)]
+    heading = ("id", "model", "target", "mesh", "quant", "in/out", "drafts", "buckets")
+    cells = [heading, *(_cells(row) for row in (*built, *other))]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(heading) - 1)]
+    lines = ["  ".join((*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1])) for line in cells]
+    shown = lines[: 1 + len(built)] if built else lines[:1]
+    if other:
+        shown += ["", f"{NOT_BUILT}:", *lines[1 + len(built) :]]
+    named = next((row for row in built if DEFAULT.get(row.model) == row.id), built[0] if built else None)
+    if named is not None:
+        shown += ["", f"* what its model is built for when nothing is said; build another by its id: {_build_line(named)}"]
+    return shown
+
+
+def details(row: Deployment) -> list[str]:
+    """Everything about one deployment, and how to build it."""
+    lines = [
+        f"{row.id}: {row.model} on {row.target}, {_count(row.nodes, 'node')}, {row.npus} NPUs",
+        f"source        {row.source}",
+        f"quantization  {row.quantization}{_known(', drafts ', row.draft_quantization)}{_known(', recurrent state ', row.state_dtype)}",
+    ]
+    if row.input_len is not None:
+        cached, flying = _known(", cached share ", row.prefix_hit_rate or None), _known(", requests in flight ", row.concurrency)
+        lines.append(f"traffic       {row.input_len} tokens in, {row.output_len} out{cached}{flying}")
+    if row.tpot_target_ms is not None:
+        lines.append(f"time a token  at most {row.tpot_target_ms} ms")
+    if row.measured:
+        lines.append("published     " + ", ".join(f"{name} {value}" for name, value in row.measured.items()))
+    if row.note:
+        lines.append(f"note          {row.note}")
+    for phase in row.phases.values():
+        lines += ["", *_phase_lines(row, phase)]
+    return [*lines, "", f"build it: {_build_line(row)}" if buildable(row) else f"{NOT_BUILT}: {row.model}"]
+
+
+def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
+    limits = limits_for(row, phase, target(row.target).page_size)
+    buckets = f"{format_buckets(phase.buckets)} rows a dp group" if phase.buckets else "no decoding"
+    servers = f"{_count(phase.instances, 'instance')} of {_count(phase.nodes, 'node')}"
+    lines = [
+        f"{phase.name}: {servers}, mesh {phase.mesh}, experts over {phase.ep} ranks",
+        f"  requests      {phase.max_running_requests} in all, {phase.group_requests} a dp group",
+        f"  buckets       {buckets}, {phase.num_speculative_tokens} drafts",
+        f"  context       {limits.max_model_len} tokens{_known(', published ', phase.context_len)}",
+        f"  pages         {limits.num_pages - 1} of {limits.page_size} tokens{_known(', published tokens ', phase.max_total_tokens)}",
+        f"  state slots   {limits.num_slots - 1}, {limits.slots_per_request} a request",
+    ]
+    if phase.name != "decode":
+        lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{_known(', published ', phase.chunk_len)}")
+    if phase.mem_fraction is not None:
+        lines.append(f"  memory        published share for weights and pools {phase.mem_fraction}")
+    return lines
+
+
+def _phase_dict(row: Deployment, phase: Phase) -> dict[str, Any]:
+    told = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
+    limits = dataclasses.asdict(limits_for(row, phase, target(row.target).page_size))
+    return {**told, "mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
+
+
+def _cells(row: Deployment) -> tuple[str, ...]:
+    phases = row.phases.values()
+    buckets = next((format_buckets(phase.buckets) for phase in phases if phase.buckets), "-")
+    meshes = " ".join(f"{name[0].upper()}:{phase.mesh}" if name != "mixed" else str(phase.mesh) for name, phase in row.phases.items())
+    traffic = f"{row.input_len}/{row.output_len}" if row.input_len is not None else "-"
+    name = row.id + ("*" if DEFAULT.get(row.model) == row.id else "")
+    return name, row.model, row.target, meshes or "-", row.quantization, traffic, str(row.num_speculative_tokens), buckets
+
+
+def _of_model(rows: list[Deployment], model: str) -> list[Deployment]:
+    kept = [row for row in rows if row.model == model]
+    if kept:
+        return kept
+    models = tuple(dict.fromkeys(row.model for row in rows))
+    near = difflib.get_close_matches(model.lower(), models, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise SpecError(f"no deployment is of model {model!r}{hint}; legal are {', '.join(models)}")
+
+
+def _build_line(row: Deployment) -> str:
+    return f"npucompile build {row.model} --deployment {row.id}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _known(label: str, value: object) -> str:
+    return "" if value is None else f"{label}{value}"

@@ -1,0 +1,166 @@
+"""Turns `npucompile generate` into text and token ids, offline."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...graphs.errors import ArtifactMissing, SpecError
+from ...lowering.artifact.artifact import Artifact
+from ...runtime.cpu_executor import Executor
+from ...runtime.distributed.sharded_executor import ShardedExecutor
+from ...runtime.request import Sampling
+from ...server.logprobs import token_objects
+from ...server.token_text import Spelling
+from ...server.tokenizer import TextCodec
+from ..bench import acceptance
+from ..build import driver as building
+from ..build import plan as planning
+from ..cli import Home
+from ..locate import artifact_path
+from ..progress import Progress
+from ..serve.launch import Settings, follow, leading, named, place_of
+from ..serve.offline import Completion, complete
+
+
+@click.command("generate")
+@click.argument("artifact_or_model")
+@click.option("--prompt", help="Text to continue.")
+@click.option("--token-ids", help="Token ids to continue, e.g. 1,2,3.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this probability.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random stream of the request.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end of the text.")
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
+@click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of so many most likely tokens.")
+@click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model afresh, uncompiled, in this type.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def command(
+    home: Home,
+    artifact_or_model: str,
+    prompt: str | None,
+    token_ids: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    ignore_eos: bool,
+    speculative_tokens: int | None,
+    logprobs: int | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Continue a prompt without a server.
+
+    ARTIFACT_OR_MODEL is an artifact directory, a built model's name, or a model (preset or checkpoint directory), which is
+    then traced and run uncompiled.
+
+    Example: npucompile generate qwen3.5-tiny --prompt "In the beginning" --max-tokens 32 --json
+    """
+    if (prompt is None) == (token_ids is None):
+        raise SpecError("give exactly one of --prompt and --token-ids")
+    if logprobs is not None and not as_json:
+        raise SpecError("--logprobs is told with --json only; legal is both, or neither")
+    asked = parse_ids(token_ids) if token_ids is not None else None
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    settings, place = Settings(), place_of(home.environment)
+    with ExitStack() as stack:
+        if place and place.rank:
+            follow(named(home, artifact_or_model), place, settings)
+            return
+        artifact = named(home, artifact_or_model) if place else stack.enter_context(opened(home, artifact_or_model, dtype))
+        manifest = artifact.manifest
+        codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
+        if prompt is not None and codec is None:
+            raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
+        ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
+        team = stack.enter_context(leading(artifact, place, settings, home.environment))
+        executor = team.executor() if team else Executor(artifact)
+        stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
+        asked_for = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
+        (done,) = complete(executor, [ids], sampling, max_tokens, stop, **asked_for)
+    text = codec.decode(done.token_ids) if codec else ""
+    if as_json:
+        told = {"logprobs": logprobs_of(done, codec)} if logprobs is not None else {}
+        click.echo(json.dumps(as_dict(done, text, executor) | told))
+        return
+    click.echo(text)
+    click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
+
+
+def as_dict(done: Completion, text: str, executor: Executor | ShardedExecutor) -> dict[str, Any]:
+    """What `--json` prints."""
+    manifest = executor.artifact.manifest
+    return {
+        "text": text,
+        "token_ids": list(done.token_ids),
+        "finish_reason": done.reason,
+        "usage": {
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.completion_tokens,
+            "total_tokens": done.prompt_tokens + done.completion_tokens,
+        },
+        "acceptance_length": done.acceptance_length,
+        "acceptance_rates": acceptance.rates([done.record]),
+        "model": manifest.model["name"],
+        "dtype": manifest.dtype,
+        "artifact": executor.artifact.digest,
+        "backends": executor.backends,
+        "record": asdict(done.record),
+    }
+
+
+def logprobs_of(done: Completion, codec: TextCodec | None) -> list[dict[str, Any]]:
+    """Log probabilities of the generated tokens, an object each as a server sends them; without a tokenizer their texts are empty."""
+    nothing = Spelling("", b"")
+    return token_objects(codec.spell if codec else lambda _: nothing, done.token_ids, done.logprobs)
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Reads `1,2,3`.
+
+    Raises:
+        SpecError: on anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise SpecError(f"--token-ids is {text!r}; legal is a comma-separated list of non-negative integers")
+    return tuple(int(part) for part in parts)
+
+
+@contextmanager
+def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
+    """The artifact of that name; or the model of that name, or of that artifact when a dtype is asked for, built uncompiled.
+
+    What is built here is removed again: it takes as long to find out that it is up to date as to make it.
+    """
+    model = name
+    try:
+        artifact = Artifact.open(artifact_path(home.artifacts, name))
+    except ArtifactMissing:
+        pass
+    else:
+        if dtype is None:
+            artifact.check_runnable()
+            yield artifact
+            return
+        model = artifact.manifest.build_arguments[0]
+    plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager"))
+    home.cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
+        out = Path(scratch) / plan.found.name
+        building.build(plan, out, home.cache, Progress(quiet=True))
+        yield Artifact.open(out)

@@ -1,0 +1,199 @@
+"""Turns `npucompile inspect` into tables, graph texts or JSON."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ...graphs.errors import SpecError
+from ...graphs.types import DTYPE_NAMES, Leaf
+from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ..build.memory import GIB
+from ..build.stages import STAGES
+from ..cli import Home
+from ..locate import artifact_path
+from . import views
+
+SHOWN = (*STAGES, views.GE)
+
+
+@click.command("inspect")
+@click.argument("artifact", required=False)
+@click.option("--bucket", help="One bucket: its name, or the batch of a decode bucket.")
+@click.option("--stage", type=click.Choice(SHOWN), help="Print a bucket's graph at this stage; ge is the graph an NPU compiles.")
+@click.option("--collectives", is_flag=True, help="Print what ranks wait for in each bucket, in order, and check it again.")
+@click.option("--memory", is_flag=True, help="Print the plan of a rank's memory.")
+@click.option("--census", is_flag=True, help="Print operators by type and body, costs, and a roofline estimate.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; with no other option, everything but graphs.")
+@click.pass_obj
+def command(
+    home: Home, artifact: str | None, bucket: str | None, stage: str | None, collectives: bool, memory: bool, census: bool, as_json: bool
+) -> None:
+    """Show ARTIFACT (a directory or a built model's name; the newest when none is given).
+
+    \b
+    Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
+              npucompile inspect qwen3.5-397b --bucket 8 --collectives
+    """
+    asked = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--census": census}
+    if sum(asked.values()) > 1:
+        raise SpecError(
+            f"{' and '.join(name for name, given in asked.items() if given)} are asked for together; legal is one of {', '.join(asked)}"
+        )
+    opened = Artifact.open(artifact_path(home.artifacts, artifact))
+    manifest = opened.manifest
+    entries = [find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
+    if stage:
+        if bucket is None:
+            raise SpecError(f"--stage prints one graph; name it with --bucket, one of {', '.join(e.bucket.name for e in manifest.graphs)}")
+        show([_stage(opened, entries[0], stage)], as_json, one=True)
+    elif collectives:
+        show([views.collectives(opened, entry) for entry in entries], as_json, one=bucket is not None)
+    elif census:
+        show([views.census(opened, entry) for entry in entries], as_json, one=bucket is not None)
+    elif memory:
+        show([views.memory(manifest)], as_json, one=True)
+    elif as_json:
+        click.echo(json.dumps(as_dict(opened, entries), indent=1))
+    else:
+        click.echo("\n".join([*table(opened, entries), *(signature(entries[0]) if bucket is not None else ())]))
+
+
+def show(shown: list[views.View], as_json: bool, *, one: bool) -> None:
+    """Prints views, one below the other; as JSON a list of them, or the only one."""
+    if as_json:
+        told = [view.told for view in shown]
+        click.echo(json.dumps(told[0] if one else told))
+    else:
+        click.echo("\n\n".join("\n".join(view.lines) for view in shown))
+
+
+def _stage(artifact: Artifact, entry: GraphEntry, stage: str) -> views.View:
+    if stage == views.GE:
+        return views.ge_graph(artifact, entry)
+    text = stage_text(artifact, entry, stage)
+    return views.View({"bucket": entry.bucket.name, "stage": stage, "text": text}, tuple(text.splitlines()))
+
+
+def find(manifest: Manifest, wanted: str) -> GraphEntry:
+    """The entry of a bucket given by name or by decode batch.
+
+    Raises:
+        SpecError: naming the buckets there are.
+    """
+    for entry in manifest.graphs:
+        if wanted == entry.bucket.name or (entry.bucket.kind == "decode" and wanted == str(entry.bucket.batch)):
+            return entry
+    raise SpecError(f"no bucket {wanted!r}; the artifact has {', '.join(e.bucket.name for e in manifest.graphs)}")
+
+
+def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
+    """The stored text of a graph at one stage.
+
+    Raises:
+        SpecError: it has none; naming those it has.
+    """
+    texts: dict[str, str] = json.loads(zlib.decompress((artifact.path / entry.stages).read_bytes()))
+    if stage not in texts:
+        there = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
+        raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(there)}")
+    return texts[stage]
+
+
+def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
+    """Name of the backend a bucket runs on now; "null" where the artifact is not made to run."""
+    return "null" if manifest.target == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
+
+
+def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
+    """All of a manifest but its parameters and its state, one by one."""
+    manifest = artifact.manifest
+    model = {k: v for k, v in manifest.model.items() if k != "config"} | {"config": json.loads(manifest.model["config"])}
+    return {
+        "artifact": str(artifact.path),
+        "digest": artifact.digest,
+        "model": model,
+        "dtype": manifest.dtype,
+        "mesh": manifest.mesh,
+        "target": manifest.target,
+        "deployment": manifest.deployment,
+        "quantization": manifest.quantization,
+        "limits": {name: getattr(manifest.limits, name) for name in manifest.limits.__dataclass_fields__},
+        "max_logprobs": max(entry.max_logprobs for entry in manifest.graphs),
+        "memory": {
+            "params_bytes": sum(leaf.aval.nbytes for leaf in manifest.params),
+            "state_bytes": sum(leaf.aval.nbytes for leaf in manifest.state),
+            "peak_bytes": max(entry.memory["peak_bytes"] for entry in manifest.graphs),
+        },
+        "toolchain": dict(manifest.toolchain),
+        "cpu_features": list(manifest.cpu_features),
+        "source_digest": manifest.source_digest,
+        "buckets": [
+            {
+                "name": entry.bucket.name,
+                "kind": entry.bucket.kind,
+                "batch": entry.bucket.batch,
+                "q_len": entry.bucket.q_len,
+                "backend": runs_on(manifest, entry),
+                "digest": entry.digest,
+                "inputs": _types(entry.inputs),
+                "outputs": _types(entry.outputs),
+                "cost": dict(entry.cost),
+                "memory": dict(entry.memory),
+                "collectives": [list(c) for c in entry.collectives],
+                "verified": dict(entry.verified),
+                "census": dict(entry.census),
+            }
+            for entry in entries
+        ],
+    }
+
+
+def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
+    """What a person wants to see first."""
+    told = as_dict(artifact, entries)
+    model, memory, limits, most = told["model"], told["memory"], artifact.manifest.limits, told["max_logprobs"]
+    held = f", {told['quantization']}" if told["quantization"] != "none" else ""
+    lines = [
+        f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}{held}, mesh {told['mesh']}   {artifact.path}",
+        *([f"deployment {told['deployment']}"] if told["deployment"] else []),
+        f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots, "
+        f"requests in flight: {limits.num_seats - 1}",
+        f"drafts a step: {limits.drafts}; log probabilities: {f'of up to {most} most likely tokens' if most else 'none'}",
+        _memory_line(artifact.manifest, memory),
+        "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),
+        "",
+        f"{'bucket':<20} {'backend':<9} {'MFLOP':>12} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest",
+    ]
+    for entry in entries:
+        proof = f"{entry.verified['logits_error']:.1e}" if "logits_error" in entry.verified else "-"
+        flops, read, peak = entry.cost["flops"] / 1e6, entry.cost["read_bytes"] / 1e6, entry.memory["peak_bytes"] / 1e6
+        numbers = f"{flops:>12,.1f} {read:>9,.2f} {peak:>8,.2f}"
+        lines.append(f"{entry.bucket.name:<20} {runs_on(artifact.manifest, entry):<9} {numbers}  {proof:<14} {entry.digest[:12]}")
+    return lines
+
+
+def signature(entry: GraphEntry) -> list[str]:
+    """What a step of a bucket takes beside parameters and state, and what it gives."""
+    said = {"inputs": _types(entry.inputs), "outputs": _types(entry.outputs)}
+    return ["", *(f"{part:<8} {', '.join(f'{name} {kind}' for name, kind in types.items())}" for part, types in said.items())]
+
+
+def _types(leaves: Sequence[Leaf]) -> dict[str, str]:
+    kinds = {leaf.name.partition(".")[2]: leaf.aval for leaf in leaves}
+    return {name: f"{DTYPE_NAMES[aval.dtype]}[{','.join(map(str, aval.shape))}]" for name, aval in kinds.items()}
+
+
+def _memory_line(manifest: Manifest, memory: dict[str, int]) -> str:
+    """The plan's total where there is one; else the sums of what all graphs share."""
+    if manifest.memory:
+        total, limit = manifest.memory["total_bytes"] / GIB, manifest.memory["limit_bytes"] / GIB
+        return f"memory of a rank: {total:,.1f} of {limit:,.1f} GiB (--memory shows its parts)"
+    return (
+        f"memory: weights {memory['params_bytes'] / 1e6:,.1f} MB, state {memory['state_bytes'] / 1e6:,.1f} MB, "
+        f"activations at most {memory['peak_bytes'] / 1e6:,.1f} MB"
+    )

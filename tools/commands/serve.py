@@ -1,0 +1,134 @@
+"""Turns `npucompile serve` into a listening server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import click
+import torch
+
+from ...graphs.errors import ArtifactMissing, ModelError
+from ...lowering.artifact.artifact import Artifact
+from ...lowering.artifact.shards import mesh_of
+from ...models.presets import BUNDLED
+from ...server.app import WEBSOCKET_PATH
+from ...server.run import serve, websocket_url
+from ..build import plan as planning
+from ..cli import Home
+from ..locate import artifact_path, newest_runnable
+from ..progress import Progress
+from ..serve.launch import Settings, follow, leading, named, place_of
+from ..serve.serving import Builder, Running, incomplete, start
+
+HOST, PORT = "127.0.0.1", 8000
+
+
+@click.command("serve")
+@click.argument("artifact_or_model", required=False)
+@click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step, on each rank.  [default: all cores, shared out]")
+@click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
+@click.option("--step-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds a step waits for a rank.")
+@click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
+@click.option("--verbose", is_flag=True, help="Log requests and swaps.")
+@click.pass_obj
+def command(
+    home: Home,
+    artifact_or_model: str | None,
+    host: str,
+    port: int,
+    threads: int | None,
+    join_timeout: float,
+    step_timeout: float,
+    no_build: bool,
+    verbose: bool,
+) -> None:
+    """Serve an artifact, or build and serve a model.
+
+    Without ARTIFACT_OR_MODEL: the newest artifact that this machine can run, or else the bundled model, built first. Buckets
+    that have no executable yet run uncompiled; a build in the background adds executables, and the server swaps them in.
+
+    An artifact for several devices runs as a process each, which this one starts; or start all of them yourself, on one machine
+    or several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    if threads:
+        torch.set_num_threads(threads)
+    progress, settings, place = Progress(), Settings(threads, join_timeout, step_timeout), place_of(home.environment)
+    with ExitStack() as stack:
+        if place and place.rank:
+            follow(named(home, artifact_or_model), place, settings)
+            return
+        artifact, builder = (named(home, artifact_or_model), None) if place else find_or_build(home, artifact_or_model, no_build, progress)
+        if builder:
+            stack.callback(builder.stop)
+        team = stack.enter_context(leading(artifact, place, settings, home.environment))
+        running = start(artifact, team)
+        stack.callback(running.engine.stop, drain=False)
+        serve(running.service, host, port, on_ready=announce(running, artifact, builder is not None, progress))
+
+
+def announce(running: Running, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
+    """What to say once connections are accepted: what is served, and how to talk to it."""
+    backends = running.executor.backends
+    waiting = [name for name, backend in backends.items() if backend == "eager"]
+    ranks = mesh_of(artifact.manifest).size
+
+    def ready(address: str, bound: int) -> None:
+        url = websocket_url(address, bound)
+        progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(waiting)} uncompiled")
+        if ranks > 1:
+            progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")
+        if waiting and building:
+            progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
+        progress.say(f"  websocket  {url}   health  http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}/health")
+        progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
+
+    return ready
+
+
+def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, Builder | None]:
+    """The artifact to serve, and the build that goes on behind it, if one does.
+
+    Raises:
+        ArtifactError: what was named cannot run here, or nothing can and nothing may be built.
+        NpucompileError: what was named is no model either, or its build failed.
+    """
+    if name is None:
+        found, skipped = newest_runnable(home.artifacts)
+        for reason in skipped:
+            progress.say(f"passed over: {reason}")
+        if found is not None:
+            return found, _go_on(home, found, no_build)
+        if no_build:
+            raise ArtifactMissing(f"nothing under {home.artifacts} can run here; `npucompile build MODEL` makes something that can")
+        name = BUNDLED[0]
+        progress.say(f"nothing built that can run here; building the bundled model {name}")
+    else:
+        try:
+            found = Artifact.open(artifact_path(home.artifacts, name))
+            found.check_runnable()
+            return found, _go_on(home, found, no_build)
+        except ArtifactMissing:
+            if no_build:
+                raise
+    plan = planning.plan(planning.Options(name))
+    if plan.found.tokenizer is None:
+        raise ModelError(f"{plan.found.checkpoint_dir} has no tokenizer.json, and serving text needs one")
+    builder = Builder([name], planning.default_out(home.artifacts, plan.found), home.environment)
+    try:
+        return builder.wait_servable(), builder
+    except BaseException:
+        builder.stop()
+        raise
+
+
+def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
+    """The build that adds what an earlier, interrupted one did not compile; none where ranks could come to differ by it."""
+    manifest = artifact.manifest
+    if no_build or mesh_of(manifest).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
+        return None
+    return Builder(manifest.build_arguments, artifact.path, home.environment)

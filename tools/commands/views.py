@@ -1,0 +1,207 @@
+"""Turns buckets of an artifact into what `npucompile inspect` shows of them: GE graph, collectives, operators, memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Mesh
+from ...lowering import collectives_check
+from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ...lowering.ascend import inspect_ge
+from ...lowering.ascend.ge_file import Container, decode
+from ...lowering.collectives_check import Collective
+from ..bench.roofline import Roofline, estimate, moved_bytes
+from ..build.memory import MemoryPlan
+from ..build.targets import TARGETS, target
+
+GE = "ge"
+_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
+
+
+@dataclass(frozen=True)
+class View:
+    """One thing to show.
+
+    Attributes:
+        told: plain values, for --json.
+        lines: the same for a person.
+    """
+
+    told: Mapping[str, Any]
+    lines: tuple[str, ...]
+
+
+def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
+    """The GE graph of a bucket, an operator a line.
+
+    Raises:
+        SpecError: the bucket has none.
+    """
+    container = _container(artifact, entry)
+    if container is None:
+        made = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
+        raise SpecError(f"{entry.bucket.name} is {made}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
+    text = inspect_ge.text(container.graph)
+    told = {name: getattr(container, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
+    return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **told}, tuple(text.splitlines()))
+
+
+def collectives(artifact: Artifact, entry: GraphEntry) -> View:
+    """The certificate of a bucket, what repeats folded; proved again for all ranks, and against the shipped graph where there is one.
+
+    Raises:
+        LoweringError: ranks would hang, or the shipped graph communicates otherwise.
+    """
+    mesh = Mesh.parse(artifact.manifest.mesh) if artifact.manifest.mesh != "1" else Mesh()
+    per_rank = collectives_check.expand(entry.collectives, mesh)
+    collectives_check.check_ranks(per_rank)
+    proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
+    if container := _container(artifact, entry):
+        collectives_check.agree(entry.collectives, collectives_check.of_container(container, in_order=True))
+        proofs.append("the shipped graph has this list, in an order that its data fix")
+    moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
+    told = {
+        "bucket": entry.bucket.name,
+        "mesh": artifact.manifest.mesh,
+        "folded": [{"times": times, "collectives": part} for times, part in parts],
+        "moved_bytes": moved,
+        "proofs": proofs,
+        "ranks": [{"rank": rank, "collectives": talks} for rank, talks in enumerate(per_rank)],
+    }
+    return View(told, tuple(_collective_lines(entry, artifact.manifest.mesh, parts, moved, proofs)))
+
+
+def census(artifact: Artifact, entry: GraphEntry) -> View:
+    """Operators of a bucket's GE graph, in all and by body; its cost; and the time that figures of its target allow."""
+    container, manifest = _container(artifact, entry), artifact.manifest
+    bodies = inspect_ge.census_by_body(container.graph) if container else {}
+    mesh = Mesh.parse(manifest.mesh) if manifest.mesh != "1" else Mesh()
+    moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
+    roof = _roofline(manifest, entry, mesh)
+    told = {
+        "bucket": entry.bucket.name,
+        "census": dict(entry.census),
+        "bodies": bodies,
+        "cost": dict(entry.cost),
+        "collectives": len(entry.collectives),
+        "moved_bytes": moved,
+        "roofline": roof.as_dict() if roof else None,
+    }
+    total = sum(entry.census.values())
+    lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no GE graph, so no operators to count"]
+    lines += _body_table(entry.census, bodies)
+    cost = entry.cost
+    lines.append(
+        f"cost of a step on one rank: {cost['flops'] / 1e9:,.1f} GFLOP, {cost['read_bytes'] / 1e9:,.2f} GB read, "
+        f"{cost['write_bytes'] / 1e9:,.2f} GB written, {moved / 1e6:,.2f} MB received in {len(entry.collectives)} collectives"
+    )
+    return View(told, (*lines, *_roofline_lines(roof)))
+
+
+def memory(manifest: Manifest) -> View:
+    """The plan of a rank's memory.
+
+    Raises:
+        SpecError: the artifact has none.
+    """
+    if not manifest.memory:
+        raise SpecError(
+            f"an artifact for {manifest.target} has no plan of a rank's memory; those built for NPUs have, and `inspect` shows sums"
+        )
+    return View(dict(manifest.memory), tuple(MemoryPlan.from_dict(manifest.memory).as_table().splitlines()))
+
+
+def folded(items: Sequence[Collective]) -> list[tuple[int, list[Collective]]]:
+    """The same sequence as (times, part): what follows itself is told once."""
+    found: list[tuple[int, list[Collective]]] = []
+    at = 0
+    while at < len(items):
+        times, period = _repeats(items, at)
+        part = list(items[at : at + period])
+        if times == 1 and found and found[-1][0] == 1:
+            found[-1][1].extend(part)
+        else:
+            found.append((times, part))
+        at += times * period
+    return found
+
+
+def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
+    """(times, period) of the repetition from `at` on that covers most, the shortest such period; (1, 1) where nothing repeats."""
+    best = (1, 1)
+    for period in range(1, (len(items) - at) // 2 + 1):
+        times = 1
+        while items[at + times * period : at + (times + 1) * period] == items[at : at + period]:
+            times += 1
+        if times > 1 and times * period > best[0] * best[1]:
+            best = (times, period)
+    return best
+
+
+def _container(artifact: Artifact, entry: GraphEntry) -> Container | None:
+    if entry.compiled is None or entry.compiled.backend != GE:
+        return None
+    return decode((artifact.path / entry.compiled.file).read_bytes())
+
+
+def _choices(manifest: Manifest) -> int:
+    """X of the model, 0 where it has no experts."""
+    values = json.loads(manifest.model["config"])
+    return int(values.get("text_config", values).get("num_experts_per_tok") or 0)
+
+
+def _roofline(manifest: Manifest, entry: GraphEntry, mesh: Mesh) -> Roofline | None:
+    if manifest.target not in TARGETS:
+        return None
+    kind, quantised = target(manifest.target), manifest.quantization != "none"
+    return estimate(entry.cost, entry.collectives, mesh, kind, choices=_choices(manifest), quantised=quantised)
+
+
+def _roofline_lines(roof: Roofline | None) -> list[str]:
+    if roof is None:
+        return []
+    return [
+        f"estimate from nameplate figures of {roof.target}, never measured: arithmetic {roof.arithmetic_s * 1e3:.2f} ms, "
+        f"memory {roof.memory_s * 1e3:.2f} ms, links {roof.links_s * 1e3:.2f} ms; {roof.step_s * 1e3:.2f} ms a step",
+        "as if kernels were perfect, collectives free to start, each operator's data in device memory, each expert full of rows",
+    ]
+
+
+def _collective_lines(
+    entry: GraphEntry, mesh: str, parts: Sequence[tuple[int, Sequence[Collective]]], moved: Mapping[str, int], proofs: Sequence[str]
+) -> list[str]:
+    received = ", ".join(f"{size / 1e6:,.2f} MB over {group}" for group, size in moved.items())
+    lines = [
+        f"{entry.bucket.name}: {len(entry.collectives)} collectives a rank, mesh {mesh}"
+        + (f"; a rank receives {received}" if received else "")
+    ]
+    for times, part in parts:
+        heads = [f"{times:>4} x |", *["       |"] * (len(part) - 1)] if times > 1 else [" " * 8] * len(part)
+        lines += [f"{head} {name:<24} {group:<6} {kind}" for head, (name, group, kind) in zip(heads, part, strict=True)]
+    return [*lines, *(f"proved: {proof}" for proof in proofs)]
+
+
+def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A row for each type, a column for each kind of body; bodies with equal counts share one."""
+    kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for prefix, counts in bodies.items():
+        kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
+    heads = [f"{_label(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
+    columns = [dict(counts) for counts in kinds]
+    wide = max((len(kind) for kind in totals), default=0)
+    lines = [f"{'':<{wide}} {'all':>6}  " + "  ".join(heads)] if totals else []
+    for kind, count in sorted(totals.items(), key=lambda item: (-item[1], item[0])):
+        cells = "  ".join(f"{column.get(kind, ''):>{len(head)}}" for column, head in zip(columns, heads, strict=True))
+        lines.append(f"{kind:<{wide}} {count:>6}  {cells}".rstrip())
+    return lines
+
+
+def _label(prefix: str) -> str:
+    """Kind of a body by the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
+    found = _KIND.fullmatch(prefix.rpartition("/")[2])
+    return found[1] if found else "main"

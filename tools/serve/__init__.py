@@ -1,0 +1,1 @@
+"""From an artifact to processes that serve it."""

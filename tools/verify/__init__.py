@@ -1,0 +1,1 @@
+"""Proofs that what was built computes what the model means."""
