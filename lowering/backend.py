@@ -1,11 +1,11 @@
-"""Turns the name of a backend into the record of what it does: lower, compile, load."""
+"""What every kind of device has in common: the protocol of a backend, and the table of backends by name."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,57 +14,114 @@ from . import backends
 
 if TYPE_CHECKING:
     # Only a build lowers and compiles; a serving process must not load the compilers with this table.
-    from torch.fx import GraphModule
-
     from ..graphs.spmd.partition import Partitioned
-    from ..graphs.types import Signature
     from .executable import Executable
     from .lower import Lowered
 
 
-class Compile(Protocol):
-    """Makes one executable file of one lowered graph."""
+@dataclass(frozen=True)
+class Compiled:
+    """The last stage: the bytes of one executable.
 
-    def __call__(self, graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-        """Compiles `graph` (`Lowered.graph`) into `out_path`.
+    Attributes:
+        data: what the artifact stores and `Backend.open` reads.
+        census: number of operators by type, where the backend counts them.
+    """
 
-        Args:
-            graph: flat, placeholders in the order of `signature.operands`, state written in place.
-            signature: its calling convention.
-            out_path: file to write, with the backend's suffix; its directory exists.
-            cache_dir: where the compiler keeps what the next compile can use again.
-            threads: CPU threads the code is specialised for; 0 asks the process at run time.
-
-        Raises:
-            LoweringError: naming what the backend cannot express or what its compiler said.
-        """
+    data: bytes
+    census: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Backend:
-    """What one backend can do. A file in `lowering/backends` exports one as `BACKEND`.
+class Place:
+    """Where an executable runs.
 
     Attributes:
-        name: as in manifests and on the command line; the file's name.
-        suffix: extension of its files, without the dot.
-        lower: partitioned graph to the graph this backend runs.
-        options: what decides the compiled bytes besides graph and toolchain, given `threads`; part of a graph's key.
-        cpu_features: features of `torch.cpu.get_capabilities()` that its code uses on the machine it compiles for.
-        check_target: raises LoweringError when this machine cannot compile for the backend, saying what is missing.
-        compile: makes an executable file; None where there is nothing to compile.
-        load: reads that file; None where there is nothing to run.
-        prepare: makes a process ready to lower and compile, given a directory that outlives it; called once, before either.
+        rank: number among all ranks of the mesh.
+        groups: communicator name by symbolic group ("dp", "tp", "world"); empty for one device.
+        device: torch device of the operands, e.g. "cpu" or "npu:3".
+    """
+
+    rank: int = 0
+    groups: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+
+
+class Backend(Protocol):
+    """Takes a partitioned graph to something that runs on one kind of device.
+
+    A file or package in `lowering/backends` exports one as `BACKEND`. Only `name`, `suffix` and `lower` have no default; a backend
+    overrides what it cares about.
+
+    Attributes:
+        name: as in manifests and on the command line; the name of its file.
+        suffix: extension of its executables, without the dot; None where there is nothing to compile.
     """
 
     name: str
-    suffix: str
-    lower: Callable[[Partitioned], Lowered]
-    options: Callable[[int], Mapping[str, Any]]
-    cpu_features: Callable[[], tuple[str, ...]]
-    check_target: Callable[[], None]
-    compile: Compile | None
-    load: Callable[[Path], Executable] | None
-    prepare: Callable[[Path], None] = lambda cache_dir: None
+    suffix: str | None
+
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        """The graph that this backend runs.
+
+        Raises:
+            LoweringError: naming what the backend cannot express.
+        """
+        ...
+
+    def prepare(self, cache_dir: Path) -> None:
+        """Makes this process ready to lower and compile; called before either, with a directory that outlives the process."""
+        return
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """Makes the executable of one lowered graph; equal graphs give equal bytes.
+
+        Args:
+            cache_dir: where the compiler keeps what later compiles can use again.
+            threads: CPU threads that the code is specialised for; 0 asks the process at run time.
+
+        Raises:
+            LoweringError: naming what the backend cannot express, or what its compiler said.
+        """
+        raise LoweringError(f"backend {self.name} compiles nothing: it reports cost and memory only")
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
+        """Proves of an executable what can be proved without running it.
+
+        What runs on this machine is proved by running it beside the reference besides (tools/verify).
+
+        Raises:
+            LoweringError: naming the invariant that it breaks.
+        """
+        return
+
+    def open(self, path: Path, place: Place) -> Executable:
+        """Loads what `compile` made; nothing is traced or compiled.
+
+        Raises:
+            LoweringError: the file is not this backend's, or cannot run at that place.
+        """
+        raise LoweringError(f"backend {self.name!r} has no executables: it reports cost and memory only")
+
+    def options(self, threads: int) -> Mapping[str, Any]:
+        """What decides the compiled bytes besides graph and toolchain; part of a graph's key."""
+        return {}
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of what, besides torch, executables are made with; part of a graph's key and of a manifest's toolchain."""
+        return {}
+
+    def cpu_features(self) -> tuple[str, ...]:
+        """Features, by the names of `torch.cpu.get_capabilities()`, that code compiled here needs where it runs."""
+        return ()
+
+    def compiles_here(self) -> str | None:
+        """Why this machine cannot compile for the backend; None where it can."""
+        return None
+
+    def runs_here(self) -> str | None:
+        """Why this machine cannot run the backend's executables; None where it can."""
+        return None
 
 
 def backend_names() -> tuple[str, ...]:
@@ -80,7 +137,9 @@ def backend(name: str) -> Backend:
     """
     if name not in backend_names():
         raise LoweringError(f"no backend {name!r}; legal are {', '.join(backend_names())}")
-    found = importlib.import_module(f".backends.{name}", __package__).BACKEND
-    if not isinstance(found, Backend) or found.name != name:
-        raise LoweringError(f"lowering/backends/{name}.py must export BACKEND, a Backend named {name!r}, and exports {found!r}")
-    return found
+    exported = importlib.import_module(f".backends.{name}", __package__).BACKEND
+    # By inheritance, not by structure: an object that only looks like a backend would lack the defaults.
+    if Backend not in type(exported).__mro__ or exported.name != name:
+        raise LoweringError(f"lowering/backends/{name}.py must export BACKEND, a Backend named {name!r}, and exports {exported!r}")
+    chosen: Backend = exported
+    return chosen

@@ -1,4 +1,4 @@
-"""Turns a compiled file and the name of its backend into a callable over flat operands."""
+"""Executables: what every backend's compiled file is once it is opened, a callable over flat operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import Aval, Signature
-from .backend import backend
+from .backend import Place, backend
+
+HERE = Place()
+"""This process alone, on its CPU."""
 
 
 class Executable(Protocol):
@@ -28,16 +31,13 @@ class Executable(Protocol):
         """Runs one step."""
 
 
-def load_compiled(path: Path, name: str) -> Executable:
-    """Loads what backend `name` wrote to `path`; nothing is traced or compiled.
+def load_compiled(path: Path, name: str, place: Place = HERE) -> Executable:
+    """Opens what backend `name` compiled; nothing is traced or compiled.
 
     Raises:
-        LoweringError: when there is no such backend, it has nothing to load, or the file is not its own.
+        LoweringError: when there is no such backend, it has nothing to open, or the file is not its own.
     """
-    found = backend(name)
-    if found.load is None:
-        raise LoweringError(f"backend {name!r} has no executables: it reports cost and memory only")
-    return found.load(path)
+    return backend(name).open(path, place)
 
 
 def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:

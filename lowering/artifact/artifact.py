@@ -196,7 +196,7 @@ class ArtifactWriter:
         """Makes a manifest the artifact's, with the records of all files it names; returns it with those."""
         named = {manifest.weights, manifest.tokenizer}
         for entry in (*manifest.graphs, *manifest.references):
-            named |= {entry.eager, entry.stages, entry.compiled.file if entry.compiled else None}
+            named |= set(entry.files)
         manifest = replace(manifest, files={name: self.files[name] for name in sorted(n for n in named if n)})
         _replace(self.root / MANIFEST, encode(manifest))
         self.published = manifest

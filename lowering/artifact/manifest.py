@@ -16,7 +16,7 @@ import msgpack
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ...graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GraphEntry:
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes.
         collectives: (collective, group, type) in program order.
         verified: what comparing the executable with the reference measured; empty while there is none.
-        plan: digest of all that decided this bucket before it was traced; equal plans need not be traced again.
+        stamp: digest of all that decided this bucket before it was traced; of an equal stamp it need not be traced again.
         census: operators of the executable by type, where its backend tells.
     """
 
@@ -71,8 +71,14 @@ class GraphEntry:
     memory: Mapping[str, int]
     collectives: tuple[tuple[str, str, str], ...]
     verified: Mapping[str, float]
-    plan: str = ""
+    stamp: str = ""
     census: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of all its files."""
+        names = (self.eager, self.stages, self.compiled.file if self.compiled else None)
+        return tuple(name for name in names if name)
 
     @property
     def reference(self) -> str:
@@ -107,7 +113,8 @@ class Manifest:
         dtype: name of the computing dtype.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.
-        target: name of the backend the build compiles for.
+        target: kind of machine it is for (tools/build/targets.py).
+        backend: name of the backend that the build compiles for.
         params, state: flat operands shared by all graphs.
         graphs: buckets that are served.
         references: eager graphs of one row, to compare rows of larger buckets with; not served.
@@ -127,6 +134,7 @@ class Manifest:
     mesh: str
     rules: Mapping[str, tuple[str, ...]]
     target: str
+    backend: str
     limits: Limits
     params: tuple[Leaf, ...]
     state: tuple[Leaf, ...]

@@ -1,20 +1,22 @@
-"""Turns a lowered graph into calls of torch operators, node by node: the oracle, and what a bucket degrades to."""
+"""The reference backend: runs a graph node by node. The oracle of all others, and what a bucket runs while it has no executable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
-from ...graphs.types import Signature
 from ..artifact.graph_io import decode, encode
-from ..backend import Backend
-from ..lower import lower_eager
+from ..backend import Backend, Compiled, Place
+from ..lower import Lowered, lower_eager
+
+if TYPE_CHECKING:
+    from ...graphs.spmd.partition import Partitioned
 
 
 class EagerExecutable:
@@ -94,42 +96,30 @@ def _fill(value: Any, values: list[Any]) -> Any:
     return value
 
 
-def compile_graph(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-    """Writes the graph itself; there is nothing to compile."""
-    out_path.write_bytes(encode(graph))
+class Eager(Backend):
+    """Runs lowered graphs node by node, on any machine that torch runs on."""
+
+    name = "eager"
+    suffix = "graph"
+
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        """Primitives stay whole; those that update a pool write it in place."""
+        return lower_eager(partitioned)
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """The graph itself, serialised: there is nothing to compile."""
+        return Compiled(encode(lowered.graph))
+
+    def open(self, path: Path, place: Place) -> EagerExecutable:
+        """Reads a graph back.
+
+        Raises:
+            LoweringError: when the file is not a serialised graph.
+        """
+        try:
+            return EagerExecutable(decode(path.read_bytes()))
+        except OSError as error:
+            raise LoweringError(f"{path}: {error}") from None
 
 
-def load(path: Path) -> EagerExecutable:
-    """Reads a graph back.
-
-    Raises:
-        LoweringError: when the file is not a serialised graph.
-    """
-    try:
-        return EagerExecutable(decode(path.read_bytes()))
-    except OSError as error:
-        raise LoweringError(f"{path}: {error}") from None
-
-
-def _options(threads: int) -> Mapping[str, Any]:
-    return {}
-
-
-def _check_target() -> None:
-    """Runs wherever torch does."""
-
-
-def _cpu_features() -> tuple[str, ...]:
-    return ()
-
-
-BACKEND = Backend(
-    name="eager",
-    suffix="graph",
-    lower=lower_eager,
-    options=_options,
-    cpu_features=_cpu_features,
-    check_target=_check_target,
-    compile=compile_graph,
-    load=load,
-)
+BACKEND = Eager()

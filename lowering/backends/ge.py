@@ -1,88 +1,90 @@
-"""Turns a partitioned graph into a GE graph for Ascend NPUs: lowered and converted on any machine, run on one with CANN."""
+"""GE graphs for Ascend NPUs: lowered, converted and proved on any machine, run on one with CANN."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...graphs.errors import LoweringError
 from ..ascend.toolchain import harness
-from ..backend import Backend
+from ..ascend.toolchain.stubs import cann
+from ..backend import Backend, Compiled, Place
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
     from ...graphs.spmd.partition import Partitioned
-    from ...graphs.types import Signature
     from ..executable import Executable
     from ..lower import Lowered
 
-_READY: dict[None, harness.Torchair] = {}
+
+class Ge(Backend):
+    """Converts with torchair; without CANN over stub libraries. Modules of torch_npu are loaded by `prepare`, not by import."""
+
+    name = "ge"
+    suffix = "ge"
+
+    def __init__(self) -> None:
+        self._loaded: harness.Torchair | None = None
+
+    def prepare(self, cache_dir: Path) -> None:
+        """Loads torchair; without CANN over stub libraries that are kept in `cache_dir`.
+
+        Raises:
+            LoweringError: saying what is missing and how to install it.
+        """
+        self._loaded = harness.load(cache_dir)
+
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        """Bodies of NPU operators, each kind of layer once."""
+        from ..ascend.lowered import lower
+
+        self._torchair()
+        return lower(partitioned)
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """One GE graph for all ranks, in the container of lowering/ascend/ge_file.py."""
+        from ..ascend import inspect_ge
+        from ..ascend.ge_file import encode
+        from ..ascend.link import stitch
+
+        container = stitch(lowered.graph, lowered.signature, self._torchair())
+        return Compiled(encode(container), inspect_ge.census(container.graph))
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
+        """Pools are written in place, no length is baked in, and collectives are those of the partitioned graph, in its order."""
+        from .. import collectives_check
+        from ..ascend import inspect_ge
+        from ..ascend.ge_file import decode
+
+        container = decode(compiled.data)
+        inspect_ge.check(container, partitioned.signature)
+        collectives_check.agree(partitioned.collectives, collectives_check.of_container(container, in_order=True))
+
+    def open(self, path: Path, place: Place) -> Executable:
+        """The graph patched for a rank; GE compiles it at its first step."""
+        from ..ascend.device import load
+
+        return load(path, self._torchair(), place.rank, place.groups)
+
+    def versions(self) -> Mapping[str, str]:
+        """Those of the distributions that convert."""
+        versions = harness.installed()
+        return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
+
+    def compiles_here(self) -> str | None:
+        """What of torch_npu is missing."""
+        return harness.available()
+
+    def runs_here(self) -> str | None:
+        """GE graphs run where CANN and an NPU are."""
+        if reason := harness.lacking(harness.installed()):
+            return reason
+        return None if cann(None) else "running a GE graph needs CANN and an NPU, and this machine has no CANN"
+
+    def _torchair(self) -> harness.Torchair:
+        if self._loaded is None:
+            raise LoweringError("backend ge is not prepared in this process; call its `prepare` before it lowers or compiles")
+        return self._loaded
 
 
-def prepare(cache_dir: Path) -> None:
-    """Loads torchair; without CANN over stub libraries that are kept in `cache_dir`.
-
-    Raises:
-        LoweringError: saying what is missing and how to install it.
-    """
-    _READY[None] = harness.load(cache_dir)
-
-
-def _torchair() -> harness.Torchair:
-    if not _READY:
-        raise LoweringError("backend ge is not prepared in this process; call its `prepare` before it lowers or compiles")
-    return _READY[None]
-
-
-def lower(partitioned: Partitioned) -> Lowered:
-    """Bodies of NPU operators, each kind of layer once."""
-    from ..ascend.lowered import lower as lower_bodies
-
-    _torchair()
-    return lower_bodies(partitioned)
-
-
-def compile_graph(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-    """Converts the graph with torchair, proves what can be proved of it, and writes a container (lowering/ascend/ge_file.py)."""
-    from ..ascend.ge_file import encode
-    from ..ascend.inspect_ge import check
-    from ..ascend.link import stitch
-
-    container = stitch(graph, signature, _torchair())
-    check(container, signature)
-    out_path.write_bytes(encode(container))
-
-
-def _load(path: Path) -> Executable:
-    from ..ascend.device import load
-
-    return load(path, _torchair())
-
-
-def _options(threads: int) -> Mapping[str, Any]:
-    versions = harness.installed()
-    return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
-
-
-def _check_target() -> None:
-    if reason := harness.available():
-        raise LoweringError(reason)
-
-
-def _cpu_features() -> tuple[str, ...]:
-    return ()
-
-
-BACKEND = Backend(
-    name="ge",
-    suffix="ge",
-    lower=lower,
-    options=_options,
-    cpu_features=_cpu_features,
-    check_target=_check_target,
-    compile=compile_graph,
-    load=_load,
-    prepare=prepare,
-)
+BACKEND = Ge()

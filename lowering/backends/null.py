@@ -1,9 +1,8 @@
-"""Turns a partitioned graph into its legality, cost and memory, and nothing that runs."""
+"""Legality, cost and memory of a graph without anything that runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..backend import Backend
 from ..lower import Lowered
@@ -12,30 +11,19 @@ if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
 
 
-def lower(partitioned: Partitioned) -> Lowered:
-    """The partitioned graph as it is: primitives stay whole, state stays functional."""
-    return Lowered(partitioned.program.bucket, "null", partitioned.graph, partitioned.signature)
-
-
-def _options(threads: int) -> Mapping[str, Any]:
-    return {}
-
-
-def _check_target() -> None:
+class Null(Backend):
     """Needs no device and no compiler."""
 
+    name = "null"
+    suffix = None
 
-def _cpu_features() -> tuple[str, ...]:
-    return ()
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        """The partitioned graph as it is: primitives stay whole, state stays functional."""
+        return Lowered(partitioned.program.bucket, self.name, partitioned.graph, partitioned.signature)
+
+    def runs_here(self) -> str | None:
+        """Nothing runs anywhere."""
+        return "backend null reports cost and memory only"
 
 
-BACKEND = Backend(
-    name="null",
-    suffix="none",
-    lower=lower,
-    options=_options,
-    cpu_features=_cpu_features,
-    check_target=_check_target,
-    compile=None,
-    load=None,
-)
+BACKEND = Null()

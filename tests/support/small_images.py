@@ -22,7 +22,7 @@ from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
-from npucompile.tools.build import driver_device
+from npucompile.tools.build import driver
 from npucompile.tools.verify.emulated_run import Cast, Graphs
 from npucompile.tools.verify.small_model import Case, Scaled, draw, scaled
 from npucompile.tools.verify.step_trace import Script, rehearse
@@ -108,7 +108,7 @@ def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantizat
         variant = replace(made.model.config.variant, recurrent=BF16)
         made = replace(made, model=replace(made.model, config=replace(made.model.config, variant=variant)))
         threads = torch.get_num_threads()
-        driver_device.build_device(made, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
+        driver.build(made, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
         _SHIPPED[quantization, mesh] = Artifact.open(home / "artifact")

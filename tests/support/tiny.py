@@ -21,14 +21,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.types import Bucket, Limits, Signature
+from npucompile.graphs.spmd.partition import Partitioned
+from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering import backend as backend_table
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest
+from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
+from npucompile.lowering.lower import Lowered
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.runtime.cpu_executor import Executor
-from npucompile.tools.build import device_pool, driver, driver_device, stages
+from npucompile.tools.build import driver, pool, stages, targets
 from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
 from npucompile.tools.progress import Progress
@@ -101,7 +104,7 @@ def planned(model: Path, **options: Any) -> Plan:
     return plan(Options(str(model), **{**sizes, **options}))
 
 
-def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.Report:
+def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
     """Builds in this process, one job at a time, and leaves torch's thread count alone; `fresh` traces what was traced before."""
     threads = torch.get_num_threads()
     try:
@@ -117,7 +120,7 @@ _STAGED: dict[object, stages.Staged] = {}
 def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
     what = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
-    key = (*what, made.mesh, made.target, bucket)
+    key = (*what, made.mesh, made.target.name, bucket)
     if key not in _STAGED:
         _STAGED[key] = stages.stage(made, bucket)
     return _STAGED[key]
@@ -130,24 +133,22 @@ def planned_device(model: Path, **options: Any) -> Plan:
     return plan(Options(str(model), **{**place, **sizes, **options}))
 
 
-_LOWERED: dict[str, tuple[device_pool.Done, bytes]] = {}
-_lower = device_pool.run
+_COMPILED: dict[object, pool.CompileResult] = {}
+_compile = pool.run
 
 
-def lower_once(job: device_pool.Job) -> device_pool.Done:
-    """`device_pool.run`, whose result its plan's key decides, called once for equal ones; most tests are not about lowering."""
-    key = driver_device.plan_key(job.plan, job.bucket)
-    if key not in _LOWERED:
-        done = quietly(_lower, job)
-        _LOWERED[key] = done, job.out_path.read_bytes() if job.out_path.exists() else b""
-    done, graph = _LOWERED[key]
-    if graph:
-        job.out_path.write_bytes(graph)
-    return replace(done, job=job)
+def compile_once(job: pool.CompileJob) -> pool.CompileResult:
+    """`pool.run`, whose result is decided by the facts of its bucket, called once for equal ones; most tests are not about lowering."""
+    key = repr(driver.facts(job.plan, job.bucket))
+    if key not in _COMPILED:
+        _COMPILED[key] = quietly(_compile, replace(job, known_key=""))
+    result = _COMPILED[key]
+    known = result.staged is not None and result.staged.key == job.known_key
+    return replace(result, job=job, compiled=None if known else result.compiled)
 
 
-def quietly(run: Callable[[device_pool.Job], device_pool.Done], job: device_pool.Job) -> device_pool.Done:
-    """Lowers in this process as one of the pool's does, and leaves torch's threads and log as they were."""
+def quietly(run: Callable[[pool.CompileJob], pool.CompileResult], job: pool.CompileJob) -> pool.CompileResult:
+    """Compiles in this process as one of the pool's does, and leaves torch's threads and log as they were."""
     threads, level = torch.get_num_threads(), logging.getLogger("torch").level
     try:
         return run(job)
@@ -156,7 +157,7 @@ def quietly(run: Callable[[device_pool.Job], device_pool.Done], job: device_pool
         logging.getLogger("torch").setLevel(level)
 
 
-class Stub:
+class Stub(Backend):
     """A backend that takes eager graphs for machine code.
 
     Attributes:
@@ -167,6 +168,7 @@ class Stub:
     """
 
     name = "stub"
+    suffix = "stub"
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -175,28 +177,31 @@ class Stub:
         self.version = 1
 
     def install(self, monkeypatch: Any) -> Stub:
-        """Makes it known under its name, in this process."""
+        """Makes it known under its name, in this process, as a backend for this machine."""
         names = (*backend_table.backend_names(), self.name)
         module = ModuleType(f"npucompile.lowering.backends.{self.name}")
-        module.BACKEND = replace(  # type: ignore[attr-defined]
-            eager.BACKEND, name=self.name, suffix="stub", compile=self.compile, load=self.load, options=self.options
-        )
+        module.BACKEND = self  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(backend_table, "backend_names", lambda: names)
+        here = targets.target("cpu")
+        monkeypatch.setitem(targets._TARGETS, "cpu", replace(here, backends=(*here.backends, self.name)))
         return self
+
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        return eager.BACKEND.lower(partitioned)
 
     def options(self, threads: int) -> dict[str, Any]:
         return {"threads": threads, "version": self.version}
 
-    def compile(self, graph: Any, signature: Signature, out_path: Path, **options: Any) -> None:
-        bucket = out_path.name.split(".")[1]
-        self.compiled.append(bucket)
-        if self.refuses and self.refuses in bucket:
-            raise LoweringError(f"the stub does not like {bucket}")
-        eager.compile_graph(graph, signature, out_path, **options)
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> backend_table.Compiled:
+        name = lowered.bucket.name
+        self.compiled.append(name)
+        if self.refuses and self.refuses in name:
+            raise LoweringError(f"the stub does not like {name}")
+        return eager.BACKEND.compile(lowered, cache_dir=cache_dir, threads=threads)
 
-    def load(self, path: Path) -> Any:
-        run, stub = eager.load(path), self
+    def open(self, path: Path, place: backend_table.Place) -> Any:
+        run, stub = eager.BACKEND.open(path, place), self
 
         class Executable:
             backend = stub.name
@@ -333,12 +338,12 @@ class Launched(NamedTuple):
 
 def poison(executor: Executor) -> None:
     """Fills every state pool with NaN, and every seat with what no step can start from: a request must see only what it wrote itself."""
-    for leaf, pool in zip(executor.artifact.manifest.state, executor._state, strict=True):
+    for leaf, tensor in zip(executor.artifact.manifest.state, executor._state, strict=True):
         if compare.is_seats(leaf):
             # The null seat is what rows of padding start from.
-            pool[1:] = UNTAKEN
+            tensor[1:] = UNTAKEN
         else:
-            pool.fill_(float("nan"))
+            tensor.fill_(float("nan"))
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def check(drafting: Artifact, plain: Artifact) -> None:
     k, none = drafting.manifest.limits.drafts, plain.manifest.limits.drafts
     if not k or none:
         raise SpecError(f"{drafting.path} drafts {k} tokens a step and {plain.path} {none}; legal are at least 1, and 0")
-    for what in ("dtype", "target", "source_digest"):
+    for what in ("dtype", "target", "backend", "source_digest"):
         here, there = getattr(drafting.manifest, what), getattr(plain.manifest, what)
         if here != there:
             raise SpecError(f"{what} of {drafting.path} is {here}, of {plain.path} {there}; legal are equal ones")

@@ -1,4 +1,4 @@
-"""Turns the options of `npucompile build` into plans, and those into artifacts."""
+"""All that one `npucompile build` makes: an artifact, or one for each side of a deployment that splits prefill from decode."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 from ..notation import format_buckets
 from ..progress import Progress
-from . import driver as building
 from . import plan as planning
-from .driver_device import build_device
-from .plan_device import phases
-from .result import Report
+from .driver import build
+from .instance import phases
 
 
-def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, patience: int) -> list[Path]:
+def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:
     """Builds what was asked for: one artifact, or one for each side of a deployment that splits prefill from decode.
 
     Args:
@@ -38,16 +36,10 @@ def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts:
         place = out or planning.default_out(artifacts, plan.found)
         if len(wanted) > 1 or (out is None and options.phase):
             place = place.with_name(f"{place.name}-{plan.phase}")
-        report = _build(plan, place, cache, progress, jobs, patience)
+        report = build(plan, place, cache, progress, jobs=jobs, nice=nice)
         progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
         built.append(report.path)
     return built
-
-
-def _build(plan: planning.Plan, out: Path, cache: Path, progress: Progress, jobs: int, patience: int) -> Report:
-    if plan.on_device:
-        return build_device(plan, out, cache, progress, jobs=jobs)
-    return building.build(plan, out, cache, progress, jobs=jobs, patience=patience)
 
 
 def plan_lines(plan: planning.Plan) -> list[str]:
@@ -60,8 +52,8 @@ def plan_lines(plan: planning.Plan) -> list[str]:
         f"{' in each of ' + str(plan.mesh.axis('dp')) + ' groups' if plan.mesh.axis('dp') > 1 else ''}",
         *(f"  {note}" for note in plan.notes),
     ]
-    if plan.mesh.size > 1 or plan.on_device:
-        drafts = f", {plan.limits.drafts} drafts" if plan.on_device else ""
+    if plan.mesh.size > 1 or not plan.target.local:
+        drafts = f", {plan.limits.drafts} drafts" if not plan.target.local else ""
         lines.insert(1, f"  target {plan.target.name}, mesh {plan.mesh} ({plan.mesh.size} ranks), quantization {plan.quantization}{drafts}")
     return lines
 

@@ -1,4 +1,4 @@
-"""Turns finished buckets of an unfinished build into files that the next build goes on from."""
+"""Finished buckets of an unfinished build, kept as files that the next build goes on from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SUFFIX = ".bucket"
 _DIGEST = hashlib.sha256().digest_size
 
 
-class Journal:
-    """Buckets by the digest of their plan, in a directory that outlives the build.
+class UnfinishedBuild:
+    """Buckets by their stamp, in a directory that outlives the build.
 
     Args:
         directory: made when the first bucket is kept.
@@ -29,30 +29,30 @@ class Journal:
     def keep(self, entry: GraphEntry, stages: bytes, graph: bytes) -> None:
         """Stores a bucket: whole, or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = self._file(entry.plan)
+        file = self._file(entry.stamp)
         part = file.with_suffix(f".{os.getpid()}.part")
-        told = msgpack.packb({"entry": plain_entry(entry), "stages": stages, "graph": graph})
-        part.write_bytes(hashlib.sha256(told).digest() + told)
+        packed = msgpack.packb({"entry": plain_entry(entry), "stages": stages, "graph": graph})
+        part.write_bytes(hashlib.sha256(packed).digest() + packed)
         os.replace(part, file)
 
-    def take(self, plan: str, writer: ArtifactWriter, suffix: str) -> GraphEntry | None:
-        """The bucket of that plan, its files added to an artifact; None where there is none that is unharmed."""
+    def take(self, stamp: str, writer: ArtifactWriter, suffix: str) -> GraphEntry | None:
+        """The bucket of that stamp, its files added to an artifact; None where there is none that is unharmed."""
         try:
-            data = self._file(plan).read_bytes()
+            data = self._file(stamp).read_bytes()
             if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
                 return None
-            told = msgpack.unpackb(data[_DIGEST:])
-            entry = entry_of(told["entry"])
-            stages, graph = bytes(told["stages"]), bytes(told["graph"])
+            fields = msgpack.unpackb(data[_DIGEST:])
+            entry = entry_of(fields["entry"])
+            stages, graph = bytes(fields["stages"]), bytes(fields["graph"])
         except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException):
             return None
         compiled = replace(entry.compiled, file=writer.add("graphs", graph, suffix)) if entry.compiled else None
         return replace(entry, stages=writer.add("stages", stages, "json.z"), compiled=compiled)
 
-    def forget(self, plans: list[str]) -> None:
+    def forget(self, stamps: list[str]) -> None:
         """Removes buckets that an artifact has by now."""
-        for plan in plans:
-            self._file(plan).unlink(missing_ok=True)
+        for stamp in stamps:
+            self._file(stamp).unlink(missing_ok=True)
 
-    def _file(self, plan: str) -> Path:
-        return self.directory / f"{plan}{SUFFIX}"
+    def _file(self, stamp: str) -> Path:
+        return self.directory / f"{stamp}{SUFFIX}"

@@ -1,213 +1,274 @@
-"""Turns a plan into an artifact: first the eager one, which can serve at once, then its executables, each proved equal."""
+"""The build: from a plan to its artifact, for every target.
+
+Where the target is this machine, the artifact can serve as soon as its buckets are staged, by their eager reference graphs; executables
+are added as they are compiled, each after it was compared with that reference. For other targets every bucket is staged and compiled in
+the pool, proved there without running it, and published when all are there.
+"""
 
 from __future__ import annotations
 
-import json
 import time
-import zlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from safetensors.torch import save
-
-from ...graphs import tree
-from ...graphs.ir.trace import signature_of
-from ...graphs.types import DTYPE_NAMES, Leaf
-from ...lowering.artifact.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
+from ...graphs.errors import LoweringError
+from ...graphs.types import Bucket, Signature
+from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
-from ...lowering.backend import backend
+from ...lowering.artifact.manifest import Compiled as CompiledFile
+from ...lowering.backend import Backend, backend
+from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.toolchain import toolchain
-from ...models import checkpoint, safetensors_files, step
-from ...server.tokenizer import TextCodec
 from ..progress import Progress
 from ..verify import executables
-from .compile_pool import Job, run_all
+from .cache import UnfinishedBuild
+from .describe import describe
 from .plan import Plan
-from .result import Report
-from .stages import Staged, stage
+from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, run_all
+from .rank_memory import check_before_lowering, rank_memory
+from .stages import stage
+from .stamp import bucket_stamp
 
-THREADS = 0
-"""Compiled code asks the process for its thread count, so that one artifact serves machines of any size."""
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did.
+
+    Attributes:
+        seconds: wall time of all of it.
+        ready_seconds: wall time until the artifact could serve, uncompiled at least.
+        compiled: bucket name to compile seconds, for graphs that were compiled now.
+        reused: names of buckets whose executables were up to date.
+    """
+
+    path: Path
+    seconds: float
+    ready_seconds: float
+    compiled: Mapping[str, float]
+    reused: tuple[str, ...]
 
 
-def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, patience: int = 0) -> Report:
+def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, nice: int = 0) -> BuildReport:
     """Builds the artifact at `out`, or brings it up to date.
 
-    Only graphs whose key (lowered graph, backend, options, toolchain) changed are compiled. A refused build leaves what was
-    there before, or nothing; one that is interrupted goes on where it was.
+    A bucket whose stamp is that of the previous artifact is taken over as it is; another one is staged, and compiled only if its key
+    (lowered graph, backend, options, toolchain) changed. A refused build leaves what was there before, or nothing; one that is
+    interrupted goes on where it was.
 
     Args:
-        cache_dir: what compilers keep between builds.
+        cache_dir: what compilers keep between builds, and the buckets of unfinished ones.
         jobs: processes that compile at a time.
-        patience: niceness of those processes.
+        nice: niceness of those processes.
 
     Raises:
         NpucompileError: naming what cannot be built.
     """
     began = time.monotonic()
-    backend(plan.backend).check_target()
+    if reason := backend(plan.backend).compiles_here():
+        raise LoweringError(reason)
     with ArtifactWriter(out) as writer:
         # Before minutes of tracing: a checkpoint that cannot be used.
-        described = _describe(plan, writer, progress)
-        staged = _stage_all(plan, progress)
-        manifest = _with_graphs(plan, described, staged, writer)
-        made = {entry.bucket: entry.compiled for entry in manifest.graphs if entry.compiled}
-        # What was proved with other weights is not served before it is proved with these.
-        manifest = writer.publish(replace(manifest, graphs=tuple(e if e.verified else replace(e, compiled=None) for e in manifest.graphs)))
-        ready_seconds = time.monotonic() - began
-        unproved = [replace(e, compiled=made[e.bucket]) for e in manifest.graphs if e.bucket in made and not e.compiled]
-        for entry in unproved:
-            manifest = _prove(entry, manifest, writer)
-            progress.say(f"verified {entry.bucket.name} with the new weights")
-        reused = tuple(entry.bucket.name for entry in manifest.graphs if entry.compiled)
-        pending = len(manifest.graphs) - len(reused)
-        seconds: dict[str, float] = {}
-        if pending and backend(plan.backend).compile and plan.backend != "eager":
-            progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {pending} of {len(manifest.graphs)} buckets for speed")
-            seconds, manifest = _compile(plan, manifest, {s.bucket.name: s for s in staged}, writer, cache_dir, progress, jobs, patience)
-        writer.collect(manifest)
-    return Report(out, time.monotonic() - began, ready_seconds, seconds, reused)
+        manifest = describe(plan, writer, progress)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return _Build(plan, writer, manifest, progress, cache_dir, jobs, nice, began).run(out)
 
 
-def _stage_all(plan: Plan, progress: Progress) -> list[Staged]:
-    staged = []
-    buckets = (*plan.buckets, *plan.references)
-    with progress.bar("trace, partition, lower", len(buckets)) as bar:
-        for bucket in buckets:
-            staged.append(stage(plan, bucket))
-            bar.step(bucket.name)
-    return staged
-
-
-def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest:
-    """Stores weights and tokenizer; the manifest has no graphs yet."""
-    signature = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype))
-    weights, source = _weights(plan, signature.params, writer, progress)
-    tokenizer = None
-    if plan.found.tokenizer:
-        TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
-        tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
-    return Manifest(
-        model={
-            "name": plan.found.name,
-            "family": plan.model.family.FAMILY,
-            "config": plan.found.text,
-            "vocab_size": int(plan.model.config.vocab_size),
-            "eos_ids": list(plan.eos_ids),
-        },
-        dtype=DTYPE_NAMES[plan.dtype],
-        mesh=str(plan.mesh),
-        rules=dict(plan.rules().table),
-        target=plan.backend,
-        limits=plan.limits,
-        params=signature.params,
-        state=signature.state,
-        graphs=(),
-        references=(),
-        weights=weights,
-        tokenizer=tokenizer,
-        files={},
-        toolchain=toolchain(),
-        cpu_features=backend(plan.backend).cpu_features(),
-        source_digest=source,
-        build_arguments=plan.arguments,
-        quantization=plan.quantization,
-        deployment=plan.deployment,
+def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
+    """Everything that decides a bucket's graph, besides the sources of this package."""
+    chosen = backend(plan.backend)
+    return (
+        plan.found.name,
+        plan.found.text,
+        repr(plan.model.config),
+        repr(bucket),
+        repr(plan.limits),
+        plan.max_logprobs,
+        str(plan.dtype),
+        str(plan.mesh),
+        repr(plan.rules(bucket)),
+        plan.backend,
+        sorted(chosen.options(THREADS).items()),
+        sorted({**toolchain(), **chosen.versions()}.items()),
     )
 
 
-def _with_graphs(plan: Plan, described: Manifest, staged: list[Staged], writer: ArtifactWriter) -> Manifest:
-    """Stores eager graphs; the manifest has them, and the executables of the previous artifact that still fit."""
-    entries = [_entry(plan, one, described, writer) for one in staged]
-    served, references = entries[: len(plan.buckets)], entries[len(plan.buckets) :]
-    return replace(described, graphs=tuple(served), references=tuple(replace(e, compiled=None, verified={}) for e in references))
+@dataclass
+class _Build:
+    """One build under way: what has become of each bucket so far."""
 
+    plan: Plan
+    writer: ArtifactWriter
+    manifest: Manifest
+    progress: Progress
+    cache_dir: Path
+    jobs: int
+    nice: int
+    began: float
+    entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
+    lowered: dict[Bucket, tuple[bytes, Signature]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
-def _entry(plan: Plan, one: Staged, manifest: Manifest, writer: ArtifactWriter) -> GraphEntry:
-    assert one.eager is not None
-    key = graph_key(one.texts["lowered"], plan.backend, backend(plan.backend).options(THREADS), manifest.toolchain)
-    eager = writer.add("graphs", encode(one.eager.graph), "graph")
-    compiled, verified = _previous(writer, manifest, one.bucket.name, key, eager)
-    stages = zlib.compress(json.dumps(one.texts, sort_keys=True).encode(), 9)
-    return GraphEntry(
-        bucket=one.bucket,
-        inputs=one.partitioned.signature.inputs,
-        outputs=one.partitioned.signature.outputs,
-        eager=eager,
-        stages=writer.add("stages", stages, "json.z"),
-        digest=key,
-        compiled=compiled,
-        cost=one.cost,
-        memory=one.memory,
-        collectives=one.partitioned.collectives,
-        verified=verified,
-    )
+    def run(self, out: Path) -> BuildReport:
+        plan, local, began = self.plan, self.plan.target.local, self.began
+        if not local:
+            check_before_lowering(plan, self.manifest)
+        self.unfinished = UnfinishedBuild(self.cache_dir / "unfinished")
+        self.stamps = {bucket: bucket_stamp(*facts(plan, bucket)) for bucket in (*plan.buckets, *plan.references)}
+        self._take_over()
+        taken_over, ready_seconds = set(self.entries), 0.0
+        if local:
+            self._stage_here()
+            self.publish()
+            ready_seconds = time.monotonic() - began
+            self._prove_reused()
+        todo = [bucket for bucket in plan.buckets if not self._is_done(bucket)]
+        reused = [bucket.name for bucket in plan.buckets if bucket not in todo and (bucket in taken_over or self.compiles)]
+        if local and todo:
+            self.progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {len(todo)} of {len(plan.buckets)} buckets for speed")
+        if todo:
+            self._compile(todo)
+        if not local:
+            planned = rank_memory(plan, self.manifest, [self.entries[bucket] for bucket in plan.buckets])
+            planned.check()
+            self.manifest = replace(self.manifest, memory=planned.as_dict())
+            self.publish()
+        self.writer.collect(self.manifest)
+        self.unfinished.forget(list(self.stamps.values()))
+        seconds = time.monotonic() - began
+        return BuildReport(out, seconds, ready_seconds or seconds, self.seconds, tuple(reused))
 
+    @property
+    def backend(self) -> Backend:
+        """The plan's."""
+        return backend(self.plan.backend)
 
-def _previous(writer: ArtifactWriter, manifest: Manifest, name: str, key: str, eager: str) -> tuple[Compiled | None, Mapping[str, float]]:
-    """The executable of that key in the previous artifact, and its proof while weights and reference are those it was made with."""
-    before = writer.previous.manifest if writer.previous else None
-    for entry in before.graphs if before else ():
-        made = entry.compiled
-        if before and entry.bucket.name == name and made and made.key == key and writer.keep(made.file):
-            return made, entry.verified if (before.weights, entry.eager) == (manifest.weights, eager) else {}
-    return None, {}
+    @property
+    def compiles(self) -> bool:
+        """Whether buckets get executables besides the reference."""
+        return self.backend.suffix is not None and self.plan.backend != "eager"
 
+    def publish(self) -> None:
+        """Makes what is there the artifact's; an executable that is not proved with these weights is left out."""
+        entries = {
+            bucket: entry if entry.verified or not self.plan.target.local else replace(entry, compiled=None)
+            for bucket, entry in self.entries.items()
+        }
+        graphs, references = (tuple(entries[bucket] for bucket in part) for part in (self.plan.buckets, self.plan.references))
+        self.manifest = self.writer.publish(replace(self.manifest, graphs=graphs, references=references))
 
-def _prove(entry: GraphEntry, manifest: Manifest, writer: ArtifactWriter) -> Manifest:
-    """Publishes an executable that equals the reference.
+    def _is_done(self, bucket: Bucket) -> bool:
+        entry = self.entries.get(bucket)
+        return entry is not None and (entry.compiled is not None or not self.compiles or bucket not in self.plan.buckets)
 
-    Raises:
-        VerifyError: it does not.
-    """
-    entry = replace(entry, verified=executables.verify_entry(Artifact(writer.root, manifest, ""), entry))
-    return writer.publish(replace(manifest, graphs=tuple(entry if e.bucket == entry.bucket else e for e in manifest.graphs)))
+    def _take_over(self) -> None:
+        """Buckets of the previous artifact, or of an unfinished build, whose stamp is the same and whose files are unharmed."""
+        before = self.writer.previous.manifest if self.writer.previous else None
+        for entry in (*before.graphs, *before.references) if before else ():
+            if self.stamps.get(entry.bucket) == entry.stamp and all([self.writer.keep(name) for name in entry.files]):
+                proved = before is not None and before.weights == self.manifest.weights
+                served = entry.bucket in self.plan.buckets
+                entry = entry if served else replace(entry, compiled=None)
+                self.entries[entry.bucket] = entry if proved and served else replace(entry, verified={})
+        for bucket in self.plan.buckets if not self.plan.target.local else ():
+            if bucket not in self.entries and (kept := self.unfinished.take(self.stamps[bucket], self.writer, str(self.backend.suffix))):
+                self.entries[bucket] = kept
 
+    def _stage_here(self) -> None:
+        """Every bucket's eager graph, and executables of the previous artifact whose key is still that of their bucket."""
+        todo = [bucket for bucket in self.stamps if not self._is_done(bucket)]
+        with self.progress.bar("trace, partition, lower", len(todo)) as bar:
+            for bucket in todo:
+                staged = stage(self.plan, bucket)
+                reference = staged.lowered if self.plan.backend == "eager" else backend("eager").lower(staged.partitioned)
+                eager = self.writer.add("graphs", encode(reference.graph), "graph")
+                entry = self._entry(bucket, record_of(self.plan, staged), eager)
+                if bucket in self.plan.buckets:
+                    entry = self._with_known(entry)
+                    if self.compiles and entry.compiled is None:
+                        self.lowered[bucket] = (encode(staged.lowered.graph), staged.lowered.signature)
+                self.entries[bucket] = entry
+                bar.step(bucket.name)
 
-def _weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
-    """Path of the parameters in the artifact, and the digest of what they were read from."""
-    if plan.found.checkpoint_dir is None:
-        return None, "none"
-    source = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
-    digest = safetensors_files.digest(source)
-    before = writer.previous.manifest if writer.previous else None
-    if before and before.weights and before.source_digest == digest and before.params == leaves and writer.keep(before.weights):
-        return before.weights, digest
-    params = checkpoint.load(source, plan.model.params(plan.dtype))
-    tensors = {leaf.name: tensor.contiguous() for leaf, (_, tensor) in zip(leaves, tree.flatten(params), strict=True)}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
-    return writer.add("weights", save(tensors), "safetensors"), digest
+    def _entry(self, bucket: Bucket, staged: StagedRecord, eager: str | None) -> GraphEntry:
+        return GraphEntry(
+            bucket=bucket,
+            inputs=staged.inputs,
+            outputs=staged.outputs,
+            eager=eager,
+            stages=self.writer.add("stages", staged.texts, "json.z"),
+            digest=staged.key,
+            compiled=None,
+            cost=staged.cost,
+            memory=staged.memory,
+            collectives=staged.collectives,
+            verified={},
+            stamp=self.stamps[bucket],
+        )
 
+    def _known(self, bucket: Bucket) -> GraphEntry | None:
+        """The bucket in the previous artifact, where it has an executable."""
+        before = self.writer.previous.manifest.graphs if self.writer.previous else ()
+        return next((entry for entry in before if entry.bucket == bucket and entry.compiled), None)
 
-def _compile(
-    plan: Plan,
-    manifest: Manifest,
-    staged: Mapping[str, Staged],
-    writer: ArtifactWriter,
-    cache_dir: Path,
-    progress: Progress,
-    jobs: int,
-    patience: int,
-) -> tuple[dict[str, float], Manifest]:
-    """Compiles, proves and publishes one executable after the other, in the order users feel them."""
-    made = backend(plan.backend)
-    scratch = writer.root / "graphs"
-    todo = []
-    for entry in sorted((e for e in manifest.graphs if e.compiled is None), key=lambda e: (e.bucket.kind != "decode", e.bucket.tokens)):
-        target = staged[entry.bucket.name].target
-        assert target is not None
-        part = scratch / f".{entry.bucket.name}.{made.suffix}"
-        todo.append(Job(entry.bucket.name, encode(target.graph), target.signature, made.name, part, cache_dir, THREADS, patience))
-    seconds: dict[str, float] = {}
-    with progress.bar(f"compile and verify ({made.name})", len(todo)) as bar:
-        for done in run_all(todo, jobs):
-            file = writer.add("graphs", done.job.out_path.read_bytes(), made.suffix)
-            done.job.out_path.unlink()
-            entry = next(e for e in manifest.graphs if e.bucket.name == done.job.name)
-            manifest = _prove(replace(entry, compiled=Compiled(made.name, file, entry.digest)), manifest, writer)
-            seconds[done.job.name] = done.seconds
-            error = next(e.verified["logits_error"] for e in manifest.graphs if e.bucket == entry.bucket)
-            bar.step(f"{done.job.name} {done.seconds:.1f} s, logits within {error:.1e}")
-    return seconds, manifest
+    def _with_known(self, entry: GraphEntry) -> GraphEntry:
+        """With the previous artifact's executable of the same key, and its proof while weights and reference are those it was made with."""
+        known = self._known(entry.bucket)
+        if known is None or known.compiled is None or known.compiled.key != entry.digest or not self.writer.keep(known.compiled.file):
+            return entry
+        before = self.writer.previous
+        same = before is not None and (before.manifest.weights, known.eager) == (self.manifest.weights, entry.eager)
+        return replace(entry, compiled=known.compiled, census=known.census, verified=known.verified if same else {})
+
+    def _prove_reused(self) -> None:
+        for bucket in self.plan.buckets:
+            if self.entries[bucket].compiled and not self.entries[bucket].verified:
+                self._prove(bucket)
+                self.progress.say(f"verified {bucket.name} with the new weights")
+
+    def _prove(self, bucket: Bucket) -> None:
+        """Publishes an executable that equals the reference.
+
+        Raises:
+            VerifyError: it does not.
+        """
+        artifact = Artifact(self.writer.root, self.manifest, "")
+        self.entries[bucket] = replace(self.entries[bucket], verified=executables.verify_entry(artifact, self.entries[bucket]))
+        self.publish()
+
+    def _compile(self, todo: list[Bucket]) -> None:
+        """Compiles and proves buckets: for this machine in the order in which users feel them, else the largest first."""
+        if self.plan.target.local:
+            todo = sorted(todo, key=lambda bucket: (bucket.kind != "decode", bucket.tokens))
+        else:
+            todo = sorted(todo, key=lambda bucket: -bucket.tokens)
+        label = f"compile and verify ({self.backend.name})" if self.plan.target.local else f"lower for {self.plan.target.name}"
+        with self.progress.bar(label, len(todo)) as bar:
+            for result in run_all([self._job(bucket) for bucket in todo], self.jobs):
+                bar.step(self._finish(result))
+
+    def _job(self, bucket: Bucket) -> CompileJob:
+        known = self._known(bucket)
+        key = known.compiled.key if known and known.compiled and self.writer.keep(known.compiled.file) else ""
+        return CompileJob(self.plan, bucket, self.cache_dir, self.lowered.get(bucket), key, self.nice)
+
+    def _finish(self, result: CompileResult) -> str:
+        """Takes in what the pool made of a bucket; returns the line to show."""
+        bucket = result.job.bucket
+        self.seconds[bucket.name] = result.seconds
+        if result.staged:
+            check_ranks(expand(result.staged.collectives, self.plan.mesh))
+            self.entries[bucket] = self._entry(bucket, result.staged, None)
+        entry = self.entries[bucket]
+        if result.compiled:
+            file = self.writer.add("graphs", result.compiled.data, str(self.backend.suffix))
+            entry = replace(entry, compiled=CompiledFile(self.backend.name, file, entry.digest), census=result.compiled.census)
+        elif self.backend.suffix is not None:
+            entry = self._with_known(entry)
+        self.entries[bucket] = entry
+        if self.plan.target.local:
+            self._prove(bucket)
+            return f"{bucket.name} {result.seconds:.1f} s, logits within {self.entries[bucket].verified['logits_error']:.1e}"
+        if result.staged:
+            self.unfinished.keep(entry, result.staged.texts, result.compiled.data if result.compiled else b"")
+        return f"{bucket.name} {result.seconds:.1f} s, {sum(entry.census.values())} operators"

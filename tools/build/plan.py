@@ -1,4 +1,4 @@
-"""Turns what a user asked to build into a plan: model, buckets, sizes and memory, before anything is computed."""
+"""The plan of a build: model, buckets, sizes and memory, decided and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...models import registry, sharding_rules, step
 from ...models.variant import Variant
-from . import plan_device
-from .choices import DEFAULT_BUCKETS, DEFAULT_PREFILL
+from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
+from .instance import Instance, resolve
 from .memory import local_bytes
-from .targets import Target, check_mesh, target
+from .targets import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULT_MODEL_LEN = 1024
-DEVICE_MODEL_LEN = 4096
-DEVICE_CHUNK = 2048
-PAGE_SIZE = 16
-MAX_LOGPROBS = 20
-"""As many as OpenAI's API knows."""
-CPU, ONE = target("cpu"), Mesh()
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Plan:
         limits: of one dp group.
         notes: choices the plan made for the user, each with its reason.
         published: the limits are the deployment's own, not made of a context and a number of requests.
-        max_logprobs: of how many most likely tokens the log probabilities are told; 0 tells none.
+        max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 returns none.
     """
 
     found: registry.Found
@@ -84,18 +77,13 @@ class Plan:
     dtype: torch.dtype
     backend: str
     notes: tuple[str, ...]
-    target: Target = CPU
-    mesh: Mesh = ONE
-    quantization: str = "none"
+    target: Target
+    mesh: Mesh
+    quantization: str
     deployment: str = ""
     phase: str = "mixed"
     published: bool = False
     max_logprobs: int = 0
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it is for devices that this machine stands in for: nothing of it runs here."""
-        return self.target.backend == "ge"
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; that of parameters and state is the same for all."""
@@ -115,7 +103,7 @@ class Plan:
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
         }
-        if self.mesh.size > 1 or self.on_device:
+        if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
             options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
@@ -129,7 +117,9 @@ class Plan:
 
     @property
     def references(self) -> tuple[Bucket, ...]:
-        """Buckets of one row that are not served, and that rows of larger buckets are compared with."""
+        """Buckets of one row that are not served, and that rows of larger buckets are compared with; none where nothing runs here."""
+        if not self.target.local:
+            return ()
         singles = {Bucket(b.kind, 1, b.q_len) for b in self.buckets}
         return tuple(sorted(singles - set(self.buckets)))
 
@@ -156,178 +146,95 @@ def plan(options: Options) -> Plan:
         PartitionError: the model does not spread over the mesh.
     """
     found = registry.find(options.model)
-    device = None
-    if options.backend in (None, "ge") or options.deployment or options.target:
-        device = plan_device.decide(
-            found.name,
-            deployment=options.deployment,
-            phase=options.phase,
-            target_name=options.target,
-            mesh=options.mesh,
-            quantization=options.quantization,
-            drafts=options.num_speculative_tokens,
-            drafting=found.model.has_draft_head,
-        )
-    if options.phase and not (device and device.deployment):
-        raise SpecError(f"--phase {options.phase} is one side of a deployment that splits them; name it, as in --deployment ID")
-    made = _for_device(options, found, device) if device else _for_here(options, found)
-    _check_spread(made)
-    return made
+    instance = resolve(
+        found.name,
+        backend=options.backend,
+        deployment=options.deployment,
+        phase=options.phase,
+        target_name=options.target,
+        mesh=options.mesh,
+        quantization=options.quantization,
+        drafts=options.num_speculative_tokens,
+        has_draft_head=found.model.has_draft_head,
+    )
+    target, mesh = instance.target, instance.mesh
+    backend = _backend(options, found, instance)
+    dtype, dtype_note = choose_dtype(options.dtype, target)
+    batches, limits, published = _limits(options, found, instance)
+    prefill, dropped = _prefill(options, instance, limits.max_model_len)
+    decided = Plan(
+        found,
+        _spread(found.model, instance),
+        (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
+        limits,
+        dtype,
+        backend,
+        (),
+        target,
+        mesh,
+        instance.quantization,
+        instance.deployment,
+        instance.phase,
+        published,
+        _max_logprobs(options, found, target),
+    )
+    notes = (
+        f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
+        dtype_note,
+        _length_note(options, found, decided),
+        f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
+        _drafts_note(options, decided),
+        _eos_note(decided),
+    )
+    decided = replace(decided, notes=tuple(note for note in notes if note))
+    if target.local:
+        _check_memory(decided)
+    _check_spread(decided)
+    return decided
 
 
-def _for_here(options: Options, found: registry.Found) -> Plan:
-    """A build that runs on this machine, in one process or in one a rank."""
-    _refuse_for_here(options, found)
-    notes = []
-    dtype, why = choose_dtype(options.dtype)
-    if why:
-        notes.append(why)
-    mesh = Mesh.parse(options.mesh or "")
-    check_mesh(CPU, mesh)
-    backend = options.backend or ("inductor" if mesh.size == 1 else "eager")
-    if mesh.size > 1 and backend == "inductor":
-        raise SpecError(f"--backend inductor with mesh {mesh}: ranks on this machine run uncompiled; legal are eager and null")
-    length, why = _length(options, found)
-    notes += [why] if why else []
-    batches, sequences = _batches(DEFAULT_BUCKETS if options.buckets is None else options.buckets, options.max_num_seqs)
-    chunks = DEFAULT_PREFILL if options.prefill is None else options.prefill
-    prefill = _prefill(chunks, length)
-    if dropped := sorted({chunk for chunk in chunks if chunk > length}):
-        notes.append(f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {length}")
-    drafts, why = _drafts(options, found)
-    notes += [why] if why else []
-    decode = tuple(Bucket("decode", batch, drafts + 1) for batch in batches)
-    limits = Limits(PAGE_SIZE, 1 + sequences * (length // PAGE_SIZE), 1 + sequences * (drafts + 1), length, drafts + 1, drafts)
-    scheme = options.quantization or "none"
-    model = replace(_held(found.model, mesh, scheme, torch.float32), drafting=drafts > 0)
-    told = _max_logprobs(options, found, MAX_LOGPROBS)
-    made = Plan(found, model, (*prefill, *decode), limits, dtype, backend, tuple(notes), CPU, mesh, scheme, max_logprobs=told)
-    _check_memory(made)
-    if never := sorted(set(found.eos_ids) - set(made.eos_ids)):
-        note = f"end-of-text ids {never} lie outside the vocabulary of {found.model.config.vocab_size} and end nothing"
-        return replace(made, notes=(*made.notes, note))
-    return made
-
-
-def _drafts(options: Options, found: registry.Found) -> tuple[int, str | None]:
-    """k of a build for this machine, and why when the plan chose it."""
-    asked, has = options.num_speculative_tokens, found.model.has_draft_head
-    if asked is None:
-        chosen = plan_device.DEFAULT_DRAFTS if has else 0
-        return chosen, f"each step drafts {chosen} tokens and verifies them in the next (--speculative-tokens to change)" if has else None
-    if not 0 <= asked <= plan_device.MOST_DRAFTS:
-        raise SpecError(f"speculative tokens is {asked}; legal are 0 to {plan_device.MOST_DRAFTS}")
-    if asked and not has:
-        raise SpecError(f"--speculative-tokens {asked}: {found.name} has no draft head (mtp_num_hidden_layers is 0); legal is 0")
-    return asked, None
-
-
-def _max_logprobs(options: Options, found: registry.Found, default: int) -> int:
-    """Of how many most likely tokens log probabilities are told."""
-    most = min(MAX_LOGPROBS, found.model.config.vocab_size)
-    asked = min(default, most) if options.max_logprobs is None else options.max_logprobs
-    if not 0 <= asked <= most:
-        raise SpecError(f"max_logprobs is {asked}; legal for {found.name} are 0 to {most}")
-    return int(asked)
-
-
-def _refuse_for_here(options: Options, found: registry.Found) -> None:
-    if options.backend == "ge":
-        raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
-    if found.checkpoint_dir is None and options.backend != "null":
+def _backend(options: Options, found: registry.Found, instance: Instance) -> str:
+    """Name of the backend that compiles; ranks on this machine run uncompiled."""
+    target, mesh = instance.target, instance.mesh
+    chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
+    if chosen not in target.backends:
+        if chosen == "ge":
+            raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
+        raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
+    if target.local and found.checkpoint_dir is None and chosen != "null":
         raise SpecError(
-            f"{found.name} is a set of sizes without weights, and --backend {options.backend or 'inductor'} runs them; "
+            f"{found.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
             "legal here is --backend null (graphs, costs and memory only), a path to a checkpoint directory, or a build for NPUs "
             "(--target ascend-a3 --mesh tp=2, or a --deployment)"
         )
+    if mesh.size > 1 and chosen == "inductor":
+        raise SpecError(f"--backend inductor with mesh {mesh}: ranks on this machine run uncompiled; legal are eager and null")
+    return chosen
 
 
-def _for_device(options: Options, found: registry.Found, device: plan_device.Device) -> Plan:
-    """A build for NPUs; what it holds is checked against their memory once its graphs are known."""
-    if options.backend not in (None, "ge", "null"):
-        raise SpecError(f"--backend {options.backend} makes nothing that {device.target.name} runs; legal are ge and null")
-    dtype = torch.bfloat16 if options.dtype == "auto" else choose_dtype(options.dtype)[0]
-    if dtype != torch.bfloat16:
-        raise SpecError(f"--dtype {options.dtype} for {device.target.name}: its fused operators take bfloat16; legal are auto and bfloat16")
-    batches, limits, published = _device_limits(options, found, device)
-    length = limits.max_model_len
-    chunks = (DEVICE_CHUNK,) if device.prefill is None else device.prefill
-    chunks = tuple(min(chunk, length) for chunk in chunks) if options.prefill is None else options.prefill
-    prefill = _prefill(chunks, length) if chunks or options.prefill is not None else ()
-    decode = tuple(Bucket("decode", batch, device.drafts + 1) for batch in batches)
-    # The recurrent operator of the NPU takes no other state, whatever the model's file or a launch for another kernel says.
-    model = replace(_held(found.model, device.mesh, device.quantization, torch.bfloat16), drafting=device.drafts > 0)
-    if not device.target.dispatches:
-        # Replaced, not refused: gathering moves more bytes and means the same.
-        model = replace(model, config=replace(model.config, variant=replace(model.config.variant, most_dispatched=0)))
-    notes = (f"deployment {device.deployment}, {device.phase}",) if device.deployment else ()
-    place = (device.target, device.mesh, device.quantization, device.deployment, device.phase, published)
-    # Off unless asked for: a device computes them for every row of every step, since no graph depends on who asks.
-    told = _max_logprobs(options, found, 0)
-    return Plan(found, model, (*prefill, *decode), limits, dtype, options.backend or device.target.backend, notes, *place, told)
-
-
-def _device_limits(options: Options, found: registry.Found, device: plan_device.Device) -> tuple[list[int], Limits, bool]:
+def _limits(options: Options, found: registry.Found, instance: Instance) -> tuple[list[int], Limits, bool]:
     """Decode batch sizes, none where nothing is decoded; limits; and whether those are the deployment's own."""
-    page, held = device.target.page_size, device.limits
+    page, row = instance.target.page_size, instance.limits
     longest = found.max_position_embeddings // page * page
-    requests = held.num_seats - 1 if held else 0
-    if device.phase == "prefill":
+    requests = row.num_seats - 1 if row else 0
+    if instance.phase == "prefill":
         batches: list[int] = []
-        asked = options.max_num_seqs or requests
+        sequences = options.max_num_seqs or requests
     else:
-        sizes = device.buckets or DEFAULT_BUCKETS if options.buckets is None else options.buckets
-        batches, asked = _batches(sizes, options.max_num_seqs)
-    if held and options.max_model_len is None and options.max_num_seqs is None:
-        requests = max(requests, asked)
-        slots, pages = 1 + requests * held.slots_per_request, max(held.num_pages, 1 + requests)
-        return batches, replace(held, num_pages=pages, num_slots=slots, max_model_len=min(held.max_model_len, longest)), True
-    length = min(held.max_model_len if held else DEVICE_MODEL_LEN, longest) if options.max_model_len is None else options.max_model_len
+        sizes = instance.buckets or DEFAULT_BUCKETS if options.buckets is None else options.buckets
+        batches, sequences = _batches(sizes, options.max_num_seqs)
+    if row and options.max_model_len is None and options.max_num_seqs is None:
+        requests = max(requests, sequences)
+        slots, pages = 1 + requests * row.slots_per_request, max(row.num_pages, 1 + requests)
+        return batches, replace(row, num_pages=pages, num_slots=slots, max_model_len=min(row.max_model_len, longest)), True
+    default = row.max_model_len if row else instance.target.max_model_len
+    length = min(default, longest) if options.max_model_len is None else options.max_model_len
     if not page <= length <= longest or length % page:
         raise SpecError(
-            f"max_model_len is {length}; legal for {found.name} on {device.target.name} is a multiple of {page} up to {longest}"
+            f"max_model_len is {length}; legal for {found.name} on {instance.target.name} is a multiple of {page} up to {longest}"
         )
-    slots = 1 if device.phase == "prefill" else device.drafts + 1
-    return batches, Limits(page, 1 + asked * (length // page), 1 + asked * slots, length, slots, device.drafts), False
-
-
-def _held(model: step.Model, mesh: Mesh, scheme: str, state_dtype: torch.dtype) -> step.Model:
-    """The model as a build on that mesh holds it: more ranks of a group than key-value heads each hold a copy of one."""
-    config = model.config
-    group, heads = mesh.axis("tp"), config.num_key_value_heads
-    for name in ("num_attention_heads", "linear_num_key_heads"):
-        if (count := getattr(config, name, group)) % group:
-            raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
-    if max(group, heads) % min(group, heads):
-        raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
-    grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
-    variant = Variant.of(scheme, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=state_dtype)
-    return replace(model, config=replace(config, variant=variant))
-
-
-def _check_spread(made: Plan) -> None:
-    """Refuses, before anything is traced, a model whose parameters or pools do not divide."""
-    rules = made.rules()
-    params = [(name, param.aval) for name, param in tree.flatten(made.model.params(made.dtype))]
-    for name, aval in (*params, *tree.flatten(made.model.state(made.limits, made.dtype))):
-        rules.check(aval, made.mesh, name)
-
-
-def _length(options: Options, found: registry.Found) -> tuple[int, str | None]:
-    """Most tokens of a request, and why when the plan chose it."""
-    longest = found.max_position_embeddings
-    length = min(DEFAULT_MODEL_LEN, longest // PAGE_SIZE * PAGE_SIZE) if options.max_model_len is None else options.max_model_len
-    if not PAGE_SIZE <= length <= longest or length % PAGE_SIZE:
-        raise SpecError(f"max_model_len is {length}; legal for {found.name} is a multiple of {PAGE_SIZE} up to {longest}")
-    chosen = options.max_model_len is None and length < longest
-    return length, f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)" if chosen else None
-
-
-def _prefill(chunks: tuple[int, ...], length: int) -> tuple[Bucket, ...]:
-    found = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(chunks)) if chunk <= length)
-    if not found:
-        raise SpecError(f"no prefill chunk of {chunks} fits max_model_len {length}; legal are sizes from 1 to {length}")
-    return found
+    slots = 1 if instance.phase == "prefill" else instance.drafts + 1
+    return batches, Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts), False
 
 
 def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
@@ -345,12 +252,77 @@ def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
     return batches, sequences
 
 
-def _check_memory(made: Plan) -> None:
+def _prefill(options: Options, instance: Instance, length: int) -> tuple[tuple[Bucket, ...], list[int]]:
+    """Prefill buckets, and chunk sizes that were asked for and are longer than the context."""
+    default = instance.target.prefill if instance.prefill is None else instance.prefill
+    if options.prefill is None and not default:
+        return (), []
+    chunks = tuple(min(chunk, length) for chunk in default) if options.prefill is None else options.prefill
+    buckets = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(chunks)) if chunk <= length)
+    if not buckets:
+        raise SpecError(f"no prefill chunk of {chunks} fits max_model_len {length}; legal are sizes from 1 to {length}")
+    return buckets, sorted({chunk for chunk in chunks if chunk > length})
+
+
+def _max_logprobs(options: Options, found: registry.Found, target: Target) -> int:
+    most = min(MAX_LOGPROBS, found.model.config.vocab_size)
+    asked = min(target.max_logprobs, most) if options.max_logprobs is None else options.max_logprobs
+    if not 0 <= asked <= most:
+        raise SpecError(f"max_logprobs is {asked}; legal for {found.name} are 0 to {most}")
+    return int(asked)
+
+
+def _length_note(options: Options, found: registry.Found, plan: Plan) -> str | None:
+    length, longest = plan.limits.max_model_len, found.max_position_embeddings
+    if options.max_model_len is not None or plan.deployment or length >= longest:
+        return None
+    return f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)"
+
+
+def _drafts_note(options: Options, plan: Plan) -> str | None:
+    k = plan.limits.drafts
+    if options.num_speculative_tokens is not None or plan.deployment or not k:
+        return None
+    return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"
+
+
+def _eos_note(plan: Plan) -> str | None:
+    never = sorted(set(plan.found.eos_ids) - set(plan.eos_ids))
+    vocab = plan.model.config.vocab_size
+    return f"end-of-text ids {never} lie outside the vocabulary of {vocab} and end nothing" if never else None
+
+
+def _spread(model: step.Model, instance: Instance) -> step.Model:
+    """The model as a build on that mesh holds it: more ranks of a group than key-value heads each hold a copy of one."""
+    config, mesh = model.config, instance.mesh
+    group, heads = mesh.axis("tp"), config.num_key_value_heads
+    for name in ("num_attention_heads", "linear_num_key_heads"):
+        if (count := getattr(config, name, group)) % group:
+            raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
+    if max(group, heads) % min(group, heads):
+        raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
+    grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
+    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=instance.target.state_dtype)
+    if not instance.target.dispatches:
+        # Gathering tokens instead moves more bytes and computes the same.
+        variant = replace(variant, most_dispatched=0)
+    return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
+
+
+def _check_spread(plan: Plan) -> None:
+    """Refuses, before anything is traced, a model whose parameters or pools do not divide."""
+    rules = plan.rules()
+    params = [(name, param.aval) for name, param in tree.flatten(plan.model.params(plan.dtype))]
+    for name, aval in (*params, *tree.flatten(plan.model.state(plan.limits, plan.dtype))):
+        rules.check(aval, plan.mesh, name)
+
+
+def _check_memory(plan: Plan) -> None:
     """Refuses what this machine cannot hold; a plan without an executor may be of any size."""
-    needed, held = made.params_bytes + made.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if made.backend != "null" and needed > held:
+    needed, held = plan.params_bytes + plan.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.backend != "null" and needed > held:
         raise SpecError(
-            f"{made.found.name} needs {made.params_bytes / 1e9:,.1f} GB for weights and {made.state_bytes / 1e9:,.1f} GB for state, this "
+            f"{plan.found.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "
             f"machine has {held / 1e9:,.1f} GB; smaller are --max-model-len, --max-num-seqs and --buckets, and --backend null needs none"
         )
 
@@ -362,12 +334,15 @@ def _asked(found: registry.Found) -> str:
     return str(Path(found.checkpoint_dir or found.name).resolve())
 
 
-def choose_dtype(asked: str) -> tuple[torch.dtype, str | None]:
-    """The dtype to compute in, and why when the plan chose it."""
-    if asked != "auto":
-        if asked not in DTYPES:
-            raise SpecError(f"dtype is {asked!r}; legal are {', '.join(('auto', *DTYPES))}")
-        return DTYPES[asked], None
+def choose_dtype(asked: str, target: Target) -> tuple[torch.dtype, str | None]:
+    """The dtype to compute in, and why when the plan chose it among several."""
+    if asked not in ("auto", *DTYPES):
+        raise SpecError(f"dtype is {asked!r}; legal are {', '.join(('auto', *DTYPES))}")
+    if asked != "auto" and asked not in target.dtypes:
+        legal = " and ".join(("auto", *target.dtypes))
+        raise SpecError(f"--dtype {asked} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
+    if asked != "auto" or len(target.dtypes) == 1:
+        return DTYPES[target.dtypes[0] if asked == "auto" else asked], None
     if torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
     return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"

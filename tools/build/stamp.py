@@ -1,7 +1,12 @@
-"""Turns what decides a build into a fingerprint, so that a build with nothing to do can say so before torch is loaded."""
+"""Stamps: digests of what decides a build, or one of its buckets, taken before anything is traced or torch is loaded.
+
+Equal stamps need not be built again. What has another stamp is staged, and compiled only if its graph has another key
+(lowering/artifact/artifact.py, `graph_key`).
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -11,6 +16,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STAMP = ".{name}.stamp.json"
 """Beside the manifest, and no part of the artifact: it names times. Nothing is served or trusted for it; it spares a build."""
@@ -25,6 +32,26 @@ DISTRIBUTIONS = (
     "torch", "torch_npu", "protobuf", "safetensors", "msgpack", "numpy", "tokenizers", "packaging", "PyYAML", "click", "npucompile",
 )  # fmt: skip
 """Whose versions decide what a build makes; one that is not installed counts too."""
+
+
+GRAPH_SOURCES = ("graphs", "models", "lowering", "tools/build/stages.py", "tools/build/pool.py")
+"""Folders and files that decide what a graph is, and what an artifact keeps of it."""
+
+
+@functools.cache
+def source_digest(root: Path = ROOT) -> str:
+    """sha256 of the names and contents of all Python files that decide graphs."""
+    digest = hashlib.sha256()
+    for part in GRAPH_SOURCES:
+        place = root / part
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            digest.update(f"{file.relative_to(root).as_posix()} {_sha256(file)}\0".encode())
+    return digest.hexdigest()
+
+
+def bucket_stamp(*facts: object) -> str:
+    """Digest of one bucket: the sources that decide graphs, and facts whose `repr` says all that they decide."""
+    return hashlib.sha256(repr((source_digest(), *facts)).encode()).hexdigest()
 
 
 def fingerprint(options: Mapping[str, Any], package_root: Path, model_files: Iterable[Path]) -> str:

@@ -1,4 +1,4 @@
-"""Turns the name of a kind of machine into its sizes and speeds."""
+"""Kinds of machines that graphs are built for: a row of sizes, speeds and defaults each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import difflib
 import os
 from dataclasses import dataclass, replace
 
+import torch
+
 from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
+from .choices import DEFAULT_PREFILL, MAX_LOGPROBS
 
 GIB = 2**30
 
@@ -18,12 +21,19 @@ class Target:
 
     Attributes:
         name: what `--target` calls it.
-        backend: name of the backend that lowers for it.
+        backend: name of the backend that compiles for it when nothing else is asked for.
+        backends: names of all that may.
+        dtypes: names of the computing types that it has kernels for.
+        state_dtype: of recurrent states.
         npus_per_node: ranks of one server.
         max_npus: most ranks of one job.
         hbm_bytes: memory of one NPU; for "cpu" that of the machine, which its ranks share.
         usable_hbm_bytes: what is left of it once the runtime has its own.
         page_size: P, tokens per KV page that the attention kernel wants.
+        max_model_len, prefill, max_logprobs: what a build takes when nothing else is asked for: context, chunk sizes (longer ones are
+            cut to the context), and of how many most likely tokens a request may ask the log probabilities.
+        local: it is the machine of this process. Its artifacts have weights, and the eager reference of every bucket: what a bucket
+            runs until it has an executable, and what that is compared with.
         shared_memory: whether all ranks live in `hbm_bytes` together.
         dispatches: whether experts get their tokens by the fused dispatch and combine operators as they are lowered here.
         tp_across_nodes: whether links between nodes are fast enough for the collectives of every layer.
@@ -41,6 +51,13 @@ class Target:
     hbm_bytes: int
     usable_hbm_bytes: int
     page_size: int
+    backends: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    state_dtype: torch.dtype
+    max_model_len: int
+    prefill: tuple[int, ...]
+    max_logprobs: int
+    local: bool = False
     shared_memory: bool = False
     dispatches: bool = True
     tp_across_nodes: bool = True
@@ -78,7 +95,23 @@ _HCCS, _ROCE = 196e9, 25e9
 _MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 # Ranks are processes of this machine; more than 64 of them prove nothing that fewer do not.
-_CPU = Target("cpu", "inductor", 64, 64, _MACHINE_BYTES, _MACHINE_BYTES, 16, shared_memory=True)
+_CPU = Target(
+    "cpu",
+    backend="inductor",
+    npus_per_node=64,
+    max_npus=64,
+    hbm_bytes=_MACHINE_BYTES,
+    usable_hbm_bytes=_MACHINE_BYTES,
+    page_size=16,
+    backends=("inductor", "eager", "null"),
+    dtypes=("float32", "bfloat16"),
+    state_dtype=torch.float32,
+    max_model_len=1024,
+    prefill=DEFAULT_PREFILL,
+    max_logprobs=MAX_LOGPROBS,
+    local=True,
+    shared_memory=True,
+)
 
 # Eight packages of two NPUs a node; the nodes of a supernode (48 of them) are linked as fast as the NPUs of one, within 3 %
 # (arXiv:2506.12708).
@@ -90,6 +123,14 @@ _A3 = Target(
     hbm_bytes=_HBM,
     usable_hbm_bytes=_USABLE_HBM,
     page_size=128,
+    backends=("ge", "null"),
+    # Fused operators take nothing else, and so does the recurrent one for its states, whatever a model's file says.
+    dtypes=("bfloat16",),
+    state_dtype=torch.bfloat16,
+    max_model_len=4096,
+    prefill=(2048,),
+    # A device computes them for every row of every step, since no graph depends on who asks.
+    max_logprobs=0,
     hbm_bytes_per_s=_HBM_SPEED,
     bf16_flops_per_s=_BF16,
     int8_ops_per_s=_INT8,

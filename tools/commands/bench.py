@@ -254,7 +254,7 @@ def describe(artifact: Artifact) -> dict[str, str]:
         "dtype": manifest.dtype,
         "weights": f"{sum(leaf.aval.nbytes for leaf in manifest.params) / 1e6:,.1f} MB",
         "context": str(manifest.limits.max_model_len),
-        "buckets": f"{len(manifest.graphs)} ({compiled} compiled by {manifest.target})",
+        "buckets": f"{len(manifest.graphs)} ({compiled} compiled by {manifest.backend})",
         "artifact": artifact.digest[:12],
     }
 

@@ -61,9 +61,9 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
-@click.option("--patience", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
+@click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj
-def command(home: Home, /, model: str, out: Path | None, jobs: int, patience: int, **asked: Any) -> None:
+def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, **asked: Any) -> None:
     """Build MODEL, a preset (see `npucompile models`) or a Hugging Face checkpoint directory, into an artifact.
 
     For this machine: the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
@@ -83,6 +83,6 @@ def command(home: Home, /, model: str, out: Path | None, jobs: int, patience: in
         return
     # Not imported above: a build that finds nothing to do is done before torch would be loaded.
     build_all = importlib.import_module("..build.build_all", __package__).build_all
-    for path in build_all(model, asked, out, home.artifacts, home.cache, jobs, patience):
+    for path in build_all(model, asked, out, home.artifacts, home.cache, jobs, nice):
         stamp.write(path, known, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()])
         click.echo(path)

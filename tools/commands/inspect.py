@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ..build.memory import GIB
-from ..build.stages import STAGES
+from ..build.stages import STAGES, unpack_texts
 from ..cli import Home
 from ..locate import artifact_path
 from . import views
@@ -97,7 +96,7 @@ def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
     Raises:
         SpecError: it has none; naming those it has.
     """
-    texts: dict[str, str] = json.loads(zlib.decompress((artifact.path / entry.stages).read_bytes()))
+    texts = unpack_texts((artifact.path / entry.stages).read_bytes())
     if stage not in texts:
         there = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
         raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(there)}")
@@ -106,7 +105,7 @@ def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
 
 def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
     """Name of the backend a bucket runs on now; "null" where the artifact is not made to run."""
-    return "null" if manifest.target == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
+    return "null" if manifest.backend == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
 
 
 def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
@@ -120,6 +119,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "mesh": manifest.mesh,
         "target": manifest.target,
+        "backend": manifest.backend,
         "deployment": manifest.deployment,
         "quantization": manifest.quantization,
         "limits": {name: getattr(manifest.limits, name) for name in manifest.limits.__dataclass_fields__},

@@ -17,7 +17,7 @@ from ...lowering.ascend.ge_file import Container, decode
 from ...lowering.collectives_check import Collective
 from ..bench.roofline import Roofline, estimate, moved_bytes
 from ..build.memory import MemoryPlan
-from ..build.targets import TARGETS, target
+from ..build.targets import target
 
 GE = "ge"
 _KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
@@ -156,9 +156,10 @@ def _choices(manifest: Manifest) -> int:
 
 
 def _roofline(manifest: Manifest, entry: GraphEntry, mesh: Mesh) -> Roofline | None:
-    if manifest.target not in TARGETS:
+    kind = target(manifest.target)
+    if kind.hbm_bytes_per_s is None:
         return None
-    kind, quantised = target(manifest.target), manifest.quantization != "none"
+    quantised = manifest.quantization != "none"
     return estimate(entry.cost, entry.collectives, mesh, kind, choices=_choices(manifest), quantised=quantised)
 
 

@@ -20,7 +20,7 @@ from ...server.tokenizer import TextCodec
 from .launch import Team
 
 POLL_S = 0.1
-PATIENCE = 10
+NICE = 10
 """Niceness of compilers that run beside a server."""
 
 
@@ -83,7 +83,7 @@ class Builder:
     def __init__(self, arguments: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
         self.out, self._before = out, stamp(out)
         command = [sys.executable, "-m", "npucompile.tools.cli", "build", *arguments]
-        command += ["--out", str(out), "--jobs", "1", "--patience", str(PATIENCE)]
+        command += ["--out", str(out), "--jobs", "1", "--nice", str(NICE)]
         self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
 
     def wait_servable(self) -> Artifact:
@@ -110,4 +110,4 @@ class Builder:
 def incomplete(artifact: Artifact) -> bool:
     """Whether buckets of an artifact still wait for their executables."""
     manifest = artifact.manifest
-    return manifest.target not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)
+    return manifest.backend not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ...graphs.errors import GraphError, VerifyError
+from ...graphs.errors import GraphError, LoweringError, VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
@@ -28,7 +27,7 @@ from ...lowering.ascend.ge_file import Container, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...models import step
-from ..build.targets import TARGETS, target
+from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
 from .emulated_run import Allowed, Cast, Heard, against_each_other, against_script
@@ -54,8 +53,7 @@ is why single logits are allowed a quarter. A wrong scale, expert or assist move
 
 def is_for_device(artifact: Artifact) -> bool:
     """Whether an artifact is for NPUs."""
-    name = artifact.manifest.target
-    return name in TARGETS and target(name).backend == "ge"
+    return not target(artifact.manifest.target).local
 
 
 def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, steps: int = DEFAULT_STEPS, seed: int = 0) -> Measured:
@@ -71,11 +69,12 @@ def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, st
         LoweringError: this machine cannot lower for NPUs, saying what is missing.
     """
     made = backend("ge")
-    made.check_target()
-    with _quiet(), tempfile.TemporaryDirectory(prefix="npucompile-verify-") as scratch:
+    if reason := made.compiles_here():
+        raise LoweringError(reason)
+    with _quiet():
         cache_dir.mkdir(parents=True, exist_ok=True)
         made.prepare(cache_dir)
-        return _Proof(artifact, Path(scratch), cache_dir, progress, steps, seed).run()
+        return _Proof(artifact, cache_dir, progress, steps, seed).run()
 
 
 @contextlib.contextmanager
@@ -106,8 +105,8 @@ class Built:
 
 
 class _Proof:
-    def __init__(self, artifact: Artifact, scratch: Path, cache_dir: Path, progress: Progress, steps: int, seed: int) -> None:
-        self.artifact, self.scratch, self.cache_dir, self.progress = artifact, scratch, cache_dir, progress
+    def __init__(self, artifact: Artifact, cache_dir: Path, progress: Progress, steps: int, seed: int) -> None:
+        self.artifact, self.cache_dir, self.progress = artifact, cache_dir, progress
         self.seed = seed
         self.small = scaled(artifact.manifest, steps)
         variant = self.small.model.config.variant
@@ -181,16 +180,16 @@ class _Proof:
 
     def build(self, small: Scaled, case: Case, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> Built:
         """A case's graph by the pipeline of a build."""
-        made, out = backend("ge"), self.scratch / "graph.ge"
+        made = backend("ge")
         held, told = small.held(case, dtype), small.max_logprobs
         program = step.program(held, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=told)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
         lowered = made.lower(partitioned)
         if not convert:
             return Built(partitioned, lowered, None)
-        assert made.compile is not None
-        made.compile(lowered.graph, lowered.signature, out, cache_dir=self.cache_dir, threads=0)
-        return Built(partitioned, lowered, decode(out.read_bytes()))
+        compiled = made.compile(lowered, cache_dir=self.cache_dir, threads=0)
+        made.prove(compiled, partitioned)
+        return Built(partitioned, lowered, decode(compiled.data))
 
 
 def excerpts(script: Script) -> tuple[int, ...]:

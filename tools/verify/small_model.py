@@ -18,7 +18,7 @@ from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
 from ...models.variant import Variant
-from ..build.targets import TARGETS, target
+from ..build.targets import target
 
 CHUNK_TOKENS = 192
 """A small prefill chunk: more than a page, and three chunks of the delta rule, so that a state passes through one of them."""
@@ -159,7 +159,7 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
-    gathers = manifest.target in TARGETS and not target(manifest.target).dispatches
+    gathers = not target(manifest.target).dispatches
     return replace(found, most_dispatched=0) if gathers else found
 
 

@@ -15,14 +15,13 @@ from ....graphs import compile_count
 from ....graphs import native_ops as native_ops
 from ....graphs import ops as ops
 from ....graphs.errors import LoweringError
-from ...backend import Backend
+from ...backend import Backend, Compiled, Place
 from . import in_place, native
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ....graphs.spmd.partition import Partitioned
-    from ....graphs.types import Signature
     from ...executable import Executable
     from ...lower import Lowered
 
@@ -35,7 +34,7 @@ class PackageExecutable:
     """A loaded package. Loads in milliseconds, compiles nothing.
 
     Args:
-        path: a file written by `compile_package`.
+        path: a file of `Inductor.compile`.
 
     Raises:
         LoweringError: when torch cannot load it.
@@ -53,35 +52,6 @@ class PackageExecutable:
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned."""
         return self._run(operands)  # type: ignore[arg-type]  # pybind takes any sequence
-
-
-def compile_package(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-    """Compiles a graph of aten operators into `out_path`; equal graphs give equal bytes.
-
-    Raises:
-        LoweringError: naming an operator that is not aten's, or what the compiler said.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from ...artifact import graph_io
-    from . import aoti
-
-    check_operators(graph)
-    aoti.compiler()
-    with FakeTensorMode():
-        operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in signature.operands]
-    data = graph_io.encode(graph)
-    name = hashlib.sha256(data + repr(sorted(options(threads).items())).encode()).hexdigest()[:16]
-    # A copy, because inductor rewrites the graph it is given; without values, because it takes those for its operands.
-    copy = graph_io.decode(data)
-    for node in copy.graph.nodes:
-        node.meta.clear()
-    compile_count.record("compile")
-    try:
-        files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
-    except Exception as error:
-        raise LoweringError(f"inductor could not compile {out_path.name}: {type(error).__name__}: {_said(error)}") from error
-    out_path.write_bytes(package(files))
 
 
 def check_operators(graph: GraphModule) -> None:
@@ -108,64 +78,85 @@ def package(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def options(threads: int) -> dict[str, Any]:
-    """What decides the bytes of a package besides graph, torch and machine."""
-    from . import aoti
-
-    return {
-        "compiler": aoti.compiler()[1],
-        "cpu_features": list(aoti.cpu_features()),
-        "instruction_set": aoti.instruction_set(),
-        "chained": in_place.DIGEST,
-        "kernels": native.digest(),
-        "threads": threads,
-        "wrapper": aoti.WRAPPER_OPT_LEVEL,
-    }
-
-
-def check_target() -> None:
-    """Refuses a machine that cannot compile.
-
-    Raises:
-        LoweringError: when there is no C++ compiler.
-    """
-    from . import aoti
-
-    aoti.compiler()
-
-
-def cpu_features() -> tuple[str, ...]:
-    """CPU features a machine needs to run these packages."""
-    from . import aoti
-
-    return aoti.cpu_features()
-
-
-def lower(partitioned: Partitioned) -> Lowered:
-    """Replaces primitives by aten operators."""
-    from ...lower import lower_inline
-
-    return lower_inline(partitioned, NAME)
-
-
-def load(path: Path) -> Executable:
-    """Loads a package."""
-    return PackageExecutable(path)
-
-
 def _said(error: BaseException) -> str:
     """The line of a long message that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
 
 
-BACKEND = Backend(
-    name=NAME,
-    suffix="pt2",
-    lower=lower,
-    options=options,
-    cpu_features=cpu_features,
-    check_target=check_target,
-    compile=compile_package,
-    load=load,
-)
+class Inductor(Backend):
+    """AOTInductor packages for the CPU of this machine; they load without any compiler."""
+
+    name = NAME
+    suffix = "pt2"
+
+    def lower(self, partitioned: Partitioned) -> Lowered:
+        """Primitives become aten operators and native kernels; state is written in place."""
+        from ...lower import lower_inline
+
+        return lower_inline(partitioned, NAME)
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """Compiles a graph of aten and native operators into a package.
+
+        Raises:
+            LoweringError: naming an operator that a package cannot call, or what the compiler said.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from ...artifact import graph_io
+        from . import aoti
+
+        check_operators(lowered.graph)
+        aoti.compiler()
+        with FakeTensorMode():
+            operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in lowered.signature.operands]
+        data = graph_io.encode(lowered.graph)
+        name = hashlib.sha256(data + repr(sorted(self.options(threads).items())).encode()).hexdigest()[:16]
+        # A copy, because inductor rewrites the graph it is given; without values, because it takes those for its operands.
+        copy = graph_io.decode(data)
+        for node in copy.graph.nodes:
+            node.meta.clear()
+        compile_count.record("compile")
+        try:
+            files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
+        except Exception as error:
+            raise LoweringError(f"inductor could not compile {lowered.bucket.name}: {type(error).__name__}: {_said(error)}") from error
+        return Compiled(package(files))
+
+    def open(self, path: Path, place: Place) -> Executable:
+        """Loads a package."""
+        return PackageExecutable(path)
+
+    def options(self, threads: int) -> dict[str, Any]:
+        """What decides the bytes of a package besides graph, torch and machine."""
+        from . import aoti
+
+        return {
+            "compiler": aoti.compiler()[1],
+            "cpu_features": list(aoti.cpu_features()),
+            "instruction_set": aoti.instruction_set(),
+            "chained": in_place.DIGEST,
+            "kernels": native.digest(),
+            "threads": threads,
+            "wrapper": aoti.WRAPPER_OPT_LEVEL,
+        }
+
+    def cpu_features(self) -> tuple[str, ...]:
+        """What the instruction set that the compiler is asked for implies."""
+        from . import aoti
+
+        return aoti.cpu_features()
+
+    def compiles_here(self) -> str | None:
+        """Packages need a C++ compiler."""
+        from . import aoti
+
+        try:
+            aoti.compiler()
+        except LoweringError as error:
+            return str(error)
+        return None
+
+
+BACKEND = Inductor()

@@ -13,8 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.types import Signature
-from npucompile.lowering.backends.eager import BACKEND, EagerExecutable, compile_graph, load
+from npucompile.graphs.types import Bucket, Signature
+from npucompile.lowering.backends.eager import BACKEND, EagerExecutable
+from npucompile.lowering.executable import HERE
+from npucompile.lowering.lower import Lowered
 
 aten = torch.ops.aten
 
@@ -147,17 +149,18 @@ def test_a_graph_that_reads_more_than_operands_is_refused() -> None:
 
 def test_its_file_is_the_graph(tmp_path: Path) -> None:
     path = tmp_path / f"one.{BACKEND.suffix}"
-    compile_graph(arithmetic(), Signature((), (), (), ()), path, cache_dir=tmp_path, threads=1)
+    lowered = Lowered(Bucket("decode", 1, 1), "eager", arithmetic(), Signature((), (), (), ()))
+    path.write_bytes(BACKEND.compile(lowered, cache_dir=tmp_path, threads=1).data)
     x, y = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    for got, want in zip(load(path)([x, y]), EagerExecutable(arithmetic())([x, y]), strict=True):
+    for got, want in zip(BACKEND.open(path, HERE)([x, y]), EagerExecutable(arithmetic())([x, y]), strict=True):
         assert torch.equal(got, want)
     assert (BACKEND.name, BACKEND.options(4)) == ("eager", {})
-    BACKEND.check_target()
+    assert BACKEND.compiles_here() is BACKEND.runs_here() is None
 
 
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match=r"missing.graph"):
-        load(tmp_path / "missing.graph")
+        BACKEND.open(tmp_path / "missing.graph", HERE)
     (tmp_path / "bad.graph").write_bytes(b"not a graph")
     with pytest.raises(LoweringError, match="not a serialised graph"):
-        load(tmp_path / "bad.graph")
+        BACKEND.open(tmp_path / "bad.graph", HERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.backend import backend
-from npucompile.lowering.backends import ge
+from npucompile.lowering.executable import HERE
 
 BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
 
@@ -62,11 +63,12 @@ def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_
     lowered = prepared.lower(partitioned)
     assert (lowered.backend, lowered.signature) == ("ge", partitioned.signature)
     assert "npu.npu_scatter_pa_kv_cache_functional" in lowered.as_text()
-    out = tmp_path / "x.ge"
-    prepared.compile(lowered.graph, lowered.signature, out, cache_dir=tmp_path, threads=0)
-    container = decode(out.read_bytes())
+    compiled = prepared.compile(lowered, cache_dir=tmp_path, threads=0)
+    prepared.prove(compiled, partitioned)
+    container = decode(compiled.data)
     assert container.inputs == len(lowered.signature.operands)
-    census = inspect_ge.census(container.graph)
+    census = compiled.census
+    assert census == inspect_ge.census(container.graph)
     assert (census["ScatterPaKvCache"], census["HcomAllReduce"]) == (1, 1)
     assert collectives_check.of_container(container) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
     first = len(lowered.signature.params)
@@ -74,34 +76,32 @@ def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_
 
 
 def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_path):
-    files = [tmp_path / "a.ge", tmp_path / "b.ge"]
-    texts = []
-    for file in files:
-        lowered = prepared.lower(partitioned)
-        texts.append(lowered.as_text())
-        prepared.compile(lowered.graph, lowered.signature, file, cache_dir=tmp_path, threads=0)
-    assert texts[0] == texts[1]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    first, second = prepared.lower(partitioned), prepared.lower(partitioned)
+    assert first.as_text() == second.as_text()
+    one, other = (prepared.compile(lowered, cache_dir=tmp_path, threads=0) for lowered in (first, second))
+    assert one == other
 
 
-def test_what_cannot_be_proved_is_not_written(prepared, partitioned, tmp_path, monkeypatch):
-    lowered = prepared.lower(partitioned)
+def test_a_graph_that_breaks_what_it_must_hold_is_refused(prepared, partitioned, tmp_path, monkeypatch):
+    compiled = prepared.compile(prepared.lower(partitioned), cache_dir=tmp_path, threads=0)
 
     def refuse(container, signature):
         raise LoweringError("the GE graph has 1 breaches: it is not in place")
 
     monkeypatch.setattr(inspect_ge, "check", refuse)
     with pytest.raises(LoweringError, match="not in place"):
-        prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0)
-    assert not (tmp_path / "x.ge").exists()
+        prepared.prove(compiled, partitioned)
+    monkeypatch.undo()
+    with pytest.raises(LoweringError, match="legal is the same list"):
+        prepared.prove(compiled, replace(partitioned, graph=split("").graph))
 
 
 def test_a_process_that_is_not_prepared_says_what_to_call(prepared, partitioned, tmp_path, monkeypatch):
     lowered = prepared.lower(partitioned)
-    monkeypatch.setattr(ge, "_READY", {})
+    monkeypatch.setattr(prepared, "_loaded", None)
     calls = [
         lambda: prepared.lower(partitioned),
-        lambda: prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0),
+        lambda: prepared.compile(lowered, cache_dir=tmp_path, threads=0),
     ]
     for call in calls:
         with pytest.raises(LoweringError, match=r"backend ge is not prepared in this process; call its `prepare`"):
@@ -109,29 +109,27 @@ def test_a_process_that_is_not_prepared_says_what_to_call(prepared, partitioned,
 
 
 def test_a_file_is_not_run_where_there_is_no_cann(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(ge, "_READY", {None: replace(ge._READY[None], cann=None)})
-    lowered = prepared.lower(split(""))
-    prepared.compile(lowered.graph, lowered.signature, tmp_path / "x.ge", cache_dir=tmp_path, threads=0)
+    monkeypatch.setattr(prepared, "_loaded", replace(prepared._loaded, cann=None))
+    (tmp_path / "x.ge").write_bytes(prepared.compile(prepared.lower(split("")), cache_dir=tmp_path, threads=0).data)
+    assert "needs CANN and an NPU" in prepared.runs_here()
     with pytest.raises(LoweringError, match="running a GE graph needs CANN and an NPU"):
-        prepared.load(tmp_path / "x.ge")
+        prepared.open(tmp_path / "x.ge", HERE)
 
 
 def test_what_converts_is_part_of_a_graphs_key():
-    options = backend("ge").options(0)
-    assert options == backend("ge").options(8)
-    assert options["torch_npu"] == importlib.metadata.version("torch_npu")
-    assert set(options) == set(harness.DISTRIBUTIONS)
+    versions = backend("ge").versions()
+    assert versions["torch_npu"] == importlib.metadata.version("torch_npu")
+    assert set(versions) == set(harness.DISTRIBUTIONS)
     assert backend("ge").cpu_features() == ()
 
 
 def test_what_is_not_installed_is_part_of_it_too_and_refused(monkeypatch):
     here = harness.installed()
     monkeypatch.setattr(harness, "installed", lambda: {name: version for name, version in here.items() if name != "protobuf"})
-    assert backend("ge").options(0)["protobuf"] == ""
-    with pytest.raises(LoweringError, match=r"lowering to Ascend needs protobuf, which is not installed; .*pip install"):
-        backend("ge").check_target()
+    assert backend("ge").versions()["protobuf"] == ""
+    assert re.match(r"lowering to Ascend needs protobuf, which is not installed; .*pip install", backend("ge").compiles_here())
     monkeypatch.undo()
-    backend("ge").check_target()
+    assert backend("ge").compiles_here() is None
 
 
 def test_asking_for_the_backend_loads_neither_torchair_nor_the_converter():
@@ -140,7 +138,7 @@ import sys
 from npucompile.lowering.backend import backend
 found = backend("ge")
 assert (found.name, found.suffix) == ("ge", "ge")
-found.options(0), found.check_target()
+found.versions(), found.compiles_here()
 heavy = {"torch_npu", "torchair", "google.protobuf", "npucompile.lowering.ascend.link", "npucompile.lowering.ascend.lowered"}
 sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
 """

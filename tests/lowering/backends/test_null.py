@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.text import as_text
 from npucompile.graphs.types import Aval, Bucket, Leaf, Mesh, Program, Rules, Signature
@@ -31,7 +35,8 @@ def test_the_graph_stays_as_it_is() -> None:
 
 def test_nothing_is_compiled_or_run() -> None:
     null = backend("null")
-    assert null.compile is None
-    assert null.load is None
-    assert null.options(0) == null.options(4) == {}
-    null.check_target()
+    assert null.suffix is None
+    assert "cost and memory only" in null.runs_here()
+    assert null.compiles_here() is None
+    with pytest.raises(LoweringError, match="cost and memory only"):
+        null.compile(null.lower(partitioned()), cache_dir=Path(), threads=0)

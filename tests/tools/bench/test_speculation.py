@@ -85,7 +85,7 @@ def test_artifacts_that_differ_in_more_than_drafts_are_refused(drafting: Artifac
     for pair, said in (((plain, plain), "drafts 0 tokens a step and .* 0"), ((drafting, drafting), "drafts 3 tokens a step and .* 3")):
         with pytest.raises(SpecError, match=rf"{said}; legal are at least 1, and 0"):
             check(*pair)
-    for field, value in (("dtype", "bf16"), ("target", "inductor"), ("source_digest", "other")):
+    for field, value in (("dtype", "bf16"), ("backend", "inductor"), ("source_digest", "other")):
         with pytest.raises(SpecError, match=rf"{field} of .* is {value}, of .*; legal are equal ones"):
             check(changed(drafting, **{field: value}), plain)
 

@@ -9,7 +9,7 @@ import pytest
 
 from npucompile.graphs.errors import SpecError
 from npucompile.tools.build import build_all
-from npucompile.tools.build.result import Report
+from npucompile.tools.build.driver import BuildReport
 
 SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
 
@@ -19,11 +19,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     """What the device builder is asked for; it builds nothing."""
     asked: list[tuple[Any, Path]] = []
 
-    def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int) -> Report:
+    def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int, nice: int) -> BuildReport:
         asked.append((plan, out))
-        return Report(out, 0.0, 0.0, {}, ())
+        return BuildReport(out, 0.0, 0.0, {}, ())
 
-    monkeypatch.setattr(build_all, "build_device", build)
+    monkeypatch.setattr(build_all, "build", build)
     return asked
 
 

@@ -9,7 +9,7 @@ import torch
 
 from npucompile.graphs.types import Aval, Bucket, Leaf
 from npucompile.lowering.artifact.artifact import ArtifactWriter, Compiled, GraphEntry
-from npucompile.tools.build.cache import SUFFIX, Journal
+from npucompile.tools.build.cache import SUFFIX, UnfinishedBuild
 
 STAGES, GRAPH = b"texts of stages", bytes(range(256)) * 4
 ENTRY = GraphEntry(
@@ -24,14 +24,14 @@ ENTRY = GraphEntry(
     memory={"peak_bytes": 7},
     collectives=(("all_reduce", "tp", "bf16[4]"),),
     verified={},
-    plan="p" * 64,
+    stamp="p" * 64,
     census={"MatMul": 3},
 )
 
 
 @pytest.fixture
-def journal(tmp_path):
-    return Journal(tmp_path / "cache" / "unfinished")
+def unfinished(tmp_path):
+    return UnfinishedBuild(tmp_path / "cache" / "unfinished")
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def writer(tmp_path):
         yield opened
 
 
-def test_a_bucket_comes_back_with_its_files(journal, writer):
-    journal.keep(ENTRY, STAGES, GRAPH)
-    found = journal.take(ENTRY.plan, writer, "ge")
+def test_a_bucket_comes_back_with_its_files(unfinished, writer):
+    unfinished.keep(ENTRY, STAGES, GRAPH)
+    found = unfinished.take(ENTRY.stamp, writer, "ge")
     assert replace(found, stages=ENTRY.stages, compiled=ENTRY.compiled) == ENTRY
     assert (writer.root / found.stages).read_bytes() == STAGES
     assert (writer.root / found.compiled.file).read_bytes() == GRAPH
@@ -50,27 +50,27 @@ def test_a_bucket_comes_back_with_its_files(journal, writer):
     assert {found.stages, found.compiled.file} == set(writer.files)
 
 
-def test_a_bucket_that_nothing_was_compiled_of_has_no_graph(journal, writer):
-    journal.keep(replace(ENTRY, compiled=None), STAGES, b"")
-    found = journal.take(ENTRY.plan, writer, "none")
+def test_a_bucket_that_nothing_was_compiled_of_has_no_graph(unfinished, writer):
+    unfinished.keep(replace(ENTRY, compiled=None), STAGES, b"")
+    found = unfinished.take(ENTRY.stamp, writer, "none")
     assert found.compiled is None
     assert list(writer.files) == [found.stages]
 
 
-def test_another_plan_is_another_bucket(journal, writer):
-    assert journal.take(ENTRY.plan, writer, "ge") is None
-    journal.keep(ENTRY, STAGES, GRAPH)
-    assert journal.take("q" * 64, writer, "ge") is None
+def test_another_stamp_is_another_bucket(unfinished, writer):
+    assert unfinished.take(ENTRY.stamp, writer, "ge") is None
+    unfinished.keep(ENTRY, STAGES, GRAPH)
+    assert unfinished.take("q" * 64, writer, "ge") is None
     later = replace(ENTRY, cost={"flops": 11})
-    journal.keep(later, STAGES, GRAPH)
-    assert journal.take(ENTRY.plan, writer, "ge").cost == {"flops": 11}
+    unfinished.keep(later, STAGES, GRAPH)
+    assert unfinished.take(ENTRY.stamp, writer, "ge").cost == {"flops": 11}
 
 
 @pytest.mark.parametrize("at", [0, 40, 0.5, -1])
 @pytest.mark.parametrize("harm", ["flip", "cut"])
-def test_a_harmed_bucket_does_not_come_back(journal, writer, at, harm):
-    journal.keep(ENTRY, STAGES, GRAPH)
-    (file,) = journal.directory.iterdir()
+def test_a_harmed_bucket_does_not_come_back(unfinished, writer, at, harm):
+    unfinished.keep(ENTRY, STAGES, GRAPH)
+    (file,) = unfinished.directory.iterdir()
     data = bytearray(file.read_bytes())
     at = int(at * len(data)) if isinstance(at, float) else at
     if harm == "flip":
@@ -78,31 +78,31 @@ def test_a_harmed_bucket_does_not_come_back(journal, writer, at, harm):
     else:
         del data[at:]
     file.write_bytes(bytes(data))
-    assert journal.take(ENTRY.plan, writer, "ge") is None
+    assert unfinished.take(ENTRY.stamp, writer, "ge") is None
     assert writer.files == {}
 
 
-def test_what_is_no_bucket_does_not_come_back(journal, writer):
-    journal.keep(ENTRY, STAGES, GRAPH)
-    (file,) = journal.directory.iterdir()
+def test_what_is_no_bucket_does_not_come_back(unfinished, writer):
+    unfinished.keep(ENTRY, STAGES, GRAPH)
+    (file,) = unfinished.directory.iterdir()
     for data in (b"", b"\x00" * 64, b"\xc1" * 100):
         file.write_bytes(data)
-        assert journal.take(ENTRY.plan, writer, "ge") is None
+        assert unfinished.take(ENTRY.stamp, writer, "ge") is None
 
 
-def test_a_bucket_is_there_whole_or_not_at_all(journal, monkeypatch):
+def test_a_bucket_is_there_whole_or_not_at_all(unfinished, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="No space"):
-        journal.keep(ENTRY, STAGES, GRAPH)
-    assert [file for file in journal.directory.iterdir() if file.suffix == SUFFIX] == []
+        unfinished.keep(ENTRY, STAGES, GRAPH)
+    assert [file for file in unfinished.directory.iterdir() if file.suffix == SUFFIX] == []
 
 
-def test_what_an_artifact_has_is_forgotten(journal, writer):
+def test_what_an_artifact_has_is_forgotten(unfinished, writer):
     for plan in ("a", "b", "c"):
-        journal.keep(replace(ENTRY, plan=plan * 64), STAGES, GRAPH)
-    journal.forget(["a" * 64, "c" * 64, "never kept"])
-    assert [file.name for file in journal.directory.iterdir()] == ["b" * 64 + SUFFIX]
-    Journal(journal.directory / "not there").forget(["a" * 64])
+        unfinished.keep(replace(ENTRY, stamp=plan * 64), STAGES, GRAPH)
+    unfinished.forget(["a" * 64, "c" * 64, "never kept"])
+    assert [file.name for file in unfinished.directory.iterdir()] == ["b" * 64 + SUFFIX]
+    UnfinishedBuild(unfinished.directory / "not there").forget(["a" * 64])

@@ -16,6 +16,7 @@ from npucompile.models import registry
 from npucompile.models.variant import MOST_DISPATCHED
 from npucompile.tools.build import deployments, plan
 from npucompile.tools.build.plan import Options
+from npucompile.tools.build.targets import target
 from npucompile.tools.commands import build
 
 
@@ -97,7 +98,7 @@ def test_a_context_shorter_than_the_default_is_taken_whole(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 0}, r"max_model_len is 0; legal for tiny is a multiple of 16 up to 256"),
+        ({"max_model_len": 0}, r"max_model_len is 0; legal for tiny on cpu is a multiple of 16 up to 256"),
         ({"max_model_len": 40}, r"max_model_len is 40; .*multiple of 16 up to 256"),
         ({"max_model_len": 272}, r"max_model_len is 272; .*up to 256"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0 and the largest bucket has 4 rows"),
@@ -152,10 +153,10 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatc
 @pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, hardware, dtype):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
-    chosen, why = plan.choose_dtype("auto")
+    chosen, why = plan.choose_dtype("auto", target("cpu"))
     assert chosen == dtype
     assert f"dtype {plan.dtype_name(dtype)}" in why
-    assert plan.choose_dtype("float32") == (torch.float32, None)
+    assert plan.choose_dtype("float32", target("cpu")) == (torch.float32, None)
 
 
 def options_of(arguments):
@@ -209,7 +210,7 @@ def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
 
 def test_a_mesh_on_this_machine_runs_uncompiled(tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
-    assert (made.backend, made.target.name, str(made.mesh), made.on_device) == ("eager", "cpu", "dp=2,tp=1", False)
+    assert (made.backend, made.target.name, str(made.mesh), made.target.local) == ("eager", "cpu", "dp=2,tp=1", True)
     assert made.model.config.variant.experts == "grouped"
     assert tiny.planned(tiny_checkpoint, backend=None).model.config.variant.experts == "plain"
     with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
@@ -280,7 +281,7 @@ def test_every_published_deployment_of_the_big_model_plans_as_published(name, ph
     made, row = plan.plan(options_for(name, phase)), deployments.deployment(name)
     part = row.phase(phase)
     assert (made.backend, made.target.name, made.mesh, made.phase, made.deployment) == ("ge", row.target, part.mesh, phase, name)
-    assert (made.quantization, made.dtype, made.on_device) == (row.quantization, torch.bfloat16, True)
+    assert (made.quantization, made.dtype, made.target.local) == (row.quantization, torch.bfloat16, False)
     assert made.limits == deployments.limits_for(row, part, 128)
     width = part.num_speculative_tokens + 1
     decode = [Bucket("decode", batch, width) for batch in part.buckets]

@@ -1,16 +1,18 @@
-"""tools/uptodate.py: equal builds have equal fingerprints, whatever could change one changes it, and torch stays unloaded."""
+"""tools/build/stamp.py: equal builds have equal fingerprints, whatever could change one changes it, and torch stays unloaded."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import npucompile
 from npucompile.tools.build import stamp
 from npucompile.tools.build.stamp import FOLDERS, fingerprint, matches, stamp_file, write
 
@@ -219,3 +221,69 @@ def test_it_takes_a_moment_and_loads_no_torch():
     seconds, rest = ran.stdout.split(" ", 1)
     assert rest.strip() == "['npucompile', 'npucompile.tools', 'npucompile.tools.build', 'npucompile.tools.build.stamp'] []"
     assert float(seconds) < 0.8
+
+
+# --- sources that decide graphs ---
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A package of few files."""
+    for part in stamp.GRAPH_SOURCES:
+        file = tmp_path / (part if part.endswith(".py") else f"{part}/inner/one.py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x = 1\n")
+    (tmp_path / "tools" / "cli.py").write_text("y = 1\n")
+    (tmp_path / "graphs" / "notes.txt").write_text("z")
+    return tmp_path
+
+
+def digest(root):
+    stamp.source_digest.cache_clear()
+    return stamp.source_digest(root)
+
+
+@pytest.mark.parametrize("part", stamp.GRAPH_SOURCES)
+def test_a_change_of_any_part_changes_it(sources, part):
+    before = digest(sources)
+    file = sources / part if part.endswith(".py") else sources / part / "inner" / "one.py"
+    file.write_text("x = 2\n")
+    after = digest(sources)
+    assert after != before
+    file.write_text("x = 1\n")
+    assert digest(sources) == before
+
+
+def test_names_count_as_contents_do(sources):
+    before = digest(sources)
+    (sources / "graphs" / "inner" / "one.py").rename(sources / "graphs" / "inner" / "two.py")
+    moved = digest(sources)
+    (sources / "graphs" / "inner" / "two.py").rename(sources / "lowering" / "inner" / "two.py")
+    again = digest(sources)
+    (sources / "models" / "new.py").write_text("")
+    assert len({before, moved, again, digest(sources)}) == 4
+
+
+def test_what_decides_no_graph_does_not_count(sources):
+    before = digest(sources)
+    (sources / "tools" / "cli.py").write_text("y = 2\n")
+    (sources / "graphs" / "notes.txt").write_text("other")
+    (sources / "graphs" / "__pycache__").mkdir()
+    (sources / "graphs" / "__pycache__" / "one.pyc").write_bytes(b"other")
+    assert digest(sources) == before
+
+
+def test_it_is_the_same_wherever_the_package_is(sources, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "place"
+    shutil.copytree(sources, other)
+    assert digest(other) == digest(sources)
+
+
+def test_its_own_package_is_read_once():
+    root = Path(npucompile.__file__).parent
+    assert root == stamp.ROOT
+    assert all((root / part).exists() for part in stamp.GRAPH_SOURCES)
+    stamp.source_digest.cache_clear()
+    assert stamp.source_digest() == stamp.source_digest()
+    assert stamp.source_digest.cache_info().misses == 1
+    assert len(stamp.source_digest()) == 64

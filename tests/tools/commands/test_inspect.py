@@ -40,7 +40,7 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
     assert everything["digest"] == artifact.digest
     assert everything["model"]["name"] == "tiny"
     assert everything["model"]["config"] == tiny.CONFIG
-    assert (everything["dtype"], everything["mesh"], everything["target"]) == ("f32", "1", "eager")
+    assert (everything["dtype"], everything["mesh"], everything["target"]) == ("f32", "1", "cpu")
     assert everything["limits"]["max_model_len"] == tiny.CONTEXT
     assert everything["memory"]["params_bytes"] == made.params_bytes
     assert everything["memory"]["state_bytes"] == made.state_bytes
@@ -101,7 +101,7 @@ def test_a_stage_is_one_graphs(tmp_path, tiny_artifact):
 
 def test_the_table_is_for_reading(tmp_path, own_artifact):
     lines = tiny.cli(tmp_path, "inspect").stdout.splitlines()
-    assert lines[0].startswith("tiny (qwen3_5) for eager, f32, mesh 1 ")
+    assert lines[0].startswith("tiny (qwen3_5) for cpu, f32, mesh 1 ")
     assert lines[0].endswith(str(own_artifact))
     assert lines[1] == "context 64, 16 pages of 16 tokens, 16 state slots, requests in flight: 4"
     assert lines[2] == "drafts a step: 3; log probabilities: of up to 20 most likely tokens"

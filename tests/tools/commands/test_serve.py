@@ -109,7 +109,7 @@ def test_an_artifact_is_served_as_it_is(tmp_path, own_artifact, builder, name):
 
 
 def test_a_build_that_was_interrupted_goes_on_behind_the_server(tmp_path, own_artifact, builder):
-    tiny.published(own_artifact, lambda manifest, _: replace(manifest, target="inductor"))
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, backend="inductor"))
     artifact, building, _ = found(tmp_path, "tiny")
     assert artifact.path == building.out == own_artifact
     assert building.arguments == artifact.manifest.build_arguments
@@ -231,7 +231,7 @@ async def ask_many(url):
 
 def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):
     path = tiny.copied(sharded("tp=2"), tmp_path / "artifacts" / "two")
-    tiny.published(path, lambda manifest, _: replace(manifest, target="stub"))
+    tiny.published(path, lambda manifest, _: replace(manifest, backend="stub"))
     assert incomplete(Artifact.open(path))
     assert find_or_build(Home(tmp_path, {}), "two", False, Progress(quiet=True))[1] is None
     assert builder.latest is None

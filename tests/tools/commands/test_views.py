@@ -165,7 +165,7 @@ def test_memory_is_the_plan(own_artifact, tiny_artifact):
     shown = views.memory(device(own_artifact).manifest)
     assert MemoryPlan.from_dict(shown.told) == PLAN
     assert "\n".join(shown.lines) == PLAN.as_table()
-    with pytest.raises(SpecError, match="an artifact for eager has no plan of a rank's memory"):
+    with pytest.raises(SpecError, match="an artifact for cpu has no plan of a rank's memory"):
         views.memory(Artifact.open(tiny_artifact).manifest)
 
 

@@ -26,7 +26,7 @@ from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.server.client import Client
 from npucompile.server.run import serving
 from npucompile.tools.build import driver
-from npucompile.tools.build.compile_pool import run_all
+from npucompile.tools.build.pool import run_all
 from npucompile.tools.serve import serving as module
 from npucompile.tools.serve.serving import Builder, incomplete, start
 
@@ -71,7 +71,7 @@ class Swapped:
     health_before: dict
     health_after: dict
     backends: dict
-    report: driver.Report
+    report: driver.BuildReport
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def swapped(tiny_checkpoint, tmp_path_factory):
         tiny.built(made, out)
     with served(Artifact.open(out)) as (running, url):
         health_before, before = health(url), ask(url).token_ids
-        with mock.patch.object(driver, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.name == COMPILED], workers)):
+        with mock.patch.object(driver, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.bucket.name == COMPILED], workers)):
             report = tiny.built(made, out)
         assert list(report.compiled) == [COMPILED]
         after = ask(url).token_ids
@@ -244,7 +244,7 @@ TARGETS = [("stub", (), True), ("stub", None, False), ("eager", (), False), ("nu
 
 @pytest.mark.parametrize(("target", "compiled", "waits"), TARGETS)
 def test_only_what_can_be_compiled_waits_for_it(own_artifact, target, compiled, waits):
-    tiny.published(own_artifact, lambda manifest, _: replace(manifest, target=target))
+    tiny.published(own_artifact, lambda manifest, _: replace(manifest, backend=target))
     assert incomplete(tiny.with_compiled(own_artifact, "eager", compiled)) is waits
 
 
@@ -296,7 +296,7 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
     assert artifact.digest != before.digest
     assert started.environment == {"A": "b"}
     assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
-    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--patience", str(module.PATIENCE)]
+    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.NICE)]
 
 
 def test_a_build_that_ends_at_once_is_seen(own_artifact, started):

@@ -205,7 +205,7 @@ def test_targets_decide_which_proof_it_is(artifact):
     def of(target):
         return is_for_device(SimpleNamespace(manifest=replace(artifact.manifest, target=target)))
 
-    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu", "eager", "inductor", "null")] == [True, True, *[False] * 4]
+    assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu")] == [True, True, False]
 
 
 def test_excerpts_have_every_case_at_its_fullest_and_the_last_that_decodes():

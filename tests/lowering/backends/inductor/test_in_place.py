@@ -12,10 +12,11 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from npucompile.graphs.types import Aval, Leaf, Signature
+from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
 from npucompile.lowering.backends.inductor import aoti, backend
 from npucompile.lowering.backends.inductor.in_place import COPY, PUT, PUT_IN_PLACE, write_in_place
 from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.lower import Lowered
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Pool [6, 4, 3], rows [2], values [2, 4, 3] and others -> an output, and the pool's new value."""
@@ -242,7 +243,8 @@ def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypat
     output.args = ((output.args[0][0],),)
     graph.recompile()
     out = tmp_path / "chain.pt2"
-    backend.compile_package(graph, SIGNATURE, out, cache_dir=tmp_path / "cache", threads=1)
+    lowered = Lowered(Bucket("decode", 1, 1), "inductor", graph, SIGNATURE)
+    out.write_bytes(backend.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
     ours, theirs = given(), given()
     for _ in range(2):
         (said,), (expected,) = load_compiled(out, "inductor")(ours), graph(*theirs)

@@ -1,27 +1,24 @@
-"""tools/build/driver_device.py: what an artifact for NPUs holds, what is built again and what is not, what does not fit and what would."""
+"""tools/build/driver.py, for NPUs: what an artifact holds, and what is built again and what is not."""
 
 from __future__ import annotations
 
-import json
-import re
-import zlib
 from dataclasses import replace
 
 import pytest
 from support import tiny
 
 from npucompile.graphs.errors import LoweringError, SpecError
-from npucompile.graphs.types import Mesh
 from npucompile.lowering import collectives_check
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
-from npucompile.tools.build import deployments, device_pool, memory, plan, source_digest
-from npucompile.tools.build import driver_device as module
+from npucompile.tools.build import driver, memory, pool, stages, stamp
 from npucompile.tools.build.memory import MemoryPlan
 
 BIG = "qwen3.5-397b"
 NAMES = ["prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"]
+ORDER = ["decode-b4-q2", "prefill-b1-q4", "decode-b2-q2"]
+"""The largest first."""
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +38,27 @@ def lowered(monkeypatch):
 
     def run(job):
         names.append(job.bucket.name)
-        return tiny.lower_once(job)
+        return tiny.compile_once(job)
 
-    monkeypatch.setattr(device_pool, "run", run)
+    monkeypatch.setattr(pool, "run", run)
     return names
+
+
+def stamp_of(made, bucket):
+    return stamp.bucket_stamp(*driver.facts(made, bucket))
 
 
 @pytest.fixture
 def build(tmp_path):
     def built(made, name="out", jobs=1):
-        return module.build_device(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+        return driver.build(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
 
     return built
 
 
 def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, lowered, build, tmp_path):
     report = build(made)
-    assert lowered == NAMES
+    assert lowered == ORDER
     assert (sorted(report.compiled), report.reused, report.path) == (sorted(NAMES), (), tmp_path / "out")
     artifact = Artifact.open(tmp_path / "out")
     manifest = artifact.manifest
@@ -77,7 +78,7 @@ def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, low
         assert container.inputs == len(manifest.signature(entry).operands)
         # Four layers and the draft head.
         assert entry.census["MoeDistributeDispatchV2"] == 5
-        assert set(json.loads(zlib.decompress((artifact.path / entry.stages).read_bytes()))) == {"partitioned", "lowered"}
+        assert set(stages.unpack_texts((artifact.path / entry.stages).read_bytes())) == {"partitioned", "lowered"}
         assert entry.cost["flops"] > 0
     assert set(manifest.files) | {MANIFEST} == {str(f.relative_to(artifact.path)) for f in artifact.path.rglob("*") if f.is_file()}
 
@@ -132,7 +133,7 @@ def test_it_is_the_same_bytes_in_another_process_and_another_place(model, made, 
     build(small)
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    module.build_device(small, tmp_path / "far" / "away", tmp_path / "other", tiny.QUIET, jobs=2)
+    driver.build(small, tmp_path / "far" / "away", tmp_path / "other", tiny.QUIET, jobs=2)
     here, there = tiny.contents(tmp_path / "out"), tiny.contents(tmp_path / "far" / "away")
     assert list(here) == list(there)
     assert [name for name in here if here[name] != there[name]] == []
@@ -155,20 +156,20 @@ def test_it_is_the_same_bytes_in_another_process_and_another_place(model, made, 
 def test_the_key_of_a_bucket_is_all_that_decides_it(model, made, changes, again):
     changed = tiny.planned_device(model, **changes)
     one, other = made.buckets[-1], changed.buckets[-1]
-    assert (module.plan_key(changed, other) != module.plan_key(made, one)) == again
-    assert module.plan_key(made, made.buckets[1]) != module.plan_key(made, one)
+    assert (stamp_of(changed, other) != stamp_of(made, one)) == again
+    assert stamp_of(made, made.buckets[1]) != stamp_of(made, one)
 
 
 def test_the_key_tells_models_sources_and_toolchains_apart(made, tmp_path, monkeypatch):
     bucket = made.buckets[-1]
     other = tiny.planned_device(tiny.write_checkpoint(tmp_path / "npu", **{**tiny.NPU_SIZES, "rms_norm_eps": 1e-5}))
-    keys = {module.plan_key(made, bucket), module.plan_key(other, bucket)}
+    keys = {stamp_of(made, bucket), stamp_of(other, bucket)}
     with monkeypatch.context() as patched:
-        patched.setattr(source_digest, "digest", lambda: "other sources")
-        keys.add(module.plan_key(made, bucket))
+        patched.setattr(stamp, "source_digest", lambda: "other sources")
+        keys.add(stamp_of(made, bucket))
     with monkeypatch.context() as patched:
-        patched.setattr(module, "toolchain", lambda: {"torch": "9"})
-        keys.add(module.plan_key(made, bucket))
+        patched.setattr(driver, "toolchain", lambda: {"torch": "9"})
+        keys.add(stamp_of(made, bucket))
     assert len(keys) == 4
 
 
@@ -176,7 +177,7 @@ def test_what_another_plan_made_is_lowered_again(made, lowered, build, tmp_path)
     build(made)
     before = tiny.contents(tmp_path / "out")
     tiny.published(
-        tmp_path / "out", lambda manifest, _: replace(manifest, graphs=(replace(manifest.graphs[0], plan="other"), *manifest.graphs[1:]))
+        tmp_path / "out", lambda manifest, _: replace(manifest, graphs=(replace(manifest.graphs[0], stamp="other"), *manifest.graphs[1:]))
     )
     lowered.clear()
     build(made)
@@ -198,7 +199,7 @@ def test_a_harmed_file_is_made_again(made, lowered, build, tmp_path, folder):
 
 def interrupted(monkeypatch, after):
     """A pool whose next bucket after so many is never done."""
-    real = module.run_all
+    real = driver.run_all
 
     def run_all(jobs, workers):
         for number, done in enumerate(real(jobs, workers)):
@@ -206,7 +207,7 @@ def interrupted(monkeypatch, after):
                 raise KeyboardInterrupt
             yield done
 
-    monkeypatch.setattr(module, "run_all", run_all)
+    monkeypatch.setattr(driver, "run_all", run_all)
 
 
 def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowered, build, tmp_path, monkeypatch):
@@ -218,11 +219,11 @@ def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowe
     assert len(list((tmp_path / "cache" / "unfinished").iterdir())) == 2
     lowered.clear()
     report = build(made)
-    assert lowered == ["decode-b4-q2"]
-    assert sorted(report.reused) == ["decode-b2-q2", "prefill-b1-q4"]
+    assert lowered == ORDER[2:]
+    assert sorted(report.reused) == sorted(ORDER[:2])
     assert list((tmp_path / "cache" / "unfinished").iterdir()) == []
     monkeypatch.undo()
-    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
+    monkeypatch.setattr(pool, "run", tiny.compile_once)
     build(made, "whole")
     assert tiny.contents(tmp_path / "whole") == tiny.contents(tmp_path / "out")
 
@@ -236,7 +237,7 @@ def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(made, lo
     tiny.tampered(kept)
     lowered.clear()
     build(made)
-    assert lowered == NAMES
+    assert lowered == ORDER
 
 
 def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_path, monkeypatch):
@@ -246,7 +247,7 @@ def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_
     def refuse(job):
         raise LoweringError(f"{job.bucket.name} cannot be")
 
-    monkeypatch.setattr(device_pool, "run", refuse)
+    monkeypatch.setattr(pool, "run", refuse)
     with pytest.raises(LoweringError, match="decode-b3-q2 cannot be"):
         build(tiny.planned_device(model, buckets=(3,)))
     assert tiny.contents(tmp_path / "out") == before
@@ -257,126 +258,20 @@ def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_
 
 def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(made, lowered, build, tmp_path, monkeypatch):
     def run(job):
-        return replace(tiny.lower_once(job), collectives=(("all_reduce", "ep", "bf16[4]"),))
+        result = tiny.compile_once(job)
+        return replace(result, staged=replace(result.staged, collectives=(("all_reduce", "ep", "bf16[4]"),)))
 
-    monkeypatch.setattr(device_pool, "run", run)
+    monkeypatch.setattr(pool, "run", run)
     with pytest.raises(LoweringError, match=r"collectives are over the groups ep; mesh dp=2,tp=2 has"):
         build(made)
     assert not (tmp_path / "out").exists()
 
 
 def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
+    monkeypatch.setattr(pool, "run", tiny.compile_once)
     made = tiny.planned_device(model, backend="null")
     build(made)
     manifest = Artifact.open(tmp_path / "out").manifest
     assert {entry.compiled for entry in manifest.graphs} == {None}
     assert {name.partition("/")[0] for name in manifest.files} == {"stages"}
     assert list(build(made).reused) == NAMES
-
-
-# --- memory ---
-
-ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
-
-
-def held(made, entries=()):
-    return module._memory(made, module._describe(made), entries)
-
-
-@pytest.mark.parametrize(("name", "phase"), ROWS)
-def test_every_published_deployment_fits_with_room_for_its_activations(name, phase):
-    planned = held(plan.plan(plan.Options(BIG, deployment=name, phase=None if phase == "mixed" else phase)))
-    parts = {part.name: part.nbytes for part in planned.parts}
-    assert planned.fits
-    # The most that any row's graphs hold at once is 5.2 GiB and a quarter, of a chunk of 3584 tokens over two ranks.
-    tokens = {2: 7.5, 4: 4, 8: 2, 16: 1}[Mesh.parse(planned.mesh).axis("tp")]
-    assert planned.total_bytes + tokens * 2**30 <= planned.limit_bytes
-    assert parts["expert weights"] > parts["other weights"] > 0
-    assert parts["draft head"] > 0
-    assert parts["communication"] > 0
-
-
-def test_the_default_deployment_fits_activations_and_all():
-    made = plan.plan(plan.Options(BIG))
-    sketched = held(made, module._sketches(made))
-    parts = {part.name: part.nbytes / 2**30 for part in sketched.parts}
-    assert sketched.fits
-    assert 1 < parts["activations"] < 8
-
-
-def asked_and_fitting(text):
-    """(requests, context) that a refusal says would fit."""
-    found = re.search(r"What fits: (\d+) requests a dp group \(asked: \d+\)", text), re.search(r"a context of (\d+) tokens \(asked", text)
-    return tuple(int(match[1]) if match else None for match in found)
-
-
-def test_what_a_refusal_suggests_is_built_and_one_more_is_refused(model, build, monkeypatch, tmp_path):
-    """Graphs included: their activations are known before the first refusal."""
-    changes = {"max_num_seqs": 600_000, "max_model_len": 1024}
-    monkeypatch.setattr(device_pool, "run", tiny.lower_once)
-    with pytest.raises(SpecError, match=r"a rank of ascend-a3 with mesh dp=2,tp=2 has 64.00 GiB and this needs .* too much") as refused:
-        build(tiny.planned_device(model, backend="null", buckets=(2,), **changes))
-    assert "activations 0.00" in str(refused.value)
-    requests, context = asked_and_fitting(str(refused.value))
-    assert not (tmp_path / "out").exists()
-    build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests}))
-    with pytest.raises(SpecError, match="too much"):
-        build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests + 1}))
-    shorter = tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_model_len": context})
-    assert held(shorter).fits
-
-
-def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(made, lowered, build, monkeypatch, tmp_path):
-    def run(job):
-        done = tiny.lower_once(job)
-        return replace(done, memory={**done.memory, "peak_bytes": 60 * 2**30})
-
-    monkeypatch.setattr(device_pool, "run", run)
-    with pytest.raises(SpecError, match=r"this needs 7\d\.\d\d, 1\d\.\d\d too much: .*activations 60\.00, workspace 15\.00"):
-        build(made)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "run_all", None)
-    options = plan.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
-    options = replace(options, max_model_len=131072, max_num_seqs=40)
-    sketches = module._sketches(plan.plan(options))
-    monkeypatch.setattr(module, "_sketches", lambda plan: sketches)
-    with pytest.raises(SpecError, match=r"this needs .* too much: expert weights .* KV pages .* state slots .* communication") as refused:
-        build(plan.plan(options))
-    requests, context = asked_and_fitting(str(refused.value))
-    assert 2 <= requests < 40
-    assert 128 <= context < 131072
-    for changes, fits in (
-        ({"max_num_seqs": requests}, True),
-        ({"max_num_seqs": requests + 1}, False),
-        ({"max_model_len": context}, True),
-        ({"max_model_len": context + 128}, False),
-    ):
-        assert held(plan.plan(replace(options, **changes)), sketches).fits == fits, changes
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
-    monkeypatch.setattr(module, "_sketches", lambda plan: ())
-    with pytest.raises(SpecError, match=r"No number of requests and no context fits: legal are a mesh of more ranks, narrower weights"):
-        build(plan.plan(plan.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))
-
-
-def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
-    def talks(**changes):
-        found = held(plan.plan(plan.Options(BIG, **changes)))
-        return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in found.parts if part.name == "communication")
-
-    # The published chunk gathers: 1792 tokens a rank are more than one dispatch takes.
-    small, most = talks(buckets=(2,)), talks(buckets=(128,))
-    assert small != most
-    assert talks(buckets=(128, 150)) == most
-    assert talks(buckets=(2,), prefill=(512,)) == most
-    # Of 150 rows, and of 300 with one draft, the tokens that drafts are made from are few enough: one a row.
-    assert talks(buckets=(150,)) == talks(buckets=(150,), num_speculative_tokens=0)
-    assert talks(buckets=(300,), num_speculative_tokens=1) == talks(buckets=(300,), num_speculative_tokens=0)
-    assert "world" in talks(buckets=(600,), num_speculative_tokens=0), "nothing dispatches"
-    assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"

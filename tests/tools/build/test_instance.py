@@ -1,4 +1,4 @@
-"""tools/build/plan_device.py: a deployment's choices, what is said beside it wins, what is no NPU decides nothing."""
+"""tools/build/instance.py: a deployment's choices, what wins over them, and what is for this machine."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import pytest
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.tools.build import deployments
-from npucompile.tools.build.plan_device import DEFAULT_DRAFTS, decide, phases
+from npucompile.tools.build.instance import DEFAULT_DRAFTS, phases, resolve
 
 BIG, PUBLISHED = "qwen3.5-397b", "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 SPLIT, DENSE = "qwen35-397b-a3x24-pd-1p1d-3node", "qwen3-32b-a3x4-mix-6k-1.5k-18ms"
-NOTHING = {"deployment": None, "phase": None, "target_name": None, "mesh": None, "quantization": None, "drafts": None, "drafting": True}
+NOTHING = {"deployment": None, "phase": None, "target_name": None, "mesh": None, "quantization": None, "drafts": None}
+NOTHING |= {"backend": None, "has_draft_head": True}
 
 
 def decided(model=BIG, **asked):
-    return decide(model, **{**NOTHING, **asked})
+    return resolve(model, **{**NOTHING, **asked})
 
 
 def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
@@ -25,13 +26,16 @@ def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
     assert (made.quantization, made.drafts) == ("w4a8", 3)
     assert made.buckets == deployments.deployment(PUBLISHED).phase().buckets
     assert made.prefill == (3584,)
-    assert decided("qwen3.5-tiny") is None
-    assert decided("qwen3.5-tiny", mesh="dp=2") is None
+    assert decided("qwen3.5-tiny").target.name == "cpu"
+    assert str(decided("qwen3.5-tiny", mesh="dp=2").mesh) == "dp=2"
 
 
-@pytest.mark.parametrize("asked", [{"target_name": "cpu"}, {"mesh": "dp=2"}, {"target_name": "cpu", "mesh": "dp=2,tp=2"}])
+@pytest.mark.parametrize(
+    "asked", [{"target_name": "cpu"}, {"mesh": "dp=2"}, {"target_name": "cpu", "mesh": "dp=2,tp=2"}, {"backend": "null"}]
+)
 def test_who_says_another_place_does_not_get_the_default(asked):
-    assert decided(**asked) is None
+    made = decided(**asked)
+    assert (made.target.name, made.deployment, made.limits) == ("cpu", "", None)
 
 
 def test_what_is_said_beside_a_row_wins():
@@ -58,17 +62,17 @@ def test_a_target_alone_has_one_rank_and_no_sizes():
     made = decided("any", target_name="ascend-a3")
     assert (made.mesh, made.quantization, made.drafts) == (Mesh(), "none", DEFAULT_DRAFTS)
     assert (made.limits, made.buckets, made.prefill, made.deployment) == (None, None, None, "")
-    assert decided("any", target_name="ascend-a3", drafting=False).drafts == 0
+    assert decided("any", target_name="ascend-a3", has_draft_head=False).drafts == 0
     assert decided("any", target_name="ascend-a3", drafts=0).drafts == 0
 
 
 def test_a_model_without_a_draft_head_drafts_nothing():
     for place in ({"target_name": "ascend-a3"}, {"deployment": PUBLISHED}):
-        made = decided(**place, drafting=False)
-        assert made.drafts == decided(**place, drafting=False, drafts=0).drafts == 0
+        made = decided(**place, has_draft_head=False)
+        assert made.drafts == decided(**place, has_draft_head=False, drafts=0).drafts == 0
         assert made.limits is None or (made.limits.drafts, made.limits.slots_per_request) == (0, 1)
-        with pytest.raises(SpecError, match=rf"speculative tokens is 2, and {BIG} has no draft head; legal is 0"):
-            decided(**place, drafting=False, drafts=2)
+        with pytest.raises(SpecError, match=rf"--speculative-tokens 2: {BIG} has no draft head .*; legal is 0"):
+            decided(**place, has_draft_head=False, drafts=2)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
-"""tools/build/device_pool.py: a bucket for NPUs goes from its program to a file; what the full-size one is made of."""
+"""tools/build/pool.py: buckets are compiled, alone or in processes; what the full-size one for NPUs is made of."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
-import zlib
 from collections import Counter
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -20,11 +18,12 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.ir.trace import signature_of
 from npucompile.graphs.types import Bucket
 from npucompile.lowering import collectives_check
+from npucompile.lowering.artifact.graph_io import encode
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.models import step
-from npucompile.tools.build import device_pool, plan
-from npucompile.tools.build.device_pool import Job
+from npucompile.tools.build import plan, pool, stages
+from npucompile.tools.build.pool import CompileJob
 
 BIG = "qwen3.5-397b"
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -43,9 +42,8 @@ def lowered(tmp_path_factory):
     """The smallest published decode bucket of the full-size model, at its default deployment: (plan, done, container)."""
     cache = tmp_path_factory.mktemp("cache")
     made = plan.plan(plan.Options(BIG, buckets=(2,), max_num_seqs=54))
-    job = Job(made, made.buckets[-1], cache / "big.ge", cache)
-    done = tiny.quietly(device_pool.run, job)
-    return made, done, decode(job.out_path.read_bytes())
+    done = tiny.quietly(pool.run, CompileJob(made, made.buckets[-1], cache))
+    return made, done, decode(done.compiled.data)
 
 
 def kind_of(body):
@@ -123,28 +121,27 @@ def test_each_layer_gathers_and_scatters_once(census):
 def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
     made, done, container = lowered
     assert done.job.bucket == made.buckets[-1] == Bucket("decode", 2, 4)
-    assert done.census == inspect_ge.census(container.graph)
-    assert done.collectives == collectives_check.of_container(container)
-    collectives_check.check_ranks(collectives_check.expand(done.collectives, made.mesh))
-    assert {group for _, group, _ in done.collectives} == {"tp", "world"}
-    assert done.memory["params_bytes"] == made.params_bytes
-    assert done.memory["state_bytes"] == made.state_bytes
+    assert done.compiled.census == inspect_ge.census(container.graph)
+    assert done.staged.collectives == collectives_check.of_container(container)
+    collectives_check.check_ranks(collectives_check.expand(done.staged.collectives, made.mesh))
+    assert {group for _, group, _ in done.staged.collectives} == {"tp", "world"}
+    assert done.staged.memory["params_bytes"] == made.params_bytes
+    assert done.staged.memory["state_bytes"] == made.state_bytes
     assert done.seconds > 0
     # Every pool is written where it lies, by an operator or through an output that is bound to it.
     pools = len(signature_of(step.program(made.model, made.buckets[-1], made.limits, made.dtype)).state)
-    first = container.inputs - len(done.inputs) - pools
+    first = container.inputs - len(done.staged.inputs) - pools
     written = {*container.bound, *(operand for _, operand in container.donations)}
     assert written == set(range(first, first + pools))
 
 
 def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
     _, done, _ = lowered
-    texts = json.loads(zlib.decompress(done.stages))
+    texts = stages.unpack_texts(done.staged.texts)
     assert set(texts) == {"partitioned", "lowered"}
-    assert texts["lowered"] == done.lowered
     # Sixty layers of two kinds: each kind is told once.
-    assert done.lowered.count("npu_recurrent_gated_delta_rule_functional") <= 3
-    assert done.lowered.count("npu_fused_infer_attention_score") <= 2, "of a layer and of the draft head"
+    assert texts["lowered"].count("npu_recurrent_gated_delta_rule_functional") <= 3
+    assert texts["lowered"].count("npu_fused_infer_attention_score") <= 2, "of a layer and of the draft head"
 
 
 # --- small models ---
@@ -164,52 +161,71 @@ def _threads():
 
 
 def jobs(made, directory):
-    return [Job(made, bucket, directory / bucket.name, directory) for bucket in made.buckets]
+    return [CompileJob(made, bucket, directory) for bucket in made.buckets]
 
 
 def test_a_job_and_what_became_of_it_cross_processes(model, tmp_path):
     (job,) = jobs(tiny.planned_device(model, backend="null", buckets=(4,), prefill=None), tmp_path)[-1:]
     assert pickle.loads(pickle.dumps(job)) == job
-    done = device_pool.run(job)
+    done = pool.run(job)
     assert pickle.loads(pickle.dumps(done)) == done
 
 
 def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
     made = tiny.planned_device(model, backend="null")
-    done = list(device_pool.run_all(jobs(made, tmp_path), 1))
+    done = list(pool.run_all(jobs(made, tmp_path), 1))
     assert [one.job.bucket for one in done] == list(made.buckets)
     for one in done:
-        assert not one.job.out_path.exists()
-        assert one.census == {}
-        assert one.memory["peak_bytes"] > 0
-        assert one.cost["flops"] > 0
-    assert done[1].cost["flops"] < done[2].cost["flops"]
+        assert one.compiled is None
+        assert one.staged.memory["peak_bytes"] > 0
+        assert one.staged.cost["flops"] > 0
+    assert done[1].staged.cost["flops"] < done[2].staged.cost["flops"]
 
 
 @pytest.mark.parametrize("scheme", ["none", "w4a8"])
 def test_weights_are_multiplied_as_they_are_held(model, tmp_path, scheme):
     made = tiny.planned_device(model, quantization=scheme)
-    done = tiny.lower_once(Job(made, made.buckets[-1], tmp_path / "x.ge", tmp_path))
-    fused, dense = done.census.get("GroupedMatmulSwigluQuantV2", 0), done.census.get("QuantBatchMatmulV3", 0)
+    done = tiny.compile_once(CompileJob(made, made.buckets[-1], tmp_path))
+    fused, dense = done.compiled.census.get("GroupedMatmulSwigluQuantV2", 0), done.compiled.census.get("QuantBatchMatmulV3", 0)
     assert (fused, dense) == ((4, 2) if scheme == "w4a8" else (0, 0))
     # Four layers and the draft head.
-    assert done.census["MoeDistributeDispatchV2"] == 5
+    assert done.compiled.census["MoeDistributeDispatchV2"] == 5
 
 
 def test_a_graph_that_communicates_otherwise_than_its_partition_is_not_kept(model, tmp_path, monkeypatch):
     made = tiny.planned_device(model)
-    job = Job(made, made.buckets[-1], tmp_path / "x.ge", tmp_path)
-    tiny.lower_once(job)
-    data = job.out_path.read_bytes()
-
-    def write(graph, signature, out_path, **_):
-        out_path.write_bytes(data)
-
-    found = device_pool.backend("ge")
-    monkeypatch.setattr(device_pool, "backend", lambda name: replace(found, compile=write))
+    other = tiny.compile_once(CompileJob(made, made.buckets[-1], tmp_path)).compiled
+    monkeypatch.setattr(type(pool.backend("ge")), "compile", lambda *_, **__: other)
     smaller = tiny.planned_device(model, buckets=(2,))
     with pytest.raises(LoweringError, match=r"collective \d+ of the partitioned graph is .* legal is the same list"):
-        device_pool.run(Job(smaller, smaller.buckets[-1], tmp_path / "y.ge", tmp_path))
+        pool.run(CompileJob(smaller, smaller.buckets[-1], tmp_path))
+
+
+def test_a_graph_whose_key_is_known_is_not_compiled_again(model, tmp_path, monkeypatch):
+    made = tiny.planned_device(model)
+    job = CompileJob(made, made.buckets[-1], tmp_path)
+    key = tiny.compile_once(job).staged.key
+    monkeypatch.setattr(type(pool.backend("ge")), "compile", None)
+    assert pool.run(replace(job, known_key=key)).compiled is None
+
+
+def test_a_lowered_graph_that_is_there_already_is_only_compiled(tiny_checkpoint, tmp_path, monkeypatch):
+    made = tiny.planned(tiny_checkpoint)
+    staged = tiny.stage_once(made, Bucket("decode", 1, 4))
+    data = encode(staged.lowered.graph)
+    monkeypatch.setattr(pool, "stage", None)
+    result = pool.run(CompileJob(made, staged.bucket, tmp_path, (data, staged.lowered.signature)))
+    assert (result.staged, result.compiled.data) == (None, data)
+
+
+def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, monkeypatch):
+    niceness = [3]
+    monkeypatch.setattr(os, "getpriority", lambda which, who: niceness[-1])
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: niceness.append(value))
+    monkeypatch.setattr(pool, "_compile", lambda job: (None, None))
+    for nice in (0, 10, 10, 5):
+        pool.run(CompileJob(tiny.planned_device(model, backend="null"), Bucket("decode", 4, 2), tmp_path, nice=nice))
+    assert niceness == [3, 10]
 
 
 def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
@@ -222,9 +238,9 @@ def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
             raise LoweringError(f"{job.bucket.name} cannot be")
         return job
 
-    monkeypatch.setattr(device_pool, "run", run)
+    monkeypatch.setattr(pool, "run", run)
     with pytest.raises(LoweringError, match="decode-b2-q2 cannot be"):
-        list(device_pool.run_all(jobs(made, tmp_path), 1))
+        list(pool.run_all(jobs(made, tmp_path), 1))
     assert ran == list(made.buckets[:2])
 
 
@@ -232,31 +248,29 @@ class Killed:
     """A pool whose processes are killed from outside."""
 
     def __init__(self, *_, **__):
-        self.submitted = []
+        pass
 
     def submit(self, run, job):
-        self.submitted.append(job.bucket.tokens)
         future = Future()
         future.set_exception(BrokenProcessPool("terminated abruptly"))
         return future
 
     def shutdown(self, **how):
-        assert self.submitted == sorted(self.submitted, reverse=True), "the largest are to be started first"
         assert how == {"wait": True, "cancel_futures": True}
 
 
 def test_a_killed_process_is_told_with_what_to_do(model, tmp_path, monkeypatch):
     made = tiny.planned_device(model, backend="null")
-    monkeypatch.setattr(device_pool, "ProcessPoolExecutor", Killed)
-    with pytest.raises(LoweringError, match=r"one of 2 processes that lower was killed.*--jobs 1"):
-        list(device_pool.run_all(jobs(made, tmp_path), 2))
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", Killed)
+    with pytest.raises(LoweringError, match=r"one of 2 processes that compile was killed.*--jobs 1"):
+        list(pool.run_all(jobs(made, tmp_path), 2))
 
 
 def test_this_process_is_left_one_thread_and_a_quiet_torch(model, tmp_path):
     """As processes of the pool are; they end afterwards."""
     torch.set_num_threads(2)
     made = tiny.planned_device(model, backend="null", buckets=(4,))
-    device_pool.run(jobs(made, tmp_path)[-1])
+    pool.run(jobs(made, tmp_path)[-1])
     assert torch.get_num_threads() == 1
     assert logging.getLogger("torch").level == logging.ERROR
     assert os.listdir(tmp_path) == []

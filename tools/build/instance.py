@@ -1,4 +1,4 @@
-"""Turns a named deployment, or a target and a mesh, into the sizes of a build for NPUs."""
+"""Which instance a build is for: target, mesh, quantisation and drafts, from options or from a published deployment."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from dataclasses import dataclass, replace
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Limits, Mesh
-from . import deployments as table
+from . import deployments
+from .choices import MAX_DRAFTS
 from .targets import Target, check_mesh, target
 
 DEFAULT_DRAFTS = 3
 """k where the model has a draft head and nothing else is said: what every published deployment of these models runs."""
 
-MOST_DRAFTS = 7
-"""The recurrent kernel verifies at most 8 tokens of a request at once."""
-
 
 @dataclass(frozen=True)
-class Device:
-    """What a build for NPUs is decided by.
+class Instance:
+    """What a build is decided by besides its model and its options of size.
 
     Attributes:
-        deployment: its id, "" where the sizes were given one by one.
-        phase: "mixed", "prefill" or "decode".
         drafts: k, of an instance that only prefills too.
-        limits, buckets, prefill: None where the deployment says nothing of them.
+        deployment: id of a published deployment, "" where none is named.
+        phase: "mixed", "prefill" or "decode".
+        limits, buckets, prefill: the deployment's; None where it says nothing of them.
     """
 
     target: Target
@@ -38,42 +36,42 @@ class Device:
     prefill: tuple[int, ...] | None = None
 
 
-def decide(
+def resolve(
     model: str,
     *,
+    backend: str | None,
     deployment: str | None,
     phase: str | None,
     target_name: str | None,
     mesh: str | None,
     quantization: str | None,
     drafts: int | None,
-    drafting: bool,
-) -> Device | None:
-    """The build for NPUs that was asked for, or that a preset is for; None where it is for this machine.
+    has_draft_head: bool,
+) -> Instance:
+    """The instance that options name. Without any, a preset is built for its own default deployment, and a checkpoint for this machine.
 
     Args:
         model: what users call it.
+        backend: one that compiles for this machine keeps a preset here.
         deployment, phase: a row of the table, and which of its instances.
-        target_name, mesh, quantization, drafts: what is said beside the row, and wins over it.
-        drafting: whether the model has a draft head.
+        target_name, mesh, quantization, drafts: win over the row.
 
     Raises:
         SpecError: naming the option and what is legal.
     """
-    if drafts is not None and not 0 <= drafts <= MOST_DRAFTS:
-        raise SpecError(f"speculative tokens is {drafts}; legal are 0 to {MOST_DRAFTS}: the recurrent kernel verifies no more")
-    if drafts and not drafting:
-        raise SpecError(f"speculative tokens is {drafts}, and {model} has no draft head; legal is 0")
-    drafts = drafts if drafting else 0
-    row = table.deployment(deployment) if deployment else None
-    if row is None and target_name is None and mesh is None:
-        row = table.default_for(model)
+    if drafts is not None and not 0 <= drafts <= MAX_DRAFTS:
+        raise SpecError(f"speculative tokens is {drafts}; legal are 0 to {MAX_DRAFTS}")
+    if drafts and not has_draft_head:
+        raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head (mtp_num_hidden_layers is 0); legal is 0")
+    drafts = drafts if has_draft_head else 0
+    row = deployments.deployment(deployment) if deployment else None
+    if row is None and target_name is None and mesh is None and backend in (None, "ge"):
+        row = deployments.default_for(model)
+    if row is None and phase:
+        raise SpecError(f"--phase {phase} is one side of a deployment that splits them; name it, as in --deployment ID")
     if row is None:
-        chosen = target(target_name or "cpu")
-        if chosen.backend != "ge":
-            return None
-        made = Device(chosen, Mesh.parse(mesh or ""), quantization or "none", DEFAULT_DRAFTS if drafts is None else drafts)
-        return _checked(made)
+        k = DEFAULT_DRAFTS if drafts is None else drafts
+        return _checked(Instance(target(target_name or "cpu"), Mesh.parse(mesh or ""), quantization or "none", k))
     if row.model != model:
         raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
     return _checked(_of_row(row, phase, target_name, mesh, quantization, drafts))
@@ -81,36 +79,40 @@ def decide(
 
 def phases(deployment: str | None, model: str) -> tuple[str, ...]:
     """Instances of a deployment that each need an artifact of their own: "mixed", or "prefill" and "decode"."""
-    row = table.deployment(deployment) if deployment else table.default_for(model)
+    row = deployments.deployment(deployment) if deployment else deployments.default_for(model)
     return tuple(row.phases) if row else ("mixed",)
 
 
 def _of_row(
-    row: table.Deployment, phase: str | None, target_name: str | None, mesh: str | None, quantization: str | None, drafts: int | None
-) -> Device:
+    row: deployments.Deployment,
+    phase: str | None,
+    target_name: str | None,
+    mesh: str | None,
+    quantization: str | None,
+    drafts: int | None,
+) -> Instance:
     if phase is not None and phase not in row.phases:
         raise SpecError(f"deployment {row.id} has no phase {phase!r}; legal are {', '.join(row.phases)}")
     part = row.phase(phase)
     chosen = target(target_name or row.target)
-    if chosen.backend != "ge":
+    if chosen.local:
         raise SpecError(f"deployment {row.id} is for {row.target}, the target is {chosen.name}; legal are targets that are NPUs")
     if drafts is not None:
         part = replace(part, num_speculative_tokens=drafts)
     scheme = quantization or ("none" if row.quantization == "bf16" else row.quantization)
-    chunks = () if part.name == "decode" else (table.prefill_chunk(row),)
-    return Device(
+    return Instance(
         chosen,
         part.mesh if mesh is None else Mesh.parse(mesh),
         scheme,
         part.num_speculative_tokens,
         row.id,
         part.name,
-        table.limits_for(row, part, chosen.page_size),
+        deployments.limits_for(row, part, chosen.page_size),
         part.buckets,
-        chunks,
+        () if part.name == "decode" else (deployments.prefill_chunk(row),),
     )
 
 
-def _checked(made: Device) -> Device:
-    check_mesh(made.target, made.mesh)
-    return made
+def _checked(instance: Instance) -> Instance:
+    check_mesh(instance.target, instance.mesh)
+    return instance

@@ -1,0 +1,138 @@
+"""tools/build/rank_memory.py: what does not fit on a rank is refused, with settings that do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from support import tiny
+
+from npucompile.graphs.errors import SpecError
+from npucompile.graphs.types import Mesh
+from npucompile.tools.build import deployments, driver, plan, pool, rank_memory
+from npucompile.tools.build.describe import describe
+
+BIG = "qwen3.5-397b"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+@pytest.fixture
+def build(tmp_path):
+    def built(made, name="out", jobs=1):
+        return driver.build(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+
+    return built
+
+
+ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
+
+
+def held(made, entries=()):
+    return rank_memory.rank_memory(made, described(made), entries)
+
+
+def described(made):
+    return describe(made, None, tiny.QUIET)
+
+
+@pytest.mark.parametrize(("name", "phase"), ROWS)
+def test_every_published_deployment_fits_with_room_for_its_activations(name, phase):
+    planned = held(plan.plan(plan.Options(BIG, deployment=name, phase=None if phase == "mixed" else phase)))
+    parts = {part.name: part.nbytes for part in planned.parts}
+    assert planned.fits
+    # The most that any row's graphs hold at once is 5.2 GiB and a quarter, of a chunk of 3584 tokens over two ranks.
+    tokens = {2: 7.5, 4: 4, 8: 2, 16: 1}[Mesh.parse(planned.mesh).axis("tp")]
+    assert planned.total_bytes + tokens * 2**30 <= planned.limit_bytes
+    assert parts["expert weights"] > parts["other weights"] > 0
+    assert parts["draft head"] > 0
+    assert parts["communication"] > 0
+
+
+def test_the_default_deployment_fits_activations_and_all():
+    made = plan.plan(plan.Options(BIG))
+    planned = held(made, rank_memory._largest_partitioned(made))
+    parts = {part.name: part.nbytes / 2**30 for part in planned.parts}
+    assert planned.fits
+    assert 1 < parts["activations"] < 8
+
+
+def asked_and_fitting(text):
+    """(requests, context) that a refusal says would fit."""
+    found = re.search(r"What fits: (\d+) requests a dp group \(asked: \d+\)", text), re.search(r"a context of (\d+) tokens \(asked", text)
+    return tuple(int(match[1]) if match else None for match in found)
+
+
+def test_what_a_refusal_suggests_is_built_and_one_more_is_refused(model, build, monkeypatch, tmp_path):
+    """Graphs included: their activations are known before the first refusal."""
+    changes = {"max_num_seqs": 600_000, "max_model_len": 1024}
+    monkeypatch.setattr(pool, "run", tiny.compile_once)
+    with pytest.raises(SpecError, match=r"a rank of ascend-a3 with mesh dp=2,tp=2 has 64.00 GiB and this needs .* too much") as refused:
+        build(tiny.planned_device(model, backend="null", buckets=(2,), **changes))
+    assert "activations 0.00" in str(refused.value)
+    requests, context = asked_and_fitting(str(refused.value))
+    assert not (tmp_path / "out").exists()
+    build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests}))
+    with pytest.raises(SpecError, match="too much"):
+        build(tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_num_seqs": requests + 1}))
+    shorter = tiny.planned_device(model, backend="null", buckets=(2,), **{**changes, "max_model_len": context})
+    assert held(shorter).fits
+
+
+def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(model, build, monkeypatch, tmp_path):
+    def run(job):
+        result = tiny.compile_once(job)
+        return replace(result, staged=replace(result.staged, memory={**result.staged.memory, "peak_bytes": 60 * 2**30}))
+
+    monkeypatch.setattr(pool, "run", run)
+    with pytest.raises(SpecError, match=r"this needs 7\d\.\d\d, 1\d\.\d\d too much: .*activations 60\.00, workspace 15\.00"):
+        build(tiny.planned_device(model))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "run_all", None)
+    options = plan.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
+    options = replace(options, max_model_len=131072, max_num_seqs=40)
+    entries = rank_memory._largest_partitioned(plan.plan(options))
+    monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: entries)
+    with pytest.raises(SpecError, match=r"this needs .* too much: expert weights .* KV pages .* state slots .* communication") as refused:
+        build(plan.plan(options))
+    requests, context = asked_and_fitting(str(refused.value))
+    assert 2 <= requests < 40
+    assert 128 <= context < 131072
+    for changes, fits in (
+        ({"max_num_seqs": requests}, True),
+        ({"max_num_seqs": requests + 1}, False),
+        ({"max_model_len": context}, True),
+        ({"max_model_len": context + 128}, False),
+    ):
+        assert held(plan.plan(replace(options, **changes)), entries).fits == fits, changes
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
+    monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: ())
+    with pytest.raises(SpecError, match=r"No number of requests and no context fits: legal are a mesh of more ranks, narrower weights"):
+        build(plan.plan(plan.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))
+
+
+def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
+    def talks(**changes):
+        found = held(plan.plan(plan.Options(BIG, **changes)))
+        return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in found.parts if part.name == "communication")
+
+    # The published chunk gathers: 1792 tokens a rank are more than one dispatch takes.
+    small, most = talks(buckets=(2,)), talks(buckets=(128,))
+    assert small != most
+    assert talks(buckets=(128, 150)) == most
+    assert talks(buckets=(2,), prefill=(512,)) == most
+    # Of 150 rows, and of 300 with one draft, the tokens that drafts are made from are few enough: one a row.
+    assert talks(buckets=(150,)) == talks(buckets=(150,), num_speculative_tokens=0)
+    assert talks(buckets=(300,), num_speculative_tokens=1) == talks(buckets=(300,), num_speculative_tokens=0)
+    assert "world" in talks(buckets=(600,), num_speculative_tokens=0), "nothing dispatches"
+    assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"

@@ -1,0 +1,58 @@
+"""A manifest's description of a build: everything but its graphs."""
+
+from __future__ import annotations
+
+from ...graphs.ir.trace import signature_of
+from ...graphs.types import DTYPE_NAMES
+from ...lowering.artifact.artifact import ArtifactWriter, Manifest
+from ...lowering.backend import backend
+from ...lowering.toolchain import toolchain
+from ...models import step
+from ...server.tokenizer import TextCodec
+from ..progress import Progress
+from .plan import Plan
+from .weights import store_weights
+
+
+def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest:
+    """Stores weights and tokenizer, where the plan's target runs from them; the manifest has no graphs yet.
+
+    Raises:
+        ModelError: the checkpoint or its tokenizer cannot be used.
+    """
+    signature = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype))
+    weights, source, tokenizer = None, "none", None
+    if plan.target.local:
+        weights, source = store_weights(plan, signature.params, writer, progress)
+        if plan.found.tokenizer:
+            TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
+            tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
+    chosen = backend(plan.backend)
+    return Manifest(
+        model={
+            "name": plan.found.name,
+            "family": plan.model.family.FAMILY,
+            "config": plan.found.text,
+            "vocab_size": int(plan.model.config.vocab_size),
+            "eos_ids": list(plan.eos_ids),
+        },
+        dtype=DTYPE_NAMES[plan.dtype],
+        mesh=str(plan.mesh),
+        rules=dict(plan.rules().table),
+        target=plan.target.name,
+        backend=plan.backend,
+        limits=plan.limits,
+        params=signature.params,
+        state=signature.state,
+        graphs=(),
+        references=(),
+        weights=weights,
+        tokenizer=tokenizer,
+        files={},
+        toolchain={**toolchain(), **chosen.versions()},
+        cpu_features=chosen.cpu_features(),
+        source_digest=source,
+        build_arguments=plan.arguments,
+        quantization=plan.quantization,
+        deployment=plan.deployment,
+    )
