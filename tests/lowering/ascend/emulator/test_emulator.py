@@ -14,7 +14,6 @@ from npucompile.graphs import ops as ops
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.primitive import TABLE, Primitive
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator import emulator
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -56,15 +55,6 @@ def waited(g: Graph, op: Any, *args: Any) -> Node:
 
 
 # --- groups ---
-
-
-def test_groups_follow_rank_equals_dp_times_tp_plus_tp() -> None:
-    assert emulator.groups(Mesh.parse("dp=2,tp=3")) == {
-        "tp": [[0, 1, 2], [3, 4, 5]],
-        "dp": [[0, 3], [1, 4], [2, 5]],
-        "world": [[0, 1, 2, 3, 4, 5]],
-    }
-    assert emulator.groups(Mesh()) == {"tp": [[0]], "dp": [[0]], "world": [[0]]}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -296,12 +286,10 @@ def test_members_that_disagree_are_named() -> None:
         run(graph, "tp=2", lambda rank: [torch.zeros(1, dtype=torch.float64 if rank else torch.float32)])
 
 
-def test_unknown_groups_and_axes_are_named() -> None:
+def test_unknown_groups_are_named() -> None:
     graph = built("x", fn=lambda g, x: [waited(g, c10d.all_reduce.default, x, "sum", "pp")])
     with pytest.raises(LoweringError, match=r"over group 'pp'; this mesh has \['dp', 'tp', 'world'\]"):
         run(graph, "tp=2", lambda rank: [torch.zeros(1)])
-    with pytest.raises(LoweringError, match=r"has the axes \['pp'\]; legal are \['dp', 'tp'\]"):
-        Lockstep(graph, Mesh.parse("pp=2"))
 
 
 def test_operands_are_counted() -> None:
