@@ -75,9 +75,10 @@ WORLD = "world"
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named device axes, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device. Ranks are numbered row-major.
+    """Named device axes, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device.
 
-    `Mesh.parse(str(mesh))` is the mesh.
+    Ranks are numbered row-major over `MESH_AXES`, in whatever order a mesh lists its axes: rank = dp index * tp + tp index. So shards
+    of a logical axis that is split over all ranks lie in the order of the group "world". `Mesh.parse(str(mesh))` is the mesh.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -143,11 +144,10 @@ class Mesh:
 
     def _strides(self) -> dict[str, tuple[int, int]]:
         """Of every axis the distance between neighbouring ranks and the size; absent legal axes have size 1."""
-        strides = {name: (1, 1) for name in MESH_AXES}
-        stride = self.size
-        for name, size in self.axes:
-            stride //= size
-            strides[name] = (stride, size)
+        strides, stride = {}, self.size
+        for name in dict.fromkeys((*MESH_AXES, *(name for name, _ in self.axes))):
+            stride //= self.axis(name)
+            strides[name] = (stride, self.axis(name))
         return strides
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def test_real_ranks_reach_each_other_by_the_names_of_graphs():
 
 def test_ranks_that_do_not_connect_are_named_and_no_name_stays_bound():
     store = open_store(Seat(0, 2, "127.0.0.1", 0, 5, hosts_store=True))
-    with pytest.raises(RankError, match=r"rank 0 cannot connect to ranks \[0, 1\] of its group 'world'"):
+    with pytest.raises(RankError, match=r"rank 0 cannot connect to ranks \[0, 1\] of its group 'tp'"):
         Groups(Mesh.parse("tp=2"), 0, store, "127.0.0.1", 0.5)
     with pytest.raises(RuntimeError):
         torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "world")
