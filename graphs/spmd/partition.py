@@ -67,7 +67,7 @@ def collective_group(node: Node) -> str | None:
     if target.namespace == "_c10d_functional":
         return None if "wait" in target._opname else str(node.args[-1])
     primitive = of_target(target)
-    if primitive is None or not primitive.has("together"):
+    if primitive is None or not primitive.has("group_reference"):
         return None
     return str(node.args[[argument.name for argument in target._schema.arguments].index("group")])
 

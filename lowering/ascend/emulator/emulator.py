@@ -147,15 +147,15 @@ def _together(node: Node) -> tuple[str, Callable[[list[Any]], list[Any]]] | None
     if (name := str(node.target)) in GROUP_KERNELS:
         return group_of(name, node.args, node.kwargs), GROUP_KERNELS[name]
     primitive = of_target(node.target)
-    if primitive is None or not primitive.has("together"):
+    if primitive is None or not primitive.has("group_reference"):
         return None
     names = [argument.name for argument in primitive.op._schema.arguments]
     return str(_positional(names, node.args, node.kwargs)[names.index("group")]), _of_primitive(primitive, names)
 
 
-def _of_primitive(primitive: Primitive, names: list[str]) -> Callable[[list[Any]], list[Any]]:
+def _of_primitive(primitive: Primitive[Any], names: list[str]) -> Callable[[list[Any]], list[Any]]:
     def rule(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        return list(primitive.rule("together")([_positional(names, args, kwargs) for args, kwargs in calls]))
+        return list(primitive.rule("group_reference")([_positional(names, args, kwargs) for args, kwargs in calls]))
 
     return rule
 

@@ -4,7 +4,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -209,17 +209,24 @@ def test_results_of_a_collective_are_not_shared() -> None:
 
 # --- primitives that communicate ---
 
-CALLS: list[list[tuple[Any, ...]]] = []
+
+class Shout(NamedTuple):
+    x: torch.Tensor
+    more: int
+    group: str
+
+
+CALLS: list[list[Shout]] = []
 
 
 @pytest.fixture(scope="module")
-def shout() -> Iterator[Primitive]:
+def shout() -> Iterator[Primitive[Shout]]:
     """A primitive whose result is every member's values, its own first."""
-    primitive = Primitive("lockstep_shout", "(Tensor x, int more, str group) -> Tensor", factors="_ -> _")
-    primitive.reference(lambda x, more, group: pytest.fail("it has a meaning only for a whole group"))
+    primitive = Primitive("lockstep_shout", Shout, factors="_ -> _")
+    primitive.reference(lambda args: pytest.fail("it has a meaning only for a whole group"))
 
-    @primitive.together
-    def together(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    @primitive.group_reference
+    def of_group(calls: list[Shout]) -> list[torch.Tensor]:
         CALLS.append(calls)
         return [torch.cat([x + more, *(other for other, *_ in calls if other is not x)]) for x, more, _ in calls]
 
@@ -227,7 +234,7 @@ def shout() -> Iterator[Primitive]:
     del TABLE["lockstep_shout"]
 
 
-def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primitive) -> None:
+def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primitive[Shout]) -> None:
     def body(g: Graph, x: Node) -> list[Node]:
         return [g.call_function(shout.op, (x, 100), {"group": "tp"}), g.call_function(shout.op, (x, 0, "dp"))]
 
@@ -243,7 +250,7 @@ def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primit
     assert len(CALLS) == 4
 
 
-def test_values_are_freed_after_their_last_reader(shout: Primitive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[list[bool]] = []
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -254,7 +261,7 @@ def test_values_are_freed_after_their_last_reader(shout: Primitive, monkeypatch:
         made.append(weakref.ref(result))
         return [result]
 
-    monkeypatch.setitem(shout._rules, "together", watch)
+    monkeypatch.setitem(shout._rules, "group_reference", watch)
 
     def body(g: Graph, x: Node) -> list[Node]:
         a = g.call_function(shout.op, (x, 0, "tp"))
