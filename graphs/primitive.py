@@ -1,11 +1,11 @@
-"""Turns a name and a schema into a primitive: an opaque graph node whose facets are independent rules in one table."""
+"""Primitives: opaque graph nodes, each with a record of its operands and independent rules over that record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
@@ -16,10 +16,16 @@ from .types import Aval
 NAMESPACE = "npuc"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-TABLE: dict[str, Primitive] = {}
+TABLE: dict[str, Primitive[Any]] = {}
 """Every primitive by name; filled when `graphs.ops` is imported."""
 
 Rule = Callable[..., Any]
+
+Operands = TypeVar("Operands", bound=tuple[Any, ...])
+Result = TypeVar("Result")
+
+_SCHEMA_TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+"""Type of a record's field -> its type in an operator's schema."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +51,70 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors if t is not None)
 
 
-class Primitive:
-    """One operation of the house: `torch.ops.npuc.<name>` in graphs, plain torch outside them.
+def _returns(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
-    A primitive's file creates it and fills its rules with the decorators below. A rule that is missing fails by the
-    primitive's name when it is first needed.
+
+class Primitive(Generic[Operands]):
+    """One opaque operation: `torch.ops.npuc.<name>` in graphs, plain torch outside them.
+
+    A primitive's file states its operands once, as a NamedTuple, and gives it rules with the decorators below. Callers (models, graphs,
+    backends) pass operands one by one; every rule takes them as one record:
+
+        class Scale(NamedTuple):
+            x: Tensor  # [T, M]
+            factor: float
+
+        scale = Primitive("scale", Scale, factors="t m -> t m")
+
+        @scale.reference
+        def scale_reference(args: Scale) -> Tensor:
+            return args.x * args.factor
+
+    A rule that is missing fails by the primitive's name when it is first needed.
 
     Args:
         name: operator name in the `npuc` namespace.
-        schema: torch operator schema without the name.
+        operands: record whose fields, in order, are the operator's arguments: a Tensor is an operand; int, float, bool, str and
+            torch.dtype are attributes, fixed when the graph is built.
         factors: sharding rule, e.g. `"t k, n k -> t n; sum k"`: one group of letters per tensor operand and result, in
-            schema order; `_` is a dimension that stays whole. A letter may be sharded when all its carriers are; a letter
+            order; `_` is a dimension that stays whole. A letter may be sharded when all its carriers are; a letter
             that some result lacks must be declared `sum` (that result is then a partial sum), else it stays whole.
         donates: (operand index, result index) pairs: the result is the operand with some elements replaced. The rule
             `inplace` then does the same into the operand itself.
 
+    Attributes:
+        schema: torch operator schema without the name; results are as many tensors as the factors have groups.
+
     Raises:
-        PrimitiveError: when the name is taken, the factor string is malformed, or it counts other tensors than the schema.
+        PrimitiveError: when the name is taken, the factor string is malformed or counts other tensors than the record, or a field of
+            the record has another type.
     """
 
-    def __init__(self, name: str, schema: str, *, factors: str, donates: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(self, name: str, operands: type[Operands], *, factors: str, donates: tuple[tuple[int, int], ...] = ()) -> None:
         if name in TABLE:
             raise PrimitiveError(f"primitive {name!r} is defined twice; names are unique")
-        self.name, self.schema, self.factors, self.donates = name, schema, Factors.parse(factors), donates
-        parsed = torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}")
-        self.tensor_arguments = [isinstance(a.type, torch.TensorType) for a in parsed.arguments]
-        counts = (sum(self.tensor_arguments), len(parsed.returns))
-        if counts != (len(self.factors.operands), len(self.factors.results)):
+        self.name, self.factors, self.donates = name, Factors.parse(factors), donates
+        types = get_type_hints(operands)
+        if strange := {field: kind for field, kind in types.items() if kind not in _SCHEMA_TYPES}:
+            legal = ", ".join(kind.__name__ for kind in _SCHEMA_TYPES)
+            raise PrimitiveError(f"primitive {name!r}: {operands.__name__} has fields {strange}; legal types are {legal}")
+        self.tensor_arguments = [kind is torch.Tensor for kind in types.values()]
+        if sum(self.tensor_arguments) != len(self.factors.operands):
             raise PrimitiveError(
-                f"primitive {name!r}: its factors {factors!r} have {len(self.factors.operands)} operands and "
-                f"{len(self.factors.results)} results, its schema {schema} has {counts[0]} and {counts[1]}"
+                f"primitive {name!r}: its factors {factors!r} have {len(self.factors.operands)} operands, "
+                f"{operands.__name__} has {sum(self.tensor_arguments)} tensors"
             )
+        arguments = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in types.items())
+        self.schema = f"({arguments}) -> {_returns(len(self.factors.results))}"
+        self._operands = operands
         self._rules: dict[str, Rule] = {}
-        _LIBRARY.define(f"{name}{schema}")
+        _LIBRARY.define(f"{name}{self.schema}")
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
         TABLE[name] = self
 
     def rule(self, facet: str) -> Rule:
-        """The rule of one facet.
+        """The rule of one facet, as a function of the operands one by one.
 
         Raises:
             PrimitiveError: naming the primitive, the missing facet and the facets it has.
@@ -94,44 +126,52 @@ class Primitive:
     def has(self, facet: str) -> bool:
         return facet in self._rules
 
-    def abstract(self, fn: Rule) -> Rule:
+    def _register(self, facet: str, fn: Callable[[Operands], Any]) -> Rule:
+        """Stores a rule behind the operator's own calling convention."""
+
+        def rule(*args: Any, **kwargs: Any) -> Any:
+            return fn(self._operands(*args, **kwargs))
+
+        # Not functools.wraps: torch's tracers look through `__wrapped__` and would see a function of one argument.
+        rule.__module__, rule.__name__ = fn.__module__, fn.__name__
+        self._rules[facet] = rule
+        return rule
+
+    def abstract(self, fn: Callable[[Operands], Result]) -> Callable[[Operands], Result]:
         """Decorates the shape rule: operands are meta tensors, results are new meta tensors."""
-        self._rules["abstract"] = fn
-        _LIBRARY.impl(self.name, fn, "Meta")
+        _LIBRARY.impl(self.name, self._register("abstract", fn), "Meta")
         return fn
 
-    def reference(self, fn: Rule) -> Rule:
+    def reference(self, fn: Callable[[Operands], Result]) -> Callable[[Operands], Result]:
         """Decorates the plain-torch meaning: the oracle of every backend, differentiable where that makes sense."""
-        self._rules["reference"] = fn
-        _LIBRARY.impl(self.name, fn, "CompositeExplicitAutograd")
+        _LIBRARY.impl(self.name, self._register("reference", fn), "CompositeExplicitAutograd")
         return fn
 
-    def inplace(self, fn: Rule) -> Rule:
-        """Decorates the donating twin of the reference, `npuc.<name>_`: it writes the donated operands in place.
+    def inplace(self, fn: Callable[[Operands], Result]) -> Callable[[Operands], Result]:
+        """Decorates the in-place variant of the reference, `npuc.<name>_`: it writes the donated operands.
 
         The rule returns all results, donated operands included; the operator returns the others only.
         """
-        self._rules["inplace"] = fn
         _LIBRARY.define(f"{self.name}_{self._inplace_schema()}")
-        rest = self.kept_results
+        inplace = self._register("inplace", fn)
 
         def kernel(*args: Any) -> Any:
-            results = fn(*args)
-            kept = tuple(results[i] for i in rest)
-            return kept[0] if len(kept) == 1 else kept or None
+            return self._without_donated(inplace(*args))
 
         def meta(*args: Any) -> Any:
-            results = self.rule("abstract")(*args)
-            kept = tuple(results[i] for i in rest)
-            return kept[0] if len(kept) == 1 else kept or None
+            return self._without_donated(self.rule("abstract")(*args))
 
         _LIBRARY.impl(f"{self.name}_", kernel, "CompositeExplicitAutograd")
         _LIBRARY.impl(f"{self.name}_", meta, "Meta")
         return fn
 
+    def _without_donated(self, results: Sequence[Any]) -> Any:
+        kept = tuple(results[i] for i in self.kept_results)
+        return kept[0] if len(kept) == 1 else kept or None
+
     @property
     def inplace_op(self) -> torch._ops.OpOverload:
-        """The operator of the donating twin.
+        """The operator of the in-place variant.
 
         Raises:
             PrimitiveError: when the primitive has none.
@@ -142,9 +182,9 @@ class Primitive:
 
     @property
     def kept_results(self) -> list[int]:
-        """Indices of results that are not donated operands; what the donating twin returns."""
+        """Indices of results that are not donated operands; what the in-place variant returns."""
         donated = {result for _, result in self.donates}
-        return [i for i in range(len(self.op._schema.returns)) if i not in donated]
+        return [i for i in range(len(self.factors.results)) if i not in donated]
 
     def _inplace_schema(self) -> str:
         donated = {operand: chr(ord("a") + i) for i, (operand, _) in enumerate(self.donates)}
@@ -152,28 +192,31 @@ class Primitive:
         for i, argument in enumerate(self.op._schema.arguments):
             kind = f"Tensor({donated[i]}!)" if i in donated else str(argument.type)
             arguments.append(f"{kind} {argument.name}")
-        kept = ["Tensor"] * len(self.kept_results)
-        return f"({', '.join(arguments)}) -> {kept[0] if len(kept) == 1 else '(' + ', '.join(kept) + ')'}"
+        return f"({', '.join(arguments)}) -> {_returns(len(self.kept_results))}"
 
-    def together(self, fn: Rule) -> Rule:
+    def group_reference(self, fn: Callable[[list[Operands]], list[Result]]) -> Callable[[list[Operands]], list[Result]]:
         """Decorates the meaning of a primitive that communicates: the calls of all devices of a group -> their results.
 
-        The rule takes a list of argument tuples, one a device in the order of the group, and returns a list of results. A
-        schema of such a primitive has an argument `group`, the symbolic name of the group.
+        The rule takes a list of records, one a device in the order of the group, and returns a list of results. A
+        record of such a primitive has a field `group`, the symbolic name of the group.
         """
-        self._rules["together"] = fn
+
+        def rule(calls: Iterable[tuple[Any, ...]]) -> list[Result]:
+            return fn([self._operands(*args) for args in calls])
+
+        self._rules["group_reference"] = rule
         return fn
 
-    def cost(self, fn: Callable[..., Cost]) -> Callable[..., Cost]:
+    def cost(self, fn: Callable[[Operands], Cost]) -> Callable[[Operands], Cost]:
         """Decorates the cost rule: operands as given, tensors may be meta; returns a Cost."""
-        self._rules["cost"] = fn
+        self._register("cost", fn)
         return fn
 
-    def lowering(self, backend: str) -> Callable[[Rule], Rule]:
+    def lowering(self, backend: str) -> Callable[[Callable[[Operands], Result]], Callable[[Operands], Result]]:
         """Decorates a lowering: a torch function that a backend traces in place of the node."""
 
-        def register(fn: Rule) -> Rule:
-            self._rules[f"lowering:{backend}"] = fn
+        def register(fn: Callable[[Operands], Result]) -> Callable[[Operands], Result]:
+            self._register(f"lowering:{backend}", fn)
             return fn
 
         return register
@@ -219,7 +262,7 @@ class Primitive:
         return f"Primitive({self.name})"
 
 
-def of_target(target: object) -> Primitive | None:
+def of_target(target: object) -> Primitive[Any] | None:
     """The primitive behind an FX node's target, or None for any other operator."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         return TABLE.get(target._schema.name.split("::")[1])

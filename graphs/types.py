@@ -64,24 +64,34 @@ MESH_AXES = ("dp", "tp")
 """Legal axes of a mesh: groups that serve requests of their own, and the devices of a group."""
 
 MANUAL_AXIS = "dp"
-"""A program is written and traced for one group; only explicit regions talk across groups."""
+"""A program is written and traced for one group; only explicit regions communicate across groups."""
+
+COORDS = "coords"
+"""Name of the input by which a graph of several devices knows on which of them it runs: `Mesh.coords`."""
+
+WORLD = "world"
+"""Name of the group of all ranks; every other group of ranks has the name of the axis it lies along."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named device axes in row-major order, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device."""
+    """Named device axes, e.g. `Mesh((("dp", 8), ("tp", 2)))`; () is one device.
+
+    Ranks are numbered row-major over `MESH_AXES`, in whatever order a mesh lists its axes: rank = dp index * tp + tp index. So shards
+    of a logical axis that is split over all ranks lie in the order of the group "world". `Mesh.parse(str(mesh))` is the mesh.
+    """
 
     axes: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Reads `dp=8,tp=2`; the empty string is one device.
+        """Reads `dp=8,tp=2`; "1" and the empty string are one device.
 
         Raises:
             SpecError: on anything else.
         """
         axes: list[tuple[str, int]] = []
-        for part in (piece.strip() for piece in text.split(",") if text.strip()):
+        for part in (piece.strip() for piece in text.split(",") if text.strip() not in ("", "1")):
             name, _, size = part.partition("=")
             if not name.isidentifier() or not (size.isascii() and size.isdecimal()) or int(size) < 1:
                 raise SpecError(f"mesh {text!r}: {part!r} is not NAME=SIZE with SIZE at least 1, as in dp=8,tp=2")
@@ -92,11 +102,53 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def axis(self, name: str) -> int:
         """Size of one axis; an absent axis has size 1."""
         return dict(self.axes).get(name, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's index on every axis of the mesh and on every legal axis; 0 on an absent one.
+
+        Raises:
+            SpecError: when the mesh has no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise SpecError(f"rank {rank} of mesh {self}; legal is 0 to {self.size - 1}")
+        return {name: rank // stride % size for name, (stride, size) in self._strides().items()}
+
+    def coords(self, rank: int) -> torch.Tensor:
+        """A rank's coordinates on `MESH_AXES`, [2] i32: the value of the input `coords` of a graph."""
+        coordinates = self.coordinates(rank)
+        return torch.tensor([coordinates[name] for name in MESH_AXES], dtype=torch.int32)
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of a name that a rank belongs to, in the order of their index on the axis.
+
+        Args:
+            name: an axis, or "world"; a group along an absent axis is the rank alone.
+            rank: 0 to size - 1.
+        """
+        if name == WORLD:
+            return tuple(range(self.size))
+        stride, size = self._strides().get(name, (1, 1))
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
+
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """All groups by name: one name per axis, and "world"."""
+        names = (*self._strides(), WORLD)
+        return {name: tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size))) for name in names}
+
+    def _strides(self) -> dict[str, tuple[int, int]]:
+        """Of every axis the distance between neighbouring ranks and the size; absent legal axes have size 1."""
+        strides, stride = {}, self.size
+        for name in dict.fromkeys((*MESH_AXES, *(name for name, _ in self.axes))):
+            stride //= self.axis(name)
+            strides[name] = (stride, self.axis(name))
+        return strides
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "1"
@@ -104,7 +156,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Rules:
-    """A layout: which mesh axes a logical axis is split over. A new layout is a new mapping, never a new model."""
+    """A layout: which mesh axes a logical axis is split over. A new layout is a new mapping, never a new model.
+
+    A dimension whose logical axis maps to mesh axes is split into as many equal parts as those axes have devices together; a rank
+    holds the part numbered by its coordinates on them, row-major in the order the rules list them. All else is held whole.
+    """
 
     table: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -115,7 +171,7 @@ class Rules:
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         return dict(self.table).get(logical, ()) if logical else ()
 
-    def ways(self, logical: str | None, mesh: Mesh) -> int:
+    def num_shards(self, logical: str | None, mesh: Mesh) -> int:
         """Number of shards that a logical axis has on a mesh."""
         return math.prod(mesh.axis(name) for name in self.mesh_axes(logical))
 
@@ -125,16 +181,42 @@ class Rules:
         Raises:
             PartitionError: naming the value, the axis, the mesh and the sizes.
         """
-        seen: dict[str, str] = {}
+        logical_of: dict[str, str] = {}
         for size, logical in zip(aval.shape, aval.axes, strict=True):
             names = self.mesh_axes(logical)
-            ways = self.ways(logical, mesh)
-            if size % ways:
-                raise PartitionError(f"{what}: axis {logical!r} of size {size} does not divide by {ways} ({names} of mesh {mesh})")
-            for n in names:
-                if n in seen:
-                    raise PartitionError(f"{what}: axes {seen[n]!r} and {logical!r} both map to mesh axis {n!r}")
-                seen[n] = str(logical)
+            shards = self.num_shards(logical, mesh)
+            if size % shards:
+                raise PartitionError(f"{what}: axis {logical!r} of size {size} does not divide by {shards} ({names} of mesh {mesh})")
+            for name in names:
+                if name in logical_of:
+                    raise PartitionError(f"{what}: axes {logical_of[name]!r} and {logical!r} both map to mesh axis {name!r}")
+                logical_of[name] = str(logical)
+
+    def local_aval(self, aval: Aval, mesh: Mesh) -> Aval:
+        """What one rank holds of a global value; the same shape on all ranks.
+
+        Raises:
+            PartitionError: when a size does not divide, or two dimensions are split over one mesh axis.
+        """
+        self.check(aval, mesh, str(aval))
+        shape = tuple(size // self.num_shards(axis, mesh) for size, axis in zip(aval.shape, aval.axes, strict=True))
+        return Aval(shape, aval.dtype, aval.axes)
+
+    def local_slice(self, aval: Aval, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+        """Where a rank's part of a global value lies in it.
+
+        Raises:
+            PartitionError: as `local_aval`.
+            SpecError: when the mesh has no such rank.
+        """
+        coordinates = mesh.coordinates(rank)
+        slices = []
+        for size, logical in zip(self.local_aval(aval, mesh).shape, aval.axes, strict=True):
+            part = 0
+            for name in self.mesh_axes(logical):
+                part = part * mesh.axis(name) + coordinates.get(name, 0)
+            slices.append(slice(part * size, (part + 1) * size))
+        return tuple(slices)
 
 
 KINDS = ("decode", "prefill")

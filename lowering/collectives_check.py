@@ -8,7 +8,6 @@ from typing import Any
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import Mesh
-from .ascend.emulator.emulator import groups
 from .ascend.ge_file import Container, parse
 from .ascend.inspect_ge import shape
 
@@ -46,11 +45,10 @@ def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
     Raises:
         LoweringError: a collective is over a group that the mesh has not.
     """
-    known = groups(mesh)
+    known = mesh.groups()
     if strange := sorted({group for _, group, _ in collectives if group not in known}):
         raise LoweringError(f"collectives are over the groups {', '.join(strange)}; mesh {mesh} has {', '.join(known)}")
-    mine = {name: {rank: tuple(ranks) for ranks in sets for rank in ranks} for name, sets in known.items()}
-    return [[(name, mine[group][rank], kind) for name, group, kind in collectives] for rank in range(mesh.size)]
+    return [[(name, mesh.group(group, rank), kind) for name, group, kind in collectives] for rank in range(mesh.size)]
 
 
 def of_container(container: Container, *, in_order: bool = False) -> tuple[Collective, ...]:

@@ -165,7 +165,7 @@ def _replacing(new: Node) -> tuple[Node, Node] | None:
     return (writer, old) if isinstance(old, Node) else None
 
 
-def _primitive(node: Node) -> Primitive:
+def _primitive(node: Node) -> Primitive[Any]:
     primitive = of_target(node.target)
     assert primitive is not None
     return primitive

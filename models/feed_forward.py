@@ -9,7 +9,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import ModelError
-from ..graphs.spmd.layout import constrain, ways
+from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
@@ -124,7 +124,7 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
     Raises:
         ModelError: the layout splits each expert, and they are held in a form that is whole.
     """
-    if (parts := ways("expert_ffn")) > 1 and cfg.variant.experts != "plain":
+    if (parts := num_shards("expert_ffn")) > 1 and cfg.variant.experts != "plain":
         raise ModelError(f"experts are held {cfg.variant.experts!r}, each whole; the layout splits each in {parts}: legal is 'plain'")
     x = constrain(x, "expert_tokens", None)
     logits = ops.linear(x, weights["router"])
@@ -144,7 +144,7 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     tokens = ("expert_tokens", None)
     operands = [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *experts, *shared]
-    out = shard_map(local, operands, Sum("expert_ffn") if ways("expert_ffn") > 1 else tokens)
+    out = shard_map(local, operands, Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
     return constrain(out, "tokens", None), logits
 
 
@@ -157,7 +157,7 @@ def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[st
 
 def _routed(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The experts' share of a device's tokens [T, M]; with split experts, this device's addend of it."""
-    devices, choices = ways("experts"), cfg.num_experts_per_tok
+    devices, choices = num_shards("experts"), cfg.num_experts_per_tok
     if devices == 1:
         share, ids = ops.moe_route(logits, choices, True)
         return _own_experts(cfg, x, share, ids, experts)
@@ -182,7 +182,7 @@ def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch
     if cfg.variant.experts == "plain":
         fused: torch.Tensor = ops.moe_experts(x, share, ids, *experts)
         return fused
-    held = cfg.num_experts // ways("experts")
+    held = cfg.num_experts // num_shards("experts")
     sorted_, scale, counts, index = ops.moe_sort(x, ids, held, cfg.num_experts, cfg.variant.experts != "grouped")
     out: torch.Tensor = ops.moe_unsort(_grouped(cfg, x.dtype, sorted_, scale, counts, experts), share, index)
     return out

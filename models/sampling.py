@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..graphs import ops
-from ..graphs.spmd.layout import constrain, ways
+from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import all_gather, all_to_all, axis_index, shard_map
 from ..graphs.types import Tree
 
@@ -30,7 +30,7 @@ def speak(logits: torch.Tensor, inputs: Tree, uniform: torch.Tensor, *, emit_log
         `logits` [B, W, V] f32.
     """
     B, W = uniform.shape
-    shared = not emit_logits and B % ways("vocab") == 0
+    shared = not emit_logits and B % num_shards("vocab") == 0
     rows = "sampled_rows" if shared else None
     if shared:
         # Each device gets all logits of its share of the requests. That moves as many bytes as a device holds; gathering the
@@ -42,7 +42,7 @@ def speak(logits: torch.Tensor, inputs: Tree, uniform: torch.Tensor, *, emit_log
     if not max_logprobs:
         return {"tokens": constrain(tokens, None, None)} | ({"logits": logits} if emit_logits else {})
     told = ops.token_logprobs(logits, tokens, constrain(inputs["logprobs"], rows), max_logprobs)
-    if rows and ways(rows) > 1:
+    if rows and num_shards(rows) > 1:
         tokens, told = _everywhere(tokens, *told)
     return {"tokens": tokens, **dict(zip(LOGPROBS, told, strict=True))} | ({"logits": logits} if emit_logits else {})
 
@@ -60,7 +60,7 @@ def _everywhere(
 
 def best(logits: torch.Tensor) -> torch.Tensor:
     """The most likely tokens, of equals the lowest id: [B, V] -> [B] i32."""
-    if ways("vocab") == 1:
+    if num_shards("vocab") == 1:
         return constrain(logits, None, None).float().argmax(-1).to(torch.int32)
     return shard_map(_best_of_shards, [(logits, (None, "vocab"))], (None,))
 
@@ -69,6 +69,6 @@ def _best_of_shards(logits: torch.Tensor) -> torch.Tensor:
     """Each device finds its best one, all compare: 8 bytes a row and device. A float32 holds every id of a vocabulary."""
     value, at = logits.float().max(-1, keepdim=True)
     index = (at.to(torch.int32) + axis_index("vocab") * logits.shape[-1]).float()
-    every = all_gather(torch.cat([value, index], -1), "vocab").view(ways("vocab"), -1, 2)
+    every = all_gather(torch.cat([value, index], -1), "vocab").view(num_shards("vocab"), -1, 2)
     winner = every[:, :, 0].argmax(0)
     return every[:, :, 1].gather(0, winner[None]).view(-1).to(torch.int32)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from ..graphs import ops
-from ..graphs.spmd.layout import constrain, ways
+from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, axis_index, shard_map
 
 
 def padded(tokens: int) -> int:
     """Rows of the stream: tokens, rounded up to what the layout splits evenly."""
-    share = ways("tokens")
+    share = num_shards("tokens")
     return -(-tokens // share) * share
 
 
@@ -51,7 +51,7 @@ def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """
     short = padded(tokens.shape[0]) - tokens.shape[0]
     tokens = torch.nn.functional.pad(tokens, (0, short)) if short else tokens
-    if ways("vocab") == 1:
+    if num_shards("vocab") == 1:
         return constrain(ops.embed(tokens, table), "tokens", None)
     x = shard_map(_own_rows, [(tokens, (None,)), (table, ("vocab", None))], Sum("vocab"))
     return constrain(x, "tokens", None)

@@ -12,9 +12,9 @@ import torch
 
 from ..graphs import compile_count
 from ..graphs.errors import SpecError
-from ..graphs.types import Bucket, Limits, Rules, Signature
+from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules, Signature
 from ..lowering.artifact.artifact import Artifact, GraphEntry
-from ..lowering.artifact.shards import coordinates, load_shard, local_leaves, local_signature, mesh_of
+from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, load_compiled
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 COMPILERS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process loads only in order to compile."""
 
-COORDS = "coords"
 """Input of a sharded graph that the rank itself knows: its indices on dp and tp, int32 [2]."""
 
 
@@ -47,10 +46,9 @@ class Executor:
 
     def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:
         self.artifact = artifact
-        mesh, rules = mesh_of(artifact.manifest), Rules.of(artifact.manifest.rules)
+        mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
         if rank is None and mesh.size > 1:
             raise SpecError(f"{artifact.path} is for mesh {mesh}: it runs as {mesh.size} ranks, a process each, and not in this one alone")
-        at = coordinates(mesh, rank or 0)
         self.limits: Limits = artifact.manifest.limits
         self.vocab_size = int(artifact.manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in artifact.manifest.graphs), default=0)
@@ -60,7 +58,7 @@ class Executor:
         params = load_shard(artifact, rank or 0)
         self._params = [params[leaf.name] for leaf in artifact.manifest.params]
         self._state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in local_leaves(artifact.manifest.state, mesh, rules)]
-        self._own = {COORDS: torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)}
+        self._own = {COORDS: mesh.coords(rank or 0)}
         self._entries = {entry.bucket: entry for entry in artifact.manifest.graphs}
         self._signatures = {bucket: local_signature(artifact.manifest, entry) for bucket, entry in self._entries.items()}
         self._names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}

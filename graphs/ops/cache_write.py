@@ -1,62 +1,63 @@
-"""Turns new keys and values into entries of the paged KV pool."""
+"""Writes of new keys and values to the paged KV pool."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
+
+class CacheWrite(NamedTuple):
+    """Operands of `cache_write`."""
+
+    k_cache: Tensor  # [pages, P, G, D] pool
+    v_cache: Tensor  # [pages, P, G, D] pool
+    k: Tensor  # [T, G, D] in the pools' dtype
+    v: Tensor  # [T, G, D]
+    slots: Tensor  # [T] integers `page * P + offset`; padding tokens point into page 0, where any of them may win
+
+
 cache_write = Primitive(
-    "cache_write",
-    "(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor slots) -> (Tensor, Tensor)",
-    factors="_ _ g _, _ _ g _, _ g _, _ g _, _ -> _ _ g _, _ _ g _",
-    donates=((0, 0), (1, 1)),
+    "cache_write", CacheWrite, factors="_ _ g _, _ _ g _, _ g _, _ g _, _ -> _ _ g _, _ _ g _", donates=((0, 0), (1, 1))
 )
 
 
 @cache_write.abstract
-def _abstract(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(k_cache), torch.empty_like(v_cache)
+def _abstract(args: CacheWrite) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args.k_cache), torch.empty_like(args.v_cache)
 
 
 @cache_write.reference
-def cache_write_reference(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_write_reference(args: CacheWrite) -> tuple[Tensor, Tensor]:
     """Writes each token's key and value to its slot.
-
-    Args:
-        k_cache, v_cache: [pages, P, G, D] pools.
-        k, v: [T, G, D] in the pools' dtype.
-        slots: [T] integers `page * P + offset`; padding tokens point into page 0, where any of them may win.
 
     Returns:
         The pools with those slots replaced.
     """
-    at = (slots.long(),)
+    k_cache, v_cache, k, v, slots = args
+    index = (slots.long(),)
     return (
-        k_cache.flatten(0, 1).index_put(at, k).view(k_cache.shape),
-        v_cache.flatten(0, 1).index_put(at, v).view(v_cache.shape),
+        k_cache.flatten(0, 1).index_put(index, k).view(k_cache.shape),
+        v_cache.flatten(0, 1).index_put(index, v).view(v_cache.shape),
     )
 
 
 @cache_write.inplace
-def _inplace(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    at = (slots.long(),)
-    k_cache.view(-1, *k.shape[1:]).index_put_(at, k)
-    v_cache.view(-1, *v.shape[1:]).index_put_(at, v)
+def _inplace(args: CacheWrite) -> tuple[Tensor, Tensor]:
+    k_cache, v_cache, k, v, slots = args
+    index = (slots.long(),)
+    k_cache.view(-1, *k.shape[1:]).index_put_(index, k)
+    v_cache.view(-1, *v.shape[1:]).index_put_(index, v)
     return k_cache, v_cache
 
 
 @cache_write.lowering("ge")
-def _npu(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
+def _npu(args: CacheWrite) -> Any:
+    k_cache, v_cache, k, v, slots = args
     return torch.ops.npu.npu_scatter_pa_kv_cache_functional(k, v, k_cache, v_cache, slots, cache_mode="Norm")
 
 
 @cache_write.cost
-def _cost(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Cost:
-    return Cost(0, nbytes(k, v, slots), nbytes(k, v))
+def _cost(args: CacheWrite) -> Cost:
+    return Cost(0, nbytes(args.k, args.v, args.slots), nbytes(args.k, args.v))

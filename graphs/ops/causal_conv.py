@@ -1,44 +1,38 @@
-"""Turns raw channels into causally convolved, activated channels, with a pool of past inputs."""
+"""Causal depthwise convolution over a sequence, with a pool of past inputs."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_slots, states_to_write, write_slots_npu
 
-causal_conv = Primitive(
-    "causal_conv",
-    "(Tensor x, Tensor weight, Tensor state, Tensor read, Tensor write, Tensor starts, Tensor lengths) -> (Tensor, Tensor)",
-    factors="_ _ c, c _, _ _ c, _, _ _, _, _ -> _ _ c, _ _ c",
-    donates=((2, 1),),
-)
+
+class CausalConv(NamedTuple):
+    """Operands of `causal_conv`."""
+
+    x: Tensor  # [B, Q, C] raw inputs of this step
+    weight: Tensor  # [C, taps]
+    state: Tensor  # [S, taps-1, C] pool: each slot holds the raw inputs before some token, oldest first
+    read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
+    write: Tensor  # [B, W] slots; W == Q writes the window after every token, W == 1 after the last valid one
+    starts: Tensor  # [B] tokens before this step
+    lengths: Tensor  # [B] valid tokens in this step
+
+
+causal_conv = Primitive("causal_conv", CausalConv, factors="_ _ c, c _, _ _ c, _, _ _, _, _ -> _ _ c, _ _ c", donates=((2, 1),))
 
 
 @causal_conv.abstract
-def _abstract(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(state)
+def _abstract(args: CausalConv) -> tuple[Tensor, Tensor]:
+    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device), torch.empty_like(args.state)
 
 
-def _convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, Q, C] and the windows [B, W, C, taps-1] that go to the write slots."""
+def _convolve(args: CausalConv) -> tuple[Tensor, tuple[Tensor], Tensor]:
+    """Outputs [B, Q, C], the index [B*W] of the write slots, and the windows [B*W, taps-1, C] that go there."""
+    x, weight, state, read, write, starts, lengths = args
     Q, taps = x.shape[1], weight.shape[1]
     window = torch.cat([read_slots(state, read, starts), x], 1)
     total = window[:, :Q].float() * weight[:, 0].float()
@@ -48,90 +42,52 @@ def _convolve(
     past = torch.arange(taps - 1, dtype=torch.int32, device=x.device)
     index = (consumed[:, :, None] + past).flatten(1).long()
     windows = window.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
-    return torch.nn.functional.silu(total).to(x.dtype), windows.view(*write.shape, taps - 1, x.shape[2])
+    out = torch.nn.functional.silu(total).to(x.dtype)
+    windows = windows.view(*write.shape, taps - 1, x.shape[2])
+    return out, (write.flatten().long(),), windows.flatten(0, 1).to(state.dtype)
 
 
 @causal_conv.reference
-def causal_conv_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def causal_conv_reference(args: CausalConv) -> tuple[Tensor, Tensor]:
     """Depthwise causal convolution, then silu: `y[t] = silu(sum_w weight[:, w] * x[t - taps + 1 + w])`.
-
-    Args:
-        x: [B, Q, C] raw inputs of this step.
-        weight: [C, taps].
-        state: [S, taps-1, C] pool: each slot holds the raw inputs before some token, oldest first.
-        read: [B] slot each row starts from; a row with starts == 0 starts from zeros.
-        write: [B, W] slots; W == Q writes the window after every token, W == 1 after the last valid one.
-        starts, lengths: [B] tokens before this step, and valid tokens in it.
 
     Returns:
         y [B, Q, C] and the pool with the written slots replaced.
     """
-    out, windows = _convolve(x, weight, state, read, write, starts, lengths)
-    return out, state.index_put((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+    out, slots, windows = _convolve(args)
+    return out, args.state.index_put(slots, windows)
 
 
 @causal_conv.inplace
-def _inplace(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, windows = _convolve(x, weight, state, read, write, starts, lengths)
-    return out, state.index_put_((write.flatten().long(),), windows.flatten(0, 1).to(state.dtype))
+def _inplace(args: CausalConv) -> tuple[Tensor, Tensor]:
+    out, slots, windows = _convolve(args)
+    return out, args.state.index_put_(slots, windows)
 
 
-def _outputs_alone(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, starts: torch.Tensor
-) -> torch.Tensor:
+def _native_abstract(x: Tensor, *rest: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 _token_by_token = Native(
     "npuc_conv",
     "(Tensor x, Tensor weight, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
-    _outputs_alone,
+    _native_abstract,
 ).op
 
 
 @causal_conv.lowering("inductor")
-def causal_conv_on_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> Any:
+def causal_conv_on_cpu(args: CausalConv) -> Any:
     """A window after every token in float32: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
+    x, weight, state, read, write, starts, _ = args
     if write.shape[1] != x.shape[1] or {x.dtype, weight.dtype, state.dtype} != {torch.float32}:
-        return causal_conv_reference(x, weight, state, read, write, starts, lengths)
+        return causal_conv_reference(args)
     return _token_by_token(x, weight, state, read, write, starts), state
 
 
 @causal_conv.lowering("ge")
-def _npu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> Any:
+def _npu(args: CausalConv) -> Any:
     """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
+    x, weight, state, read, write, starts, lengths = args
     B, Q, C = x.shape
     past = weight.shape[1] - 1
     window = torch.cat([read_slots(state, read, starts), x], 1)
@@ -150,15 +106,8 @@ def _npu(
 
 
 @causal_conv.cost
-def _cost(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-) -> Cost:
-    window = (weight.shape[1] - 1) * x.shape[2] * state.dtype.itemsize
+def _cost(args: CausalConv) -> Cost:
+    x, weight = args.x, args.weight
+    window = (weight.shape[1] - 1) * x.shape[2] * args.state.dtype.itemsize
     flops = (2 * weight.shape[1] + 4) * x.numel()
-    return Cost(flops, nbytes(x, weight) + read.numel() * window, nbytes(x) + write.numel() * window)
+    return Cost(flops, nbytes(x, weight) + args.read.numel() * window, nbytes(x) + args.write.numel() * window)

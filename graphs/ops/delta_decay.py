@@ -1,40 +1,46 @@
-"""Turns a projection into the log decay of a gated DeltaNet layer."""
+"""Log decay of a gated DeltaNet layer, from its projection."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
-delta_decay = Primitive("delta_decay", "(Tensor a, Tensor a_log, Tensor dt_bias) -> Tensor", factors="_ _ h, h, h -> _ _ h")
+
+class DeltaDecay(NamedTuple):
+    """Operands of `delta_decay`."""
+
+    a: Tensor  # [B, Q, H]
+    a_log: Tensor  # [H] f32
+    dt_bias: Tensor  # [H] f32
+
+
+delta_decay = Primitive("delta_decay", DeltaDecay, factors="_ _ h, h, h -> _ _ h")
 
 
 @delta_decay.abstract
-def _abstract(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(a, dtype=torch.float32)
+def _abstract(args: DeltaDecay) -> Tensor:
+    return torch.empty_like(args.a, dtype=torch.float32)
 
 
 @delta_decay.reference
-def delta_decay_reference(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+def delta_decay_reference(args: DeltaDecay) -> Tensor:
     """`-exp(a_log) * softplus(a + dt_bias)` in f32 (arXiv:2412.06464).
-
-    Args:
-        a: [B, Q, H].
-        a_log, dt_bias: [H] f32.
 
     Returns:
         [B, Q, H] f32, at most 0.
     """
-    return -a_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
+    return -args.a_log.exp() * torch.nn.functional.softplus(args.a.float() + args.dt_bias)
 
 
 @delta_decay.lowering("ge")
-def _npu(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> Any:
-    """No softplus there: `log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)`."""
-    x = a.float() + dt_bias
-    return -a_log.exp() * (x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs())))
+def _npu(args: DeltaDecay) -> Any:
+    """The device has no softplus: `log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)`."""
+    x = args.a.float() + args.dt_bias
+    return -args.a_log.exp() * (x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs())))
 
 
 @delta_decay.cost
-def _cost(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> Cost:
-    return Cost(6 * a.numel(), nbytes(a, a_log, dt_bias), 4 * a.numel())
+def _cost(args: DeltaDecay) -> Cost:
+    return Cost(6 * args.a.numel(), nbytes(*args), 4 * args.a.numel())

@@ -1,39 +1,46 @@
-"""Turns token ids into rows of the embedding table."""
+"""Rows of the embedding table, by token id."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
-embed = Primitive("embed", "(Tensor tokens, Tensor table) -> Tensor", factors="t, _ m -> t m")
+
+class Embed(NamedTuple):
+    """Operands of `embed`."""
+
+    tokens: Tensor  # [T] integer ids in [0, V)
+    table: Tensor  # [V, M]
+
+
+embed = Primitive("embed", Embed, factors="t, _ m -> t m")
 
 
 @embed.abstract
-def _abstract(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _abstract(args: Embed) -> Tensor:
+    tokens, table = args
     return torch.empty((tokens.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
 
 
 @embed.reference
-def embed_reference(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def embed_reference(args: Embed) -> Tensor:
     """`table[tokens]`.
-
-    Args:
-        tokens: [T] integer ids in [0, V).
-        table: [V, M].
 
     Returns:
         [T, M].
     """
-    return torch.nn.functional.embedding(tokens, table)
+    return torch.nn.functional.embedding(args.tokens, args.table)
 
 
 @embed.lowering("ge")
-def _npu(tokens: torch.Tensor, table: torch.Tensor) -> Any:
-    return torch.ops.aten.embedding(table, tokens)
+def _npu(args: Embed) -> Any:
+    return torch.ops.aten.embedding(args.table, args.tokens)
 
 
 @embed.cost
-def _cost(tokens: torch.Tensor, table: torch.Tensor) -> Cost:
+def _cost(args: Embed) -> Cost:
+    tokens, table = args
     moved = tokens.shape[0] * table.shape[1] * table.dtype.itemsize
     return Cost(0, moved + nbytes(tokens), moved)

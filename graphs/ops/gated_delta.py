@@ -1,54 +1,57 @@
-"""Turns queries, keys, values and gates into the outputs of a gated delta rule, with a pool of recurrent states."""
+"""Gated delta rule: the linear attention of a gated DeltaNet layer, with a pool of recurrent states."""
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_slots, write_slots_npu
 
-Parts = tuple[torch.Tensor, ...]
-Carry = Callable[[Parts, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Parts = tuple[Tensor, ...]
+Carry = Callable[[Parts, Tensor], tuple[Tensor, Tensor]]
+
+
+class GatedDelta(NamedTuple):
+    """Operands of `gated_delta`; key head j serves value heads j*r .. j*r+r-1, r = H / Hk."""
+
+    q: Tensor  # [B, Q, Hk, Dk], unit length and scaled already
+    k: Tensor  # [B, Q, Hk, Dk], unit length already
+    v: Tensor  # [B, Q, H, Dv]
+    g: Tensor  # [B, Q, H] f32 log decay, at most 0
+    beta: Tensor  # [B, Q, H] in [0, 1]
+    state: Tensor  # [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32
+    read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
+    write: Tensor  # [B, W] slots: with chunk == 0, W == Q, one for the state after every token; else W == 1, after the last valid one
+    starts: Tensor  # [B] tokens before this step
+    lengths: Tensor  # [B] valid tokens in this step
+    chunk: int  # 0 runs token by token (decode, verify); else tokens a chunk, a power of two that divides Q (prefill)
+
 
 gated_delta = Primitive(
     "gated_delta",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor read, Tensor write, Tensor starts, "
-    "Tensor lengths, int chunk) -> (Tensor, Tensor)",
+    GatedDelta,
     factors="_ _ h _, _ _ h _, _ _ h _, _ _ h, _ _ h, _ h _ _, _, _ _, _, _ -> _ _ h _, _ h _ _",
     donates=((5, 1),),
 )
 
 
 @gated_delta.abstract
-def _abstract(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(state)
+def _abstract(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    return torch.empty(args.v.shape, dtype=args.v.dtype, device=args.v.device), torch.empty_like(args.state)
 
 
-def _per_value_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _per_value_head(x: Tensor, heads: int) -> Tensor:
     """[B, Q, Hk, D] f32 -> [B, H, Q, D]: key head j serves the value heads j*r .. j*r+r-1."""
     B, Q, own, D = x.shape
     return x[:, :, :, None].expand(B, Q, own, heads // own, D).reshape(B, Q, heads, D).transpose(1, 2)
 
 
-def _recurrent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Token by token; all f32, q, k [B,H,Q,Dk], v [B,H,Q,Dv], g, beta [B,H,Q], state [B,H,Dv,Dk].
 
     The old state is read once a token: with a = S k and e = S q of the old state, d = beta (v - e^g a) and o = e^g e + (q.k) d.
@@ -69,7 +72,7 @@ def _recurrent(
     return torch.stack(outs, 2), torch.stack(states, 1)
 
 
-def _unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+def _unit_lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of unit lower-triangular matrices [..., C, C], C a power of two, by merging diagonal blocks.
 
     [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]: at each level T holds the inverses of blocks of size s and
@@ -79,7 +82,7 @@ def _unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     C = lower.shape[-1]
     row = torch.arange(C, device=lower.device)
 
-    def corners(size: int) -> torch.Tensor:
+    def corners(size: int) -> Tensor:
         block = row // size
         return torch.where((block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1), lower, 0.0)
 
@@ -91,7 +94,7 @@ def _unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-def _chunk_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk: int) -> Parts:
+def _chunk_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Parts:
     """All of the chunked rule that no state enters, at once for N chunks of C tokens; Q a multiple of C, shapes as _recurrent.
 
     Returns:
@@ -111,7 +114,7 @@ def _chunk_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Ten
     return solve @ (vc * bc), solve @ (kc * bc * grown), qc * grown, kc * left, qc @ keys * fade, total[..., -1:, None].exp()
 
 
-def _in_turn(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_turn(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
     """Takes the state [B, H, Dv, Dk] from chunk to chunk.
 
     Returns:
@@ -126,7 +129,7 @@ def _in_turn(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return torch.cat(outs, 2), state
 
 
-def _at_once(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _at_once(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same in log2(N) rounds over all chunks, for a machine whose products are large or late.
 
     A chunk turns S into `S turn + grow`; two such steps after each other are one. Round by round each chunk takes in twice as many
@@ -148,21 +151,9 @@ def _at_once(parts: Parts, state: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return out.flatten(2, 3), grow[:, :, -1]
 
 
-def _step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-    carry: Carry = _in_turn,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _step(args: GatedDelta, carry: Carry = _in_turn) -> tuple[Tensor, Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
+    q, k, v, g, beta, state, read, _, starts, lengths, chunk = args
     Q, H = g.shape[1:]
     first = read_slots(state, read, starts).float()
     if chunk:
@@ -181,96 +172,39 @@ def _step(
 
 
 @gated_delta.reference
-def gated_delta_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gated_delta_reference(args: GatedDelta) -> tuple[Tensor, Tensor]:
     """Per value head: `S = e^g S; d = beta (v - S k); S = S + d k'; o = S q`, in f32 (arXiv:2412.06464).
-
-    Args:
-        q, k: [B, Q, Hk, Dk], unit length (and q scaled) already; key head j serves value heads j*r .. j*r+r-1.
-        v: [B, Q, H, Dv].
-        g: [B, Q, H] f32 log decay, at most 0.
-        beta: [B, Q, H] in [0, 1].
-        state: [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32.
-        read: [B] slot each row starts from; a row with starts == 0 starts from zeros.
-        write: [B, W] slots: with chunk == 0, W == Q and the state after every token is stored; else W == 1 and the state
-            after the last valid token is.
-        starts, lengths: [B] tokens before this step, and valid tokens in it.
-        chunk: 0 runs token by token (decode, verify); else tokens a chunk, a power of two that divides Q (prefill).
 
     Returns:
         o [B, Q, H, Dv] in the dtype of v, and the pool with the written slots replaced.
     """
-    out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
-    return out, state.index_put((write.flatten().long(),), after)
+    out, after = _step(args)
+    return out, args.state.index_put((args.write.flatten().long(),), after)
 
 
 @gated_delta.inplace
-def _inplace(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
-    return out, state.index_put_((write.flatten().long(),), after)
+def _inplace(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    out, after = _step(args)
+    return out, args.state.index_put_((args.write.flatten().long(),), after)
 
 
-def _outputs_alone(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
+def _native_abstract(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
 
 _token_by_token = Native(
     "npuc_delta",
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
-    _outputs_alone,
+    _native_abstract,
 ).op
 
 
 @gated_delta.lowering("inductor")
-def gated_delta_on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> Any:
+def gated_delta_on_cpu(args: GatedDelta) -> Any:
     """Token by token in float32 by a kernel that reads and writes states in the pool (lowering/cpp/delta.cpp)."""
+    q, k, v, g, beta, state, read, write, starts, _, chunk = args
     if chunk or {x.dtype for x in (q, k, v, g, beta, state)} != {torch.float32}:
-        return gated_delta_reference(q, k, v, g, beta, state, read, write, starts, lengths, chunk)
+        return gated_delta_reference(args)
     return _token_by_token(q, k, v, g, beta, state, read, write, starts), state
 
 
@@ -278,23 +212,11 @@ NPU_TOKENS = 8
 """Tokens a row may have in one step of the NPU's recurrent kernel."""
 
 NPU_CHUNK = 64
-"""Tokens a chunk there: a tile of its matrix unit or several, and half the chunks, hence states in memory, of a CPU's 32."""
+"""Tokens a chunk on the NPU: at least a tile of its matrix unit, and half the chunks, hence states in memory, of a CPU's 32."""
 
 
 @gated_delta.lowering("ge")
-def _npu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> Any:
+def _npu(args: GatedDelta) -> Any:
     """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
 
     The kernel starts a row from one of the slots it writes, whatever `starts` is: token by token, `read` must be one of a row's
@@ -303,9 +225,9 @@ def _npu(
     Raises:
         PrimitiveError: a row has more tokens than the kernel takes.
     """
+    q, k, v, g, beta, state, read, write, _, _, chunk = args
     if chunk:
-        chunk = max(chunk, gcd(g.shape[1], NPU_CHUNK))
-        out, after = _step(q, k, v, g, beta, state, read, write, starts, lengths, chunk, _at_once)
+        out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _at_once)
         write_slots_npu(state, write, after)
         return out, state
     B, Q, H = g.shape
@@ -330,32 +252,21 @@ def _npu(
     return out.to(v.dtype).view(v.shape), after
 
 
-def _accepted(read: torch.Tensor, write: torch.Tensor) -> torch.Tensor | None:
+def _accepted(read: Tensor, write: Tensor) -> Tensor | None:
     """1 + where `read` [B] is in `write` [B, Q], int32 [B]; within 1..Q even for padding, whose slots are all the same."""
     Q = write.shape[1]
     if Q == 1:
         return None
-    place = torch.arange(1, Q + 1, dtype=torch.int32, device=write.device)
-    return ((write == read[:, None]).to(torch.int32) * place).sum(-1, dtype=torch.int32).clamp(1, Q)
+    position = torch.arange(1, Q + 1, dtype=torch.int32, device=write.device)
+    return ((write == read[:, None]).to(torch.int32) * position).sum(-1, dtype=torch.int32).clamp(1, Q)
 
 
 @gated_delta.cost
-def _cost(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    read: torch.Tensor,
-    write: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    chunk: int,
-) -> Cost:
-    one = state[0].numel()
-    per_token = 8 * one + (4 * chunk * (q.shape[-1] + v.shape[-1]) * g.shape[2] if chunk else 0)
-    moved = one * state.dtype.itemsize
+def _cost(args: GatedDelta) -> Cost:
+    q, k, v, g, beta, state, read, write, _, _, chunk = args
+    entries = state[0].numel()
+    per_token = 8 * entries + (4 * chunk * (q.shape[-1] + v.shape[-1]) * g.shape[2] if chunk else 0)
+    moved = entries * state.dtype.itemsize
     return Cost(
         q.shape[0] * q.shape[1] * per_token,
         nbytes(q, k, v, g, beta) + read.numel() * moved,

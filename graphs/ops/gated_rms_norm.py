@@ -1,44 +1,50 @@
-"""Turns per-head outputs and a gate into normalised, gated outputs."""
+"""Gated RMS norm: the output norm of a gated DeltaNet layer."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
-gated_rms_norm = Primitive(
-    "gated_rms_norm", "(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor", factors="t h _, t h _, _ -> t h _"
-)
+
+class GatedRmsNorm(NamedTuple):
+    """Operands of `gated_rms_norm`."""
+
+    x: Tensor  # [T, H, D]
+    gate: Tensor  # [T, H, D]; its dtype is the result's
+    weight: Tensor  # [D], not zero-centred
+    eps: float  # added to the mean square
+
+
+gated_rms_norm = Primitive("gated_rms_norm", GatedRmsNorm, factors="t h _, t h _, _ -> t h _")
 
 
 @gated_rms_norm.abstract
-def _abstract(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x, dtype=gate.dtype)
+def _abstract(args: GatedRmsNorm) -> Tensor:
+    return torch.empty_like(args.x, dtype=args.gate.dtype)
 
 
 @gated_rms_norm.reference
-def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm(x) * weight * silu(gate)` over the last dimension: the output norm of a gated DeltaNet layer.
-
-    Args:
-        x: [T, H, D].
-        gate: [T, H, D]; its dtype is the result's.
-        weight: [D], not zero-centred.
+def gated_rms_norm_reference(args: GatedRmsNorm) -> Tensor:
+    """`rms_norm(x) * weight * silu(gate)` over the last dimension.
 
     Returns:
         [T, H, D].
     """
+    x, gate, weight, eps = args
     wide = x.float()
     unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(gate.dtype)
     return ((weight * unit).float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
 
 
 @gated_rms_norm.lowering("ge")
-def _npu(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+def _npu(args: GatedRmsNorm) -> Any:
+    x, gate, weight, eps = args
     unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]
     return (unit.float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
 
 
 @gated_rms_norm.cost
-def _cost(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> Cost:
-    return Cost(9 * x.numel(), nbytes(x, gate, weight), nbytes(gate))
+def _cost(args: GatedRmsNorm) -> Cost:
+    return Cost(9 * args.x.numel(), nbytes(args.x, args.gate, args.weight), nbytes(args.gate))

@@ -1,40 +1,42 @@
-"""Turns tokens and their chosen experts into the weighted sum of those experts' outputs."""
+"""Mixture of experts: the weighted sum of each token's chosen experts."""
+
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..native_ops import FEW_ROWS, Native
 from ..primitive import Cost, Primitive, nbytes
-from .grouped_experts import grouped_experts_ge
-from .moe_sort import moe_sort_ge, moe_unsort_ge
+from .grouped_experts import GroupedExperts, grouped_experts_ge
+from .moe_sort import MoeSort, MoeUnsort, moe_sort_ge, moe_unsort_ge
 
-moe_experts = Primitive(
-    "moe_experts",
-    "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down) -> Tensor",
-    factors="_ _, _ _, _ _, _ _ f _, _ _ f -> _ _; sum f",
-)
+
+class MoeExperts(NamedTuple):
+    """Operands of `moe_experts`."""
+
+    x: Tensor  # [T, M]
+    weights: Tensor  # [T, X]
+    ids: Tensor  # [T, X] int32; a choice outside [0, E) is another device's expert and adds nothing
+    gate_up: Tensor  # [E, 2, F, M], gate then up
+    down: Tensor  # [E, M, F]
+
+
+moe_experts = Primitive("moe_experts", MoeExperts, factors="_ _, _ _, _ _, _ _ f _, _ _ f -> _ _; sum f")
 
 
 @moe_experts.abstract
-def _abstract(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _abstract(args: MoeExperts) -> Tensor:
+    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
 
 
 @moe_experts.reference
-def moe_experts_reference(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def moe_experts_reference(args: MoeExperts) -> Tensor:
     """`sum_x weights[t, x] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))` with e = ids[t, x]; the sum in f32.
-
-    Args:
-        x: [T, M].
-        weights: [T, X].
-        ids: [T, X] int32; a choice outside [0, E) is another device's expert and adds nothing.
-        gate_up: [E, 2, F, M], gate then up.
-        down: [E, M, F].
 
     Returns:
         [T, M], dtype of x.
     """
+    x, weights, ids, gate_up, down = args
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, (widen, narrow) in enumerate(zip(gate_up.flatten(1, 2).unbind(), down.unbind(), strict=True)):
         rows, choice = torch.nonzero(ids == expert, as_tuple=True)
@@ -45,28 +47,25 @@ def moe_experts_reference(
     return total.to(x.dtype)
 
 
-_few_rows = Native("npuc_experts", moe_experts.schema, _abstract).op
+_few_rows = Native("npuc_experts", moe_experts.schema, moe_experts.rule("abstract")).op
 
 
 @moe_experts.lowering("inductor")
-def moe_experts_on_cpu(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def moe_experts_on_cpu(args: MoeExperts) -> Tensor:
     """Few rows in float32 go through a kernel that reads the chosen experts alone (lowering/cpp/experts.cpp), row by row as `linear`."""
-    if x.shape[0] <= FEW_ROWS and {x.dtype, weights.dtype, gate_up.dtype, down.dtype} == {torch.float32}:
-        few: torch.Tensor = _few_rows(x, weights, ids, gate_up, down)
+    if args.x.shape[0] <= FEW_ROWS and {args.x.dtype, args.weights.dtype, args.gate_up.dtype, args.down.dtype} == {torch.float32}:
+        few: Tensor = _few_rows(*args)
         return few
-    return moe_experts_static(x, weights, ids, gate_up, down)
+    return moe_experts_static(args)
 
 
-def moe_experts_static(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def moe_experts_static(args: MoeExperts) -> Tensor:
     """The same sum with static shapes.
 
     Few choices: each gathers its expert's matrices. Many: every expert runs on every token, and the weights of those not
     chosen are zero; the matrices are then read once, which they would be anyway.
     """
+    x, weights, ids, gate_up, down = args
     experts, choices = gate_up.shape[0], ids.numel()
     if 2 * choices <= experts:
         local = (ids >= 0) & (ids < experts)
@@ -85,23 +84,23 @@ def moe_experts_static(
 
 
 @moe_experts.lowering("ge")
-def moe_experts_ge(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def moe_experts_ge(args: MoeExperts) -> Tensor:
     """Rows sorted by expert, two grouped products, rows put back; one expert more stands for those of other devices.
 
-    The kernels want [E, M, 2F] and [E, F, M] weights, so these are turned at each call: a program for the device stores them so
+    The kernels want [E, M, 2F] and [E, F, M] weights, so these are transposed at each call: a program for the device stores them so
     and uses the primitives this one is made of.
     """
+    x, weights, ids, gate_up, down = args
     experts = gate_up.shape[0]
     shifted = ids.masked_fill((ids < 0) | (ids >= experts), experts)
-    rows, _, counts, index = moe_sort_ge(x, shifted, experts, experts + 1, False)
-    out = grouped_experts_ge(rows, counts, gate_up.flatten(1, 2).transpose(1, 2), down.transpose(1, 2))
-    total: torch.Tensor = moe_unsort_ge(out, weights, index)
-    return total
+    rows, _, counts, index = moe_sort_ge(MoeSort(x, shifted, experts, experts + 1, False))
+    out = grouped_experts_ge(GroupedExperts(rows, counts, gate_up.flatten(1, 2).transpose(1, 2), down.transpose(1, 2)))
+    return moe_unsort_ge(MoeUnsort(out, weights, index))
 
 
 @moe_experts.cost
-def _cost(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Cost:
-    experts = gate_up.shape[0]
+def _cost(args: MoeExperts) -> Cost:
+    x, weights, ids, gate_up, down = args
     expert = gate_up[0].numel() + down[0].numel()
-    touched = min(experts, ids.numel())
+    touched = min(gate_up.shape[0], ids.numel())
     return Cost(2 * ids.numel() * expert, nbytes(x, weights, ids) + touched * expert * x.dtype.itemsize, nbytes(x))

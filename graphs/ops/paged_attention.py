@@ -1,33 +1,35 @@
-"""Turns queries and a paged KV pool into attention outputs."""
+"""Attention over a paged KV pool."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
-paged_attention = Primitive(
-    "paged_attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor starts, Tensor lengths, float scale) -> Tensor",
-    factors="_ _ h _, _ _ h _, _ _ h _, _ _, _, _ -> _ _ h _",
-)
+
+class PagedAttention(NamedTuple):
+    """Operands of `paged_attention`; query head h reads key head h // (H / G)."""
+
+    q: Tensor  # [B, Q, H, D]
+    k_cache: Tensor  # [pages, P, G, D] with H a multiple of G
+    v_cache: Tensor  # [pages, P, G, D]
+    page_table: Tensor  # [B, N] page ids; key j of row b lies in page `page_table[b, j // P]` at offset `j % P`
+    starts: Tensor  # [B] position of each row's first query; query t sees keys 0..starts+t
+    lengths: Tensor  # [B] valid queries of each row; values at and beyond starts + lengths are never read
+    scale: float  # multiplies the scores
+
+
+paged_attention = Primitive("paged_attention", PagedAttention, factors="_ _ h _, _ _ h _, _ _ h _, _ _, _, _ -> _ _ h _")
 
 
 @paged_attention.abstract
-def _abstract(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _abstract(args: PagedAttention) -> Tensor:
+    return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `starts[b] + t`.
 
     Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a
@@ -49,43 +51,35 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Ten
     return out.view(B, G, H // G, Q, D).permute(0, 3, 1, 2, 4).contiguous().view(B, Q, H, D)
 
 
-def _gather(cache: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+def _gather(cache: Tensor, page_table: Tensor) -> Tensor:
     B, N = page_table.shape
     pages = cache.index_select(0, page_table.reshape(-1))
     return pages.view(B, N * cache.shape[1], *cache.shape[2:])
 
 
 @paged_attention.reference
-def paged_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def paged_attention_reference(args: PagedAttention) -> Tensor:
     """Grouped-query attention, causal over cached keys; this step's keys are in the pool already.
-
-    Args:
-        q: [B, Q, H, D].
-        k_cache, v_cache: [pages, P, G, D] with H a multiple of G; query head h reads key head h // (H / G).
-        page_table: [B, N] page ids; key j of row b lies in page `page_table[b, j // P]` at offset `j % P`.
-        starts: [B] position of each row's first query; query t sees keys 0..starts+t.
-        lengths: [B] valid queries of each row; values at and beyond starts + lengths are never read.
-        scale: multiplies the scores.
 
     Returns:
         [B, Q, H, D], dtype of q. Softmax in f32.
     """
+    q, k_cache, v_cache, page_table, starts, lengths, scale = args
     longest = int((starts + lengths).max())
     pages = page_table[:, : max(1, -(-longest // k_cache.shape[1]))]
     return _attend(q, _gather(k_cache, pages), _gather(v_cache, pages), starts, lengths, scale)
 
 
-# How long contexts are only the values tell, and a request of 60 tokens should not pay for a page table of 1,024: a compiled CPU
-# graph calls a kernel that reads pages in place (lowering/cpp/paged_attention.cpp).
-paged_attention.lowering("inductor")(Native("npuc_attention", paged_attention.schema, _abstract).op)
+_in_place = Native("npuc_attention", paged_attention.schema, paged_attention.rule("abstract")).op
+
+
+@paged_attention.lowering("inductor")
+def _cpu(args: PagedAttention) -> Any:
+    """A kernel that reads pages in place (lowering/cpp/paged_attention.cpp).
+
+    Contexts are known by value only, and a request of 60 tokens should not pay for a page table of 1,024.
+    """
+    return _in_place(*args)
 
 
 # Of the kernel's layouts, the one that takes a step's rows as they lie. Its documentation names head widths 128 and 192 for it,
@@ -97,27 +91,20 @@ _MASK = 2048
 
 
 @paged_attention.lowering("ge")
-def _npu(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> Any:
+def _npu(args: PagedAttention) -> Any:
     """The fused kernel over the page table; lengths are operands, so one graph serves all of them.
 
     Its mask is aligned to the last key: query t of Q sees keys up to `Lkv - Q + t`. With Lkv = starts + Q that is the reference
     for every row, however many of its queries are valid; a row of padding sees Q keys of the null page. Keys at and beyond
     starts + lengths weigh nothing for valid queries but are read, so pools must hold finite values throughout.
     """
+    q, k_cache, v_cache, page_table, starts, _, scale = args
     B, Q, H, D = q.shape
     pages, P, G, _ = k_cache.shape
     mask, table = None, page_table
     if Q > 1:
-        at = torch.arange(_MASK, dtype=torch.int32, device=q.device)
-        mask = at[None, :] > at[:, None]
+        row = torch.arange(_MASK, dtype=torch.int32, device=q.device)
+        mask = row[None, :] > row[:, None]
         # Invalid queries at the end of a full context have keys beyond the table; the kernel finds the null page for them.
         table = torch.nn.functional.pad(page_table, (0, -(-(Q - 1) // P)))
     packed = NPU_LAYOUT == "TND"
@@ -141,15 +128,8 @@ def _npu(
 
 
 @paged_attention.cost
-def _cost(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> Cost:
+def _cost(args: PagedAttention) -> Cost:
+    q, k_cache, _, page_table, starts, lengths, _ = args
     keys = page_table.shape[1] * k_cache.shape[1]
     kv = 2 * q.shape[0] * keys * k_cache.shape[2] * k_cache.shape[3] * k_cache.dtype.itemsize
     return Cost(4 * q.numel() * keys, nbytes(q, page_table, starts, lengths) + kv, nbytes(q))

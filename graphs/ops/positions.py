@@ -1,33 +1,47 @@
-"""Turns where each row starts into its tokens' positions, and those into slots of the paged KV pool."""
+"""Positions of a step's tokens, and their slots in the paged KV pool."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
-positions = Primitive("positions", "(Tensor starts, int q_len) -> Tensor", factors="_ -> _")
-cache_slots = Primitive(
-    "cache_slots", "(Tensor starts, Tensor lengths, Tensor page_table, int page_size, int q_len) -> Tensor", factors="_, _, _ _ -> _"
-)
+
+class Positions(NamedTuple):
+    """Operands of `positions`."""
+
+    starts: Tensor  # [B] int32 position of each row's first token
+    q_len: int  # Q
+
+
+class CacheSlots(NamedTuple):
+    """Operands of `cache_slots`."""
+
+    starts: Tensor  # [B] int32 position of each row's first token
+    lengths: Tensor  # [B] int32 valid tokens
+    page_table: Tensor  # [B, N] int32
+    page_size: int  # P
+    q_len: int  # Q
+
+
+positions = Primitive("positions", Positions, factors="_ -> _")
+cache_slots = Primitive("cache_slots", CacheSlots, factors="_, _, _ _ -> _")
 
 
 @positions.abstract
-def _positions_abstract(starts: torch.Tensor, q_len: int) -> torch.Tensor:
-    return torch.empty(starts.shape[0] * q_len, dtype=starts.dtype, device=starts.device)
+def _positions_abstract(args: Positions) -> Tensor:
+    return torch.empty(args.starts.shape[0] * args.q_len, dtype=args.starts.dtype, device=args.starts.device)
 
 
 @positions.reference
-def positions_reference(starts: torch.Tensor, q_len: int) -> torch.Tensor:
+def positions_reference(args: Positions) -> Tensor:
     """Position of every token of a step, padding included.
-
-    Args:
-        starts: [B] int32 position of each row's first token.
-        q_len: Q.
 
     Returns:
         [T] int32, `starts[b] + t`.
     """
+    starts, q_len = args
     return (starts[:, None] + torch.arange(q_len, dtype=starts.dtype, device=starts.device)).reshape(-1)
 
 
@@ -35,46 +49,41 @@ positions.lowering("ge")(positions_reference)
 
 
 @positions.cost
-def _positions_cost(starts: torch.Tensor, q_len: int) -> Cost:
-    return Cost(starts.numel() * q_len, nbytes(starts), nbytes(starts) * q_len)
+def _positions_cost(args: Positions) -> Cost:
+    return Cost(args.starts.numel() * args.q_len, nbytes(args.starts), nbytes(args.starts) * args.q_len)
 
 
 @cache_slots.abstract
-def _slots_abstract(starts: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, page_size: int, q_len: int) -> torch.Tensor:
-    return torch.empty(starts.shape[0] * q_len, dtype=starts.dtype, device=starts.device)
+def _slots_abstract(args: CacheSlots) -> Tensor:
+    return torch.empty(args.starts.shape[0] * args.q_len, dtype=args.starts.dtype, device=args.starts.device)
 
 
 @cache_slots.reference
-def cache_slots_reference(
-    starts: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, page_size: int, q_len: int
-) -> torch.Tensor:
+def cache_slots_reference(args: CacheSlots) -> Tensor:
     """Flat slot `page * P + offset` of every token; padding tokens get slots of the null page 0.
-
-    Args:
-        starts, lengths: [B] int32 position of the first token, and valid tokens.
-        page_table: [B, N] int32.
-        page_size: P.
-        q_len: Q.
 
     Returns:
         [T] int32.
     """
+    starts, lengths, page_table, page_size, q_len = args
     step = torch.arange(q_len, dtype=starts.dtype, device=starts.device)
-    at = starts[:, None] + step
-    entry = torch.div(at, page_size, rounding_mode="floor").clamp(max=page_table.shape[1] - 1)
+    position = starts[:, None] + step
+    entry = torch.div(position, page_size, rounding_mode="floor").clamp(max=page_table.shape[1] - 1)
     page = torch.where(step < lengths[:, None], page_table.gather(1, entry.long()), 0)
-    return (page * page_size + at % page_size).reshape(-1)
+    return (page * page_size + position % page_size).reshape(-1)
 
 
 @cache_slots.lowering("ge")
-def _slots_npu(starts: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, page_size: int, q_len: int) -> Any:
+def _slots_npu(args: CacheSlots) -> Any:
+    starts, lengths, page_table, page_size, q_len = args
     step = torch.arange(q_len, dtype=starts.dtype, device=starts.device)
-    at = starts[:, None] + step
-    entry = (at // page_size).clamp(max=page_table.shape[1] - 1)
+    position = starts[:, None] + step
+    entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
     valid = (step < lengths[:, None]).to(starts.dtype)
-    return (page_table.gather(1, entry.long()) * valid * page_size + at % page_size).reshape(-1)
+    return (page_table.gather(1, entry.long()) * valid * page_size + position % page_size).reshape(-1)
 
 
 @cache_slots.cost
-def _slots_cost(starts: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor, page_size: int, q_len: int) -> Cost:
-    return Cost(6 * starts.numel() * q_len, nbytes(starts, lengths, page_table), nbytes(starts) * q_len)
+def _slots_cost(args: CacheSlots) -> Cost:
+    starts = args.starts
+    return Cost(6 * starts.numel() * args.q_len, nbytes(starts, args.lengths, args.page_table), nbytes(starts) * args.q_len)

@@ -1,36 +1,44 @@
-"""Turns what a step leaves for the next one into rows of the pool of seats."""
+"""Writes to the pool of request slots: what a step leaves for the next one."""
+
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
 
+
+class SeatWrite(NamedTuple):
+    """Operands of `seat_write`."""
+
+    pool: Tensor  # [C, W] int32
+    seats: Tensor  # [B] int32, no seat twice but the null seat 0, where any row may win
+    values: Tensor  # [B, W] int32
+
+
 # It donates nothing: the pool is a few numbers a request, and copying it is cheaper than arranging not to.
-seat_write = Primitive("seat_write", "(Tensor pool, Tensor seats, Tensor values) -> Tensor", factors="_ _, _, _ _ -> _ _")
+seat_write = Primitive("seat_write", SeatWrite, factors="_ _, _, _ _ -> _ _")
 
 
 @seat_write.abstract
-def _abstract(pool: torch.Tensor, seats: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(pool)
+def _abstract(args: SeatWrite) -> Tensor:
+    return torch.empty_like(args.pool)
 
 
 @seat_write.reference
-def seat_write_reference(pool: torch.Tensor, seats: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def seat_write_reference(args: SeatWrite) -> Tensor:
     """Replaces the rows of some seats.
-
-    Args:
-        pool: [C, W] int32.
-        seats: [B] int32, no seat twice but the null seat 0, where any row may win.
-        values: [B, W] int32.
 
     Returns:
         The pool with those rows replaced.
     """
-    return pool.index_put((seats.long(),), values)
+    return args.pool.index_put((args.seats.long(),), args.values)
 
 
 @seat_write.lowering("ge")
-def _npu(pool: torch.Tensor, seats: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A sum over the one row that each seat gets, if any: the device's scatters take no int32. The null seat keeps what it holds."""
+def _npu(args: SeatWrite) -> Tensor:
+    """A sum over the at most one row that each seat gets, since the device's scatters take no int32. The null seat keeps its values."""
+    pool, seats, values = args
     seat = torch.arange(pool.shape[0], dtype=torch.int32, device=pool.device)
     mine = ((seat[:, None] == seats[None, :]) & (seat[:, None] > 0)).to(torch.int32)
     given = (mine[:, :, None] * values[None, :, :]).sum(1, dtype=torch.int32)
@@ -38,5 +46,5 @@ def _npu(pool: torch.Tensor, seats: torch.Tensor, values: torch.Tensor) -> torch
 
 
 @seat_write.cost
-def _cost(pool: torch.Tensor, seats: torch.Tensor, values: torch.Tensor) -> Cost:
-    return Cost(0, nbytes(pool, seats, values), nbytes(pool))
+def _cost(args: SeatWrite) -> Cost:
+    return Cost(0, nbytes(*args), nbytes(args.pool))

@@ -1,66 +1,56 @@
-"""Turns logits and random numbers into tokens."""
+"""Sampling: logits and random numbers become tokens."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
-sample = Primitive(
-    "sample",
-    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
-    factors="b q _, b, b, b, b, b q -> b q",
-)
+
+class Sample(NamedTuple):
+    """Operands of `sample`."""
+
+    logits: Tensor  # [B, Q, V] f32
+    temperature: Tensor  # [B] f32; 0 is greedy
+    top_k: Tensor  # [B] int32; 0 keeps all
+    top_p: Tensor  # [B] f32
+    min_p: Tensor  # [B] f32
+    uniform: Tensor  # [B, Q] f32 in [0, 1), one random number a token
+
+
+sample = Primitive("sample", Sample, factors="b q _, b, b, b, b, b q -> b q")
 
 
 @sample.abstract
-def _abstract(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
-    return torch.empty(uniform.shape, dtype=torch.int32, device=logits.device)
+def _abstract(args: Sample) -> Tensor:
+    return torch.empty(args.uniform.shape, dtype=torch.int32, device=args.logits.device)
 
 
 @sample.reference
-def sample_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
+def sample_reference(args: Sample) -> Tensor:
     """Greedy where temperature is 0, else by inverting the distribution function, in id order, of the kept tokens.
 
-    Divide by temperature; keep the top_k largest (0 keeps all); of their renormalised probabilities keep the smallest
+    Divide by temperature; keep the top_k largest; of their renormalised probabilities keep the smallest
     leading set that reaches top_p; and keep what is at least min_p times as likely as the most likely. Ties: lower id first.
-
-    Args:
-        logits: [B, Q, V] f32.
-        temperature, top_p, min_p: [B] f32.
-        top_k: [B] int32.
-        uniform: [B, Q] f32 in [0, 1), one random number a token.
 
     Returns:
         [B, Q] int32.
     """
+    logits, temperature, top_k, top_p, min_p, uniform = args
     tokens = logits.argmax(-1).to(torch.int32)
     rows = torch.nonzero(temperature > 0).squeeze(-1)
     if rows.numel():
         drawn = logits[rows]
-        # Below the largest, which no temperature, however small, turns into infinity.
+        # Relative to the largest, so that no temperature, however small, turns a logit into infinity.
         heat = (drawn - drawn.amax(-1, keepdim=True)) / temperature[rows, None, None]
         weights = _kept_weights(heat, top_k[rows], top_p[rows], min_p[rows])
         tokens[rows] = _invert(weights, uniform[rows])
     return tokens
 
 
-def _kept_weights(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _kept_weights(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Probabilities [R, Q, V], zero where dropped; sorts only when some row asks for a rank."""
     weights = torch.softmax(logits, -1)
     kept = weights >= min_p[:, None, None] * weights.amax(-1, keepdim=True)
@@ -75,7 +65,7 @@ def _kept_weights(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     return torch.where(kept, weights, 0.0)
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """First id whose cumulated weight exceeds `uniform` of the whole; never one of weight zero."""
     mass = weights.double().cumsum(-1)
     picked = (mass <= uniform.double()[..., None] * mass[..., -1:]).sum(-1)
@@ -85,25 +75,23 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.minimum(picked, last).to(torch.int32)
 
 
-# Greedy steps need no sort and no random number, which only the values tell: a compiled CPU graph calls a kernel that looks at them
-# (lowering/cpp/sample.cpp).
-sample.lowering("inductor")(Native("npuc_sample", sample.schema, _abstract).op)
+_greedy_or_drawn = Native("npuc_sample", sample.schema, sample.rule("abstract")).op
+
+
+@sample.lowering("inductor")
+def _cpu(args: Sample) -> Any:
+    """A kernel that looks at the temperatures (lowering/cpp/sample.cpp): greedy steps, known by value only, need no sort."""
+    return _greedy_or_drawn(*args)
 
 
 @sample.lowering("ge")
-def _npu(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> Any:
-    """Every row goes both ways, and its temperature picks one.
+def _npu(args: Sample) -> Any:
+    """Every row is computed both ways, greedy and drawn, and its temperature picks one.
 
-    Probabilities are summed in f32, not f64, which the device has not: a draw within rounding of the border between two tokens
+    Probabilities are summed in f32, because the device has no f64: a draw within rounding of the border between two tokens
     may take the other one.
     """
+    logits, temperature, top_k, top_p, min_p, uniform = args
     hot = temperature > 0
     heat = torch.where(hot, temperature, 1.0)[:, None, None]
     weights = torch.softmax((logits - logits.max(-1, keepdim=True)[0]) / heat, -1)
@@ -118,7 +106,7 @@ def _npu(
     return torch.where(hot[:, None], torch.minimum(picked, last), logits.argmax(-1).to(torch.int32))
 
 
-def _leading(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _leading(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Which of weights [B, Q, V] top_k and top_p [B, 1, 1] keep.
 
     They keep the n largest. The device's sort promises no order among equals, so the smallest kept weight is looked up instead
@@ -138,13 +126,7 @@ def _leading(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) ->
 
 
 @sample.cost
-def _cost(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> Cost:
+def _cost(args: Sample) -> Cost:
+    logits = args.logits
     passes = max(1, (logits.shape[-1] - 1).bit_length()) + 12
-    return Cost(passes * logits.numel(), nbytes(logits, temperature, top_k, top_p, min_p, uniform), uniform.numel() * 4)
+    return Cost(passes * logits.numel(), nbytes(*args), args.uniform.numel() * 4)

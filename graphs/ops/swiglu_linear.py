@@ -1,51 +1,59 @@
-"""Turns activations into gated activations: the first half of a SwiGLU feed-forward."""
+"""Gated activations: the first half of a SwiGLU feed-forward."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
-from .linear import linear_on_cpu
+from .linear import Linear, linear_on_cpu
 
-swiglu_linear = Primitive("swiglu_linear", "(Tensor x, Tensor weight) -> Tensor", factors="t _, _ f _ -> t f")
+
+class SwigluLinear(NamedTuple):
+    """Operands of `swiglu_linear`.
+
+    The two halves of the weight are a dimension of their own, so that a shard of F holds the same channels of both.
+    """
+
+    x: Tensor  # [T, M]
+    weight: Tensor  # [2, F, M], gate then up
+
+
+swiglu_linear = Primitive("swiglu_linear", SwigluLinear, factors="t _, _ f _ -> t f")
 
 
 @swiglu_linear.abstract
-def _abstract(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _abstract(args: SwigluLinear) -> Tensor:
+    x, weight = args
     return torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
 
 
 @swiglu_linear.reference
-def swiglu_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def swiglu_linear_reference(args: SwigluLinear) -> Tensor:
     """`silu(x @ weight[0].T) * (x @ weight[1].T)` (arXiv:2002.05202).
-
-    The two halves are a dimension of their own, so that a shard of F holds the same channels of both.
-
-    Args:
-        x: [T, M].
-        weight: [2, F, M], gate then up.
 
     Returns:
         [T, F].
     """
-    gate, up = torch.nn.functional.linear(x, weight.flatten(0, 1)).chunk(2, -1)
+    gate, up = torch.nn.functional.linear(args.x, args.weight.flatten(0, 1)).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 @swiglu_linear.lowering("inductor")
-def _cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    gate, up = linear_on_cpu(x, weight.flatten(0, 1)).chunk(2, -1)
-    gated: torch.Tensor = torch.nn.functional.silu(gate) * up
+def _cpu(args: SwigluLinear) -> Tensor:
+    gate, up = linear_on_cpu(Linear(args.x, args.weight.flatten(0, 1))).chunk(2, -1)
+    gated: Tensor = torch.nn.functional.silu(gate) * up
     return gated
 
 
 @swiglu_linear.lowering("ge")
-def _npu(x: torch.Tensor, weight: torch.Tensor) -> Any:
+def _npu(args: SwigluLinear) -> Any:
     npu = torch.ops.npu
-    return npu.npu_swiglu(npu.npu_linear(x, weight.flatten(0, 1)))
+    return npu.npu_swiglu(npu.npu_linear(args.x, args.weight.flatten(0, 1)))
 
 
 @swiglu_linear.cost
-def _cost(x: torch.Tensor, weight: torch.Tensor) -> Cost:
-    rows = x.shape[0]
-    return Cost(2 * rows * weight.numel() + 5 * rows * weight.shape[1], nbytes(x, weight), rows * weight.shape[1] * x.dtype.itemsize)
+def _cost(args: SwigluLinear) -> Cost:
+    x, weight = args
+    rows, width = x.shape[0], weight.shape[1]
+    return Cost(2 * rows * weight.numel() + 5 * rows * width, nbytes(x, weight), rows * width * x.dtype.itemsize)

@@ -1,73 +1,82 @@
-"""Turns logits into the log probabilities of the tokens that were taken, and of the most likely ones."""
+"""Log probabilities of the sampled tokens and of the most likely ones."""
+
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 
-token_logprobs = Primitive(
-    "token_logprobs",
-    "(Tensor logits, Tensor tokens, Tensor asked, int most) -> (Tensor, Tensor, Tensor)",
-    factors="b q _, b q, b -> b q, b q _, b q _",
-)
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+class TokenLogprobs(NamedTuple):
+    """Operands of `token_logprobs`."""
+
+    logits: Tensor  # [B, Q, V] f32
+    tokens: Tensor  # [B, Q] int32, the sampled tokens
+    asked: Tensor  # [B] int32, 1 where a row wants log probabilities
+    most: int  # n, how many of the most likely tokens are returned
+
+
+token_logprobs = Primitive("token_logprobs", TokenLogprobs, factors="b q _, b q, b -> b q, b q _, b q _")
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 @token_logprobs.abstract
-def _abstract(logits: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, most: int) -> Three:
-    wide = (*tokens.shape, most)
+def _abstract(args: TokenLogprobs) -> Three:
+    narrow, device = args.tokens.shape, args.logits.device
+    wide = (*narrow, args.most)
     return (
-        torch.empty(tokens.shape, dtype=torch.float32, device=logits.device),
-        torch.empty(wide, dtype=torch.int32, device=logits.device),
-        torch.empty(wide, dtype=torch.float32, device=logits.device),
+        torch.empty(narrow, dtype=torch.float32, device=device),
+        torch.empty(wide, dtype=torch.int32, device=device),
+        torch.empty(wide, dtype=torch.float32, device=device),
     )
 
 
 @token_logprobs.reference
-def token_logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, most: int) -> Three:
+def token_logprobs_reference(args: TokenLogprobs) -> Three:
     """Natural logarithms of the model's own probabilities, before temperature and cuts; zeros for rows that did not ask.
 
-    Args:
-        logits: [B, Q, V] f32.
-        tokens: [B, Q] int32, those that were taken.
-        asked: [B] int32, 1 where a row wants them.
-        most: n, how many of the most likely tokens are told.
-
     Returns:
-        of the taken token [B, Q] f32; ids of the n most likely [B, Q, n] int32, most likely first; their log probabilities
+        of the sampled token [B, Q] f32; ids of the n most likely [B, Q, n] int32, most likely first; their log probabilities
         [B, Q, n] f32.
     """
+    logits, tokens, asked, most = args
     wide = (*tokens.shape, most)
     chosen = torch.zeros(tokens.shape, dtype=torch.float32, device=logits.device)
     ids = torch.zeros(wide, dtype=torch.int32, device=logits.device)
     values = torch.zeros(wide, dtype=torch.float32, device=logits.device)
     rows = torch.nonzero(asked > 0).squeeze(-1)
     if rows.numel():
-        chosen[rows], ids[rows], values[rows] = _told(logits[rows], tokens[rows], most)
+        chosen[rows], ids[rows], values[rows] = _logprobs(logits[rows], tokens[rows], most)
     return chosen, ids, values
 
 
-def _told(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Three:
+def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Three:
     shifted = logits - logits.max(-1, keepdim=True)[0]
-    told = shifted - shifted.exp().sum(-1, keepdim=True).log()
-    values, ids = torch.topk(told, most, dim=-1)
-    return told.gather(-1, tokens[..., None].to(torch.int64)).squeeze(-1), ids.to(torch.int32), values
+    logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
+    values, ids = torch.topk(logprobs, most, dim=-1)
+    return logprobs.gather(-1, tokens[..., None].to(torch.int64)).squeeze(-1), ids.to(torch.int32), values
 
 
-# Most steps are asked by nobody, which only the values tell: a compiled CPU graph calls a kernel that looks at them
-# (lowering/cpp/sample.cpp).
-token_logprobs.lowering("inductor")(Native("npuc_logprobs", token_logprobs.schema, _abstract).op)
+_if_asked = Native("npuc_logprobs", token_logprobs.schema, token_logprobs.rule("abstract")).op
+
+
+@token_logprobs.lowering("inductor")
+def _cpu(args: TokenLogprobs) -> Any:
+    """A kernel that skips rows which did not ask (lowering/cpp/sample.cpp): in most steps that is all of them, known by value only."""
+    return _if_asked(*args)
 
 
 @token_logprobs.lowering("ge")
-def _npu(logits: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, most: int) -> Three:
+def _npu(args: TokenLogprobs) -> Three:
     """All rows, whether they asked or not."""
-    chosen, ids, values = _told(logits, tokens, most)
-    wanted = (asked > 0)[:, None]
+    chosen, ids, values = _logprobs(args.logits, args.tokens, args.most)
+    wanted = (args.asked > 0)[:, None]
     return torch.where(wanted, chosen, 0.0), torch.where(wanted[:, :, None], ids, 0), torch.where(wanted[:, :, None], values, 0.0)
 
 
 @token_logprobs.cost
-def _cost(logits: torch.Tensor, tokens: torch.Tensor, asked: torch.Tensor, most: int) -> Cost:
-    return Cost(6 * logits.numel(), nbytes(logits, tokens, asked), tokens.numel() * (4 + 8 * most))
+def _cost(args: TokenLogprobs) -> Cost:
+    return Cost(6 * args.logits.numel(), nbytes(args.logits, args.tokens, args.asked), args.tokens.numel() * (4 + 8 * args.most))

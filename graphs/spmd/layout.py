@@ -50,10 +50,10 @@ def partitioning(at: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-def ways(logical: str) -> int:
+def num_shards(logical: str) -> int:
     """Number of shards of a logical axis: 1 outside partitioning."""
     at = _PLACE.get()
-    return at.rules.ways(logical, at.mesh) if at else 1
+    return at.rules.num_shards(logical, at.mesh) if at else 1
 
 
 def placements(axes: tuple[str | None, ...], mesh: DeviceMesh, rules: Rules) -> list[Placement]:
@@ -121,4 +121,4 @@ def assembled(local: torch.Tensor, devices: DeviceMesh, layout: Sequence[Placeme
     return DTensor(local, spec, requires_grad=False)
 
 
-__all__ = ["MANUAL_AXIS", "Place", "assembled", "constrain", "local_of", "partitioning", "place", "placements", "ways"]
+__all__ = ["MANUAL_AXIS", "Place", "assembled", "constrain", "local_of", "num_shards", "partitioning", "place", "placements"]

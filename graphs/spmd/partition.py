@@ -21,12 +21,11 @@ from ..errors import PartitionError
 from ..ir.flatten import bodies
 from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace, traced_graph
 from ..primitive import of_target
-from ..types import MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature
+from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature
 from .layout import Place, assembled, local_of, partitioning, placements
 from .sharding import register_all
 
 DEVICE_AXIS = "tp"
-COORDS = "inputs.coords"
 EXPLICIT = ("experts",)
 """Logical axes that may be split over the manual axis: only regions read values that carry them."""
 
@@ -68,7 +67,7 @@ def collective_group(node: Node) -> str | None:
     if target.namespace == "_c10d_functional":
         return None if "wait" in target._opname else str(node.args[-1])
     primitive = of_target(target)
-    if primitive is None or not primitive.has("together"):
+    if primitive is None or not primitive.has("group_reference"):
         return None
     return str(node.args[[argument.name for argument in target._schema.arguments].index("group")])
 
@@ -99,9 +98,10 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
         return Partitioned(program, traced.graph, traced.signature, mesh, rules)
     register_all()
     full = Mesh(tuple((name, mesh.axis(name)) for name in MESH_AXES))
+    groups = Mesh(((MANUAL_AXIS, mesh.axis(MANUAL_AXIS)),))
     with _fake_devices(full) as devices:
-        held = [_split(leaf.aval, full, rules, MANUAL_AXIS) for leaf in signature.operands]
-        local = [_split(aval, full, rules, DEVICE_AXIS) for aval in held]
+        held = [rules.local_aval(leaf.aval, groups) for leaf in signature.operands]
+        local = [rules.local_aval(leaf.aval, full) for leaf in signature.operands]
         layouts = [placements(aval.axes, devices, rules) for aval in held]
         kept = [*zip(signature.state, layouts[len(signature.params) : len(signature.params) + len(signature.state)], strict=True)]
         outputs: list[Leaf] = []
@@ -119,7 +119,7 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
         _name_groups(graph, devices.get_group().group_name)
     leaves = [Leaf(leaf.name, aval) for leaf, aval in zip(signature.operands, local, strict=True)]
     params, state = len(signature.params), len(signature.state)
-    inputs = (*leaves[params + state :], Leaf(COORDS, _COORDS_AVAL))
+    inputs = (*leaves[params + state :], Leaf(f"inputs.{COORDS}", _COORDS_AVAL))
     result = Signature(tuple(leaves[:params]), tuple(leaves[params : params + state]), inputs, tuple(outputs))
     name_placeholders(graph, result)
     return Partitioned(program, graph, result, mesh, rules)
@@ -138,14 +138,6 @@ def _check(mesh: Mesh, rules: Rules) -> None:
                 f"rule {logical!r} -> {names}: {MANUAL_AXIS!r} holds groups with requests of their own; legal over it is "
                 f"{', '.join(EXPLICIT)}"
             )
-
-
-def _split(aval: Aval, mesh: Mesh, rules: Rules, axis: str) -> Aval:
-    """What one position on a mesh axis holds of a value."""
-    shape = (
-        size // mesh.axis(axis) if axis in rules.mesh_axes(logical) else size for size, logical in zip(aval.shape, aval.axes, strict=True)
-    )
-    return Aval(tuple(shape), aval.dtype, aval.axes)
 
 
 def _unwrap(value: torch.Tensor, layout: Sequence[Placement], leaf: Leaf, program: Program) -> torch.Tensor:

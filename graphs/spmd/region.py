@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from ..errors import PartitionError
-from .layout import assembled, local_of, place, placements, ways
+from ..types import WORLD
+from .layout import assembled, local_of, num_shards, place, placements
 
 Axes = tuple[str | None, ...]
 
@@ -75,12 +76,12 @@ def group_of(logical: str) -> str:
     names = tuple(name for name in at.rules.mesh_axes(logical) if at.mesh.axis(name) > 1) if at else ()
     if at and len(names) > 1 and names != tuple(name for name, size in at.mesh.axes if size > 1):
         raise PartitionError(f"axis {logical!r} is split over {names}; legal is one axis of mesh {at.mesh}, or all in its order")
-    return names[0] if len(names) == 1 and at and at.mesh.axis(names[0]) != at.mesh.size else "world"
+    return names[0] if len(names) == 1 and at and at.mesh.axis(names[0]) != at.mesh.size else WORLD
 
 
 def all_gather(x: torch.Tensor, logical: str) -> torch.Tensor:
     """Concatenates the shards of all devices along dimension 0, in the order of the axis."""
-    count = ways(logical)
+    count = num_shards(logical)
     if count == 1:
         return x
     ops = torch.ops._c10d_functional
@@ -90,7 +91,7 @@ def all_gather(x: torch.Tensor, logical: str) -> torch.Tensor:
 
 def all_to_all(x: torch.Tensor, logical: str) -> torch.Tensor:
     """Rows split by device for columns split by device: [R, C / n] -> [R / n, C], n the shards of the axis."""
-    count = ways(logical)
+    count = num_shards(logical)
     if count == 1:
         return x
     rows, columns = x.shape[0] // count, x.shape[1]
@@ -101,7 +102,7 @@ def all_to_all(x: torch.Tensor, logical: str) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, logical: str) -> torch.Tensor:
     """Sums over all devices, and keeps this device's shard of dimension 0."""
-    count = ways(logical)
+    count = num_shards(logical)
     if count == 1:
         return x
     ops = torch.ops._c10d_functional

@@ -17,7 +17,7 @@ def placement(group: tuple[str, ...], letter: str, sums: frozenset[str], *, resu
     return Partial() if result and letter in sums else Replicate()
 
 
-def strategies(primitive: Primitive, ranks: list[int]) -> list[tuple[list[Placement], list[Placement]]]:
+def strategies(primitive: Primitive[Any], ranks: list[int]) -> list[tuple[list[Placement], list[Placement]]]:
     """(results, operands) placements on one mesh axis for operands of these ranks: all whole, then one strategy per letter."""
     factors = primitive.factors.ranked(ranks)
     found: list[tuple[list[Placement], list[Placement]]] = [
@@ -29,7 +29,7 @@ def strategies(primitive: Primitive, ranks: list[int]) -> list[tuple[list[Placem
     return found
 
 
-def register(primitive: Primitive) -> None:
+def register(primitive: Primitive[Any]) -> None:
     """Tells DTensor how a primitive's node may be sharded."""
     is_tensor = primitive.tensor_arguments
 

@@ -24,24 +24,6 @@ from torch.distributed.distributed_c10d import GroupName
 from ...graphs.types import Mesh
 from .control_plane import RankError
 
-WORLD = "world"
-AXES = ("dp", "tp")
-
-
-def members(mesh: Mesh, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks of every group this rank is in, by the group's name, in the order of their coordinate."""
-    strides: dict[str, tuple[int, int]] = {}
-    stride = mesh.size
-    for name, size in mesh.axes:
-        stride //= size
-        strides[name] = (stride, size)
-    found = {WORLD: tuple(range(mesh.size))}
-    for name in dict.fromkeys((*AXES, *strides)):
-        stride, size = strides.get(name, (1, 1))
-        first = rank - rank // stride % size * stride
-        found[name] = tuple(first + i * stride for i in range(size))
-    return found
-
 
 class Groups:
     """Gloo groups bound to their names in this process, until `close`; one set at a time.
@@ -60,7 +42,8 @@ class Groups:
         self._bound: Mapping[str, ProcessGroup] = {}
         bound: dict[str, ProcessGroup] = {}
         self._bound = bound
-        for name, ranks in members(mesh, rank).items():
+        for name in mesh.groups():
+            ranks = mesh.group(name, rank)
             try:
                 group = _gloo(name, ranks, rank, store, address, timeout_s)
             except RuntimeError as error:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.shards import coordinates
 from ..cpu_executor import Executor
 from .control_plane import Job, RankError, plain
 from .messages import encode
@@ -51,7 +50,7 @@ class ShardedExecutor:
         self.job, self._local, self._step_timeout_s, self._outputs = job, local, step_timeout_s, tuple(outputs)
         mesh = job.mesh
         self.groups = mesh.axis("dp")
-        self._group = {rank: coordinates(mesh, rank).get("dp", 0) for rank in range(mesh.size)}
+        self._group = {rank: mesh.coordinates(rank)["dp"] for rank in range(mesh.size)}
         self._first = {group: min(rank for rank, own in self._group.items() if own == group) for group in range(self.groups)}
         self._steps = 0
         # Loading may take long; a rank that ends meanwhile, or falls silent, ends the wait.

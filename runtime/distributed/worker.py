@@ -6,7 +6,7 @@ import queue
 import socket
 from collections.abc import Callable, Sequence
 
-from ...lowering.artifact.shards import coordinates, mesh_of
+from ...graphs.types import Mesh
 from ..cpu_executor import Executor
 from .control_plane import RankError, plain
 from .messages import Message
@@ -90,4 +90,4 @@ class Worker:
 
 def _answers(executor: Executor, rank: int) -> bool:
     """Whether rank 0 reads this rank's outputs: it is the first of its dp group."""
-    return coordinates(mesh_of(executor.artifact.manifest), rank).get("tp", 0) == 0
+    return Mesh.parse(executor.artifact.manifest.mesh).coordinates(rank)["tp"] == 0

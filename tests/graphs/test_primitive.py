@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,17 @@ from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.primitive import NAMESPACE, TABLE, Cost, Primitive, nbytes, of_target
 
-Define = Callable[..., Primitive]
+Define = Callable[..., Primitive[Any]]
+
+
+class X1(NamedTuple):
+    x: torch.Tensor
+
+
+class Bump(NamedTuple):
+    x: torch.Tensor
+    pool: torch.Tensor
+    n: int
 
 
 @pytest.fixture
@@ -20,11 +30,11 @@ def define() -> Iterator[Define]:
     """Defines primitives for one test; torch keeps the operators for as long as the process lives, so names are used once."""
     made: list[str] = []
 
-    def one(name: str, schema: str, factors: str, **options: Any) -> Primitive:
+    def define(name: str, operands: type[Any], factors: str, **options: Any) -> Primitive[Any]:
         made.append(name)
-        return Primitive(name, schema, factors=factors, **options)
+        return Primitive(name, operands, factors=factors, **options)
 
-    yield one
+    yield define
     for name in made:
         TABLE.pop(name, None)
 
@@ -35,20 +45,38 @@ def define() -> Iterator[Define]:
 def test_a_name_is_used_once() -> None:
     before = TABLE["linear"]
     with pytest.raises(PrimitiveError, match="'linear' is defined twice"):
-        Primitive("linear", "(Tensor x) -> Tensor", factors="t -> t")
+        Primitive("linear", X1, factors="t -> t")
     assert TABLE["linear"] is before
 
 
-def test_factors_count_the_schema_s_tensors(define: Define) -> None:
-    for schema in ("(Tensor x, Tensor y, int n) -> Tensor", "(Tensor x, float y) -> (Tensor, Tensor)"):
-        with pytest.raises(PrimitiveError, match=r"'test_counts': its factors 't -> t' have 1 operands and 1 results, its schema .* has"):
-            define("test_counts", schema, "t -> t")
+def test_factors_count_the_record_s_tensors(define: Define) -> None:
+    with pytest.raises(PrimitiveError, match=r"'test_counts': its factors 't -> t' have 1 operands, Bump has 2 tensors"):
+        define("test_counts", Bump, "t -> t")
     assert "test_counts" not in TABLE
 
 
+def test_the_schema_is_the_record_and_as_many_results_as_the_factors_have(define: Define) -> None:
+    fields = [("x", torch.Tensor), ("n", int), ("eps", float), ("flag", bool), ("group", str), ("dtype", torch.dtype)]
+    arguments = "(Tensor x, int n, float eps, bool flag, str group, ScalarType dtype)"
+    assert define("test_kinds", NamedTuple("Kinds", fields), "t -> t").schema == f"{arguments} -> Tensor"
+    assert define("test_kinds2", NamedTuple("Kinds", fields), "t -> t, t").schema == f"{arguments} -> (Tensor, Tensor)"
+    with pytest.raises(PrimitiveError, match=r"'test_strange': Strange has fields {'x': <class 'list'>}; legal types are Tensor, int, "):
+        define("test_strange", NamedTuple("Strange", [("x", list)]), "t -> t")
+
+
+def test_rules_take_the_record_and_callers_the_operands(define: Define) -> None:
+    bump = define("test_record", Bump, "_, _ -> _")
+    bump.reference(lambda args: args.x + args.n * args.pool)
+    x = torch.ones(2)
+    assert bump.rule("reference")(x, x, 3).tolist() == bump(x, x, 3).tolist() == [4, 4]
+    assert bump.rule("reference")(x, n=2, pool=x).tolist() == [3, 3]
+    bump.group_reference(lambda calls: [args.x + args.n for args in calls])
+    assert [y.tolist() for y in bump.rule("group_reference")([(x, x, 1), (x, x, 2)])] == [[2, 2], [3, 3]]
+
+
 def test_a_missing_rule_fails_by_name(define: Define) -> None:
-    bare = define("test_bare", "(Tensor x) -> Tensor", "t -> t")
-    bare.abstract(torch.empty_like)
+    bare = define("test_bare", X1, "t -> t")
+    bare.abstract(lambda args: torch.empty_like(args.x))
     for facet in ("reference", "cost", "inplace"):
         assert not bare.has(facet)
         with pytest.raises(PrimitiveError, match=rf"'test_bare' has no rule '{facet}'; it has \['abstract'\]"):
@@ -65,20 +93,21 @@ def test_every_primitive_has_what_every_graph_needs() -> None:
 
 
 def test_a_backend_takes_its_own_lowering_or_the_reference(define: Define) -> None:
-    twice = define("test_twice", "(Tensor x) -> Tensor", "t -> t")
-    reference, lowering = twice.reference(lambda x: 2 * x), twice.lowering("inductor")(lambda x: x + x)
-    assert twice.lower_for("inductor") is lowering
-    assert twice.lower_for("eager") is reference
+    twice = define("test_twice", X1, "t -> t")
+    twice.reference(lambda args: 2 * args.x)
+    twice.lowering("inductor")(lambda args: args.x + 1)
+    assert twice.lower_for("inductor")(5) == 6
+    assert twice.lower_for("eager")(5) == 10
 
 
 # --- donation ---
 
 
-def test_the_twin_writes_and_returns_the_rest(define: Define) -> None:
-    bump = define("test_bump", "(Tensor x, Tensor pool, int n) -> (Tensor, Tensor)", "_, _ -> _, _", donates=((1, 0),))
-    bump.abstract(lambda x, pool, n: (torch.empty_like(pool), torch.empty_like(x)))
-    bump.reference(lambda x, pool, n: (pool + n, x + pool))
-    bump.inplace(lambda x, pool, n: (x + pool, pool.add_(n))[::-1])
+def test_the_in_place_variant_writes_and_returns_the_rest(define: Define) -> None:
+    bump = define("test_bump", Bump, "_, _ -> _, _", donates=((1, 0),))
+    bump.abstract(lambda args: (torch.empty_like(args.pool), torch.empty_like(args.x)))
+    bump.reference(lambda args: (args.pool + args.n, args.x + args.pool))
+    bump.inplace(lambda args: (args.x + args.pool, args.pool.add_(args.n))[::-1])
     x, pool = torch.ones(2), torch.ones(2)
     assert bump.inplace_op(x, pool, 3).tolist() == [2, 2]
     assert (x.tolist(), pool.tolist()) == ([1, 1], [4, 4])
@@ -88,7 +117,7 @@ def test_the_twin_writes_and_returns_the_rest(define: Define) -> None:
     assert bump.inplace_op(meta, meta, 3).device.type == "meta"
 
 
-def test_a_twin_with_nothing_else_to_return() -> None:
+def test_an_in_place_variant_with_nothing_else_to_return() -> None:
     schema = "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()"
     assert str(ops.cache_write.inplace_op._schema) == f"npuc::cache_write_{schema}"
     assert ops.cache_write.kept_results == []

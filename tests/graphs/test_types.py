@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,13 +52,12 @@ AXES = st.lists(st.tuples(st.from_regex(r"[a-z_][a-z0-9_]{0,3}", fullmatch=True)
 @given(AXES)
 def test_mesh_reads_what_it_prints(axes: list[tuple[str, int]]) -> None:
     mesh = Mesh(tuple(axes))
-    if axes:
-        assert Mesh.parse(str(mesh)) == mesh
-        assert Mesh.parse(", ".join(f"{name}={size}" for name, size in axes)) == mesh
+    assert Mesh.parse(str(mesh)) == mesh
+    assert Mesh.parse(", ".join(f"{name}={size}" for name, size in axes)) == mesh
 
 
 def test_mesh_of_one_device() -> None:
-    for text in ("", "  "):
+    for text in ("", "  ", "1"):
         mesh = Mesh.parse(text)
         assert (mesh, mesh.size, mesh.axis("tp"), str(mesh)) == (Mesh(), 1, 1, "1")
 
@@ -80,6 +81,41 @@ def test_mesh_refuses_anything_else(part: str, before: bool) -> None:
 def test_mesh_refuses_an_axis_twice() -> None:
     with pytest.raises(SpecError, match="'tp' is given twice"):
         Mesh.parse("tp=2,dp=4,tp=2")
+
+
+def test_coordinates_are_row_major_whatever_the_order_of_the_axes() -> None:
+    mesh = Mesh.parse("dp=2,tp=3")
+    assert [tuple(mesh.coordinates(rank).values()) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert mesh.coords(4).tolist() == [1, 1]
+    assert mesh.coords(4).dtype == torch.int32
+    assert Mesh().coordinates(0) == {"dp": 0, "tp": 0}
+    assert Mesh.parse("tp=3,dp=2").coordinates(4) == {"dp": 1, "tp": 1}
+    for rank in (-1, 6):
+        with pytest.raises(SpecError, match=f"rank {rank} of mesh dp=2,tp=3; legal is 0 to 5"):
+            mesh.coordinates(rank)
+
+
+def test_groups_by_hand() -> None:
+    assert Mesh.parse("dp=2,tp=3").groups() == {
+        "dp": ((0, 3), (1, 4), (2, 5)),
+        "tp": ((0, 1, 2), (3, 4, 5)),
+        "world": ((0, 1, 2, 3, 4, 5),),
+    }
+    assert Mesh.parse("tp=2").groups() == {"dp": ((0,), (1,)), "tp": ((0, 1),), "world": ((0, 1),)}
+    assert Mesh().groups() == {"dp": ((0,),), "tp": ((0,),), "world": ((0,),)}
+
+
+@pytest.mark.parametrize("text", ["dp=2,tp=2", "tp=4", "dp=3,tp=2", "tp=3,dp=2", "dp=2,pp=3,tp=2", ""])
+def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(text: str) -> None:
+    mesh = Mesh.parse(text)
+    for name, groups in mesh.groups().items():
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+        for group in groups:
+            assert all(mesh.group(name, rank) == group for rank in group)
+            if name != "world":
+                assert [mesh.coordinates(rank)[name] for rank in group] == list(range(mesh.axis(name)))
+                others = [{axis: at for axis, at in mesh.coordinates(rank).items() if axis != name} for rank in group]
+                assert others == [others[0]] * len(group)
 
 
 # --- Rules ---
@@ -107,6 +143,46 @@ def test_rules_refuse_what_does_not_divide() -> None:
 def test_rules_refuse_two_axes_on_one_mesh_axis() -> None:
     with pytest.raises(PartitionError, match=r"params\.w: axes 'heads' and 'ffn' both map to mesh axis 'tp'"):
         RULES.check(Aval((4, 4), F32, ("heads", "ffn")), MESH, "params.w")
+
+
+TURNED = Rules.of({"heads": "tp", "experts": ("dp", "tp"), "turned": ("tp", "dp"), "absent": "sp"})
+
+
+def test_a_slice_by_hand() -> None:
+    mesh = Mesh.parse("dp=2,tp=3")
+    aval = Aval((12, 5, 6), F32, ("experts", None, None))
+    assert TURNED.local_aval(aval, mesh) == Aval((2, 5, 6), F32, aval.axes)
+    assert TURNED.local_slice(aval, mesh, 4) == (slice(8, 10), slice(0, 5), slice(0, 6))
+    assert TURNED.local_slice(Aval((12,), F32, ("turned",)), mesh, 4) == (slice(6, 8),)
+    assert TURNED.local_slice(Aval((12, 6), F32, (None, "heads")), mesh, 4) == (slice(0, 12), slice(2, 4))
+    assert TURNED.local_slice(Aval((4,), F32, ("absent",)), mesh, 4) == (slice(0, 4),)
+    assert TURNED.local_slice(Aval((), F32), mesh, 5) == ()
+
+
+@given(
+    st.lists(st.sampled_from([None, "heads", "experts", "turned", "other"]), max_size=3),
+    st.sampled_from(["dp=2,tp=3", "tp=6", "dp=3,tp=1", ""]),
+)
+def test_slices_of_all_ranks_cover_a_value_evenly(axes: list[str | None], text: str) -> None:
+    if sum(axis in ("heads", "experts", "turned") for axis in axes) > 1:
+        return
+    mesh = Mesh.parse(text)
+    aval = Aval(tuple(6 * (i + 1) for i in range(len(axes))), F32, tuple(axes))
+    copies = torch.zeros(aval.shape)
+    for rank in range(mesh.size):
+        part = copies[TURNED.local_slice(aval, mesh, rank)]
+        assert tuple(part.shape) == TURNED.local_aval(aval, mesh).shape
+        part += 1
+    shards = math.prod(mesh.axis(name) for axis in axes for name in TURNED.mesh_axes(axis))
+    assert (copies == mesh.size / shards).all()
+
+
+def test_local_parts_are_of_values_that_divide() -> None:
+    mesh = Mesh.parse("dp=2,tp=3")
+    with pytest.raises(PartitionError, match="'heads' of size 4 does not divide by 3"):
+        TURNED.local_slice(Aval((4,), F32, ("heads",)), mesh, 0)
+    with pytest.raises(PartitionError, match="both map to mesh axis 'tp'"):
+        TURNED.local_aval(Aval((6, 6), F32, ("heads", "experts")), mesh)
 
 
 # --- Bucket, Limits, Signature ---

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.emulator import groups
 from npucompile.lowering.ascend.ge_file import Container, messages, patched
 from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_container, of_rank
 
@@ -38,7 +37,7 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
         attribute = "group_ep" if kind_of_op.startswith("Moe") else "group"
         op.attr[attribute].s = group.encode()
         patches.append((op.name, attribute, "group"))
-        size = len(groups(mesh)[group][0])
+        size = len(mesh.groups()[group][0])
         if kind_of_op.startswith("Moe"):
             op.attr["ep_world_size"].i, op.attr["ep_rank_id"].i = size, 0
             patches.append((op.name, "ep_rank_id", "ep_rank"))
@@ -54,7 +53,7 @@ def of_all(container, mesh=MESH):
     """What the container of each rank says, patched as a loader would with communicators of its own."""
     told = []
     for rank in range(mesh.size):
-        mine = {name: next(tuple(ranks) for ranks in sets if rank in ranks) for name, sets in groups(mesh).items()}
+        mine = {name: mesh.group(name, rank) for name in mesh.groups()}
         names = {name: f"hccl_{name}_{ranks[0]}" for name, ranks in mine.items()}
         told.append(of_rank(patched(container, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
     return told
@@ -77,7 +76,7 @@ def test_one_graph_is_what_each_rank_of_its_group_runs():
 
 
 def test_a_group_the_mesh_lacks_is_named():
-    with pytest.raises(LoweringError, match="the groups ep; mesh dp=2,tp=2 has tp, dp, world"):
+    with pytest.raises(LoweringError, match="the groups ep; mesh dp=2,tp=2 has dp, tp, world"):
         expand([("all_reduce", "ep", "f32[4]")], MESH)
 
 

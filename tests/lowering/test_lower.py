@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -294,16 +295,19 @@ def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -
     assert "aten.copy_" in names
 
 
-def test_every_result_of_a_twin_goes_to_its_reader(request: pytest.FixtureRequest) -> None:
+def test_every_result_of_an_in_place_variant_goes_to_its_reader(request: pytest.FixtureRequest) -> None:
     """A primitive that returns two values around its pool, so that indices shift when the pool's goes away."""
     request.addfinalizer(lambda: TABLE.pop("test_three", None))
-    three = Primitive(
-        "test_three", "(Tensor x, Tensor pool) -> (Tensor, Tensor, Tensor)", factors="_ _, _ _ -> _ _, _ _, _ _", donates=((1, 1),)
-    )
-    three.abstract(lambda x, pool: (torch.empty_like(x), torch.empty_like(pool), torch.empty_like(x)))
-    three.reference(lambda x, pool: (x + pool, pool + 1, x * pool))
-    three.inplace(lambda x, pool: (x + pool, pool, x * pool, pool.add_(1))[:3])
-    three.cost(lambda x, pool: Cost())
+
+    class Three(NamedTuple):
+        x: torch.Tensor
+        pool: torch.Tensor
+
+    three = Primitive("test_three", Three, factors="_ _, _ _ -> _ _, _ _, _ _", donates=((1, 1),))
+    three.abstract(lambda a: (torch.empty_like(a.x), torch.empty_like(a.pool), torch.empty_like(a.x)))
+    three.reference(lambda a: (a.x + a.pool, a.pool + 1, a.x * a.pool))
+    three.inplace(lambda a: (a.x + a.pool, a.pool, a.x * a.pool, a.pool.add_(1))[:3])
+    three.cost(lambda a: Cost())
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         total, pool, product = three(i["x"], s["pool"])

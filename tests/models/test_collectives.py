@@ -16,7 +16,6 @@ from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, collective_group, partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh
 from npucompile.lowering import collectives_check
-from npucompile.lowering.ascend.emulator.emulator import groups
 from npucompile.models import registry, step
 from npucompile.models.sharding_rules import rules
 from npucompile.models.variant import Variant
@@ -150,12 +149,12 @@ def talks(nodes: Iterable[torch.fx.Node]) -> list[collectives_check.Collective]:
 def words(collectives: Iterable[collectives_check.Collective], mesh: Mesh) -> list[tuple[str, object]]:
     """Collectives in the document's words, with the groups as sets of ranks: with one axis its group is the world."""
     names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
-    return [(names.get(name, name.removeprefix("moe_")), groups(mesh)[group]) for name, group, _ in collectives]
+    return [(names.get(name, name.removeprefix("moe_")), mesh.groups()[group]) for name, group, _ in collectives]
 
 
 def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
     found = [part.split(" ") for part in cell.split(", ") if part != "none"]
-    return [(name, groups(mesh)[group]) for name, group in found]
+    return [(name, mesh.groups()[group]) for name, group in found]
 
 
 def sizes(layout: Layout | Pass, *, one_a_row: bool = False) -> dict[str, float]:

@@ -9,7 +9,6 @@ from support import fleets
 from npucompile.graphs import tree
 from npucompile.graphs.errors import PartitionError
 from npucompile.graphs.types import Aval, Mesh
-from npucompile.lowering.artifact.shards import local_aval
 from npucompile.models.sharding_rules import rules
 from npucompile.models.variant import PLAIN, Variant
 
@@ -48,7 +47,7 @@ def test_experts_that_do_not_spread_evenly_are_refused(mesh: str) -> None:
 
 def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
     found = rules(mesh, experts=8, expert_parallel=expert_parallel)
-    return sum(local_aval(aval, mesh, found).nbytes for aval in avals)
+    return sum(found.local_aval(aval, mesh).nbytes for aval in avals)
 
 
 @pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
@@ -70,4 +69,4 @@ def test_groups_hold_the_same_but_for_their_experts() -> None:
     mesh, found = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
     for name, param in tree.flatten(fleets.model(Variant(experts="grouped")).params(torch.float32)):
         parts = 4 if "experts" in param.aval.axes else 1
-        assert local_aval(param.aval, mesh, found).nbytes * parts == param.aval.nbytes, name
+        assert found.local_aval(param.aval, mesh).nbytes * parts == param.aval.nbytes, name

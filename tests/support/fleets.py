@@ -14,7 +14,6 @@ from npucompile.graphs import tree
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Rules, Tree
-from npucompile.lowering.artifact.shards import coordinates, local_slice
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.models import qwen3_5, sharding_rules, step
 from npucompile.models import request_slots as seats
@@ -152,10 +151,10 @@ class Fleet:
         self.model = replace(self.model, drafting=self.drafts > 0)
         flat = [tensor for _, tensor in tree.flatten(weights(self.model))]
         avals = [param.aval for _, param in tree.flatten(self.model.params(F32))]
-        self.params = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(flat, avals, strict=True)] for rank in ranks]
+        self.params = [[t[rules.local_slice(a, self.mesh, rank)].clone() for t, a in zip(flat, avals, strict=True)] for rank in ranks]
         self.names, self.pools = zip(*tree.flatten(self.model.state(self.limits, F32)), strict=True)
         empty = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in self.pools]
-        cut = [[t[local_slice(a, self.mesh, rules, rank)].clone() for t, a in zip(empty, self.pools, strict=True)] for rank in ranks]
+        cut = [[t[rules.local_slice(a, self.mesh, rank)].clone() for t, a in zip(empty, self.pools, strict=True)] for rank in ranks]
         self.state = cut
         self.graphs: dict[Bucket, Any] = {}
 
@@ -173,9 +172,8 @@ class Fleet:
         names = [leaf.name.removeprefix("outputs.") for leaf in found.signature.outputs]
         operands = []
         for rank in range(self.mesh.size):
-            at = coordinates(Mesh((("dp", self.mesh.axis("dp")), ("tp", self.mesh.axis("tp")))), rank)
-            place = {"coords": torch.tensor([at["dp"], at["tp"]], dtype=torch.int32)}
-            own = [(given[at["dp"]] | place)[leaf.name.removeprefix("inputs.")].clone() for leaf in found.signature.inputs]
+            inputs = {**given[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
+            own = [inputs[leaf.name.removeprefix("inputs.")].clone() for leaf in found.signature.inputs]
             operands.append([*self.params[rank], *self.state[rank], *own])
         results = self.graphs[bucket](operands)
         outputs = []
@@ -197,7 +195,7 @@ class Fleet:
         whole = [torch.empty(aval.shape, dtype=aval.dtype) for aval in self.pools]
         for rank in range(group * share, (group + 1) * share):
             for tensor, aval, part in zip(whole, self.pools, self.state[rank], strict=True):
-                tensor[local_slice(aval, self.mesh, rules, rank)] = part
+                tensor[rules.local_slice(aval, self.mesh, rank)] = part
         return whole
 
     def seats(self, group: int) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ...graphs.types import DTYPES, Mesh
-from ...lowering.ascend.emulator.emulator import groups
 from ...lowering.collectives_check import Collective
 from ..build.targets import Target
 
@@ -54,7 +53,7 @@ def moved_bytes(collectives: Sequence[Collective], mesh: Mesh, choices: int = 0)
     Raises:
         SpecError: a collective of unknown form.
     """
-    sizes = {name: len(sets[0]) for name, sets in groups(mesh).items()}
+    sizes = {name: len(ranks[0]) for name, ranks in mesh.groups().items()}
     moved: dict[str, int] = {}
     for position, (name, group, kind) in enumerate(collectives):
         n = sizes[group]
@@ -114,7 +113,7 @@ def _ring(name: str, result: int, n: int) -> int:
 
 def _link(group: str, mesh: Mesh, target: Target) -> float:
     """Speed of the slowest link in the largest group of that name."""
-    across = any(len({rank // target.npus_per_node for rank in ranks}) > 1 for ranks in groups(mesh)[group])
+    across = any(len({rank // target.npus_per_node for rank in ranks}) > 1 for ranks in mesh.groups()[group])
     speed = target.node_link_bytes_per_s if across else target.link_bytes_per_s
     assert speed is not None
     return speed

@@ -224,7 +224,7 @@ def plan_memory(
 def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
     """Bytes of one rank's part of a value of global shape; a size that does not divide is rounded up to the largest part."""
     sizes = zip(aval.shape, aval.axes, strict=True)
-    return math.prod(-(-size // rules.ways(axis, mesh)) for size, axis in sizes) * aval.dtype.itemsize
+    return math.prod(-(-size // rules.num_shards(axis, mesh)) for size, axis in sizes) * aval.dtype.itemsize
 
 
 def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dispatch_bytes: int = 0) -> tuple[Communicator, ...]:
@@ -240,7 +240,7 @@ def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dis
     Raises:
         SpecError: a group is not known.
     """
-    sizes = {"dp": mesh.axis("dp"), "tp": mesh.axis("tp"), "world": mesh.size}
+    sizes = {name: len(mesh.group(name, 0)) for name in mesh.groups()}
     if unknown := set(used) - set(sizes):
         raise SpecError(f"groups {', '.join(sorted(unknown))} are not known; legal are {', '.join(sizes)}")
     made = [Communicator(name, size) for name, size in sizes.items() if name in used and 1 < size < mesh.size]
@@ -286,8 +286,8 @@ def _why_experts(weights: Iterable[Leaf], mesh: Mesh, rules: Rules) -> str:
     counts = {size for leaf in weights for size, axis in zip(leaf.aval.shape, leaf.aval.axes, strict=True) if axis == "experts"}
     if not counts:
         return "no experts"
-    ways = rules.ways("experts", mesh)
-    return f"{-(-max(counts) // ways)} of {max(counts)} experts a layer" if ways > 1 else f"all {max(counts)} experts of every layer"
+    shards = rules.num_shards("experts", mesh)
+    return f"{-(-max(counts) // shards)} of {max(counts)} experts a layer" if shards > 1 else f"all {max(counts)} experts of every layer"
 
 
 def _why_communication(groups: Sequence[Communicator]) -> str:

@@ -10,8 +10,8 @@ import click
 import torch
 
 from ...graphs.errors import ArtifactMissing, ModelError
+from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.shards import mesh_of
 from ...models.presets import BUNDLED
 from ...server.app import WEBSOCKET_PATH
 from ...server.run import serve, websocket_url
@@ -75,7 +75,7 @@ def announce(running: Running, artifact: Artifact, building: bool, progress: Pro
     """What to say once connections are accepted: what is served, and how to talk to it."""
     backends = running.executor.backends
     waiting = [name for name, backend in backends.items() if backend == "eager"]
-    ranks = mesh_of(artifact.manifest).size
+    ranks = Mesh.parse(artifact.manifest.mesh).size
 
     def ready(address: str, bound: int) -> None:
         url = websocket_url(address, bound)
@@ -129,6 +129,6 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
 def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
     """The build that adds what an earlier, interrupted one did not compile; none where ranks could come to differ by it."""
     manifest = artifact.manifest
-    if no_build or mesh_of(manifest).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
+    if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
         return None
     return Builder(manifest.build_arguments, artifact.path, home.environment)

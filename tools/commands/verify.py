@@ -8,8 +8,8 @@ import time
 import click
 
 from ...graphs.errors import SpecError
+from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.shards import mesh_of
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
@@ -40,7 +40,7 @@ def command(home: Home, artifact: str | None, as_json: bool, steps: int | None, 
     if device:
         steps = DEFAULT_STEPS if steps is None else steps
         found = verify_device(opened, home.cache, Progress(), steps=steps, seed=seed or 0)
-    elif mesh_of(opened.manifest).size > 1:
+    elif Mesh.parse(opened.manifest.mesh).size > 1:
         found = verify_mesh(opened, Progress())
     else:
         found = verify(opened, Progress())

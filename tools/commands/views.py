@@ -57,7 +57,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         LoweringError: ranks would hang, or the shipped graph communicates otherwise.
     """
-    mesh = Mesh.parse(artifact.manifest.mesh) if artifact.manifest.mesh != "1" else Mesh()
+    mesh = Mesh.parse(artifact.manifest.mesh)
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
@@ -80,7 +80,7 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operators of a bucket's GE graph, in all and by body; its cost; and the time that figures of its target allow."""
     container, manifest = _container(artifact, entry), artifact.manifest
     bodies = inspect_ge.census_by_body(container.graph) if container else {}
-    mesh = Mesh.parse(manifest.mesh) if manifest.mesh != "1" else Mesh()
+    mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = _roofline(manifest, entry, mesh)
     told = {

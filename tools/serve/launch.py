@@ -23,7 +23,6 @@ import torch
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.artifact.shards import mesh_of
 from ...lowering.toolchain import toolchain
 from ...runtime.cpu_executor import Executor
 from ...runtime.distributed.control_plane import Job, RankError
@@ -111,7 +110,7 @@ def check_world(artifact: Artifact, place: Place | None) -> Mesh:
         ArtifactError: the artifact has nothing to run.
         SpecError: when the launcher started another number of ranks.
     """
-    mesh = mesh_of(artifact.manifest)
+    mesh = Mesh.parse(artifact.manifest.mesh)
     if artifact.manifest.weights is None:
         raise ArtifactError(f"{artifact.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
     if place is not None and place.world != mesh.size:

@@ -9,8 +9,7 @@ import torch
 
 from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
-from ...graphs.types import Leaf, Mesh, Signature
-from ...lowering.artifact.shards import coordinates, local_slice
+from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
 from .compare import deviation, is_paged, is_seats
 from .small_model import Case, Scaled, held_params
@@ -85,7 +84,7 @@ class Cast:
         signature = signature_of(step.program(model, small.cases[0].bucket, small.limits, dtype))
         held = list(zip(held_params(model, checkpoint, dtype), signature.params, strict=True))
         params = [
-            [tensor[local_slice(leaf.aval, small.mesh, rules, rank)].contiguous() for tensor, leaf in held]
+            [tensor[rules.local_slice(leaf.aval, small.mesh, rank)].contiguous() for tensor, leaf in held]
             for rank in range(small.mesh.size)
         ]
         return Cast(small, script, signature.state, tuple(params))
@@ -139,9 +138,7 @@ class Cast:
         turn, operands = self.script.turns[number], []
         run, signature = graphs[turn.case]
         for rank, pools in enumerate(state):
-            at = coordinates(self.small.mesh, rank)
-            place = torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)
-            given = {**turn.inputs[at.get("dp", 0)], "coords": place}
+            given = {**turn.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
             operands.append([*self.params[rank], *pools, *(given[_short(leaf)] for leaf in signature.inputs)])
         said = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
         seats = seat_pool(self.leaves)
@@ -155,7 +152,7 @@ class Cast:
         mesh, rules, made = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
             held = pool.repeat_interleave(leaf.aval.shape[2] // pool.shape[2], 2) if is_paged(leaf) else pool
-            made.append(held[local_slice(leaf.aval, mesh, rules, rank)].to(leaf.aval.dtype, copy=True))
+            made.append(held[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
         return made
 
     def _first(self, rank: int) -> list[torch.Tensor]:
@@ -169,7 +166,7 @@ class Cast:
 
     def group(self, rank: int) -> int:
         """Index of a rank's dp group."""
-        return coordinates(self.small.mesh, rank).get("dp", 0)
+        return self.small.mesh.coordinates(rank)["dp"]
 
     def live(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """What each of a rank's pools holds for its requests: [tokens or slots, ...]."""
@@ -312,7 +309,7 @@ def _refuse(value: float, limit: float, what: str) -> None:
 
 def _named(rank: int, mesh: Mesh) -> str:
     """`rank 3 (dp 1, tp 1)`."""
-    return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in coordinates(mesh, rank).items())})"
+    return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in mesh.coordinates(rank).items())})"
 
 
 def _short(leaf: Leaf) -> str:

@@ -10,11 +10,11 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.types import DTYPES, Leaf, Mesh, Rules, Signature
+from ...graphs.types import COORDS, DTYPES, Leaf, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
-from ...lowering.artifact.shards import coordinates, load_shard, local_slice, mesh_of
+from ...lowering.artifact.shards import load_shard
 from ...lowering.ascend.emulator.emulator import Lockstep
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
@@ -46,7 +46,7 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
         raise VerifyError(
             f"{artifact.path}: {size} bytes of weights; legal for running all ranks of {manifest.mesh} in one process is {LARGEST_BYTES}"
         )
-    shards = [load_shard(artifact, rank) for rank in range(mesh_of(manifest).size)]
+    shards = [load_shard(artifact, rank) for rank in range(Mesh.parse(manifest.mesh).size)]
     weights, found = artifact.load_weights(), {}
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
@@ -59,7 +59,7 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
 def _verify_entry(
     artifact: Artifact, entry: GraphEntry, weights: Mapping[str, torch.Tensor], shards: Sequence[Mapping[str, torch.Tensor]]
 ) -> Verdict:
-    manifest, mesh = artifact.manifest, mesh_of(artifact.manifest)
+    manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
     reference, signature = unsharded(manifest, entry)
     ours = Lockstep(decode((artifact.path / entry.reference).read_bytes()), mesh)
     params = [weights[leaf.name] for leaf in manifest.params]
@@ -96,28 +96,27 @@ def _compare(
     ours: Lockstep,
     tolerance: Tolerance,
 ) -> Verdict:
-    mesh, rules, first = mesh_of(manifest), Rules.of(manifest.rules), len(signature.params)
+    mesh, rules, first = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), len(signature.params)
     last = first + len(signature.state)
     operands = []
     for rank, shard in enumerate(shards):
-        at = coordinates(mesh, rank)
-        one = scenes[at.get("dp", 0)]
+        one = scenes[mesh.coordinates(rank)["dp"]]
         state = [
-            pool[local_slice(leaf.aval, mesh, rules, rank)].clone()
+            pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
             for leaf, pool in zip(manifest.state, one.operands[first:last], strict=True)
         ]
         given = dict(zip(map(_short, signature.inputs), one.operands[last:], strict=True))
-        given["coords"] = torch.tensor([at.get("dp", 0), at.get("tp", 0)], dtype=torch.int32)
+        given[COORDS] = mesh.coords(rank)
         operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(given[_short(leaf)] for leaf in entry.inputs)])
     results = ours(operands)
     whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(one.operands)] for one in scenes]
     expected = [dict(zip(map(_short, signature.outputs), reference(each), strict=True)) for each in whole]
     found = Verdict()
     for rank, given_back in enumerate(results):
-        group = coordinates(mesh, rank).get("dp", 0)
+        group = mesh.coordinates(rank)["dp"]
         told = dict(zip(map(_short, entry.outputs), given_back, strict=True))
         pools = [
-            (leaf, whole[group][first + i][local_slice(leaf.aval, mesh, rules, rank)], operands[rank][first + i])
+            (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], operands[rank][first + i])
             for i, leaf in enumerate(manifest.state)
         ]
         found = found.worse(verdict(scenes[group], expected[group], told, pools, tolerance.measure))

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from ...graphs import tree
 from ...graphs.errors import NpucompileError, VerifyError
 from ...graphs.spmd.partition import Partitioned
-from ...graphs.types import DTYPES, Aval, Leaf, Rules
+from ...graphs.types import DTYPES, Aval, Leaf, Mesh, Rules
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
-from ...lowering.artifact.shards import local_signature, mesh_of
+from ...lowering.artifact.shards import local_signature
 from ...lowering.ascend import inspect_ge
-from ...lowering.ascend.emulator.emulator import groups
 from ...lowering.ascend.ge_file import GROUPS, Container, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
@@ -34,7 +33,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
     Raises:
         VerifyError: naming the first thing that differs.
     """
-    model, mesh, dtype = full(manifest), mesh_of(manifest), DTYPES[manifest.dtype]
+    model, mesh, dtype = full(manifest), Mesh.parse(manifest.mesh), DTYPES[manifest.dtype]
     wanted = _leaves("params", avals(model.params(dtype))) + _leaves("state", model.state(manifest.limits, dtype))
     for left, right in zip(wanted, (*manifest.params, *manifest.state), strict=False):
         if left != right:
@@ -57,7 +56,7 @@ def _leaves(part: str, values: object) -> list[Leaf]:
 def _check_memory(manifest: Manifest, rules: Rules, draft: str) -> MemoryPlan:
     told = MemoryPlan.from_dict(manifest.memory)
     peak = max((entry.memory["peak_bytes"] for entry in manifest.graphs), default=0)
-    place = mesh_of(manifest), rules, target(manifest.target)
+    place = Mesh.parse(manifest.mesh), rules, target(manifest.target)
     again = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft)
     found = {part.name: part.nbytes for part in told.parts}
     for part in again.parts:
@@ -123,7 +122,7 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
     Raises:
         VerifyError: naming the bucket, the ranks and the collective.
     """
-    mesh, entries, done = mesh_of(artifact.manifest), artifact.manifest.graphs, 0
+    mesh, entries, done = Mesh.parse(artifact.manifest.mesh), artifact.manifest.graphs, 0
     for entry in sorted(entries, key=lambda entry: (artifact.path / entry.compiled.file).stat().st_size if entry.compiled else 0):
         container = container_of(artifact, entry)
         try:
@@ -138,9 +137,9 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
 
 def talks(container: Container, manifest: Manifest) -> list[list[collectives_check.Talk]]:
     """What each rank waits for, read from its own patched graph."""
-    found, mesh = [], mesh_of(manifest)
+    found, mesh = [], Mesh.parse(manifest.mesh)
     for rank in range(mesh.size):
-        mine = {name: tuple(next(ranks for ranks in sets if rank in ranks)) for name, sets in groups(mesh).items()}
+        mine = {name: mesh.group(name, rank) for name in GROUPS}
         names = {name: f"{name}:{mine[name][0]}" for name in GROUPS}
         found.append(collectives_check.of_rank(patched(container, rank, names), rank, {names[name]: mine[name] for name in GROUPS}))
     return found

@@ -13,7 +13,6 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
-from ...lowering.artifact.shards import mesh_of
 from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
@@ -118,7 +117,7 @@ def scaled(manifest: Manifest, steps: int) -> Scaled:
     Args:
         steps: decode steps of each decode case; there are more where so few do not accept every number of drafts.
     """
-    mesh, large = mesh_of(manifest), full(manifest)
+    mesh, large = Mesh.parse(manifest.mesh), full(manifest)
     small = replace(large, config=scaled_config(large.config, mesh))
     variant = replace(small.config.variant, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
@@ -152,7 +151,7 @@ def full(manifest: Manifest) -> Model:
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:
     """How an artifact holds a model of that configuration."""
-    mesh, pools = mesh_of(manifest), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
+    mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
     found = Variant.of(
         manifest.quantization,
         grouped=mesh.size > 1 and config.num_experts > 0,

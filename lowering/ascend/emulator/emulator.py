@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from ....graphs import ops as ops
 from ....graphs.errors import LoweringError
 from ....graphs.primitive import NAMESPACE, Primitive, of_target
-from ....graphs.types import MESH_AXES, Mesh
+from ....graphs.types import Mesh
 from .npu_reference import GROUP_KERNELS, KERNELS, group_of
 
 Values = list[dict[Node, Any]]
@@ -26,21 +26,16 @@ class Lockstep:
     """Runs a graph on CPU tensors for every rank of a mesh: a collective is one call over the values of its group.
 
     The graph may call bodies (`call_module`); its nodes are aten operators, primitives, the operators of `npu_reference`, and
-    functional collectives over the groups "tp", "dp" and "world". Rank = dp index * tp + tp index.
+    functional collectives over the groups of the mesh.
 
     Args:
         graph: the graph that all ranks share; tensors it creates on a device are created on the CPU.
-        mesh: the axes `dp` and `tp`.
-
-    Raises:
-        LoweringError: when the mesh has another axis.
+        mesh: of all ranks.
     """
 
     def __init__(self, graph: GraphModule, mesh: Mesh) -> None:
-        if strange := [name for name, _ in mesh.axes if name not in MESH_AXES]:
-            raise LoweringError(f"mesh {mesh} has the axes {strange}; legal are {list(MESH_AXES)}")
         self._graph = graph
-        self._groups = groups(mesh)
+        self._groups = mesh.groups()
         self._size = mesh.size
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -94,16 +89,6 @@ class Lockstep:
             _check_agreement(node, ranks, members)
             results.update(zip(ranks, rule(members), strict=True))
         return [results[rank] for rank in range(self._size)]
-
-
-def groups(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The ranks of every group of each name, in the order of the group."""
-    dp, tp = mesh.axis("dp"), mesh.axis("tp")
-    return {
-        "tp": [[d * tp + t for t in range(tp)] for d in range(dp)],
-        "dp": [[d * tp + t for d in range(dp)] for t in range(tp)],
-        "world": [list(range(dp * tp))],
-    }
 
 
 def _keep(values: Values, node: Node, results: Sequence[Any], dead: list[Node]) -> None:
@@ -162,15 +147,15 @@ def _together(node: Node) -> tuple[str, Callable[[list[Any]], list[Any]]] | None
     if (name := str(node.target)) in GROUP_KERNELS:
         return group_of(name, node.args, node.kwargs), GROUP_KERNELS[name]
     primitive = of_target(node.target)
-    if primitive is None or not primitive.has("together"):
+    if primitive is None or not primitive.has("group_reference"):
         return None
     names = [argument.name for argument in primitive.op._schema.arguments]
     return str(_positional(names, node.args, node.kwargs)[names.index("group")]), _of_primitive(primitive, names)
 
 
-def _of_primitive(primitive: Primitive, names: list[str]) -> Callable[[list[Any]], list[Any]]:
+def _of_primitive(primitive: Primitive[Any], names: list[str]) -> Callable[[list[Any]], list[Any]]:
     def rule(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        return list(primitive.rule("together")([_positional(names, args, kwargs) for args, kwargs in calls]))
+        return list(primitive.rule("group_reference")([_positional(names, args, kwargs) for args, kwargs in calls]))
 
     return rule
 

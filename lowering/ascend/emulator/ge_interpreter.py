@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from ....graphs.types import MESH_AXES, Mesh
+from ....graphs.types import Mesh
 from ..convert import shape_of
 from ..ge_file import Container, parse
 from ..inspect_ge import IN_PLACE, VIEWS, follow, shape
 from . import ge_ops_group
-from .emulator import groups
 from .ge_ops_common import Call, Function, GeOp, Results, Together, Value, read
 from .ge_ops_fused import FUSED
 from .ge_ops_fused_collectives import FUSED_TOGETHER
@@ -40,8 +39,8 @@ class GeInterpreter:
     everything else gets memory of its own. Each result is compared with the type and the sizes that the graph says it has.
 
     Args:
-        container: of all ranks, not patched: groups are named "tp", "dp" and "world".
-        mesh: the axes `dp` and `tp`.
+        container: of all ranks, not patched: groups are named as those of the mesh.
+        mesh: of all ranks.
         order: "file" runs operators as they are listed; "reversed-ready" runs, of those that wait for nothing, the one listed last.
             GE promises no more than that data and control edges are kept, so every order must give the same.
 
@@ -50,8 +49,6 @@ class GeInterpreter:
     """
 
     def __init__(self, container: Container, mesh: Mesh, *, order: str = "file") -> None:
-        if strange := [name for name, _ in mesh.axes if name not in MESH_AXES]:
-            raise LoweringError(f"mesh {mesh} has the axes {strange}; legal are {list(MESH_AXES)}")
         if order not in ORDERS:
             raise LoweringError(f"order is {order!r}; legal are {', '.join(ORDERS)}")
         model = parse(container.graph)
@@ -61,7 +58,7 @@ class GeInterpreter:
         _check_known(ops)
         waits = _waits(ops)
         _check_writes(model.graph[0].op, container)
-        self._container, self._size, self._groups = container, mesh.size, groups(mesh)
+        self._container, self._size, self._groups = container, mesh.size, mesh.groups()
         self._data = [op for op in ops if op.type == "Data"]
         self._results = _results(model.graph[0].op, container)
         self._constants = {f"{op.name}:0": _constant(op) for op in ops if op.type == "Const"}

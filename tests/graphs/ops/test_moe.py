@@ -148,7 +148,7 @@ def combining(sent: list[Any], ranks: int, group: str) -> list[tuple[Any, ...]]:
 
 
 def test_rows_arrive_by_expert_then_by_source() -> None:
-    sent = ops.moe_dispatch.rule("together")(given := calls(2, "world", False))
+    sent = ops.moe_dispatch.rule("group_reference")(given := calls(2, "world", False))
     for rank, (rows, _, counts, assist, received) in enumerate(sent):
         origins = assist.view(-1, 128)[: int(counts.sum()), :3].tolist()
         place = 0
@@ -198,10 +198,10 @@ def in_threads(ranks: int, member: Callable[[int, str], Any]) -> list[Any]:
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_members_that_talk_get_what_together_says(ranks: int, quantise: bool) -> None:
-    sent = ops.moe_dispatch.rule("together")(calls(ranks, "moe", quantise))
+    sent = ops.moe_dispatch.rule("group_reference")(calls(ranks, "moe", quantise))
     talked = in_threads(ranks, lambda rank, group: ops.moe_dispatch(*calls(ranks, group, quantise)[rank]))
     for got, want in zip(talked, sent, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    whole = ops.moe_combine.rule("together")(combining(sent, ranks, "moe"))
+    whole = ops.moe_combine.rule("group_reference")(combining(sent, ranks, "moe"))
     back = in_threads(ranks, lambda rank, group: ops.moe_combine(*combining(sent, ranks, group)[rank]))
     torch.testing.assert_close(back, whole, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from npucompile.graphs.errors import PartitionError
-from npucompile.graphs.spmd.layout import Place, assembled, constrain, local_of, partitioning, place, placements, ways
+from npucompile.graphs.spmd.layout import Place, assembled, constrain, local_of, num_shards, partitioning, place, placements
 from npucompile.graphs.types import Mesh, Rules
 
 RULES = Rules.of({"ffn": "tp", "heads": "tp", "experts": ("dp", "tp")})
@@ -40,9 +40,9 @@ def test_one_placement_a_mesh_axis(group: DeviceMesh) -> None:
 
 
 def test_ways_counts_the_shards_of_an_axis(group: DeviceMesh) -> None:
-    assert [ways(axis) for axis in ("ffn", "experts", "vocab")] == [1, 1, 1], "outside partitioning there is one device"
+    assert [num_shards(axis) for axis in ("ffn", "experts", "vocab")] == [1, 1, 1], "outside partitioning there is one device"
     with partitioning(at(group)):
-        assert [ways(axis) for axis in ("ffn", "experts", "vocab")] == [2, 6, 1]
+        assert [num_shards(axis) for axis in ("ffn", "experts", "vocab")] == [2, 6, 1]
     assert place() is None
 
 

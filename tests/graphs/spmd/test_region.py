@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npucompile.graphs.errors import PartitionError
-from npucompile.graphs.spmd.layout import constrain, ways
+from npucompile.graphs.spmd.layout import constrain, num_shards
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.spmd.region import Sum, all_gather, all_to_all, axis_index, group_of, reduce_scatter, shard_map
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules, Tree
@@ -76,7 +76,7 @@ def test_groups_are_named_by_who_is_in_them(mesh: str, experts: int, ffn: int, g
     told = []
 
     def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        told.append((ways("experts"), ways("ffn"), f"{group_of('experts')} {group_of('ffn')}"))
+        told.append((num_shards("experts"), num_shards("ffn"), f"{group_of('experts')} {group_of('ffn')}"))
         return x
 
     partitioned(step, mesh)

@@ -316,10 +316,10 @@ def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_experts_on_many_devices_are_those_on_one(ranks: int, chosen: int) -> None:
     net = Network(ranks, chosen)
-    sent = ops.moe_dispatch.rule("together")(net.dispatch(False))
+    sent = ops.moe_dispatch.rule("group_reference")(net.dispatch(False))
     rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
     assert sum(int(s[2].sum()) for s in sent) == ranks * 4 * chosen
-    combined = ops.moe_combine.rule("together")(net.combine(rows, sent))
+    combined = ops.moe_combine.rule("group_reference")(net.combine(rows, sent))
     for got, want in zip(combined, net.alone(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -327,14 +327,14 @@ def test_experts_on_many_devices_are_those_on_one(ranks: int, chosen: int) -> No
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_int8_experts_on_many_devices_are_near_those_on_one(ranks: int) -> None:
     net = Network(ranks)
-    sent = ops.moe_dispatch.rule("together")(net.dispatch(True))
+    sent = ops.moe_dispatch.rule("group_reference")(net.dispatch(True))
     packed = [quantise_w8(w) for w in (net.gate_up, net.down)]
     held = net.experts // ranks
     rows = []
     for r, (rows8, scale, counts, *_) in enumerate(sent):
         own = [part[r * held : (r + 1) * held] for pair in packed for part in pair]
         rows.append(ops.grouped_experts_w8a8(rows8, scale, counts, *own, F32))
-    for got, want in zip(ops.moe_combine.rule("together")(net.combine(rows, sent)), net.alone(), strict=True):
+    for got, want in zip(ops.moe_combine.rule("group_reference")(net.combine(rows, sent)), net.alone(), strict=True):
         assert ((got - want).norm() / want.norm()).item() < 0.02
 
 
@@ -344,7 +344,7 @@ def test_int8_experts_on_many_devices_are_near_those_on_one(ranks: int) -> None:
 def test_dispatch_kernel_is_the_reference_up_to_the_rows_that_count(ranks: int, quantise: bool) -> None:
     net = Network(ranks)
     calls = net.dispatch(quantise)
-    for got, want in zip(by_kernels(ops.moe_dispatch, calls), ops.moe_dispatch.rule("together")(calls), strict=True):
+    for got, want in zip(by_kernels(ops.moe_dispatch, calls), ops.moe_dispatch.rule("group_reference")(calls), strict=True):
         live = int(want[2].sum())
         assert torch.equal(got[2], want[2])
         # The kernel multiplies by a reciprocal where the reference divides.
@@ -366,5 +366,5 @@ def test_both_kernels_together_are_one_device(ranks: int) -> None:
 
 def test_dispatch_gives_the_smallest_static_room() -> None:
     net = Network(4, chosen=5)
-    for rows, *_ in ops.moe_dispatch.rule("together")(net.dispatch(False)):
+    for rows, *_ in ops.moe_dispatch.rule("group_reference")(net.dispatch(False)):
         assert rows.shape == (4 * 4 * 2, 16)

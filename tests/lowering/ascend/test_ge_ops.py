@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -389,7 +390,7 @@ def test_pools_are_written_where_they_are(example_in_ge: Callable[[str, str], An
 
 @pytest.mark.parametrize("label", ["verify", "decode", "full"])
 def test_the_other_layout_of_attention_is_the_same(torchair: harness.Torchair, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE["paged_attention"].rule("lowering:ge").__globals__, "NPU_LAYOUT", "BSND")
+    monkeypatch.setattr(sys.modules[TABLE["paged_attention"].rule("lowering:ge").__module__], "NPU_LAYOUT", "BSND")
     example = EXAMPLES["paged_attention"][label](Draw(torch.float32))
     close(example.live(executed("paged_attention", example.args)), example.live(flat(paged_attention(*example.args))), 2e-5)
     assert types(converted(torchair, "paged_attention", example.args)) <= ATTENTION | MASK

@@ -9,7 +9,7 @@ import torch
 from support import small_images as images
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.lowering.artifact.shards import local_slice
+from npucompile.graphs.types import Rules
 from npucompile.models.request_slots import START, TOKENS
 from npucompile.tools.verify import emulated_run
 from npucompile.tools.verify.emulated_run import Allowed, Cast, Heard, against_each_other, against_script
@@ -230,10 +230,9 @@ def test_swapped_parameters_of_two_ranks_are_found(cast):
 
 def test_experts_of_another_rank_are_found_even_by_the_widest_tolerance(cast, monkeypatch):
     image = images.image(MESH, BOTH)
+    right = Rules.local_slice
     monkeypatch.setattr(
-        emulated_run,
-        "local_slice",
-        lambda aval, mesh, rules, rank: local_slice(aval, mesh, rules, (rank + 1) % 4 if "experts" in aval.axes else rank),
+        Rules, "local_slice", lambda rules, aval, mesh, rank: right(rules, aval, mesh, (rank + 1) % 4 if "experts" in aval.axes else rank)
     )
     wrong = Cast.of(image.small, image.script, image.checkpoint, F32)
     monkeypatch.undo()

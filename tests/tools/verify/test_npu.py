@@ -13,12 +13,12 @@ from support import small_images as images
 from npucompile.graphs.errors import LoweringError, VerifyError
 from npucompile.graphs.primitive import TABLE
 from npucompile.graphs.spmd.partition import partition
-from npucompile.graphs.types import Bucket
+from npucompile.graphs.types import Bucket, Rules
 from npucompile.lowering.ascend.ge_file import decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
-from npucompile.tools.verify import emulated_run, npu
+from npucompile.tools.verify import npu
 from npucompile.tools.verify.npu import describe, excerpts, is_for_device
 from npucompile.tools.verify.small_model import Case, Form
 from npucompile.tools.verify.step_trace import Expected, Script, Turn
@@ -142,12 +142,12 @@ def test_experts_of_another_device_are_found(prove, monkeypatch):
 
 
 def test_weights_of_another_rank_are_found(prove, monkeypatch):
-    right = emulated_run.local_slice
-    monkeypatch.setattr(
-        emulated_run,
-        "local_slice",
-        lambda aval, mesh, rules, rank: right(aval, mesh, rules, rank ^ 1 if "ffn" in str(aval.axes) or "experts" in aval.axes else rank),
-    )
+    right = Rules.local_slice
+
+    def of_neighbour(rules, aval, mesh, rank):
+        return right(rules, aval, mesh, rank ^ 1 if "ffn" in str(aval.axes) or "experts" in aval.axes else rank)
+
+    monkeypatch.setattr(Rules, "local_slice", of_neighbour)
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
         prove()
 

@@ -10,8 +10,7 @@ from support import ranks
 from support import small_images as images
 
 from npucompile.graphs.errors import VerifyError
-from npucompile.graphs.types import Aval, Leaf
-from npucompile.lowering.artifact.shards import mesh_of
+from npucompile.graphs.types import Aval, Leaf, Mesh
 from npucompile.lowering.ascend.ge_file import operators, parse
 from npucompile.lowering.collectives_check import expand
 from npucompile.tools.verify import shipped
@@ -147,7 +146,7 @@ def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
 
 def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
     read = shipped.talks(container_of(artifact, decode_entry), artifact.manifest)
-    assert read == expand(decode_entry.collectives, mesh_of(artifact.manifest))
+    assert read == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
 
 
 def test_more_layers_repeat_the_middle():

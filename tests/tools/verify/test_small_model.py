@@ -54,7 +54,7 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
 
 @pytest.mark.parametrize(("name", "mesh"), [*PLACES, (MOE, "dp=1,tp=16"), (MOE, "dp=32,tp=2"), ("qwen3.5-27b", "tp=2"), (MOE, "1")])
 def test_every_device_holds_a_little_of_what_it_holds_much_of(name, mesh):
-    at = Mesh() if mesh == "1" else Mesh.parse(mesh)
+    at = Mesh.parse(mesh)
     before = large(name, at)
     after, tp = scaled_config(before, at), at.axis("tp")
     for field, most in (("num_attention_heads", 4), ("linear_num_key_heads", 2), ("linear_num_value_heads", 4)):

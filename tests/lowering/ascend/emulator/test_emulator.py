@@ -4,7 +4,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from npucompile.graphs import ops as ops
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.primitive import TABLE, Primitive
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator import emulator
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -56,15 +55,6 @@ def waited(g: Graph, op: Any, *args: Any) -> Node:
 
 
 # --- groups ---
-
-
-def test_groups_follow_rank_equals_dp_times_tp_plus_tp() -> None:
-    assert emulator.groups(Mesh.parse("dp=2,tp=3")) == {
-        "tp": [[0, 1, 2], [3, 4, 5]],
-        "dp": [[0, 3], [1, 4], [2, 5]],
-        "world": [[0, 1, 2, 3, 4, 5]],
-    }
-    assert emulator.groups(Mesh()) == {"tp": [[0]], "dp": [[0]], "world": [[0]]}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -219,17 +209,24 @@ def test_results_of_a_collective_are_not_shared() -> None:
 
 # --- primitives that communicate ---
 
-CALLS: list[list[tuple[Any, ...]]] = []
+
+class Shout(NamedTuple):
+    x: torch.Tensor
+    more: int
+    group: str
+
+
+CALLS: list[list[Shout]] = []
 
 
 @pytest.fixture(scope="module")
-def shout() -> Iterator[Primitive]:
+def shout() -> Iterator[Primitive[Shout]]:
     """A primitive whose result is every member's values, its own first."""
-    primitive = Primitive("lockstep_shout", "(Tensor x, int more, str group) -> Tensor", factors="_ -> _")
-    primitive.reference(lambda x, more, group: pytest.fail("it has a meaning only for a whole group"))
+    primitive = Primitive("lockstep_shout", Shout, factors="_ -> _")
+    primitive.reference(lambda args: pytest.fail("it has a meaning only for a whole group"))
 
-    @primitive.together
-    def together(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    @primitive.group_reference
+    def of_group(calls: list[Shout]) -> list[torch.Tensor]:
         CALLS.append(calls)
         return [torch.cat([x + more, *(other for other, *_ in calls if other is not x)]) for x, more, _ in calls]
 
@@ -237,7 +234,7 @@ def shout() -> Iterator[Primitive]:
     del TABLE["lockstep_shout"]
 
 
-def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primitive) -> None:
+def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primitive[Shout]) -> None:
     def body(g: Graph, x: Node) -> list[Node]:
         return [g.call_function(shout.op, (x, 100), {"group": "tp"}), g.call_function(shout.op, (x, 0, "dp"))]
 
@@ -253,7 +250,7 @@ def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primit
     assert len(CALLS) == 4
 
 
-def test_values_are_freed_after_their_last_reader(shout: Primitive, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[list[bool]] = []
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -264,7 +261,7 @@ def test_values_are_freed_after_their_last_reader(shout: Primitive, monkeypatch:
         made.append(weakref.ref(result))
         return [result]
 
-    monkeypatch.setitem(shout._rules, "together", watch)
+    monkeypatch.setitem(shout._rules, "group_reference", watch)
 
     def body(g: Graph, x: Node) -> list[Node]:
         a = g.call_function(shout.op, (x, 0, "tp"))
@@ -296,12 +293,10 @@ def test_members_that_disagree_are_named() -> None:
         run(graph, "tp=2", lambda rank: [torch.zeros(1, dtype=torch.float64 if rank else torch.float32)])
 
 
-def test_unknown_groups_and_axes_are_named() -> None:
+def test_unknown_groups_are_named() -> None:
     graph = built("x", fn=lambda g, x: [waited(g, c10d.all_reduce.default, x, "sum", "pp")])
     with pytest.raises(LoweringError, match=r"over group 'pp'; this mesh has \['dp', 'tp', 'world'\]"):
         run(graph, "tp=2", lambda rank: [torch.zeros(1)])
-    with pytest.raises(LoweringError, match=r"has the axes \['pp'\]; legal are \['dp', 'tp'\]"):
-        Lockstep(graph, Mesh.parse("pp=2"))
 
 
 def test_operands_are_counted() -> None:

@@ -14,14 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs import native_ops as operators
+from npucompile.graphs import ops
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.ops.causal_conv import causal_conv_reference
-from npucompile.graphs.ops.gated_delta import gated_delta_reference
-from npucompile.graphs.ops.linear import linear_reference
-from npucompile.graphs.ops.moe_experts import moe_experts_reference
-from npucompile.graphs.ops.paged_attention import paged_attention_reference
-from npucompile.graphs.ops.sample import _kept_weights, sample_reference
-from npucompile.graphs.ops.token_logprobs import token_logprobs_reference
+from npucompile.graphs.ops.sample import _kept_weights
 from npucompile.lowering.backends.inductor import aoti, native
 
 F32, I32, NAN = torch.float32, torch.int32, float("nan")
@@ -70,7 +65,7 @@ COMPANIES = [(0, 1), (5, 2), (0, 3), (9, 4), (3, 5), (1, 8), (0, 9), (30, 17), (
 @given(st.integers(1, 64), st.integers(1, 70), st.integers(1, 80), st.integers(0, 5))
 def test_linear_is_the_reference(run, M, N, K, by):
     x, weight = randn(M, K), randn(N, K, seed=1)
-    close(run.linear(apart(x, by), weight), linear_reference(x, weight))
+    close(run.linear(apart(x, by), weight), ops.linear(x, weight))
 
 
 LINEAR = [(1, 1), (33, 17), (130, 300)]
@@ -82,7 +77,7 @@ def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
     """Bit for bit: what a request says must not depend on its neighbours, nor on how many threads there are."""
     x, weight = randn(64, K), randn(N, K, seed=1)
     alone = torch.cat([run.linear(x[m : m + 1], weight) for m in range(64)])
-    close(alone, linear_reference(x, weight))
+    close(alone, ops.linear(x, weight))
     for threads in (1, 2):
         with run.threads(threads):
             for first, count in COMPANIES:
@@ -108,7 +103,7 @@ def mixture(T, X, E, F, M, seed=0):
 )
 def test_experts_are_the_reference_and_those_nobody_chose_are_not_read(run, T, X, E, F, M, by, seed):
     x, *rest = mixture(T, X, E, F, M, seed)
-    close(run.experts(apart(x, by), *rest), moe_experts_reference(x, *rest), 4e-6)
+    close(run.experts(apart(x, by), *rest), ops.moe_experts(x, *rest), 4e-6)
 
 
 @pytest.mark.parametrize("sizes", [(2, 5, 7, 9), (3, 8, 40, 130)], ids=str)
@@ -191,7 +186,7 @@ def stored(got, want, write):
 @pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
 def test_the_convolution_is_the_reference(run, case):
     *rest, read, write, starts = convolution(*case)
-    out, want_pool = causal_conv_reference(*rest, read, write, starts, torch.full_like(starts, case[1]))
+    out, want_pool = ops.causal_conv(*rest, read, write, starts, torch.full_like(starts, case[1]))
     close(run.conv(*rest, read, write, starts), out)
     stored(rest[2], want_pool, write)
 
@@ -232,7 +227,7 @@ RULES = [
 @pytest.mark.parametrize("case", RULES, ids=str)
 def test_the_delta_rule_is_the_reference(run, case):
     *rest, read, write, starts = rule(*case)
-    out, want_pool = gated_delta_reference(*rest, read, write, starts, torch.full_like(starts, case[1]), 0)
+    out, want_pool = ops.gated_delta(*rest, read, write, starts, torch.full_like(starts, case[1]), 0)
     close(run.delta(*rest, read, write, starts), out)
     stored(rest[5], want_pool, write)
 
@@ -292,7 +287,7 @@ ATTENTIONS = [
 @pytest.mark.parametrize("case", ATTENTIONS, ids=str)
 def test_attention_is_the_reference_for_every_valid_query(run, case, dtype):
     q, k, v, *rest = attending(*case, dtype)
-    got, want = run.attention(q, k, v, *rest), paged_attention_reference(q.float(), k.float(), v.float(), *rest)
+    got, want = run.attention(q, k, v, *rest), ops.paged_attention(q.float(), k.float(), v.float(), *rest)
     assert got.dtype == dtype
     for b, length in enumerate(case[-1]):
         close(got[b, :length].float(), want[b, :length], TOLERANCE[dtype])
@@ -338,7 +333,7 @@ def test_greedy_takes_the_first_of_the_largest_and_nan_is_the_largest(run, logit
     knobs = torch.zeros(1), ints([0]), torch.ones(1), torch.zeros(1), torch.zeros(1, 1)
     row = torch.tensor(logits)[None, None]
     (want,) = [i for i, x in enumerate(logits) if x != x][:1] or [logits.index(max(logits))]
-    assert run.sample(row, *knobs).item() == sample_reference(row, *knobs).item() == want
+    assert run.sample(row, *knobs).item() == ops.sample(row, *knobs).item() == want
 
 
 def knobs(B, seed):
@@ -364,7 +359,7 @@ def test_draws_are_the_reference_s_and_never_of_a_token_that_is_dropped(run, V, 
     drawn = torch.rand(B, 4, generator=torch.Generator().manual_seed(seed))
     differing = 0
     for uniform in (drawn, torch.zeros(B, 4), torch.full((B, 4), 1 - 2.0**-24)):
-        got, want = (draw(logits, temperature, *cuts, uniform).long() for draw in (run.sample, sample_reference))
+        got, want = (draw(logits, temperature, *cuts, uniform).long() for draw in (run.sample, ops.sample))
         assert (masses.gather(-1, got[..., None]) > 0).all()
         if uniform is drawn:
             nearest = (borders - uniform[..., None]).abs().amin(-1)
@@ -399,7 +394,7 @@ def test_log_probabilities_are_the_reference(run, B, Q, V, seed):
     logits, tokens = 5 * randn(B, Q, V, seed=seed), torch.randint(V, (B, Q), generator=r, dtype=I32)
     asked, most = torch.randint(2, (B,), generator=r, dtype=I32), 1 + seed % V
     logits[asked == 0] = NAN
-    for got, want in zip(run.logprobs(logits, tokens, asked, most), token_logprobs_reference(logits, tokens, asked, most), strict=True):
+    for got, want in zip(run.logprobs(logits, tokens, asked, most), ops.token_logprobs(logits, tokens, asked, most), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
