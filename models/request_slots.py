@@ -44,7 +44,7 @@ def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> Seats:
 
     Args:
         pool: [C, 2 + Q].
-        inputs: of decode, as in `batch.abstract_inputs`.
+        inputs: of a decode step (graphs/step_inputs.py).
     """
     seat = pool.index_select(0, inputs["seats"])
     starts, accepted = seat[:, START], seat[:, ACCEPTED]

@@ -11,13 +11,11 @@ import torch
 
 from ..graphs import ops
 from ..graphs.errors import SpecError
-from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
+from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
-from .batch import abstract_inputs
 from .params import avals
 from .sampling import speak
-
-READ = ("page_table", "starts", "lengths", "read_slots", "write_slots")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class _Step:
         """Verifies each row's drafts, keeps what counts, drafts again."""
         Q, seat = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
         step = {**inputs, **seat._asdict()}
-        hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: step[name] for name in ("tokens", *READ)})
+        hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: step[name] for name in LAYER_INPUTS})
         told = self._speak(
             params, sequence_parallel.whole(hidden, self.bucket.tokens), inputs, request_slots.uniforms(inputs, seat.starts, Q)
         )
@@ -92,9 +90,7 @@ class _Step:
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Takes in a chunk of a prompt; what is sampled and drafted counts after the last chunk only."""
         lengths = inputs["lengths"]
-        hidden, state, seen = self.model.family.forward(
-            self.model.config, params, state, {name: inputs[name] for name in ("tokens", *READ)}
-        )
+        hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: inputs[name] for name in LAYER_INPUTS})
         hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), lengths)
         told = self._speak(params, hidden, inputs, inputs["uniform"])
         sampled = told["tokens"][:, 0]
@@ -127,7 +123,7 @@ class _Step:
 def program(
     model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True, max_logprobs: int = 0
 ) -> Program:
-    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; inputs are those of `batch.abstract_inputs`.
+    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; inputs are those of graphs/step_inputs.py.
 
     Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
     in decode `counts` [B] i32, how many of them count; with k > 0 `drafts` [B, k] i32, the tokens drafted after those; and what
@@ -147,6 +143,6 @@ def program(
         raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
     model = replace(model, drafting=limits.drafts > 0)
     parts = _Step(model, bucket, limits, emit_logits, max_logprobs)
-    inputs: dict[str, Aval] = abstract_inputs(bucket, limits, logprobs=max_logprobs > 0)
+    inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
     forward = parts.decode if bucket.kind == "decode" else parts.prefill
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)

@@ -11,9 +11,9 @@ from support import oracle, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket
 from npucompile.models import step
-from npucompile.models.batch import abstract_inputs
 from npucompile.models.presets import BUNDLED
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
@@ -166,7 +166,7 @@ def test_programs_declare_what_they_take_and_give(drafts):
         for logits, most in ((True, 0), (False, 0), (True, 5)):
             program = step.program(random.model, bucket, held, torch.float32, emit_logits=logits, max_logprobs=most)
             assert program.name == f"random/{bucket.name}"
-            assert program.inputs == abstract_inputs(bucket, held, logprobs=most > 0)
+            assert program.inputs == StepInputs(bucket, held, logprobs=most > 0).avals()
             assert ("mtp" in program.params, "mtp" in program.state) == (drafts > 0, drafts > 0)
             weights = {key: random.weights[key] for key in program.params}
             outputs, state = program.forward(weights, oracle.poisoned(program.state), oracle.blank(program))

@@ -13,12 +13,12 @@ from torch.fx import GraphModule
 from npucompile.graphs import tree
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
-from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Rules, Tree
+from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.artifact.shards import coordinates, local_slice
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.models import qwen3_5, sharding_rules, step
 from npucompile.models import request_slots as seats
-from npucompile.models.batch import abstract_inputs
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
@@ -293,9 +293,7 @@ class Serving:
 
     def _inputs(self, bucket: Bucket) -> Inputs:
         """Inputs of padding."""
-        avals: dict[str, Aval] = abstract_inputs(bucket, limits(self.drafts))
-        made = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
-        made["top_p"].fill_(1.0)
+        made = StepInputs(bucket, limits(self.drafts)).padding()
         made["uniform"].fill_(0.5)
         return made
 

@@ -41,7 +41,7 @@ class Alone:
 
         Args:
             state: pools, which stay as they are.
-            inputs: by name, as `models.batch.abstract_inputs` lists them.
+            inputs: by name (graphs/step_inputs.py).
 
         Returns:
             outputs by name, with `draft_logits` [B, k, V] where drafts are made; and the new pools.
