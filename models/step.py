@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from ..graphs.errors import SpecError
 from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
+from .family import Family
 from .params import avals
 from .sampling import speak
 
@@ -24,24 +23,20 @@ class Model:
 
     Attributes:
         name: what users call it.
-        family: module of this folder, as family.py describes.
+        family: its functions.
         config: that family's configuration.
         drafting: the programs draft, so its parameters and state include the draft head's.
     """
 
     name: str
-    family: ModuleType
+    family: Family[Any]
     config: Any
     drafting: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Modules do not cross to other processes; their names do.
-        return _remade, (self.name, self.family.__name__.rpartition(".")[2], self.config, self.drafting)
 
     @property
     def has_draft_head(self) -> bool:
         """Whether its programs can draft."""
-        return self.family.DRAFT in self.family.abstract_params(self.config, torch.float32)
+        return self.family.draft_key in self.family.abstract_params(self.config, torch.float32)
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
@@ -52,11 +47,7 @@ class Model:
         return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if self.drafting or name != self.family.DRAFT}
-
-
-def _remade(name: str, family: str, config: Any, drafting: bool) -> Model:
-    return Model(name, importlib.import_module(f".{family}", __package__), config, drafting)
+        return {name: value for name, value in tree.items() if self.drafting or name != self.family.draft_key}
 
 
 @dataclass(frozen=True)
@@ -106,10 +97,11 @@ class _Step:
 
     def _draft(self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> tuple[dict[str, Any], Tree]:
         """`{"drafts": [B, k]}`, or nothing where k is 0."""
-        if not self.limits.drafts:
+        head = self.model.family.draft_head
+        if head is None or not self.limits.drafts:
             return {}, state
         read = {name: step[name] for name in ("tokens", "page_table", "starts", "read_slots", "write_slots")}
-        made, state = drafts.draft(self.model.family, self.model.config, self.limits, params, state, read, features, counts)
+        made, state = drafts.draft(head, self.model.config, self.limits, params, state, read, features, counts)
         return {"drafts": made}, state
 
     def _shifted(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:

@@ -294,11 +294,9 @@ def test_graphs_of_prompts_do_what_the_programs_do(drafts):
         assert torch.equal(own[0].nan_to_num(-1), own[1].nan_to_num(-1)), name
 
 
-def test_a_model_crosses_to_other_processes_by_the_name_of_its_family():
+def test_a_model_crosses_to_other_processes():
     for model in (oracle.case("moe").model, dataclasses.replace(oracle.drafting("moe").model, drafting=True)):
-        again = pickle.loads(pickle.dumps(model))
-        assert again == model
-        assert again.family is model.family
+        assert pickle.loads(pickle.dumps(model)) == model
 
 
 @torch.no_grad()

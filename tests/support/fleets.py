@@ -68,7 +68,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
 def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
     found: dict[str, torch.Tensor] = {}
-    params = step.Model("small", qwen3_5, config(experts), drafting=True).params(F32)
+    params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
     head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
     for part, seed in ((params, 5), (head, 6)):
         generator = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
 
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
-    return step.Model("small", qwen3_5, replace(config(experts), variant=variant), drafting=drafts > 0)
+    return step.Model("small", qwen3_5.FAMILY, replace(config(experts), variant=variant), drafting=drafts > 0)
 
 
 def weights(found: step.Model) -> Tree:

@@ -161,7 +161,7 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     config._attn_implementation = config._experts_implementation = "eager"
     theirs = (Qwen3_5MoeForCausalLM if moe else Qwen3_5ForCausalLM)(config).eval().float()
     draw(theirs, seed)
-    model = step.Model("random", qwen3_5, qwen3_5.Config.from_hf(theirs.config.to_dict()))
+    model = step.Model("random", qwen3_5.FAMILY, qwen3_5.Config.from_hf(theirs.config.to_dict()))
     params = qwen3_5.abstract_params(model.config, torch.float32)
     return Oracle(theirs, model, join(params, theirs.state_dict()), theirs.config.to_dict())
 

@@ -91,7 +91,7 @@ def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifes
     return Manifest(
         model={
             "name": plan.found.name,
-            "family": plan.model.family.FAMILY,
+            "family": plan.model.family.name,
             "config": plan.found.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),

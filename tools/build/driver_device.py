@@ -96,7 +96,7 @@ def _describe(plan: Plan) -> Manifest:
     return Manifest(
         model={
             "name": plan.found.name,
-            "family": plan.model.family.FAMILY,
+            "family": plan.model.family.name,
             "config": plan.found.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
@@ -141,7 +141,7 @@ def _memory(plan: Plan, described: Manifest, entries: tuple[GraphEntry, ...]) ->
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
         communicators=memory.communicators(plan.mesh, groups, window),
-        draft=f"params.{plan.model.family.DRAFT}.",
+        draft=f"params.{plan.model.family.draft_key}.",
     )
 
 

@@ -145,7 +145,7 @@ def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_
     draft = torch.zeros(())
     if with_draft:
         shifted = {**step.inputs, "tokens": ids[:, 1:-1]}
-        taken, state = qwen3_5.draft_take(cfg, params, state, shifted, hidden, first=True)
+        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         ahead = qwen3_5.draft(cfg, params, state, shifted, taken)
         draft = cross_entropy(qwen3_5.head(cfg, params, ahead), windows[:, 2:].flatten())
     return Losses(main, draft, balance_loss(seen.routers, cfg.num_experts_per_tok))
