@@ -278,7 +278,7 @@ def extend_draft_cache(
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    pool = gated_attention.remember(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    pool = gated_attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return stream, {**state, DRAFT: pool}
 
 

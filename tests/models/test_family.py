@@ -51,7 +51,7 @@ def eagle():
         stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), hidden], -1), own["join"])
         stream = sequence_parallel.whole(stream, batch.size * batch.q_len)
         x = ops.rms_norm(stream, own["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-        pool = gated_attention.remember(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
+        pool = gated_attention.write_kv(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
         return {"stream": stream, "normed": x}, {**state, HEAD: pool}
 
     def draft(cfg, params, state, inputs, rows):
