@@ -1,8 +1,7 @@
-"""Turns the tokens a step decided on into drafts of the next ones: the draft head takes them in, then drafts token by token."""
+"""Drafting with any draft head: write a step's accepted tokens to its cache, then draft token by token from the last one."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,68 +11,71 @@ from ..graphs import ops
 from ..graphs.ir.block import block
 from ..graphs.types import Limits, Tree
 from . import sequence_parallel
+from .family import DraftHead
 from .sampling import best
 
-Taken = tuple[Tree, Tree, Tree]
-"""What taking tokens in gives: what the head reads of each row's last one, its `starts` and `lengths` [B], and the new pools."""
+Extended = tuple[Tree, Tree, Tree]
+"""Result of writing tokens to the head's cache: what the head drafts from, of each row's last token; where that token lies, as `starts`
+and `lengths` [B]; and the new pools."""
 
 
 def draft(
-    family: ModuleType, cfg: Any, limits: Limits, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor
+    head: DraftHead[Any], cfg: Any, limits: Limits, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, Tree]:
-    """Drafts k tokens after the last of each row's tokens that count.
+    """Drafts k tokens after the last of each row's accepted tokens.
 
-    First the head takes in all tokens of the step with what the model saw before each: for every token that counts, its cache then
-    holds what it would hold had nothing been drafted. From the last one of each row it drafts a token, takes that in after its own
-    hidden state, and so on; the next step replaces what drafts leave in the cache.
+    First all tokens of the step are written to the head's cache, each with the model's features of the token before it; for the accepted
+    ones the cache then holds what it would hold had nothing been drafted. From the last one of each row the head drafts a token, which
+    is written after the head's own hidden state, and so on; the next step overwrites what drafts leave in the cache.
 
     Args:
-        family: of the model (family.py).
+        head: draft head of the model's family.
         params, state: of the whole model.
-        step: `tokens` [B, Q], column t the one that follows the token of column t of the model's pass; page_table, starts, read_slots
-            and write_slots as in that pass.
-        features: `Seen.features` of that pass, [T, ...].
-        counts: [B] tokens of each row that count; 0 is a row of padding.
+        step: `tokens` [B, Q], in each column the token that follows that column's token of the model's pass; page_table, starts,
+            read_slots and write_slots as in that pass.
+        features: `Intermediates.features` of that pass, [T, ...].
+        counts: [B] accepted tokens of each row; 0 in a row of padding.
 
     Returns:
         drafts [B, k] i32 and the new state.
     """
     tokens, step = step["tokens"], {name: value for name, value in step.items() if name != "tokens"}
     weights = {name: value for name, value in params.items() if name != "layers"}
-    pools = {family.DRAFT: state[family.DRAFT]}
+    pools = {head.key: state[head.key]}
     # Nothing is computed between the calls: each run of nodes there would be one more body to convert.
-    taken, at, pools = block("draft_take", _take, (family, cfg), weights, pools, {**step, "tokens": tokens, "lengths": counts}, features)
-    token, hidden = block("draft", _draft, (family, cfg), weights, pools, {**step, **at}, taken)
-    found = [token]
+    inputs = {**step, "tokens": tokens, "lengths": counts}
+    rows, place, pools = block("draft_take", _extend_accepted, (head, cfg), weights, pools, inputs, features)
+    token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
+    drafts = [token]
     for _ in range(1, limits.drafts):
-        taken, at, pools = block("draft_take_own", _take_own, (family, cfg, limits), weights, pools, {**step, **at}, token, hidden)
-        token, hidden = block("draft", _draft, (family, cfg), weights, pools, {**step, **at}, taken)
-        found.append(token)
-    return torch.stack(found, 1), {**state, **pools}
+        rows, place, pools = block("draft_take_own", _extend_drafted, (head, cfg, limits), weights, pools, {**step, **place}, token, hidden)
+        token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
+        drafts.append(token)
+    return torch.stack(drafts, 1), {**state, **pools}
 
 
-def _take(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, step: Tree, features: torch.Tensor) -> Taken:
-    """Takes in all tokens of a step that count."""
-    taken, pools = family.draft_take(cfg, weights, pools, step, features, first=True)
+def _extend_accepted(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, features: torch.Tensor) -> Extended:
+    """Writes all accepted tokens of a step."""
+    rows, pools = head.extend_cache(cfg, weights, pools, step, features, first=True)
     live = (step["lengths"] > 0).to(torch.int32)
-    taken = pytree.tree_map(lambda x: ops.last_rows(x, step["lengths"]), taken)
-    return taken, {"starts": step["starts"] + step["lengths"] - live, "lengths": live}, pools
+    rows = pytree.tree_map(lambda x: ops.last_rows(x, step["lengths"]), rows)
+    return rows, {"starts": step["starts"] + step["lengths"] - live, "lengths": live}, pools
 
 
-def _take_own(
-    family: ModuleType, cfg: Any, limits: Limits, weights: Tree, pools: Tree, at: Tree, token: torch.Tensor, hidden: torch.Tensor
-) -> Taken:
-    """Takes in the token drafted after the one at `at`."""
-    # Beyond the longest context there is no place for a key, nor anyone to read the draft.
-    following = at["starts"] + 1
-    lengths = ((at["lengths"] > 0) & (following < limits.max_model_len)).to(torch.int32)
-    one = {"starts": following.clamp(max=limits.max_model_len - 1), "lengths": lengths}
-    taken, pools = family.draft_take(cfg, weights, pools, {**at, **one, "tokens": token[:, None]}, hidden, first=False)
-    return taken, one, pools
+def _extend_drafted(
+    head: DraftHead[Any], cfg: Any, limits: Limits, weights: Tree, pools: Tree, step: Tree, token: torch.Tensor, hidden: torch.Tensor
+) -> Extended:
+    """Writes the token drafted after the one at `step`."""
+    # Beyond the longest context the page table has no entry, and no step can verify the draft.
+    following = step["starts"] + 1
+    lengths = ((step["lengths"] > 0) & (following < limits.max_model_len)).to(torch.int32)
+    place = {"starts": following.clamp(max=limits.max_model_len - 1), "lengths": lengths}
+    rows, pools = head.extend_cache(cfg, weights, pools, {**step, **place, "tokens": token[:, None]}, hidden, first=False)
+    return rows, place, pools
 
 
-def _draft(family: ModuleType, cfg: Any, weights: Tree, pools: Tree, at: Tree, taken: Tree) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token after the last one taken in [B], and the hidden states it was made of."""
-    # Its id went in when it was taken; the shape says that there is one a row.
-    hidden = family.draft(cfg, weights, pools, {**at, "tokens": at["starts"][:, None]}, taken)
-    return best(family.draft_head(cfg, weights, sequence_parallel.whole(hidden, at["starts"].shape[0]))), hidden
+def _draft(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token [B] after the last one written, and the hidden states that its logits are computed from."""
+    # Of `tokens` only the shape is read here, one a row: the id went in when the token was written.
+    hidden = head.draft(cfg, weights, pools, {**step, "tokens": step["starts"][:, None]}, rows)
+    return best(head.logits(cfg, weights, sequence_parallel.whole(hidden, step["starts"].shape[0]))), hidden

@@ -1,20 +1,25 @@
-"""What a model family offers, in words and types: pure functions over trees of tensors, one module a family."""
+"""The record by which a model family offers its functions: pure, over trees of tensors."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ..graphs.types import Limits, Tree
 
+C = TypeVar("C")
+C_contra = TypeVar("C_contra", contravariant=True)
 
-class Seen(NamedTuple):
-    """What a forward pass saw beside its result.
+
+class Intermediates(NamedTuple):
+    """Intermediate values of a forward pass that others read.
 
     Attributes:
-        features: [T, ...] for the draft head, laid out as the stream (rows.py): the final hidden states for a multi-token-prediction
-            head, those of several layers side by side for an EAGLE-3 head.
+        features: [T, ...] for the draft head, laid out as the residual stream (sequence_parallel.py): the final hidden states for a
+            multi-token-prediction head, those of several layers side by side for an EAGLE-3 head.
         routers: router logits [T, E] of each MoE layer.
     """
 
@@ -22,53 +27,71 @@ class Seen(NamedTuple):
     routers: list[torch.Tensor]
 
 
-class Family(Protocol):
-    """A module of this folder. Those whose models draft also have the last three.
+class ExtendDraftCache(Protocol[C_contra]):
+    """Writes tokens to the draft head's cache."""
 
-    Attributes:
-        FAMILY: its name.
-        MODEL_TYPES: values of `model_type` in config.json that it serves.
-        DRAFT: key of the draft head in the trees of parameters and of state; absent from them in models without one.
-    """
+    def __call__(
+        self, cfg: C_contra, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, /, *, first: bool
+    ) -> tuple[Tree, Tree]:
+        """Writes tokens [B, Q], each the one that follows the token of its row of `hidden`.
 
-    FAMILY: str
-    MODEL_TYPES: tuple[str, ...]
-    DRAFT: str
-
-    def abstract_params(self, cfg: Any, dtype: torch.dtype) -> Tree:
-        """Tree of Param."""
-        ...
-
-    def abstract_state(self, cfg: Any, limits: Limits, dtype: torch.dtype) -> Tree:
-        """Tree of Aval."""
-        ...
-
-    def forward(self, cfg: Any, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Seen]:
-        """Hidden states [T, M] after the final norm, the new state, and what else was seen."""
-        ...
-
-    def head(self, cfg: Any, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of hidden states [T, M]."""
-        ...
-
-    def draft_take(self, cfg: Any, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
-        """The draft head takes in tokens [B, Q], each the one after what `hidden` saw: its cache has them after.
-
-        The first time in a step `hidden` is `Seen.features` of the model's pass; then it is what `draft` returned. `params` are the
-        model's without `layers`, `state` is the draft head's part.
+        Args:
+            params: of the model, without `layers`.
+            state: the draft head's part.
+            hidden: [T, ...] features of the model's pass, or what `DraftHead.draft` returned.
+            first: whether `hidden` is of the model's pass: the first time in a step.
 
         Returns:
-            what `draft` reads of each token, a tree of whole tensors, [T, width] each, and the new state.
+            what `DraftHead.draft` reads of each token, a tree of whole tensors [T, width], and the new state.
         """
         ...
 
-    def draft(self, cfg: Any, params: Tree, state: Tree, inputs: Tree, taken: Tree) -> torch.Tensor:
-        """The draft head on tokens that it took in: its hidden states, as many rows as `taken` has, laid out as the stream.
 
-        Apart from taking in, so that of all tokens of a step only the last of each row goes through the whole head.
-        """
-        ...
+@dataclass(frozen=True)
+class DraftHead(Generic[C]):
+    """How a family drafts.
 
-    def draft_head(self, cfg: Any, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] of the draft head's hidden states, over the model's vocabulary."""
-        ...
+    Writing to the cache and drafting are apart, so that of all tokens of a step only the last of each row goes through the whole head.
+
+    Attributes:
+        key: key of the head in the trees of parameters and of state; absent from them in a model without one.
+        extend_cache: writes tokens to the head's cache.
+        draft: (cfg, params, state, inputs, rows that `extend_cache` returned) -> the head's hidden states, a row for each of those,
+            laid out as the residual stream.
+        logits: (cfg, params, hidden) -> logits [B, V] of those hidden states, over the model's vocabulary.
+    """
+
+    key: str
+    extend_cache: ExtendDraftCache[C]
+    draft: Callable[[C, Tree, Tree, Tree, Tree], torch.Tensor]
+    logits: Callable[[C, Tree, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family(Generic[C]):
+    """A model family: `FAMILY` of a module of this folder. Its functions are a module's, so that a family can be pickled.
+
+    Attributes:
+        name: what manifests call it.
+        model_types: values of `model_type` in config.json that it serves.
+        read_config: (fields of a config.json, its name in errors) -> the family's configuration; raises ConfigError naming the field.
+        abstract_params: (cfg, dtype) -> tree of Param.
+        abstract_state: (cfg, limits, dtype) -> tree of Aval.
+        forward: (cfg, params, state, inputs) -> hidden states [T, M] after the final norm, the new state, and intermediate values.
+        head: (cfg, params, hidden states [T, M]) -> logits [T, V].
+        draft_head: None in a family that cannot draft.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    read_config: Callable[[Mapping[str, Any], str], C]
+    abstract_params: Callable[[C, torch.dtype], Tree]
+    abstract_state: Callable[[C, Limits, torch.dtype], Tree]
+    forward: Callable[[C, Tree, Tree, Tree], tuple[torch.Tensor, Tree, Intermediates]]
+    head: Callable[[C, Tree, torch.Tensor], torch.Tensor]
+    draft_head: DraftHead[C] | None = None
+
+    @property
+    def draft_key(self) -> str:
+        """Key of the draft head in the trees of parameters and of state; "" in a family that cannot draft."""
+        return self.draft_head.key if self.draft_head else ""

@@ -1,4 +1,4 @@
-"""Turns one gated full-attention layer into its parameters, its paged state and its function."""
+"""The gated full-attention layer: parameters, paged key-value pools and functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .variant import Variant
 
 
 class Sizes(Protocol):
-    """What the block reads of a model's configuration."""
+    """Fields of a model's configuration that the layer reads."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -37,6 +37,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
     copies, quantise = cfg.variant.kv_repeat, quant.LINEAR[cfg.variant.attention]
 
     def join(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # By head: its keys, then its values.
         heads = torch.stack([k.view(G, D, M), v.view(G, D, M)], 1)
         return heads.repeat_interleave(copies, 0).reshape(-1, M)
 
@@ -55,7 +56,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
 
 
 def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
-    """Paged pools of one layer: keys and values, each [pages, P, G, D]."""
+    """Pools of one layer: keys and values, each [pages, P, G, D]; G counts the copies of `Variant.kv_repeat`."""
     shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim)
     pool = Aval(shape, dtype, ("pages", None, "kv_heads", None))
     return {"k": pool, "v": pool}
@@ -65,18 +66,22 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     """Attention whose output is gated, head by head, by a sigmoid of its own projection (arXiv:2505.06708).
 
     Args:
-        x: [T, M] normalised input, laid out as the stream (rows.py), padding rows included.
+        x: [T, M] normalised input, padding rows included, laid out as the residual stream (sequence_parallel.py).
 
     Returns:
-        the same before the residual, and the new state.
+        the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     x = sequence_parallel.whole(x, batch.size * batch.q_len)
-    state = remember(cfg, weights, state, batch, x)
+    state = write_kv(cfg, weights, state, batch, x)
     return attend(cfg, weights, state, batch, x), state
 
 
-def remember(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
-    """The state with keys and values of normalised, whole x [T, M]."""
+def write_kv(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
+    """The state with the keys and values of x written to it.
+
+    Args:
+        x: [T, M] normalised input; every device of the group has all of it.
+    """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
     k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
@@ -86,7 +91,14 @@ def remember(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tens
 
 
 def attend(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
-    """What normalised, whole x [T, M] finds in a state that has its keys, laid out as the stream, before the residual."""
+    """Attention of x over a state that holds the keys and values of x already, before the residual add.
+
+    Args:
+        x: [T, M] normalised input; every device of the group has all of it.
+
+    Returns:
+        [T, M], laid out as the residual stream.
+    """
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
     q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin).view(batch.size, batch.q_len, H, D)

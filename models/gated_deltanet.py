@@ -1,4 +1,4 @@
-"""Turns one gated DeltaNet layer into its parameters, its recurrent state and its function."""
+"""The gated DeltaNet layer: parameters, pools of recurrent state and function."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import sequence_parallel as stream
+from . import sequence_parallel
 from .batch import Batch
 from .params import Param, Source
 from .variant import Variant
 
 PREFILL_CHUNK, LONG_CHUNK = 32, 64
-"""Tokens a chunk of the chunked rule: the smallest that keeps its matrix products larger than their overhead; long prompts take
-twice that, for a graph holds every chunk."""
+"""Tokens per chunk of the chunked rule: 32 is the smallest chunk whose matrix products take longer than their overhead. Long prompts take
+twice that, because the graph unrolls all chunks."""
 
 LONG = 1024
-"""Tokens of a long prefill."""
+"""From this many tokens on a prefill bucket takes LONG_CHUNK."""
 
 
 class Sizes(Protocol):
-    """What the block reads of a model's configuration."""
+    """Fields of a model's configuration that the layer reads."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -50,7 +50,7 @@ def rows_per_key_head(cfg: Sizes) -> tuple[int, int, int, int]:
 
 
 def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
-    """Parameters of one layer; `at` is its prefix in a checkpoint. Rows of `qkvz`, `ba` and `conv` lie by key head."""
+    """Parameters of one layer; `at` is its prefix in a checkpoint. Rows of `qkvz`, `ba` and `conv` are ordered by key head."""
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
     qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
@@ -113,13 +113,13 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     """Causal convolution, gated delta rule, gated norm (arXiv:2412.06464).
 
     Args:
-        x: [T, M] normalised input, laid out as the stream (rows.py), padding rows included.
+        x: [T, M] normalised input, padding rows included, laid out as the residual stream (sequence_parallel.py).
 
     Returns:
-        the same before the residual, and the new state.
+        the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows, x = rows_per_key_head(cfg), stream.whole(x, B * Q)
+    rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
     raw, z = ops.linear(x, weights["qkvz"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), rows[3]], -1)
     b, a = ops.linear(x, weights["ba"]).view(B, Q, Hk, -1).chunk(2, -1)
     slots = (batch.read_slots, batch.write_slots, batch.starts, batch.lengths)
@@ -132,4 +132,4 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     chunk = 0 if batch.write_slots.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
-    return stream.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}
+    return sequence_parallel.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}

@@ -20,12 +20,11 @@ from ..graphs.types import Aval, Limits, Tree
 from . import feed_forward, gated_attention, gated_deltanet, sequence_parallel
 from .batch import Batch
 from .config import Fields
-from .family import Seen
+from .family import DraftHead, Family, Intermediates
 from .params import Param, Source
 from .variant import PLAIN, Variant
 
-FAMILY = "qwen3_5"
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+NAME = "qwen3_5"
 DRAFT = "mtp"
 FULL, LINEAR = "full_attention", "linear_attention"
 MOST_LAYERS = 1024
@@ -89,7 +88,7 @@ class Config:
         ]
         for broken, rule in checks:
             if broken:
-                raise ConfigError(f"{FAMILY}: {rule}; the configuration is {self}")
+                raise ConfigError(f"{NAME}: {rule}; the configuration is {self}")
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> Config:
@@ -203,7 +202,7 @@ def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     return state
 
 
-def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Seen]:
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
     """Runs all layers over one step.
 
     Args:
@@ -212,8 +211,8 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         inputs: tokens, starts, lengths, page_table, read_slots and write_slots of a step (batch.py).
 
     Returns:
-        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and what else was seen; the draft head
-        reads the same hidden states.
+        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and intermediate values;
+        the draft head reads the same hidden states.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
@@ -225,7 +224,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         x, stream, pool, logits = block(kind, _layer, (cfg, kind), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)
-    return x, {**state, "layers": pools}, Seen(x, routers)
+    return x, {**state, "layers": pools}, Intermediates(x, routers)
 
 
 def _layer(
@@ -259,7 +258,9 @@ def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def draft_take(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[torch.Tensor, Tree]:
+def extend_draft_cache(
+    cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool
+) -> tuple[torch.Tensor, Tree]:
     """The multi-token-prediction head takes in tokens: from the hidden state of token i and the id of token i+1, its keys and values.
 
     Args:
@@ -277,7 +278,7 @@ def draft_take(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: tor
     seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    pool = gated_attention.remember(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    pool = gated_attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return stream, {**state, DRAFT: pool}
 
 
@@ -285,12 +286,12 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, taken: torch.Ten
     """The multi-token-prediction head's layer on tokens that it took in, towards the token after each.
 
     Args:
-        params, state: as for `draft_take`.
+        params, state: as for `extend_draft_cache`.
         inputs: of those tokens, all of a row's or some at its end; of `tokens` the shape is read.
-        taken: their rows of what `draft_take` returned, [T, M].
+        taken: their rows of what `extend_draft_cache` returned, [T, M].
 
     Returns:
-        hidden [T, M] (feed it to `draft_head`, and to the next `draft_take`), laid out as the stream.
+        hidden [T, M] (feed it to `head`, and to the next `extend_draft_cache`), laid out as the stream.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     cfg, mtp = _unquantised(cfg), params[DRAFT]
@@ -299,4 +300,13 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, taken: torch.Ten
     return _fed(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(taken), mtp["norm"])[0]
 
 
-draft_head = head
+FAMILY = Family(
+    name=NAME,
+    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    read_config=Config.from_hf,
+    abstract_params=abstract_params,
+    abstract_state=abstract_state,
+    forward=forward,
+    head=head,
+    draft_head=DraftHead(DRAFT, extend_draft_cache, draft, head),
+)

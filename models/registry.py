@@ -9,11 +9,11 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..graphs.errors import ConfigError, UnknownModel
 from .config import Fields, read_json
+from .family import Family
 from .presets import BUNDLED, PRESETS
 from .step import Model
 
@@ -82,17 +82,18 @@ def from_config(name: str, values: Mapping[str, Any], where: str = "config.json"
         ConfigError: naming the field that is missing, malformed or unsupported.
     """
     config = Fields(values, where)
-    by_type = {model_type: family for family in families() for model_type in family.MODEL_TYPES}
+    by_type = {model_type: family for family in families() for model_type in family.model_types}
     wanted = config.get(str, "model_type") if config.has("model_type") else _type_of_class(config, by_type)
     if wanted not in by_type:
         raise UnknownModel(f"{where}: model_type {wanted!r} is not supported; legal are {', '.join(by_type)}")
-    return Model(name, by_type[wanted], by_type[wanted].Config.from_hf(values, where))
+    return Model(name, by_type[wanted], by_type[wanted].read_config(values, where))
 
 
-def families() -> tuple[ModuleType, ...]:
-    """Modules of this folder that are a model family: those that define FAMILY and MODEL_TYPES."""
-    modules = (importlib.import_module(f".{found.name}", __package__) for found in pkgutil.iter_modules([str(_HERE)]))
-    return tuple(module for module in modules if hasattr(module, "FAMILY") and hasattr(module, "MODEL_TYPES"))
+def families() -> tuple[Family[Any], ...]:
+    """`FAMILY` of each module of this folder that has one."""
+    modules = (importlib.import_module(f".{module.name}", __package__) for module in pkgutil.iter_modules([str(_HERE)]))
+    records = (getattr(module, "FAMILY", None) for module in modules)
+    return tuple(record for record in records if isinstance(record, Family))
 
 
 def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:

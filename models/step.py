@@ -1,23 +1,20 @@
-"""Turns a model into the program of one bucket: run the layers, sample, keep what counts, draft, leave the next step's inputs."""
+"""The program of one bucket, for any model: run the layers, sample, verify drafts, draft, and save where the next step starts."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..graphs import ops
 from ..graphs.errors import SpecError
-from ..graphs.types import Aval, Bucket, Limits, Program, Tree
+from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
+from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
-from .batch import abstract_inputs
+from .family import Family, Intermediates
 from .params import avals
-from .sampling import speak
-
-READ = ("page_table", "starts", "lengths", "read_slots", "write_slots")
+from .sampling import sample_tokens
 
 
 @dataclass(frozen=True)
@@ -26,44 +23,36 @@ class Model:
 
     Attributes:
         name: what users call it.
-        family: module of this folder, as family.py describes.
+        family: its functions.
         config: that family's configuration.
-        drafting: the programs draft, so its parameters and state include the draft head's.
+        drafting: its programs draft, so its parameters and state include the draft head's.
     """
 
     name: str
-    family: ModuleType
+    family: Family[Any]
     config: Any
     drafting: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Modules do not cross to other processes; their names do.
-        return _remade, (self.name, self.family.__name__.rpartition(".")[2], self.config, self.drafting)
 
     @property
     def has_draft_head(self) -> bool:
         """Whether its programs can draft."""
-        return self.family.DRAFT in self.family.abstract_params(self.config, torch.float32)
+        return self.family.draft_key in self.family.abstract_params(self.config, torch.float32)
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
         return self._used(self.family.abstract_params(self.config, dtype))
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
-        """Tree of Aval of the programs' state: the family's pools, and the seats."""
+        """Tree of Aval of the programs' state: the family's pools, and the request slots."""
         return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if self.drafting or name != self.family.DRAFT}
-
-
-def _remade(name: str, family: str, config: Any, drafting: bool) -> Model:
-    return Model(name, importlib.import_module(f".{family}", __package__), config, drafting)
+        return {name: value for name, value in tree.items() if self.drafting or name != self.family.draft_key}
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What the programs of one bucket are made of."""
+    """The forward functions of one bucket; the arguments are those of `program`."""
 
     model: Model
     bucket: Bucket
@@ -72,71 +61,72 @@ class _Step:
     max_logprobs: int
 
     def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        """Verifies each row's drafts, keeps what counts, drafts again."""
-        Q, seat = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
-        step = {**inputs, **seat._asdict()}
-        hidden, state, seen = self.model.family.forward(self.model.config, params, state, {name: step[name] for name in ("tokens", *READ)})
-        told = self._speak(
-            params, sequence_parallel.whole(hidden, self.bucket.tokens), inputs, request_slots.uniforms(inputs, seat.starts, Q)
-        )
-        counts = ops.accept(told["tokens"], seat.tokens, seat.lengths)
+        """Samples after each row's last token and its drafts, accepts drafts that equal what was sampled, and drafts again."""
+        Q, start = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
+        step = {**inputs, **start._asdict()}
+        hidden, state, intermediates = self._forward(params, state, step)
+        uniforms = request_slots.uniforms(inputs, start.starts, Q)
+        sampled = self._sample(params, sequence_parallel.whole(hidden, self.bucket.tokens), inputs, uniforms)
+        counts = ops.accept(sampled["tokens"], start.tokens, start.lengths)
         accepted = (counts - 1).clamp(min=0)
-        last = told["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
-        made, state = self._draft(params, state, {**step, "tokens": told["tokens"]}, seen.features, counts)
-        following = torch.cat([last[:, None], *made.values()], 1)
-        # A row without room in its context said nothing, and its seat stays as it is.
-        heard = torch.where(counts > 0, inputs["seats"], 0)
-        pool = request_slots.write(state["seats"], heard, seat.starts + counts, accepted, following)
-        return {**told, "counts": counts, **made}, {**state, "seats": pool}
+        last = sampled["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
+        drafted, state = self._draft(params, state, {**step, "tokens": sampled["tokens"]}, intermediates.features, counts)
+        candidates = torch.cat([last[:, None], *drafted.values()], 1)
+        # A row whose context is full samples nothing, and its request slot stays as it is.
+        advanced = torch.where(counts > 0, inputs["seats"], 0)
+        pool = request_slots.write(state["seats"], advanced, start.starts + counts, accepted, candidates)
+        return {**sampled, "counts": counts, **drafted}, {**state, "seats": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
-        """Takes in a chunk of a prompt; what is sampled and drafted counts after the last chunk only."""
+        """Computes a chunk of each row's prompt; what is sampled and drafted means something after a prompt's last chunk only."""
         lengths = inputs["lengths"]
-        hidden, state, seen = self.model.family.forward(
-            self.model.config, params, state, {name: inputs[name] for name in ("tokens", *READ)}
-        )
+        hidden, state, intermediates = self._forward(params, state, inputs)
         hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), lengths)
-        told = self._speak(params, hidden, inputs, inputs["uniform"])
-        sampled = told["tokens"][:, 0]
-        after = {**inputs, "tokens": self._shifted(inputs, sampled)} if self.limits.drafts else inputs
-        made, state = self._draft(params, state, after, seen.features, lengths)
-        following = torch.cat([sampled[:, None], *made.values()], 1)
-        pool = request_slots.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), following)
-        return {**told, **made}, {**state, "seats": pool}
+        sampled = self._sample(params, hidden, inputs, inputs["uniform"])
+        last = sampled["tokens"][:, 0]
+        step = {**inputs, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
+        drafted, state = self._draft(params, state, step, intermediates.features, lengths)
+        candidates = torch.cat([last[:, None], *drafted.values()], 1)
+        pool = request_slots.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), candidates)
+        return {**sampled, **drafted}, {**state, "seats": pool}
 
-    def _speak(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
+    def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
+        return self.model.family.forward(self.model.config, params, state, {name: step[name] for name in LAYER_INPUTS})
+
+    def _sample(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
         logits = self.model.family.head(self.model.config, params, hidden)
-        return speak(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs)
+        return sample_tokens(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs)
 
     def _draft(self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> tuple[dict[str, Any], Tree]:
         """`{"drafts": [B, k]}`, or nothing where k is 0."""
-        if not self.limits.drafts:
+        head = self.model.family.draft_head
+        if head is None or not self.limits.drafts:
             return {}, state
-        read = {name: step[name] for name in ("tokens", "page_table", "starts", "read_slots", "write_slots")}
-        made, state = drafts.draft(self.model.family, self.model.config, self.limits, params, state, read, features, counts)
-        return {"drafts": made}, state
+        inputs = {name: step[name] for name in ("tokens", "page_table", "starts", "read_slots", "write_slots")}
+        tokens, state = drafts.draft(head, self.model.config, self.limits, params, state, inputs, features, counts)
+        return {"drafts": tokens}, state
 
-    def _shifted(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:
+    def _next_tokens(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:
         """The token after each of the chunk's: [B, Q]."""
         tokens, starts, Q = inputs["tokens"], inputs["starts"], self.bucket.q_len
-        following = torch.where(inputs["next_tokens"] < 0, sampled, inputs["next_tokens"])
-        last = ops.positions(starts, Q).view(-1, Q) == (starts + inputs["lengths"] - 1)[:, None]
-        return torch.where(last, following[:, None], torch.nn.functional.pad(tokens[:, 1:], (0, 1)))
+        after_chunk = torch.where(inputs["next_tokens"] < 0, sampled, inputs["next_tokens"])
+        is_last = ops.positions(starts, Q).view(-1, Q) == (starts + inputs["lengths"] - 1)[:, None]
+        return torch.where(is_last, after_chunk[:, None], torch.nn.functional.pad(tokens[:, 1:], (0, 1)))
 
 
 def program(
     model: Model, bucket: Bucket, limits: Limits, dtype: torch.dtype, *, emit_logits: bool = True, max_logprobs: int = 0
 ) -> Program:
-    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; inputs are those of `batch.abstract_inputs`.
+    """The program of a bucket: `(params, state, inputs) -> (outputs, state)`; its inputs are those of graphs/step_inputs.py.
 
     Outputs: `tokens` [B, W] i32, sampled after every candidate (decode, W = Q) or after the row's last valid token (prefill, W = 1);
-    in decode `counts` [B] i32, how many of them count; with k > 0 `drafts` [B, k] i32, the tokens drafted after those; and what
-    `speak` says of logits.
+    in decode `counts` [B] i32, how many of them are accepted; with k > 0 `drafts` [B, k] i32, the tokens drafted after those; and the
+    log probabilities and logits of `sample_tokens`.
 
     Args:
         limits: `limits.drafts` is k; a decode bucket takes k + 1 tokens a request.
         emit_logits: logits are among the outputs; without them no device ever holds those of the whole vocabulary for all rows.
-        max_logprobs: of how many most likely tokens log probabilities are told; 0 tells none.
+        max_logprobs: for how many of the most likely tokens log probabilities are returned; with 0 none are.
 
     Raises:
         SpecError: a decode bucket of another width, or drafts of a model without a draft head.
@@ -146,7 +136,7 @@ def program(
     if limits.drafts and not model.has_draft_head:
         raise SpecError(f"{limits.drafts} drafts a step, and {model.name} has no draft head; legal is 0")
     model = replace(model, drafting=limits.drafts > 0)
-    parts = _Step(model, bucket, limits, emit_logits, max_logprobs)
-    inputs: dict[str, Aval] = abstract_inputs(bucket, limits, logprobs=max_logprobs > 0)
-    forward = parts.decode if bucket.kind == "decode" else parts.prefill
+    step = _Step(model, bucket, limits, emit_logits, max_logprobs)
+    inputs = StepInputs(bucket, limits, logprobs=max_logprobs > 0).avals()
+    forward = step.decode if bucket.kind == "decode" else step.prefill
     return Program(f"{model.name}/{bucket.name}", bucket, forward, avals(model.params(dtype)), model.state(limits, dtype), inputs)

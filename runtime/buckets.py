@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..graphs.errors import SpecError
+from ..graphs.step_inputs import StepInputs
 from ..graphs.types import Bucket, Limits
 from .request import Sampling
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+DTYPES = {torch.int32: np.int32, torch.float32: np.float32}
 
 
 class PrefillRow(NamedTuple):
@@ -105,55 +110,41 @@ def choose_prefill(buckets: Iterable[Bucket], remaining: int) -> Bucket:
     return next((b for b in prefill if b.q_len >= remaining), prefill[-1])
 
 
-def write_width(bucket: Bucket) -> int:
-    """W: state slots written, and tokens sampled, per row."""
-    return bucket.q_len if bucket.kind == "decode" else 1
-
-
 def padded_rows(bucket: Bucket, live: int) -> int:
     """Rows of padding when `live` rows run in the bucket."""
     return bucket.batch - live
 
 
 def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: int = 0) -> Arrays:
-    """The inputs of one step, by name.
+    """The inputs of one step (graphs/step_inputs.py), by name.
 
-    Every array is new, so nothing of an earlier step can be in the padding: padding rows have the null seat, page and slot,
-    length 0 and greedy sampling.
+    Every array is new, so that nothing of an earlier step can be in the padding.
 
     Args:
         rows: PrefillRow for a prefill bucket, DecodeRow for a decode bucket.
-        max_logprobs: of how many of the most likely tokens the graphs tell log probabilities; 0: they tell none.
-
-    Returns:
-        Of both kinds: seats int32 [B], page_table int32 [B,N], write_slots int32 [B,W], temperature f32 [B], top_k int32 [B],
-        top_p f32 [B], min_p f32 [B] and, with max_logprobs, logprobs int32 [B].
-        Prefill: tokens int32 [B,Q], starts int32 [B], lengths int32 [B], read_slots int32 [B], uniform f32 [B,1] and, with
-        drafts, next_tokens int32 [B].
-        Decode: drafts int32 [B], base int32 [B], uniform f32 [B,2Q-1].
+        max_logprobs: for how many of the most likely tokens the graphs return log probabilities; with 0 they return none.
 
     Raises:
         SpecError: when the rows do not fit the bucket or the limits.
     """
     if len(rows) > bucket.batch:
         raise SpecError(f"{len(rows)} rows for {bucket.name}, which holds {bucket.batch}")
+    arrays = {name: array.copy() for name, array in _padding(StepInputs(bucket, limits, logprobs=max_logprobs > 0)).items()}
     if bucket.kind == "decode":
-        own = _decode(bucket, _all_of(DecodeRow, bucket, rows), limits)
+        _fill_decode(arrays, bucket, _all_of(DecodeRow, bucket, rows), limits)
     else:
-        own = _prefill(bucket, _all_of(PrefillRow, bucket, rows), limits)
-    return own | _shared(bucket, rows, limits, max_logprobs)
+        _fill_prefill(arrays, bucket, _all_of(PrefillRow, bucket, rows), limits)
+    _fill_shared(arrays, rows, limits)
+    return arrays
 
 
-def _shared(bucket: Bucket, rows: Sequence[Row], limits: Limits, max_logprobs: int) -> Arrays:
-    B, live = bucket.batch, slice(0, len(rows))
-    arrays: Arrays = {
-        "seats": np.zeros(B, np.int32),
-        "page_table": np.zeros((B, limits.pages_per_request), np.int32),
-        "temperature": np.zeros(B, np.float32),
-        "top_k": np.zeros(B, np.int32),
-        "top_p": np.ones(B, np.float32),
-        "min_p": np.zeros(B, np.float32),
-    }
+@functools.cache
+def _padding(inputs: StepInputs) -> Arrays:
+    return {field.name: np.full(shape, field.padding, DTYPES[field.dtype]) for field, shape in inputs.shapes()}
+
+
+def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
+    live = slice(0, len(rows))
     for i, row in enumerate(rows):
         if not 1 <= row.seat < limits.num_seats:
             raise SpecError(f"a row with seat {row.seat}; legal is 1 to {limits.num_seats - 1}")
@@ -163,22 +154,12 @@ def _shared(bucket: Bucket, rows: Sequence[Row], limits: Limits, max_logprobs: i
     arrays["seats"][live] = [row.seat for row in rows]
     for name in ("temperature", "top_k", "top_p", "min_p"):
         arrays[name][live] = [getattr(row.sampling, name) for row in rows]
-    if max_logprobs:
-        arrays["logprobs"] = np.zeros(B, np.int32)
+    if "logprobs" in arrays:
         arrays["logprobs"][live] = [row.logprobs for row in rows]
-    return arrays
 
 
-def _prefill(bucket: Bucket, rows: Sequence[PrefillRow], limits: Limits) -> Arrays:
-    B, live = bucket.batch, slice(0, len(rows))
-    arrays: Arrays = {
-        "tokens": np.zeros((B, bucket.q_len), np.int32),
-        "starts": np.zeros(B, np.int32),
-        "lengths": np.zeros(B, np.int32),
-        "read_slots": np.zeros(B, np.int32),
-        "write_slots": np.zeros((B, 1), np.int32),
-        "uniform": np.zeros((B, 1), np.float32),
-    }
+def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], limits: Limits) -> None:
+    live = slice(0, len(rows))
     for i, row in enumerate(rows):
         if not 1 <= len(row.tokens) <= bucket.q_len:
             raise SpecError(f"a row of {len(row.tokens)} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
@@ -189,20 +170,12 @@ def _prefill(bucket: Bucket, rows: Sequence[PrefillRow], limits: Limits) -> Arra
     arrays["read_slots"][live] = [row.slot for row in rows]
     arrays["write_slots"][live, 0] = [row.slot for row in rows]
     arrays["uniform"][live, 0] = [row.uniform for row in rows]
-    if limits.drafts:
-        arrays["next_tokens"] = np.full(B, -1, np.int32)
+    if "next_tokens" in arrays:
         arrays["next_tokens"][live] = [row.next_token for row in rows]
-    return arrays
 
 
-def _decode(bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> Arrays:
-    B, Q, live = bucket.batch, bucket.q_len, slice(0, len(rows))
-    arrays: Arrays = {
-        "drafts": np.zeros(B, np.int32),
-        "base": np.zeros(B, np.int32),
-        "write_slots": np.zeros((B, Q), np.int32),
-        "uniform": np.zeros((B, 2 * Q - 1), np.float32),
-    }
+def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> None:
+    Q, live = bucket.q_len, slice(0, len(rows))
     for i, row in enumerate(rows):
         if len(row.slots) != Q or len(row.uniforms) not in (0, 2 * Q - 1):
             given = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
@@ -215,7 +188,6 @@ def _decode(bucket: Bucket, rows: Sequence[DecodeRow], limits: Limits) -> Arrays
         arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
     arrays["drafts"][live] = [row.drafts for row in rows]
     arrays["base"][live] = [row.base for row in rows]
-    return arrays
 
 
 def _check_pages(pages: Sequence[int], end: int, limits: Limits) -> None:

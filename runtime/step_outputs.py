@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from .buckets import write_width
+from ..graphs.step_inputs import write_width
 from .executor import Outputs
 from .request import TokenLogprobs
 from .scheduler.request_state import Live

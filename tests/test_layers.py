@@ -20,7 +20,7 @@ LAW: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "models": ("graphs",),
     "lowering": ("graphs",),
-    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors", "graphs.compile_count"),
+    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors", "graphs.compile_count", "graphs.step_inputs"),
     "server": ("runtime", "graphs.errors"),
     "tools": ("graphs", "models", "lowering", "runtime", "server"),
 }

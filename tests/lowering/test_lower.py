@@ -389,7 +389,7 @@ class Stages:
 
 
 def stages(bucket: Bucket) -> Stages:
-    model = step.Model("tiny", qwen3_5, qwen3_5.Config.from_hf(CONFIG))
+    model = step.Model("tiny", qwen3_5.FAMILY, qwen3_5.Config.from_hf(CONFIG))
     traced = trace(step.program(model, bucket, LIMITS, F32))
     found = partition(traced, Mesh(), Rules())
     best = optimise(found)

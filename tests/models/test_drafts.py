@@ -33,7 +33,7 @@ def cache(model, weights, text):
     ids = torch.tensor([text], dtype=torch.int32)
     step = tiny_model.fresh_step(model.config, 1, len(text) - 1)
     hidden, state, _ = qwen3_5.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
-    _, state = qwen3_5.draft_take(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
+    _, state = qwen3_5.extend_draft_cache(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
     return {f"mtp.{name}": pool[1:, 0] for name, pool in state["mtp"].items()}
 
 

@@ -1,11 +1,9 @@
-"""What a family offers is enough for the programs: the families here offer it, and so may one whose draft head reads other features."""
+"""A family's record is all that programs need: an EAGLE-3 head, which reads features of other layers, drafts like any other."""
 
 from __future__ import annotations
 
-import inspect
-import pickle
 import random
-from types import ModuleType
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,30 +11,11 @@ from support import oracle, speculators
 
 from npucompile.graphs import ops, tree
 from npucompile.graphs.types import Aval
-from npucompile.models import family, feed_forward, gated_attention, qwen3_5, registry, sequence_parallel, step
+from npucompile.models import feed_forward, gated_attention, qwen3_5, sequence_parallel, step
 from npucompile.models.batch import Batch
-from npucompile.models.family import Seen
+from npucompile.models.family import DraftHead, Intermediates
 from npucompile.models.params import Param, Source, initialise
 from npucompile.tools.train import tiny_model
-
-# --- the protocol ---
-
-NAMES = [name for name, _ in inspect.getmembers(family.Family, inspect.isfunction) if not name.startswith("_")]
-
-
-@pytest.mark.parametrize("module", registry.families(), ids=lambda module: module.FAMILY)
-def test_every_family_offers_what_the_protocol_names(module):
-    assert set(NAMES) == {"abstract_params", "abstract_state", "forward", "head", "draft_take", "draft", "draft_head"}
-    for name in NAMES:
-        wanted = list(inspect.signature(getattr(family.Family, name)).parameters.values())[1:]
-        offered = list(inspect.signature(getattr(module, name)).parameters.values())
-        assert [(p.name, p.kind, p.default) for p in offered] == [(p.name, p.kind, p.default) for p in wanted], name
-    for name in ("FAMILY", "DRAFT"):
-        assert isinstance(getattr(module, name), str)
-    assert all(isinstance(name, str) for name in module.MODEL_TYPES)
-
-
-# --- an EAGLE-3 head, in the tests alone ---
 
 HEAD = "eagle"
 
@@ -49,7 +28,6 @@ def eagle():
     """A family whose draft head reads two hidden states side by side, of the embeddings and after the last layer, the first time in
     a step, and its own state of half that width afterwards. Its layer and its logits are its own.
     """
-    module = ModuleType("eagle")
 
     def abstract_params(cfg, dtype):
         M, V = cfg.hidden_size, cfg.vocab_size
@@ -62,42 +40,47 @@ def eagle():
         return {**qwen3_5.abstract_state(cfg, limits, dtype), HEAD: gated_attention.state(cfg, limits, dtype)}
 
     def forward(cfg, params, state, inputs):
-        hidden, state, seen = qwen3_5.forward(cfg, params, state, inputs)
+        hidden, state, intermediates = qwen3_5.forward(cfg, params, state, inputs)
         low = sequence_parallel.embed(inputs["tokens"].reshape(-1), params["embed"])
-        return hidden, state, Seen(torch.cat([low, hidden], -1), seen.routers)
+        return hidden, state, Intermediates(torch.cat([low, hidden], -1), intermediates.routers)
 
-    def draft_take(cfg, params, state, inputs, hidden, *, first):
+    def extend_cache(cfg, params, state, inputs, hidden, *, first):
         own, batch = params[HEAD], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
         assert hidden.shape[-1] == (2 if first else 1) * cfg.hidden_size
-        seen = ops.linear(hidden, own["fuse"]) if first else hidden
-        stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), seen], -1), own["join"])
+        hidden = ops.linear(hidden, own["fuse"]) if first else hidden
+        stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), hidden], -1), own["join"])
         stream = sequence_parallel.whole(stream, batch.size * batch.q_len)
         x = ops.rms_norm(stream, own["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-        pool = gated_attention.remember(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
+        pool = gated_attention.write_kv(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
         return {"stream": stream, "normed": x}, {**state, HEAD: pool}
 
-    def draft(cfg, params, state, inputs, taken):
+    def draft(cfg, params, state, inputs, rows):
         layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-        mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, taken["normed"])
-        x, stream = ops.add_rms_norm(mixed, sequence_parallel.spread(taken["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
+        mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, rows["normed"])
+        x, stream = ops.add_rms_norm(mixed, sequence_parallel.spread(rows["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
         x, _ = feed_forward.moe(cfg, layer["mlp"], x)
         return ops.add_rms_norm(x, stream, params[HEAD]["norm"], cfg.rms_norm_eps, 1.0)[0]
 
-    def draft_head(cfg, params, hidden):
+    def logits(cfg, params, hidden):
         return ops.linear(hidden, params[HEAD]["head"])
 
-    offered = [abstract_params, abstract_state, forward, draft_take, draft, draft_head]
-    module.__dict__.update({function.__name__: function for function in offered})
-    module.head, module.FAMILY, module.MODEL_TYPES, module.DRAFT = qwen3_5.head, "eagle", (), HEAD
-    return module
+    return replace(
+        qwen3_5.FAMILY,
+        name="eagle",
+        model_types=(),
+        abstract_params=abstract_params,
+        abstract_state=abstract_state,
+        forward=forward,
+        draft_head=DraftHead(HEAD, extend_cache, draft, logits),
+    )
 
 
 @pytest.fixture(scope="module")
 def fake():
     """The model of transformers with a random head of that kind, and its weights."""
-    plain, module = oracle.case("moe"), eagle()
-    model = step.Model("fake", module, plain.model.config)
-    own = initialise(module.abstract_params(model.config, torch.float32)[HEAD], torch.Generator().manual_seed(2))
+    plain, family = oracle.case("moe"), eagle()
+    model = step.Model("fake", family, plain.model.config)
+    own = initialise(family.abstract_params(model.config, torch.float32)[HEAD], torch.Generator().manual_seed(2))
     return model, {**plain.weights, HEAD: own}, plain
 
 
@@ -127,23 +110,23 @@ def test_a_head_of_other_features_drafts_and_says_the_same(fake, drafts):
 
 def written_out(model, weights, text, drafts):
     """Drafts after a text, the head on all of it at first."""
-    cfg, module = model.config, model.family
+    cfg, family, head = model.config, model.family, model.family.draft_head
     fresh = tiny_model.fresh_step(cfg, 1, len(text) - 1 + drafts)
     pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
     state = {**fresh.state, HEAD: {name: torch.zeros_like(pool) for name, pool in fresh.state["layers"][-1].items()}}
     ids = torch.tensor([text], dtype=torch.int32)
     inputs = {**fresh.inputs, "page_table": pages, "lengths": torch.tensor([len(text) - 1], dtype=torch.int32)}
-    _, _, seen = module.forward(cfg, weights, state, {**inputs, "tokens": ids[:, :-1]})
+    _, _, intermediates = family.forward(cfg, weights, state, {**inputs, "tokens": ids[:, :-1]})
     inputs["tokens"] = ids[:, 1:]
-    taken, state = module.draft_take(cfg, weights, state, inputs, seen.features, first=True)
-    hidden = module.draft(cfg, weights, state, inputs, taken)[-1:]
-    found = [int(module.draft_head(cfg, weights, hidden).argmax())]
+    rows, state = head.extend_cache(cfg, weights, state, inputs, intermediates.features, first=True)
+    hidden = head.draft(cfg, weights, state, inputs, rows)[-1:]
+    found = [int(head.logits(cfg, weights, hidden).argmax())]
     for depth in range(1, drafts):
         one = {"tokens": torch.tensor([found[-1:]], dtype=torch.int32), "starts": torch.tensor([len(text) - 2 + depth], dtype=torch.int32)}
         one |= {"lengths": torch.ones(1, dtype=torch.int32), "write_slots": inputs["write_slots"], "read_slots": inputs["read_slots"]}
-        taken, state = module.draft_take(cfg, weights, state, {**inputs, **one}, hidden, first=False)
-        hidden = module.draft(cfg, weights, state, {**inputs, **one}, taken)
-        found.append(int(module.draft_head(cfg, weights, hidden).argmax()))
+        rows, state = head.extend_cache(cfg, weights, state, {**inputs, **one}, hidden, first=False)
+        hidden = head.draft(cfg, weights, state, {**inputs, **one}, rows)
+        found.append(int(head.logits(cfg, weights, hidden).argmax()))
     return found
 
 
@@ -151,7 +134,6 @@ def test_a_model_without_drafts_does_not_hold_such_a_head(fake):
     model, weights, plain = fake
     assert set(model.params(torch.float32)) == set(plain.weights)
     for drafting in (False, True):
-        used = step.replace(model, drafting=drafting)
+        used = replace(model, drafting=drafting)
         assert (HEAD in used.params(torch.float32)) == drafting
     assert len(tree.flatten(weights)) > len(tree.flatten(plain.weights))
-    assert pickle.loads(pickle.dumps(plain.model)).family is qwen3_5

@@ -75,7 +75,7 @@ def test_of_remembered_tokens_some_may_attend(name):
         Batch.of(oracle.inputs(bucket, held), config.rotary_dim, config.rope_theta)
         for bucket, held in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
     )
-    state = gated_attention.remember(config, weights, state, whole, fed.flatten(0, 1))
+    state = gated_attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
     before = {pool: values.clone() for pool, values in state.items()}
     out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
     for b, length in enumerate(lengths):

@@ -80,7 +80,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
 
 
 class Draft:
-    """A model's draft head, as MtpLayer and as `qwen3_5.draft_take` and `draft` run it from poisoned pools."""
+    """A model's draft head, as MtpLayer and as `qwen3_5.extend_draft_cache` and `draft` run it from poisoned pools."""
 
     def __init__(self, name):
         self.random = oracle.drafting(name)
@@ -99,7 +99,7 @@ class Draft:
     def run(self, bucket, rows, hidden):
         """Hidden states [B, Q, M] of our draft head for the rows of a bucket, all of which it takes in."""
         inputs = oracle.inputs(bucket, rows)
-        taken, self.state = qwen3_5.draft_take(self.config, self.weights, self.state, inputs, hidden, first=bucket.q_len > 1)
+        taken, self.state = qwen3_5.extend_draft_cache(self.config, self.weights, self.state, inputs, hidden, first=bucket.q_len > 1)
         out = qwen3_5.draft(self.config, self.weights, self.state, inputs, taken)
         return out.view(bucket.batch, bucket.q_len, -1)
 

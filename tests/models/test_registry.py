@@ -59,7 +59,7 @@ def test_a_directory_is_found_with_what_lies_in_it(directory):
     path = directory(config={**TINY, "eos_token_id": 7}, tokenizer={})
     found = registry.find(path)
     assert found.name == found.model.name == "some-model"
-    assert found.model.family is qwen3_5
+    assert found.model.family is qwen3_5.FAMILY
     assert (found.checkpoint_dir, found.tokenizer) == (path, path / "tokenizer.json")
     assert (found.eos_ids, found.max_position_embeddings) == ((7,), 128)
     assert registry.from_config(found.name, json.loads(found.text)) == found.model
@@ -146,16 +146,16 @@ def test_a_config_that_is_not_utf8_is_refused(directory):
         registry.find(path)
 
 
-@pytest.mark.parametrize("model_type", qwen3_5.MODEL_TYPES)
+@pytest.mark.parametrize("model_type", qwen3_5.FAMILY.model_types)
 def test_every_model_type_of_the_family_selects_it(model_type):
-    assert registry.from_config("x", {**TINY, "model_type": model_type}).family is qwen3_5
+    assert registry.from_config("x", {**TINY, "model_type": model_type}).family is qwen3_5.FAMILY
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"]
 )
 def test_architectures_serve_where_the_type_is_absent(name):
-    assert registry.from_config("x", {**TINY, "model_type": None, "architectures": [name]}).family is qwen3_5
+    assert registry.from_config("x", {**TINY, "model_type": None, "architectures": [name]}).family is qwen3_5.FAMILY
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_another_model_type_is_named_with_the_legal_ones(change, wanted):
     with pytest.raises(UnknownModel) as error:
         registry.from_config("x", {**TINY, **change})
     assert f"model_type {wanted!r} is not supported" in str(error.value)
-    assert all(legal in str(error.value) for legal in qwen3_5.MODEL_TYPES)
+    assert all(legal in str(error.value) for legal in qwen3_5.FAMILY.model_types)
 
 
 @pytest.mark.parametrize("classes", [None, [], "Qwen3_5ForCausalLM", [3], {}])
@@ -180,9 +180,9 @@ def test_neither_type_nor_architecture_is_refused(classes):
 
 
 def test_families_do_not_claim_the_same_model_type():
-    claimed = [model_type for family in registry.families() for model_type in family.MODEL_TYPES]
+    claimed = [model_type for family in registry.families() for model_type in family.model_types]
     assert len(claimed) == len(set(claimed))
-    assert [family.FAMILY for family in registry.families()] == ["qwen3_5"]
+    assert [family.name for family in registry.families()] == ["qwen3_5"]
 
 
 NAMES = st.sampled_from(["full_attention", "linear_attention", "default", "silu"])
@@ -198,4 +198,4 @@ JSON = st.recursive(
 def test_whatever_a_config_holds_it_is_read_or_refused(changes):
     """No value of any field makes anything but a model or a ModelError."""
     with contextlib.suppress(ModelError):
-        assert registry.from_config("x", {**TINY, **changes}).family is qwen3_5
+        assert registry.from_config("x", {**TINY, **changes}).family is qwen3_5.FAMILY

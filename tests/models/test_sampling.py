@@ -15,7 +15,7 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.models import request_slots
-from npucompile.models.sampling import best, speak
+from npucompile.models.sampling import best, sample_tokens
 
 KNOBS = {
     "temperature": {"temperature": 0.8},
@@ -342,7 +342,7 @@ def test_every_device_is_told_the_same(mesh, emit):
     values |= {"logprobs": torch.tensor([1, 0, 1, 1], dtype=I32)}
 
     def run(x):
-        return speak(x["logits"], x, x["uniform"], emit_logits=emit, max_logprobs=3)
+        return sample_tokens(x["logits"], x, x["uniform"], emit_logits=emit, max_logprobs=3)
 
     avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}
     avals["logits"] = Aval((8, 12), F32, (None, "vocab"))

@@ -11,9 +11,9 @@ from support import oracle, speculators
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket
 from npucompile.models import step
-from npucompile.models.batch import abstract_inputs
 from npucompile.models.presets import BUNDLED
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
@@ -166,7 +166,7 @@ def test_programs_declare_what_they_take_and_give(drafts):
         for logits, most in ((True, 0), (False, 0), (True, 5)):
             program = step.program(random.model, bucket, held, torch.float32, emit_logits=logits, max_logprobs=most)
             assert program.name == f"random/{bucket.name}"
-            assert program.inputs == abstract_inputs(bucket, held, logprobs=most > 0)
+            assert program.inputs == StepInputs(bucket, held, logprobs=most > 0).avals()
             assert ("mtp" in program.params, "mtp" in program.state) == (drafts > 0, drafts > 0)
             weights = {key: random.weights[key] for key in program.params}
             outputs, state = program.forward(weights, oracle.poisoned(program.state), oracle.blank(program))
@@ -294,11 +294,9 @@ def test_graphs_of_prompts_do_what_the_programs_do(drafts):
         assert torch.equal(own[0].nan_to_num(-1), own[1].nan_to_num(-1)), name
 
 
-def test_a_model_crosses_to_other_processes_by_the_name_of_its_family():
+def test_a_model_crosses_to_other_processes():
     for model in (oracle.case("moe").model, dataclasses.replace(oracle.drafting("moe").model, drafting=True)):
-        again = pickle.loads(pickle.dumps(model))
-        assert again == model
-        assert again.family is model.family
+        assert pickle.loads(pickle.dumps(model)) == model
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ def test_recurrent_state_has_the_variant_s_type() -> None:
 
 
 def test_programs_of_variants_declare_what_they_hold() -> None:
-    model = step.Model("small", qwen3_5, replace(fleets.config(), variant=Variant.of("w4a8", grouped=True)))
+    model = step.Model("small", qwen3_5.FAMILY, replace(fleets.config(), variant=Variant.of("w4a8", grouped=True)))
     program = step.program(model, Bucket("decode", 1, 1), fleets.LIMITS, torch.bfloat16)
     mlp = program.params["layers"][0]["mlp"]
     assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]

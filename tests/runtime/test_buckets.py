@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.models.batch import abstract_inputs
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack, padded_rows, write_width
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack, padded_rows
 from npucompile.runtime.request import Sampling
 
 LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
@@ -47,8 +47,6 @@ def test_a_missing_kind_is_named():
 
 def test_padding_arithmetic():
     assert padded_rows(Bucket("decode", 8, 1), 5) == 3
-    assert write_width(Bucket("decode", 8, 3)) == 3
-    assert write_width(Bucket("prefill", 1, 32)) == 1
 
 
 samplings = st.builds(Sampling, st.sampled_from([0.0, 0.5]), st.integers(0, 5), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]))
@@ -160,9 +158,9 @@ def test_pack_follows_the_convention_whatever_ran_before(data, case):
 @pytest.mark.parametrize(("bucket", "drafts", "max_logprobs"), CASES)
 def test_graphs_take_what_is_packed(bucket, drafts, max_logprobs):
     arrays = pack(bucket, [], LIMITS[drafts], max_logprobs=max_logprobs)
-    avals = abstract_inputs(bucket, LIMITS[drafts], logprobs=max_logprobs > 0)
+    avals = StepInputs(bucket, LIMITS[drafts], logprobs=max_logprobs > 0).avals()
     assert {name: (array.shape, str(array.dtype)) for name, array in arrays.items()} == {
-        name: (tuple(aval.shape), str(aval.dtype).removeprefix("torch.")) for name, aval in avals.items()
+        name: (aval.shape, str(aval.dtype).removeprefix("torch.")) for name, aval in avals.items()
     }
 
 

@@ -13,11 +13,11 @@ from torch.fx import GraphModule
 from npucompile.graphs import tree
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
-from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Rules, Tree
+from npucompile.graphs.step_inputs import StepInputs
+from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.models import qwen3_5, sharding_rules, step
 from npucompile.models import request_slots as seats
-from npucompile.models.batch import abstract_inputs
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
@@ -67,7 +67,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
 def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
     found: dict[str, torch.Tensor] = {}
-    params = step.Model("small", qwen3_5, config(experts), drafting=True).params(F32)
+    params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
     head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
     for part, seed in ((params, 5), (head, 6)):
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
 
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
-    return step.Model("small", qwen3_5, replace(config(experts), variant=variant), drafting=drafts > 0)
+    return step.Model("small", qwen3_5.FAMILY, replace(config(experts), variant=variant), drafting=drafts > 0)
 
 
 def weights(found: step.Model) -> Tree:
@@ -291,9 +291,7 @@ class Serving:
 
     def _inputs(self, bucket: Bucket) -> Inputs:
         """Inputs of padding."""
-        avals: dict[str, Aval] = abstract_inputs(bucket, limits(self.drafts))
-        made = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
-        made["top_p"].fill_(1.0)
+        made = StepInputs(bucket, limits(self.drafts)).padding()
         made["uniform"].fill_(0.5)
         return made
 

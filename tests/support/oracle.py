@@ -15,6 +15,7 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig, modeling_qwen3_5_moe
 
 from npucompile.graphs import tree
+from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
 from npucompile.models import checkpoint, qwen3_5, registry, request_slots, step
 
@@ -160,7 +161,7 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     config._attn_implementation = config._experts_implementation = "eager"
     theirs = (Qwen3_5MoeForCausalLM if moe else Qwen3_5ForCausalLM)(config).eval().float()
     draw(theirs, seed)
-    model = step.Model("random", qwen3_5, qwen3_5.Config.from_hf(theirs.config.to_dict()))
+    model = step.Model("random", qwen3_5.FAMILY, qwen3_5.Config.from_hf(theirs.config.to_dict()))
     params = qwen3_5.abstract_params(model.config, torch.float32)
     return Oracle(theirs, model, join(params, theirs.state_dict()), theirs.config.to_dict())
 
@@ -247,10 +248,7 @@ PADDING = Row([], 3, [], 0, [0])
 
 def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int = 0) -> dict[str, torch.Tensor]:
     """What the layers of a step read; rows beyond those given are PADDING, with `junk` for tokens."""
-    B, W = bucket.batch, bucket.q_len if bucket.kind == "decode" else 1
-    shapes = {"tokens": (B, bucket.q_len), "starts": (B,), "lengths": (B,), "read_slots": (B,)}
-    shapes |= {"page_table": (B, limits.pages_per_request), "write_slots": (B, W)}
-    out = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    B, out = bucket.batch, StepInputs(bucket, limits).padding(LAYER_INPUTS)
     out["tokens"].fill_(junk)
     for b, row in enumerate([*rows, *[PADDING] * (B - len(rows))]):
         out["tokens"][b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)

@@ -75,12 +75,12 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
     params = model.family.abstract_params(model.config, torch.float32)
     noisy: dict[str, Any] = {}
     # The draft head last: with it and without it the same seed gives the same layers.
-    for part in (model.params(torch.float32), {name: params[name] for name in params if name == model.family.DRAFT}):
+    for part in (model.params(torch.float32), {name: params[name] for name in params if name == model.family.draft_key}):
         drawn = initialise(part, generator)
         # Away from zeros and ones, so that no parameter can be dropped without a change of tokens.
         noisy |= tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
     if agreeing:
-        _agree(noisy, noisy[model.family.DRAFT])
+        _agree(noisy, noisy[model.family.draft_key])
     checkpoint.save(params, noisy, directory)
     if tokenizer:
         table = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))

@@ -31,7 +31,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     return Manifest(
         model={
             "name": plan.found.name,
-            "family": plan.model.family.FAMILY,
+            "family": plan.model.family.name,
             "config": plan.found.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),

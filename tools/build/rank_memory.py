@@ -31,7 +31,7 @@ def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
         communicators=memory.communicators(plan.mesh, groups, window),
-        draft=f"params.{plan.model.family.DRAFT}.",
+        draft=f"params.{plan.model.family.draft_key}.",
     )
 
 

@@ -85,7 +85,7 @@ def unroll(
         hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-1]})
         target = qwen3_5.head(cfg, params, hidden).view(rows, length, -1)
     inputs = {**step.inputs, "tokens": ids[:, 1:]}
-    taken, state = qwen3_5.draft_take(cfg, params, state, inputs, hidden, first=True)
+    taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, hidden, first=True)
     ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
     first = qwen3_5.head(cfg, params, ahead).view(rows, length, -1)
 
@@ -100,7 +100,7 @@ def unroll(
     for j in range(extra):
         fed = logits.argmax(-1) if own_tokens else texts.gather(1, (bases + 2 + j).clamp(max=length)).flatten()
         inputs |= {"tokens": fed.to(torch.int32)[:, None], "starts": (bases.flatten() + 1 + j).to(torch.int32)}
-        taken, state = qwen3_5.draft_take(cfg, params, state, inputs, ahead, first=False)
+        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
         ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
         logits = qwen3_5.head(cfg, params, ahead)
         deeper.append(logits.view(rows, count, -1))

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ...graphs import tree
-from ...graphs.types import Limits, Tree
+from ...graphs.step_inputs import LAYER_INPUTS, StepInputs
+from ...graphs.types import Bucket, Limits, Tree
 from ...models import params as parameters
 from ...models import qwen3_5
 from .tiny_tokenizer import VOCAB_SIZE
@@ -86,7 +87,7 @@ def initial_params(cfg: qwen3_5.Config, seed: int) -> Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """A step over whole sequences from their first token on: its empty state and its inputs, but for the tokens."""
+    """A step over whole sequences from their first token on: its empty state, and what its layers read but for the tokens."""
 
     state: Tree
     inputs: dict[str, torch.Tensor]
@@ -100,17 +101,12 @@ def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0
     """
     limits = Limits(page_size=1, num_pages=rows * length + 1 + spare_pages, num_slots=rows + 1, max_model_len=length)
     avals = qwen3_5.abstract_state(cfg, limits, torch.float32)
-    slots = torch.arange(1, rows + 1, dtype=torch.int32)
-    return Step(
-        tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals),
-        {
-            "starts": torch.zeros(rows, dtype=torch.int32),
-            "lengths": torch.full((rows,), length, dtype=torch.int32),
-            "page_table": torch.arange(1, rows * length + 1, dtype=torch.int32).view(rows, length),
-            "read_slots": slots,
-            "write_slots": slots[:, None],
-        },
-    )
+    inputs = StepInputs(Bucket("prefill", rows, length), limits).padding(LAYER_INPUTS)
+    inputs["lengths"].fill_(length)
+    inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
+    inputs["read_slots"].copy_(torch.arange(1, rows + 1))
+    inputs["write_slots"].copy_(inputs["read_slots"][:, None])
+    return Step(tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals), inputs)
 
 
 def balance_loss(routers: list[torch.Tensor], experts_per_token: int) -> torch.Tensor:
@@ -149,7 +145,7 @@ def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_
     draft = torch.zeros(())
     if with_draft:
         shifted = {**step.inputs, "tokens": ids[:, 1:-1]}
-        taken, state = qwen3_5.draft_take(cfg, params, state, shifted, hidden, first=True)
+        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         ahead = qwen3_5.draft(cfg, params, state, shifted, taken)
         draft = cross_entropy(qwen3_5.head(cfg, params, ahead), windows[:, 2:].flatten())
     return Losses(main, draft, balance_loss(seen.routers, cfg.num_experts_per_tok))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...graphs.errors import VerifyError
+from ...graphs.step_inputs import STEP_INPUTS, StepInputs
 from ...graphs.types import Bucket, Leaf, Limits, Signature
 from ...lowering.executable import Executable
 from ...models import request_slots
@@ -143,17 +144,7 @@ def _inputs(
     bucket: Bucket, limits: Limits, rows: list[Live], tokens: torch.Tensor, vocab: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Every input that a bucket of any artifact may have."""
-    B, i32 = bucket.batch, torch.int32
-    decode = bucket.kind == "decode"
-    integers = ("starts", "lengths", "read_slots", "seats", "drafts", "base", "top_k", "logprobs")
-    inputs = {name: torch.zeros(B, dtype=i32) for name in integers}
-    inputs |= {name: torch.zeros(B) for name in ("temperature", "min_p")} | {"top_p": torch.ones(B)}
-    inputs |= {"tokens": torch.zeros_like(tokens), "next_tokens": torch.full((B,), -1, dtype=i32)}
-    inputs |= {
-        "page_table": torch.zeros(B, limits.pages_per_request, dtype=i32),
-        "write_slots": torch.zeros(B, bucket.q_len if decode else 1, dtype=i32),
-        "uniform": torch.zeros(B, 2 * bucket.q_len - 1 if decode else 1),
-    }
+    inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
     for one in rows:
         inputs["tokens"][one.row, : one.count] = tokens[one.row, : one.count]
         inputs["page_table"][one.row, : len(one.pages)] = torch.tensor(one.pages)

@@ -110,7 +110,7 @@ class Cast:
 
     def _forgive(self, number: int, said: Sequence[Outputs], state: States) -> None:
         """Rows that sampled another token, as they may, go on with the draft head's cache of the script, as with its tokens."""
-        turn, prefix, page = self.script.turns[number], f"state.{self.small.model.family.DRAFT}.", self.small.limits.page_size
+        turn, prefix, page = self.script.turns[number], f"state.{self.small.model.family.draft_key}.", self.small.limits.page_size
         for rank, pools in enumerate(state):
             group = self.group(rank)
             expected = turn.expected[group]

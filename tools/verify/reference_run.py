@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from ...graphs.ir.trace import call_flat, signature_of
 from ...graphs.types import Bucket, Leaf, Limits, Tree
 from ...models import step
+from ...models.family import Family
 
 THOUGHT = "draft_logits"
 """Name of the draft head's logits among a step's outputs."""
@@ -26,8 +26,8 @@ class Alone:
     """
 
     def __init__(self, model: step.Model, limits: Limits, params: Sequence[torch.Tensor], max_logprobs: int = 0) -> None:
-        self._family = _Listening(model.family)
-        self._model = replace(model, family=self._family)
+        self._draft_logits: list[torch.Tensor] = []
+        self._model = replace(model, family=_recording(model.family, self._draft_logits))
         self._limits, self._params, self._max_logprobs = limits, list(params), max_logprobs
 
     def leaves(self, bucket: Bucket) -> tuple[Leaf, ...]:
@@ -41,38 +41,33 @@ class Alone:
 
         Args:
             state: pools, which stay as they are.
-            inputs: by name, as `models.batch.abstract_inputs` lists them.
+            inputs: by name (graphs/step_inputs.py).
 
         Returns:
             outputs by name, with `draft_logits` [B, k, V] where drafts are made; and the new pools.
         """
         program = self._program(bucket)
-        self._family.heard.clear()
+        self._draft_logits.clear()
         with torch.no_grad():
             flat, told = call_flat(program, signature_of(program), [*self._params, *state, *(inputs[name] for name in program.inputs)])
         outputs = dict(zip((leaf.name.partition(".")[2] for leaf in told), flat, strict=False))
         if self._limits.drafts:
-            outputs[THOUGHT] = torch.stack(self._family.heard, 1)
+            outputs[THOUGHT] = torch.stack(self._draft_logits, 1)
         return outputs, flat[len(told) :]
 
     def _program(self, bucket: Bucket) -> Any:
         return step.program(self._model, bucket, self._limits, torch.float32, max_logprobs=self._max_logprobs)
 
 
-class _Listening(ModuleType):
-    """A family whose draft head is heard.
+def _recording(family: Family[Any], records: list[torch.Tensor]) -> Family[Any]:
+    """A family that appends its draft head's logits [B, V] to `records`, draft by draft."""
+    head = family.draft_head
+    if head is None:
+        return family
+    logits_of = head.logits
 
-    Attributes:
-        heard: logits [B, V] of each draft since it was cleared.
-    """
+    def logits(cfg: Any, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+        records.append(logits_of(cfg, params, hidden))
+        return records[-1]
 
-    def __init__(self, family: ModuleType) -> None:
-        super().__init__(family.__name__)
-        self.__dict__.update(vars(family))
-        self.heard: list[torch.Tensor] = []
-
-        def draft_head(cfg: Any, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
-            self.heard.append(family.draft_head(cfg, params, hidden))
-            return self.heard[-1]
-
-        self.draft_head = draft_head
+    return replace(family, draft_head=replace(head, logits=logits))

@@ -44,7 +44,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
     rules = rules_of(model, mesh)
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
-    planned = _check_memory(manifest, rules, f"params.{model.family.DRAFT}.")
+    planned = _check_memory(manifest, rules, f"params.{model.family.draft_key}.")
     return {"operands": len(wanted), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots as seats
-from ...models.batch import abstract_inputs
 from .compare import is_paged, is_seats
 from .reference_run import THOUGHT, Alone
 from .small_model import PROMPT_MORE, Case, Scaled, held_params
@@ -241,10 +241,8 @@ class _Stage:
 
     def _inputs(self, bucket: Bucket, placed: Mapping[int, Request]) -> Inputs:
         logprobs, decode = self.small.max_logprobs > 0, bucket.kind == "decode"
-        avals = abstract_inputs(bucket, self.small.limits, logprobs=logprobs)
-        made = {name: torch.zeros(aval.shape, dtype=aval.dtype) for name, aval in avals.items()}
+        made = StepInputs(bucket, self.small.limits, logprobs).padding()
         made["uniform"] = torch.rand(made["uniform"].shape, generator=self.generator)
-        made["top_p"].fill_(1.0)
         for row, one in placed.items():
             known = self._decoding(made, row, one) if decode else self._prefilling(made, row, one)
             held = -(-min(known, self.small.limits.max_model_len) // self.small.limits.page_size)

@@ -59,7 +59,7 @@ def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: q
         hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
         main = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
         shifted = {**step.inputs, "tokens": windows[:, 1:-1].int()}
-        taken, state = qwen3_5.draft_take(cfg, params, state, shifted, hidden, first=True)
+        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         drafted = qwen3_5.draft(cfg, params, state, shifted, taken)
         draft = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, drafted), windows[:, 2:].flatten())
     assert found.main.item() == pytest.approx(main.item(), abs=1e-5)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from npucompile.graphs.errors import VerifyError
+from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Signature
 from npucompile.models import request_slots
-from npucompile.models.batch import abstract_inputs
 from npucompile.tools.verify import compare
 
 PLAIN = Limits(page_size=4, num_pages=17, num_slots=9, max_model_len=16)
@@ -32,7 +32,7 @@ def signature(bucket: Bucket, limits: Limits) -> Signature:
             *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
             Leaf("state.seats", request_slots.state(limits)),
         ),
-        tuple(Leaf(f"inputs.{name}", aval) for name, aval in abstract_inputs(bucket, limits).items()),
+        tuple(Leaf(f"inputs.{name}", aval) for name, aval in StepInputs(bucket, limits).avals().items()),
         tuple(Leaf(f"outputs.{name}", aval) for name, aval in outputs.items()),
     )
 

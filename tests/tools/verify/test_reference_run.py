@@ -77,12 +77,6 @@ def test_the_draft_head_is_heard_once_a_draft_and_its_best_token_is_the_draft(im
             assert torch.equal(outputs[THOUGHT].argmax(-1).int(), outputs["drafts"])
 
 
-def test_the_family_itself_stays_deaf(image):
-    before = vars(image.small.reference.family)["draft_head"]
-    alone(image)
-    assert vars(image.small.reference.family)["draft_head"] is before
-
-
 def test_pools_are_named_as_in_the_model(image):
     names = [leaf.name for leaf in alone(image).leaves(turn(image, "decode").case.bucket)]
     assert names == [leaf.name for leaf in image.script.leaves]

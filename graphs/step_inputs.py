@@ -1,0 +1,123 @@
+"""The inputs of a step: name, shape, dtype, padding value and meaning of each, for whoever traces, packs or tests a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .types import Aval, Bucket, Limits
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One input of a step.
+
+    Attributes:
+        name: name of the leaf.
+        dims: its dimensions, letters of `StepInputs.sizes`.
+        dtype: element type.
+        doc: what it holds.
+        padding: value in rows of padding, and in the unused part of a live row.
+        kind: the kind of bucket that has it; "" for both kinds.
+        needs: "drafts" or "logprobs" for an input that only graphs which draft, or which return log probabilities, have.
+    """
+
+    name: str
+    dims: str
+    dtype: torch.dtype
+    doc: str
+    padding: float = 0
+    kind: str = ""
+    needs: str = ""
+
+
+_I32, _F32 = torch.int32, torch.float32
+
+STEP_INPUTS = (
+    StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),
+    StepInput("starts", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),
+    StepInput("lengths", "B", _I32, "valid tokens of the row; 0 in a row of padding", kind="prefill"),
+    StepInput("read_slots", "B", _I32, "state slot to start from; not read where starts is 0", kind="prefill"),
+    StepInput(
+        "next_tokens",
+        "B",
+        _I32,
+        "the prompt's token after the row's last one, for the draft head; -1 where that token is sampled in this step",
+        padding=-1,
+        kind="prefill",
+        needs="drafts",
+    ),
+    StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to k", kind="decode"),
+    StepInput("base", "B", _I32, "the smallest position at which the row can start, for all the host knows", kind="decode"),
+    StepInput(
+        "seats", "B", _I32, "where the device keeps what the request's next decode step starts from; 0, the null seat, in a row of padding"
+    ),
+    StepInput("page_table", "BN", _I32, "the request's pages in order of position; unused entries hold the null page 0"),
+    StepInput(
+        "write_slots",
+        "BW",
+        _I32,
+        "state slots to fill. Decode: all slots of the request, in the same order at every step, one after every token. "
+        "Prefill: one, after the row's last token",
+    ),
+    StepInput("temperature", "B", _F32, "sampling, as in graphs.ops.sample; 0 is greedy"),
+    StepInput("top_k", "B", _I32, "sampling; 0 keeps all tokens"),
+    StepInput("top_p", "B", _F32, "sampling; 1 keeps all tokens", padding=1),
+    StepInput("min_p", "B", _F32, "sampling; 0 keeps all tokens"),
+    StepInput("logprobs", "B", _I32, "1 where the row wants log probabilities", needs="logprobs"),
+    StepInput(
+        "uniform",
+        "BU",
+        _F32,
+        "random numbers in [0, 1). Decode: of the tokens that are sampled after positions base, base + 1, ... Prefill: of the one "
+        "token that is sampled",
+    ),
+)
+"""All inputs, in the order of a graph's leaves."""
+
+LAYER_INPUTS = ("tokens", "page_table", "starts", "lengths", "read_slots", "write_slots")
+"""What the layers of a model read; a decode step takes those that it is not given from the request's seat."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of one bucket's graph, as abstract values or as tensors in which every row is padding.
+
+    Attributes:
+        logprobs: the graph returns log probabilities.
+    """
+
+    bucket: Bucket
+    limits: Limits
+    logprobs: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """B, Q and N (graphs/types.py), W state slots written per row, and U random numbers per row."""
+        B, Q, W = self.bucket.batch, self.bucket.q_len, write_width(self.bucket)
+        return {"B": B, "Q": Q, "N": self.limits.pages_per_request, "W": W, "U": 2 * W - 1}
+
+    def shapes(self, names: Sequence[str] = ()) -> list[tuple[StepInput, tuple[int, ...]]]:
+        """The graph's inputs, or those of these names whether the graph has them or not, each with its shape."""
+        sizes = self.sizes
+        fields = (field for field in STEP_INPUTS if (field.name in names if names else self._has(field)))
+        return [(field, tuple(sizes[letter] for letter in field.dims)) for field in fields]
+
+    def avals(self) -> dict[str, Aval]:
+        """The abstract inputs that the graph is traced with."""
+        return {field.name: Aval(shape, field.dtype) for field, shape in self.shapes()}
+
+    def padding(self, names: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+        """New tensors in which every row is padding, of the inputs that `shapes` gives."""
+        return {field.name: torch.full(shape, field.padding, dtype=field.dtype) for field, shape in self.shapes(names)}
+
+    def _has(self, field: StepInput) -> bool:
+        offered = {"": True, "drafts": self.limits.drafts > 0, "logprobs": self.logprobs}
+        return field.kind in ("", self.bucket.kind) and offered[field.needs]
+
+
+def write_width(bucket: Bucket) -> int:
+    """W: state slots written, and tokens sampled, per row."""
+    return bucket.q_len if bucket.kind == "decode" else 1

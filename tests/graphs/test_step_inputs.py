@@ -1,0 +1,80 @@
+"""Which inputs a bucket's graph has, in which order, of which shapes, and what fills them in rows of padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs, write_width
+from npucompile.graphs.types import Bucket, Limits
+
+LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
+SAMPLING = {"temperature": (), "top_k": (), "top_p": (), "min_p": ()}
+ANY = {"seats": (), "page_table": (6,), **SAMPLING}
+
+
+def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[int, ...]]:
+    """Of every input, without the batch, which is its first size."""
+    avals = StepInputs(bucket, limits, **options).avals()
+    assert all(aval.shape[0] == bucket.batch for aval in avals.values())
+    floats = {name for name, aval in avals.items() if aval.dtype == torch.float32}
+    assert floats == {"temperature", "top_p", "min_p", "uniform"}
+    assert {aval.dtype for name, aval in avals.items() if name not in floats} == {torch.int32}
+    return {name: aval.shape[1:] for name, aval in avals.items()}
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
+    """What it is given has no token and no position but the smallest possible one."""
+    Q, limits = drafts + 1, replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
+    wanted = ANY | {"drafts": (), "base": (), "write_slots": (Q,), "uniform": (2 * Q - 1,)}
+    assert shapes(Bucket("decode", 3, Q), limits) == wanted
+    assert shapes(Bucket("decode", 3, Q), limits, logprobs=True) == wanted | {"logprobs": ()}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_prefill_is_given_the_token_after_a_chunk_where_it_drafts(drafts):
+    limits = replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
+    wanted = ANY | {"tokens": (16,), "starts": (), "lengths": (), "read_slots": (), "write_slots": (1,), "uniform": (1,)}
+    wanted |= {"next_tokens": ()} if drafts else {}
+    assert shapes(Bucket("prefill", 2, 16), limits) == wanted
+    assert shapes(Bucket("prefill", 2, 16), limits, logprobs=True) == wanted | {"logprobs": ()}
+
+
+SHARED = ["seats", "page_table", "write_slots", "temperature", "top_k", "top_p", "min_p", "logprobs", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "names"),
+    [
+        (Bucket("prefill", 2, 16), ["tokens", "starts", "lengths", "read_slots", "next_tokens", *SHARED]),
+        (Bucket("decode", 2, 4), ["drafts", "base", *SHARED]),
+    ],
+)
+def test_leaves_are_in_the_order_that_built_graphs_have(bucket, names):
+    drafting = replace(LIMITS, slots_per_request=4, drafts=3)
+    assert list(StepInputs(bucket, drafting, logprobs=True).avals()) == names
+
+
+@pytest.mark.parametrize("bucket", [Bucket("prefill", 2, 16), Bucket("decode", 2, 4)])
+def test_padding_has_the_shapes_of_the_graph_and_inert_values(bucket):
+    inputs = StepInputs(bucket, replace(LIMITS, slots_per_request=4, drafts=3), logprobs=True)
+    padding = inputs.padding()
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in padding.items()} == {
+        name: (aval.shape, aval.dtype) for name, aval in inputs.avals().items()
+    }
+    inert = {"top_p": 1, "next_tokens": -1}
+    assert all((tensor == inert.get(name, 0)).all() for name, tensor in padding.items())
+
+
+def test_inputs_are_given_by_name_too():
+    """Of a decode step those that its layers read from the request slots."""
+    padding = StepInputs(Bucket("decode", 2, 4), LIMITS).padding(LAYER_INPUTS)
+    assert set(padding) == set(LAYER_INPUTS)
+    assert (padding["tokens"].shape, padding["write_slots"].shape, padding["page_table"].shape) == ((2, 4), (2, 4), (2, 6))
+
+
+def test_as_many_slots_are_written_as_tokens_are_sampled():
+    assert (write_width(Bucket("decode", 8, 3)), write_width(Bucket("prefill", 1, 32))) == (3, 1)
