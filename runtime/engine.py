@@ -20,8 +20,7 @@ from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
 from . import step_outputs
 from .distributed.control_plane import RankError
-from .executor import Executor as Executor
-from .executor import Pending, group_count, launcher, most_logprobs, most_run_ahead
+from .executor import Executor, Pending
 from .metrics import Metrics
 from .request import Event, FinishEvent, Request, TokenEvent
 from .scheduler import admission, advance, schedule
@@ -81,14 +80,13 @@ class Engine:
         refresh_every_s: float | None = 1.0,
         run_ahead: int | None = None,
     ) -> None:
-        limits, allowed = executor.limits, most_run_ahead(executor)
+        limits, allowed = executor.limits, executor.run_ahead
         self._run_ahead = allowed if run_ahead is None else run_ahead
         if not 0 <= self._run_ahead <= min(allowed, 1):
             raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
-        self._executor, self._launch_on_device = executor, launcher(executor)
-        self._max_logprobs = most_logprobs(executor)
+        self._executor, self._max_logprobs = executor, executor.max_logprobs
         self._clock = clock
-        groups = range(group_count(executor))
+        groups = range(executor.groups)
         self._states = tuple(State(Policy(limits, executor.buckets, prefill_burst)) for _ in groups)
         self._holdings = tuple(Holdings(limits, self._max_logprobs) for _ in groups)
         self._group_of: dict[str, int] = {}
@@ -230,7 +228,7 @@ class Engine:
             "kv_cache_usage_perc": sum(state.used_pages for state in states) / sum(s.policy.limits.num_pages - 1 for s in states),
             **counters,
             "compiles_after_ready_total": self._executor.compiles(),
-            "backends": dict(getattr(self._executor, "backends", {})),
+            "backends": dict(self._executor.backends),
         }
 
     def check(self) -> None:
@@ -290,7 +288,7 @@ class Engine:
             self._states = states
             self._metrics.preemptions += sum(len(step.preempted) for step in steps if step is not None)
         try:
-            self._flights.append(_Flight(bucket, steps, self._launch_on_device(bucket, inputs)))
+            self._flights.append(_Flight(bucket, steps, self._executor.launch(bucket, inputs)))
         except RankError:
             raise
         except Exception as error:

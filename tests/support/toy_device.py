@@ -399,6 +399,7 @@ class ToyDevice:
     refuse_at: frozenset[int] = frozenset()
     on_run: Callable[[], None] = lambda: None
     vocab_size: int = VOCAB
+    backends: Mapping[str, str] = field(default_factory=dict)
     refreshes: int = 0
     log: list[tuple[str, int]] = field(default_factory=list)
 
@@ -455,13 +456,6 @@ class ToyDevice:
             self.done += 1
             self.flights[self.done - 1].run()
 
-    def run(self, bucket: Bucket, inputs: Inputs) -> dict[str, np.ndarray]:
-        (outputs,) = self.run_groups(bucket, [inputs])
-        return outputs
-
-    def run_groups(self, bucket: Bucket, inputs: Sequence[Inputs]) -> list[dict[str, np.ndarray]]:
-        return self.launch(bucket, inputs).result()
-
     def refresh(self) -> bool:
         self.refreshes += 1
         return True
@@ -479,16 +473,6 @@ class ToyDevice:
             elif what == "result":
                 assert flying.pop(0) == number
         assert not flying
-
-
-class Synchronous:
-    """The same device as an executor that can only run a step while its caller waits."""
-
-    def __init__(self, device: ToyDevice) -> None:
-        self.device = device
-        self.limits, self.buckets, self.vocab_size, self.groups = device.limits, device.buckets, device.vocab_size, device.groups
-        self.max_logprobs = device.max_logprobs
-        self.refresh, self.compiles, self.run, self.run_groups = device.refresh, device.compiles, device.run, device.run_groups
 
 
 class Collect:
@@ -557,19 +541,17 @@ def serving(
     prefill_burst: int = 1,
     refresh_every_s: float | None = 1.0,
     run_ahead: int | None = None,
-    synchronous: bool = False,
     **device: Any,
 ) -> Serving:
     """An engine over a toy; without more said it has room for eight requests of 32 tokens, and pages for two.
 
     Args:
         drafts: of limits and buckets that are not given.
-        synchronous: the executor can only run a step while the engine waits.
         device: attributes of the ToyDevice.
     """
     limits = limits or limits_of(4, 17, 8, 32, drafts)
     toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **device)
     options: dict[str, Any] = {"prefill_burst": prefill_burst, "refresh_every_s": refresh_every_s, "run_ahead": run_ahead}
-    engine = Engine(Synchronous(toy) if synchronous else toy, clock=clock or Clock(), **options)
+    engine = Engine(toy, clock=clock or Clock(), **options)
     toy.serve(engine)
     return Serving(engine, toy)
