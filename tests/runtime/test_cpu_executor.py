@@ -421,8 +421,8 @@ def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
 def test_where_a_rank_is_reaches_its_graph(sharded):
     executor = CpuExecutor(Artifact.open(sharded("tp=2")), rank=1)
     seen = []
-    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._outputs[ALL[0]])
+    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._output_names[ALL[0]])
     step(executor, ALL[0])
-    assert executor._names[ALL[0]][-1] == "coords"
+    assert executor._input_names[ALL[0]][-1] == "coords"
     assert seen[0].tolist() == [0, 1]
     assert seen[0].dtype == torch.int32

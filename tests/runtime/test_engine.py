@@ -20,6 +20,7 @@ from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler.pools import OwnershipError
+from npucompile.runtime.scheduler.schedule import GroupStep
 
 VOCAB = 13
 WAIT_S = 60
@@ -152,8 +153,8 @@ def check_world(toy, world):
         served, found = play(toy, world)
     finally:
         logging.disable(logging.NOTSET)
-    for holdings in served.engine._holdings:
-        for pool in (holdings.pages, holdings.slots, holdings.seats):
+    for manager in served.engine._cache_managers:
+        for pool in (manager.pages, manager.state_slots, manager.request_slots):
             assert pool.free_count == pool.size - 1
     failures = world.device["fail_at"] | world.device["refuse_at"]
     for visit, (request, sink) in zip(world.visits, found, strict=True):
@@ -418,7 +419,7 @@ def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy)
     served = toy.serving(groups=3, run_ahead=0)
     sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
     served.engine.step()
-    lives = [sorted(live.id for live in (*state.running, *state.waiting)) for state in served.engine._states]
+    lives = [sorted(live.id for live in (*group.running, *group.waiting)) for group in served.engine._state.groups]
     assert lives == [["r0", "r3"], ["r1"], ["r2"]]
     assert served.engine.stats()["num_requests_running"] == 3
     served.drain()
@@ -632,7 +633,9 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
 @pytest.mark.parametrize("returned", [[], [{}, {}], [{"tokens": None}]])
 def test_an_executor_that_returns_nonsense_fails_the_step(toy, returned, caplog):
     served = toy.serving(run_ahead=0)
-    served.device.launch(served.device.buckets[0], [served.engine._holdings[0].inputs(served.device.buckets[0], None)]).result()
+    served.device.launch(
+        served.device.buckets[0], [served.engine._cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
+    ).result()
     served.device.launch = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
     sink = served.submit(ask())
     served.drain()
@@ -658,7 +661,7 @@ def test_a_leak_is_found_when_idle(toy):
     served = toy.serving()
     served.submit(ask())
     served.engine.step()
-    served.engine._holdings[0].pages.allocate(1, "thief")
+    served.engine._cache_managers[0].pages.allocate(1, "thief")
     with pytest.raises(OwnershipError, match="thief"):
         served.drain()
 
@@ -667,7 +670,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
     served = toy.serving()
     a = served.submit(ask("a"))
     served.engine.step()
-    served.engine._holdings[0].slots.free("a")
+    served.engine._cache_managers[0].state_slots.free("a")
     b = served.submit(ask("b"))
     with pytest.raises(SpecError, match="0 slots"):
         served.engine.run_forever()
@@ -872,7 +875,7 @@ def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
         threads.add(threading.current_thread())
         return device
 
-    engine = Engine.launch(load)
+    engine = Engine.from_loader(load)
     device.serve(engine)
     finished = threading.Event()
     tokens = []
@@ -891,4 +894,4 @@ def test_launch_raises_what_loading_raises():
         raise ArtifactError("no weights")
 
     with pytest.raises(ArtifactError, match="no weights"):
-        Engine.launch(load)
+        Engine.from_loader(load)

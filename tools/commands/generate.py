@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ def as_dict(done: Completion, text: str, artifact: Artifact, backends: Mapping[s
         "dtype": manifest.dtype,
         "artifact": artifact.digest,
         "backends": dict(backends),
-        "record": asdict(done.record),
+        "record": done.record._asdict(),
     }
 
 

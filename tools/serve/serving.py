@@ -53,7 +53,7 @@ def start(artifact: Artifact, team: Team | None = None) -> Running:
         loaded.append(team.executor() if team else CpuExecutor(artifact))
         return loaded[0]
 
-    engine = Engine.launch(load)
+    engine = Engine.from_loader(load)
     (executor,) = loaded
     model = ServedModel(
         name=str(manifest.model["name"]),
