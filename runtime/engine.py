@@ -1,55 +1,37 @@
-"""Turns submitted requests into streams of events, by running an executor step after step.
+"""The serving loop: schedules requests, runs their steps on an executor, and sends their events.
 
-Where the executor allows it the next step is launched before the outcome of the one before is read, so that the device never waits for
-this loop: what a step says of a request that has ended meanwhile is dropped.
+Where the executor allows it, the next step is launched before the results of the one before it are read, so that the device never
+waits for this loop. Results for a request that has ended meanwhile are dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
-from ..graphs.types import Bucket
 from . import step_outputs
 from .distributed.control_plane import RankError
-from .executor import Executor as Executor
-from .executor import Pending, group_count, launcher, most_logprobs, most_run_ahead
+from .executor import Executor, Pending
 from .metrics import Metrics
-from .request import Event, FinishEvent, Request, TokenEvent
-from .scheduler import admission, advance, schedule
-from .scheduler.kv_cache_manager import Holdings
-from .scheduler.schedule import Policy, State, Step
+from .request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
+from .scheduler import admission, advance
+from .scheduler.kv_cache_manager import KVCacheManager
+from .scheduler.policy import Policy
+from .scheduler.request_state import RequestState
+from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule
 
 log = logging.getLogger(__name__)
 
 Sink = Callable[[Event], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: Request
-    submitted_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-
-
-class _Flight(NamedTuple):
-    """A step that was launched: what each group does in it, and where its outcome will be."""
-
-    bucket: Bucket
-    steps: Sequence[Step | None]
-    pending: Pending
 
 
 class Engine:
@@ -57,15 +39,12 @@ class Engine:
 
     Sinks are called from the thread that steps, never with a lock held. A sink that raises loses its request.
 
-    With several dp groups each has its own requests, pages and slots; all of them run every step together, in one bucket. A new
-    request goes to the group with the fewest.
-
     Args:
-        executor: what runs the steps; only the stepping thread calls it, but for `compiles` and `backends`.
-        clock: seconds, never going back.
+        executor: runs the steps; only the stepping thread calls it, except for `compiles` and `backends`.
+        clock: monotonic seconds.
         prefill_burst: most prefill steps between two decode steps while any request decodes.
-        refresh_every_s: how often `executor.refresh` is called, at most; None is never.
-        run_ahead: how many steps are launched before the outcome of the one before them is read: 0 or 1; None is as many as the
+        refresh_every_s: shortest time between two calls of `executor.refresh`; None never calls it.
+        run_ahead: how many steps are launched before the results of the one before them are read: 0 or 1; None is as many as the
             executor allows.
 
     Raises:
@@ -81,24 +60,22 @@ class Engine:
         refresh_every_s: float | None = 1.0,
         run_ahead: int | None = None,
     ) -> None:
-        limits, allowed = executor.limits, most_run_ahead(executor)
+        limits, allowed = executor.limits, executor.run_ahead
         self._run_ahead = allowed if run_ahead is None else run_ahead
         if not 0 <= self._run_ahead <= min(allowed, 1):
             raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
-        self._executor, self._launch_on_device = executor, launcher(executor)
-        self._max_logprobs = most_logprobs(executor)
-        self._clock = clock
-        groups = range(group_count(executor))
-        self._states = tuple(State(Policy(limits, executor.buckets, prefill_burst)) for _ in groups)
-        self._holdings = tuple(Holdings(limits, self._max_logprobs) for _ in groups)
-        self._group_of: dict[str, int] = {}
-        self._flights: deque[_Flight] = deque()
+        self._executor, self._clock = executor, clock
+        self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
+        self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
+        self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
         self._metrics = Metrics(limits.drafts)
         self._refresh_every_s = refresh_every_s
         self._refreshed_s = clock()
-        self._inbox: deque[_Submit | _Cancel] = deque()
+        self._arrivals = itertools.count()
+        # New requests, and ids of requests to cancel.
+        self._inbox: deque[RequestState | str] = deque()
         self._sinks: dict[str, Sink] = {}
-        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) states.
+        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
         self._refusal: str | None = None
         self._checked = True
@@ -110,7 +87,8 @@ class Engine:
         Raises:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
-        admission.check(request, self._executor.limits, self._executor.vocab_size, self._max_logprobs)
+        limits = self._executor.limits
+        admission.check(request, limits, self._executor.vocab_size, self._executor.max_logprobs)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:
@@ -119,47 +97,48 @@ class Engine:
             if request.id in self._sinks:
                 raise RequestError(f"id {request.id!r} is the id of a live request; legal is one that is not", param="id")
             self._sinks[request.id] = sink
-            self._inbox.append(_Submit(request, self._now_ms()))
+            record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
+            self._inbox.append(RequestState(request, next(self._arrivals), self._now_ms(), record))
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request before its next step is planned; returns whether it was live.
+        """Ends a request before its next step is scheduled; returns whether it was live.
 
-        Its FinishEvent says "cancelled", or something else when it ended before the cancel came through.
+        Its FinishEvent has the reason "cancelled", or another one if it ended before the cancel was handled.
         """
         with self._wake:
             if request_id not in self._sinks:
                 return False
-            self._inbox.append(_Cancel(request_id))
+            self._inbox.append(request_id)
             self._wake.notify_all()
             return True
 
     def step(self) -> bool:
-        """Handles what came in, launches at most one step, and reads the outcome of those that are further back than it may run ahead.
+        """Handles the inbox, launches at most one step, and reads the results of steps until at most `run_ahead` are in flight.
 
         Returns:
             Whether there was anything to do.
         """
         received = self._receive()
         self._refresh_when_due()
-        steps = schedule.plan_together(self._states)
-        if steps is not None:
+        step = schedule(self._state)
+        if step is not None:
             self._checked = False
-            self._begin(steps)
-        elif self._flights:
-            # Only what is in flight can tell what comes next.
-            self._take_in()
+            self._launch(step)
+        elif self._in_flight:
+            # What comes next depends on the results of the steps in flight.
+            self._finish_oldest()
         else:
             self._check_when_idle()
             return received
-        while len(self._flights) > self._run_ahead:
-            self._take_in()
+        while len(self._in_flight) > self._run_ahead:
+            self._finish_oldest()
         return True
 
     def run_forever(self) -> None:
-        """Steps until `stop`, and then until nothing is live; waits without polling while there is nothing to do.
+        """Steps until `stop` is called and no request is live; waits without polling while there is nothing to do.
 
-        A job that lost a rank ends everything like a defect of the engine does, but is not raised: who made the job is told by it.
+        A lost rank ends all requests as a defect of the engine does, but is not raised: the control plane reports it.
         """
         try:
             while self._step_or_wait():
@@ -182,65 +161,65 @@ class Engine:
         self._thread.start()
 
     @staticmethod
-    def launch(make: Callable[[], Executor]) -> Engine:
-        """Makes an executor and serves it, both on one new thread; returns when it is ready.
+    def from_loader(load_executor: Callable[[], Executor]) -> Engine:
+        """Loads an executor and serves it, both on one new thread; returns when it is ready.
 
-        All tensor work belongs on one thread: OpenMP keeps a pool of workers for every thread that ever asked for one, and
-        with more pools than cores its workers sleep between operators instead of spinning, which doubles a small step.
+        All tensor work belongs on one thread: OpenMP keeps a pool of workers for every thread that ever ran a parallel region, and
+        with more workers than cores they sleep between operators instead of spinning, which doubles the time of a small step.
 
         Raises:
-            Exception: whatever `make` or the engine's constructor raises.
+            Exception: whatever `load_executor` or the engine's constructor raises.
         """
-        made: Queue[Engine | BaseException] = Queue(1)
+        ready: Queue[Engine | BaseException] = Queue(1)
 
-        def own() -> None:
+        def run() -> None:
             try:
-                engine = Engine(make())
+                engine = Engine(load_executor())
                 engine._thread = threading.current_thread()
             except BaseException as error:
-                made.put(error)
+                ready.put(error)
                 return
-            made.put(engine)
+            ready.put(engine)
             engine.run_forever()
 
-        threading.Thread(target=own, name="npucompile-engine", daemon=True).start()
-        found = made.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        threading.Thread(target=run, name="npucompile-engine", daemon=True).start()
+        engine = ready.get()
+        if isinstance(engine, BaseException):
+            raise engine
+        return engine
 
     def stop(self, *, drain: bool = True) -> None:
         """Refuses new requests, finishes (or, without `drain`, cancels) the live ones, and joins the thread if there is one."""
         with self._wake:
             self._refusal = self._refusal or "it is stopping"
             if not drain:
-                self._inbox.extend(_Cancel(request_id) for request_id in self._sinks)
+                self._inbox.extend(self._sinks)
             self._wake.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def stats(self) -> dict[str, Any]:
-        """Gauges and counters of this moment, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
+        """Gauges and counters, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
         with self._wake:
-            states, live, counters = self._states, len(self._sinks), self._metrics.snapshot()
-        running = sum(len(state.running) for state in states)
+            groups, live, counters = self._state.groups, len(self._sinks), self._metrics.snapshot()
+        running = sum(len(group.running) for group in groups)
         return {
             "num_requests_running": running,
             "num_requests_waiting": live - running,
-            "kv_cache_usage_perc": sum(state.used_pages for state in states) / sum(s.policy.limits.num_pages - 1 for s in states),
+            "kv_cache_usage_perc": sum(group.used_pages for group in groups) / (len(groups) * (self._executor.limits.num_pages - 1)),
             **counters,
             "compiles_after_ready_total": self._executor.compiles(),
-            "backends": dict(getattr(self._executor, "backends", {})),
+            "backends": dict(self._executor.backends),
         }
 
     def check(self) -> None:
-        """Compares the pools with the live requests, number by number. For the stepping thread, between steps.
+        """Compares the pools with the scheduler's running requests. For the stepping thread, between steps.
 
         Raises:
-            OwnershipError: on a leak, a double owner, or counts other than the scheduler's.
+            OwnershipError: on a leak, a double owner, or a count that differs.
         """
-        for holdings, state in zip(self._holdings, self._states, strict=True):
-            holdings.check(state)
+        for manager, group in zip(self._cache_managers, self._state.groups, strict=True):
+            manager.check(group)
 
     def _now_ms(self) -> float:
         return self._clock() * 1e3
@@ -250,16 +229,11 @@ class Engine:
             messages = list(self._inbox)
             self._inbox.clear()
         for message in messages:
-            if isinstance(message, _Submit):
-                group = self._group_of[message.request.id] = schedule.least_loaded(self._states)
-                self._publish(self._with(group, advance.submit(self._states[group], message.request, message.submitted_ms)), ())
-            elif (found := self._group_of.get(message.request_id)) is not None:
-                state, events = advance.cancel(self._states[found], message.request_id, self._now_ms())
-                self._publish(self._with(found, state), events)
+            if isinstance(message, RequestState):
+                self._publish(advance.submit(self._state, message), ())
+            else:
+                self._publish(*advance.cancel(self._state, message, self._now_ms()))
         return bool(messages)
-
-    def _with(self, group: int, state: State) -> tuple[State, ...]:
-        return (*self._states[:group], state, *self._states[group + 1 :])
 
     def _refresh_when_due(self) -> None:
         if self._refresh_every_s is None:
@@ -270,7 +244,7 @@ class Engine:
         self._refreshed_s = now_s
         try:
             if self._executor.refresh():
-                log.info("new executables were swapped in")
+                log.info("new executables were loaded")
         except RankError:
             raise
         except Exception:
@@ -281,71 +255,69 @@ class Engine:
             self.check()
             self._checked = True
 
-    def _begin(self, steps: Sequence[Step | None]) -> None:
-        """Launches a step. One that cannot be launched is read at once, after all that were launched before it."""
-        states = advance.launch_together(self._states, steps, self._now_ms())
-        (bucket,) = {step.bucket for step in steps if step is not None}
-        inputs = [holdings.inputs(bucket, step) for holdings, step in zip(self._holdings, steps, strict=True)]
+    def _launch(self, step: ScheduledStep) -> None:
+        """Launches a step. If that fails, the steps before it are finished first, so that results are committed in order."""
+        state = advance.launch(self._state, step, self._now_ms())
+        inputs = [manager.inputs(step.bucket, part) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
         with self._wake:
-            self._states = states
-            self._metrics.preemptions += sum(len(step.preempted) for step in steps if step is not None)
+            self._state = state
+            self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
         try:
-            self._flights.append(_Flight(bucket, steps, self._launch_on_device(bucket, inputs)))
+            self._in_flight.append((step, self._executor.launch(step.bucket, inputs)))
         except RankError:
             raise
         except Exception as error:
-            while self._flights:
-                self._take_in()
-            self._fail(bucket, steps, error)
+            while self._in_flight:
+                self._finish_oldest()
+            self._fail(step, error)
 
-    def _take_in(self) -> None:
-        """Waits for the oldest step in flight, and tells what it gave."""
-        bucket, steps, pending = self._flights.popleft()
+    def _finish_oldest(self) -> None:
+        """Waits for the oldest step in flight, commits its results and sends the events."""
+        step, pending = self._in_flight.popleft()
         try:
-            outputs = zip(steps, self._states, pending.result(), strict=True)
-            results = [
-                () if step is None else step_outputs.read(out, step, state, self._executor.vocab_size) for step, state, out in outputs
-            ]
+            results = step_outputs.read_outputs(pending.result(), step, self._state, self._executor.vocab_size)
         except RankError:
             raise
         except Exception as error:
-            self._fail(bucket, steps, error)
+            self._fail(step, error)
         else:
-            states, events = advance.commit_together(self._states, steps, results, self._now_ms())
-            self._publish(states, events, lambda: self._count_step(bucket, steps, results))
+            state, events = advance.commit(self._state, step, results, self._now_ms())
+            self._publish(state, events, lambda: self._count_step(step, results))
 
-    def _fail(self, bucket: Bucket, steps: Sequence[Step | None], error: Exception) -> None:
-        log.error("a step of %s failed", bucket.name, exc_info=error)
-        message = f"{bucket.name}: {type(error).__name__}: {error}"
-        states, events = advance.fail_together(self._states, steps, message, self._now_ms())
-        self._publish(states, events, self._metrics.count_failure)
+    def _fail(self, step: ScheduledStep, error: Exception) -> None:
+        name = step.bucket.name
+        log.error("a step of %s failed", name, exc_info=error)
+        state, events = advance.fail(self._state, step, f"{name}: {type(error).__name__}: {error}", self._now_ms())
+        self._publish(state, events, self._metrics.count_failure)
 
-    def _publish(self, states: tuple[State, ...], events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
-        """Makes new states the current ones, with what `count` counts, and then tells the clients."""
-        ended = [event for event in events if isinstance(event, FinishEvent)]
-        for event in ended:
-            self._holdings[self._group_of.pop(event.request_id)].release(event.request_id)
+    def _publish(self, state: SchedulerState, events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
+        """Makes a new state the current one, calls `count` under the lock, and then sends the events to the sinks."""
+        finished = [event.request_id for event in events if isinstance(event, FinishEvent)]
+        for request_id in finished:
+            # Only its own group's pools hold anything of it.
+            for manager in self._cache_managers:
+                manager.release(request_id)
         with self._wake:
-            self._states = states
+            self._state = state
             count()
             self._count_events(events)
             deliveries = [(self._sinks[event.request_id], event) for event in events]
-            for event in ended:
-                del self._sinks[event.request_id]
-        for sink, delivered in deliveries:
-            self._deliver(sink, delivered)
+            for request_id in finished:
+                del self._sinks[request_id]
+        for sink, event in deliveries:
+            self._deliver(sink, event)
 
-    def _count_step(self, bucket: Bucket, steps: Sequence[Step | None], results: Sequence[advance.Results]) -> None:
+    def _count_step(self, step: ScheduledStep, results: Sequence[advance.GroupResults]) -> None:
         metrics = self._metrics
-        turns = [turn for step in steps if step is not None for turn in step.turns]
-        metrics.count_step(bucket, len(turns), len(steps))
-        for turn, got in zip(turns, (one for group in results for one in group), strict=True):
-            if got is None:
+        rows = [row for part in step.groups for row in part.rows]
+        metrics.count_step(step.bucket, len(rows), len(step.groups))
+        for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
+            if tokens is None:
                 metrics.discarded_rows += 1
-            elif got.drafted:
-                metrics.count_verified(got.drafted, len(got.tokens) - 1)
-            elif got.tokens and turn.sample_index == 0:
-                metrics.prompt_tokens += len(turn.request.prompt)
+            elif tokens.num_drafts:
+                metrics.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
+            elif tokens.token_ids and row.output_index == 0:
+                metrics.prompt_tokens += len(row.request.prompt)
 
     def _count_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -353,7 +325,7 @@ class Engine:
                 self._metrics.generation_tokens += len(event.token_ids)
             else:
                 self._metrics.finished[event.reason] += 1
-                # A stop token was generated but is in no TokenEvent.
+                # A stop token was generated but is not in any TokenEvent.
                 self._metrics.generation_tokens += event.reason == "stop"
 
     def _deliver(self, sink: Sink, event: Event) -> None:
@@ -365,7 +337,7 @@ class Engine:
                 self.cancel(event.request_id)
 
     def _step_or_wait(self) -> bool:
-        """One step, or a wait for something to do; false when stopping and nothing is left."""
+        """Steps, or waits for something to do; returns false when the engine is stopping and no request is live."""
         if self.step():
             return True
         with self._wake:
@@ -377,10 +349,8 @@ class Engine:
         return True
 
     def _abandon(self, message: str) -> None:
-        """Ends everything after a defect of the engine itself, so that no client waits for ever."""
+        """Ends all requests after a defect of the engine itself, so that no client waits for ever."""
         with self._wake:
             self._refusal = message
         self._receive()
-        for group in range(len(self._states)):
-            state, events = advance.fail_all(self._states[group], message, self._now_ms())
-            self._publish(self._with(group, state), events)
+        self._publish(*advance.fail_all(self._state, message, self._now_ms()))

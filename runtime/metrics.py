@@ -1,4 +1,4 @@
-"""Turns what the engine does into counters."""
+"""The engine's counters, as `/metrics` shows them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .request import FINISH_REASONS
 
 
 class Metrics:
-    """Counters since the engine was made; they only grow. The engine guards them with its lock.
+    """Counters since the engine was created; they only grow. The engine guards them with its lock.
 
     Args:
         drafts: most drafts verified for a request in a step.
@@ -29,7 +29,7 @@ class Metrics:
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
     def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
-        """Counts a step that ran, with its live rows in all of so many dp groups."""
+        """Counts a step that ran, with the live rows of all dp groups together."""
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
         self.padded_rows += groups * bucket.batch - live_rows
 
@@ -38,21 +38,21 @@ class Metrics:
         self.failed_steps += 1
 
     def count_verified(self, drafted: int, accepted: int) -> None:
-        """Counts a row of a decode step, of whose drafts the first so many were accepted; a row without drafts counts for nothing."""
+        """Counts a row of a decode step that verified `drafted` drafts and accepted the first `accepted` of them."""
         self.verified_rows += drafted > 0
         self.drafted_tokens += drafted
-        for place in range(accepted):
-            self.accepted[place] += 1
+        for position in range(accepted):
+            self.accepted[position] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """All counters by public name; nothing in it is shared with this object.
+        """A copy of all counters, by public name.
 
         `prompt_tokens_total` counts each prompt once, when its first token is sampled. `generation_tokens_total` counts
-        sampled tokens, stop tokens included. Steps that failed are in `steps_failed_total` and nowhere else.
-        `discarded_rows_total` counts rows whose request had ended before their outcome was known. Drafts are counted as in vLLM:
-        `spec_decode_num_drafts_total` rows in which drafts were verified, `spec_decode_num_draft_tokens_total` those drafts,
-        `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps the place of
-        a draft in its row, "0" being the first, to how often it was accepted.
+        sampled tokens, including stop tokens. Failed steps count in `steps_failed_total` and nowhere else.
+        `discarded_rows_total` counts rows whose request had ended before the step's results were known. Drafts are counted as in
+        vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
+        verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
+        draft's position in its row, from "0", to how often it was accepted.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -64,7 +64,7 @@ class Metrics:
             "spec_decode_num_drafts_total": self.verified_rows,
             "spec_decode_num_draft_tokens_total": self.drafted_tokens,
             "spec_decode_num_accepted_tokens_total": sum(self.accepted),
-            "spec_decode_num_accepted_tokens_per_pos": {str(place): count for place, count in enumerate(self.accepted)},
+            "spec_decode_num_accepted_tokens_per_pos": {str(position): count for position, count in enumerate(self.accepted)},
             "preemptions_total": self.preemptions,
             "steps_total": sum(self.bucket_steps.values()),
             "steps_failed_total": self.failed_steps,

@@ -1,4 +1,4 @@
-"""Turns what a client asks for into frozen records the scheduler can decide over."""
+"""The records that pass between the server and the engine: requests in, token and finish events out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..graphs.errors import RequestError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request picks tokens.
+    """How the tokens of one request are picked.
 
     Attributes:
         temperature: 0 is greedy; else logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
         min_p: drop tokens less likely than this fraction of the most likely one; 0 keeps all.
-        seed: start of the request's own random stream; None draws one at submission.
+        seed: of the request's own random numbers; None draws one at submission.
     """
 
     temperature: float = 0.0
@@ -47,9 +47,9 @@ class Request:
         prompt: token ids, at least one.
         max_tokens: most tokens to generate, at least 1.
         stop_token_ids: ids that end the output (the end-of-sequence ids are among them unless ignored).
-        logprobs: of how many of the most likely tokens log probabilities are told beside the chosen one's; None tells none at all.
-        speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes how fast the
-            tokens come and never which ones.
+        logprobs: number of most likely tokens to return log probabilities of, besides the chosen token's; None returns none at all.
+        speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes the speed and
+            never the tokens.
     """
 
     id: str
@@ -61,9 +61,8 @@ class Request:
     speculative_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class ExecutionRecord:
-    """What serving one request took.
+class ExecutionRecord(NamedTuple):
+    """Where the time of one request went.
 
     Attributes:
         queue_ms: from submission to first step.
@@ -71,21 +70,21 @@ class ExecutionRecord:
         total_ms: from submission to the end.
         prefill_chunks: bucket names of the prefill steps, in order.
         decode_steps: (bucket name, steps) pairs, sorted by name.
-        padded_rows: rows of padding that ran beside this request, summed over its steps.
-        preemptions: times the request lost its pages and was prefilled again.
+        padded_rows: rows of padding in the request's steps, summed over them.
+        preemptions: how often the request lost its pages and was prefilled again.
         cached_tokens: prompt tokens whose prefill was skipped.
         verify_steps: decode steps in which drafts were verified.
         drafted_tokens: drafts verified.
-        accepted_per_position: how often the first, second, ... draft of a step was accepted; one number for each that the graphs draft.
+        accepted_per_position: how often the first, second, ... draft of a step was accepted; as long as the graphs' drafts.
     """
 
-    queue_ms: float
-    first_token_ms: float | None
-    total_ms: float
-    prefill_chunks: tuple[str, ...]
-    decode_steps: tuple[tuple[str, int], ...]
-    padded_rows: int
-    preemptions: int
+    queue_ms: float = 0.0
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+    prefill_chunks: tuple[str, ...] = ()
+    decode_steps: tuple[tuple[str, int], ...] = ()
+    padded_rows: int = 0
+    preemptions: int = 0
     cached_tokens: int = 0
     verify_steps: int = 0
     drafted_tokens: int = 0
@@ -93,16 +92,16 @@ class ExecutionRecord:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens for each step in which drafts were verified; None without any."""
+        """Mean tokens of the steps in which drafts were verified; None without such steps."""
         return 1 + sum(self.accepted_per_position) / self.verify_steps if self.verify_steps else None
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model's own distribution, before it is shaped for sampling, says at one place.
+    """Log probabilities of one generated token, from the model's distribution before temperature and the other sampling parameters.
 
     Attributes:
         logprob: natural logarithm of the chosen token's probability.
-        top: (token id, logarithm) of the most likely tokens, most likely first.
+        top: (token id, log probability) of the most likely tokens, most likely first.
     """
 
     logprob: float
@@ -114,7 +113,7 @@ class TokenEvent:
     """New tokens of one request.
 
     Attributes:
-        logprobs: of each token, where the request asked for them; else empty.
+        logprobs: of each token if the request asks for them, else empty.
     """
 
     request_id: str
@@ -131,7 +130,7 @@ class FinishEvent:
 
     Attributes:
         reason: one of FINISH_REASONS.
-        message: what went wrong, for reason "error".
+        message: the error, for reason "error".
     """
 
     request_id: str

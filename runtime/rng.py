@@ -1,4 +1,4 @@
-"""Turns a seed and an index into a uniform number that depends on nothing else."""
+"""Random numbers of a request: each depends on the request's seed and the index of the token alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that picks generated token `index` of a request with this seed.
+def random_number(seed: int, index: int) -> float:
+    """The uniform number in [0, 1) that picks generated token `index` of a request with this seed.
 
     It has 24 bits, so it is exact in float32 and never rounds to 1. Seeds that agree modulo 2**64 are the same seed.
     """
-    # The seed is mixed first: otherwise the streams of two seeds would be shifted copies of each other.
+    # Mix the seed first; otherwise the streams of two seeds would be shifted copies of each other.
     bits = splitmix64((splitmix64(seed & MASK) + index * GOLDEN) & MASK) >> (64 - BITS)
     return bits / (1 << BITS)

@@ -1,7 +1,8 @@
-"""Turns the outputs of a step into what each of its requests got."""
+"""Reads the outputs of a step: the tokens that it sampled for each request, checked against what the step can return."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,87 +10,100 @@ import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
 from ..graphs.step_inputs import write_width
+from ..graphs.types import Bucket
 from .executor import Outputs
 from .request import TokenLogprobs
-from .scheduler.request_state import Live
-from .scheduler.schedule import State, Step, Turn
+from .scheduler.request_state import RequestState
+from .scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
 
 
-class Sampled(NamedTuple):
-    """What a step gave one request.
+class SampledTokens(NamedTuple):
+    """The tokens that a step sampled for one request.
 
     Attributes:
-        tokens: those that count; none after a prefill chunk that is not the last.
-        drafted: drafts that were verified; all but the last of `tokens` are drafts that were accepted.
-        logprobs: of each token, where the request asked.
+        token_ids: those that count; none after a prefill chunk that is not the last.
+        num_drafts: drafts that were verified; all but the last of `token_ids` are accepted drafts.
+        logprobs: of each token, if the request asks for them.
     """
 
-    tokens: tuple[int, ...] = ()
-    drafted: int = 0
+    token_ids: tuple[int, ...] = ()
+    num_drafts: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-def read(outputs: Outputs, step: Step, state: State, vocab_size: int) -> tuple[Sampled | None, ...]:
-    """What each turn of a step gave.
+def read_outputs(
+    outputs: Sequence[Outputs], step: ScheduledStep, state: SchedulerState, vocab_size: int
+) -> tuple[tuple[SampledTokens | None, ...], ...]:
+    """The sampled tokens of each row of each dp group.
 
     Args:
-        outputs: by name, as the executor returned them.
+        outputs: of each group, as the executor returned them; not read for a group without rows.
         state: in which the step is the oldest in flight.
         vocab_size: V.
 
     Returns:
-        For each turn what its request got; None where that has ended meanwhile, whatever the outputs say of it.
+        For each row its tokens; None for a request that has ended meanwhile, whatever its outputs are.
 
     Raises:
-        NpucompileError: outputs are missing, or are not what they can be.
+        NpucompileError: an output is missing, or has a shape, dtype or value that no correct step returns.
     """
-    bucket = step.bucket
+    max_model_len = state.policy.limits.max_model_len
+    return tuple(
+        _read_group(arrays, step.bucket, part, group, max_model_len, vocab_size) if part.rows else ()
+        for arrays, part, group in zip(outputs, step.groups, state.groups, strict=True)
+    )
+
+
+def _read_group(
+    outputs: Outputs, bucket: Bucket, part: GroupStep, group: GroupState, max_model_len: int, vocab_size: int
+) -> tuple[SampledTokens | None, ...]:
     tokens = _array(outputs, "tokens", "i", bucket.batch, write_width(bucket)).tolist()
     counts = _array(outputs, "counts", "i", bucket.batch).tolist() if bucket.kind == "decode" else [1] * bucket.batch
-    lives = {live.arrival: live for live in state.running}
-    found: list[Sampled | None] = []
-    for row, turn in enumerate(step.turns):
-        live = lives.get(turn.arrival)
-        if live is None:
-            found.append(None)
-        elif not turn.samples:
-            found.append(Sampled())
+    running = {request.arrival: request for request in group.running}
+    results: list[SampledTokens | None] = []
+    for i, row in enumerate(part.rows):
+        request = running.get(row.state.arrival)
+        if request is None:
+            results.append(None)
+        elif not row.samples:
+            results.append(SampledTokens())
         else:
-            drafted = _drafted(turn, live, state) if bucket.kind == "decode" else 0
-            if not 1 <= counts[row] <= drafted + 1:
+            num_drafts = _verified(row, request, max_model_len)
+            if not 1 <= counts[i] <= num_drafts + 1:
                 raise NpucompileError(
-                    f"the executor says that {counts[row]} tokens count for {live.id!r}, of which {drafted} drafts were verified; "
-                    f"legal is 1 to {drafted + 1}"
+                    f"the executor returned a count of {counts[i]} tokens for {request.id!r}, of which {num_drafts} drafts were "
+                    f"verified; legal is 1 to {num_drafts + 1}"
                 )
-            new = tuple(tokens[row][: counts[row]])
-            if not all(0 <= token < vocab_size for token in new):
-                raise NpucompileError(f"the executor returned token ids {list(new)} for {live.id!r}; legal is 0 to {vocab_size - 1}")
-            found.append(Sampled(new, drafted, _logprobs(outputs, step, row, len(new))))
-    return tuple(found)
+            token_ids = tuple(tokens[i][: counts[i]])
+            if not all(0 <= token < vocab_size for token in token_ids):
+                legal = f"legal is 0 to {vocab_size - 1}"
+                raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
+            results.append(SampledTokens(token_ids, num_drafts, _logprobs(outputs, bucket, row, i, len(token_ids))))
+    return tuple(results)
 
 
-def _drafted(turn: Turn, live: Live, state: State) -> int:
-    """Drafts the row can have verified: no row goes beyond the longest context."""
-    return min(turn.drafts, state.policy.limits.max_model_len - live.computed - 1)
+def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) -> int:
+    """Drafts that the row can have verified: no token lies beyond the longest context."""
+    return min(row.num_drafts, max_model_len - request.num_computed_tokens - 1)
 
 
-def _logprobs(outputs: Outputs, step: Step, row: int, count: int) -> tuple[TokenLogprobs, ...]:
-    most = step.turns[row].request.logprobs
+def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[TokenLogprobs, ...]:
+    most = row.request.logprobs
     if most is None:
         return ()
-    rows, width = step.bucket.batch, write_width(step.bucket)
-    chosen = _array(outputs, "chosen_logprobs", "f", rows, width)[row, :count].tolist()
-    ids = _array(outputs, "top_ids", "i", rows, width, None)[row, :count, :most].tolist()
-    values = _array(outputs, "top_logprobs", "f", rows, width, None)[row, :count, :most].tolist()
-    return tuple(TokenLogprobs(one, tuple(zip(*top, strict=True))) for one, *top in zip(chosen, ids, values, strict=True))
+    batch, width = bucket.batch, write_width(bucket)
+    chosen = _array(outputs, "chosen_logprobs", "f", batch, width)[i, :count].tolist()
+    ids = _array(outputs, "top_ids", "i", batch, width, None)[i, :count, :most].tolist()
+    values = _array(outputs, "top_logprobs", "f", batch, width, None)[i, :count, :most].tolist()
+    return tuple(TokenLogprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
 
 
 def _array(outputs: Outputs, name: str, kind: str, *shape: int | None) -> npt.NDArray[Any]:
-    """An output of this kind of number and shape; None is any length."""
+    """An output of this numpy dtype kind and shape; a size of None stands for any."""
     if name not in outputs:
         raise NpucompileError(f"the executor returned no {name}; it returned {', '.join(outputs)}")
     array = np.asarray(outputs[name])
-    fits = array.ndim == len(shape) and all(want in (None, size) for size, want in zip(array.shape, shape, strict=True))
+    fits = array.ndim == len(shape) and all(legal in (None, size) for size, legal in zip(array.shape, shape, strict=True))
     if array.dtype.kind != kind or not fits:
         legal = f"{'int' if kind == 'i' else 'float'}32[{', '.join('n' if size is None else str(size) for size in shape)}]"
         raise NpucompileError(f"the executor returned {name} {array.dtype}{list(array.shape)}; legal is {legal}")

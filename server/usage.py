@@ -8,7 +8,7 @@ Extension: how they were served lies under `npucompile`. For one completion that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.request import ExecutionRecord
@@ -43,7 +43,7 @@ def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
 
 
 def _record_object(record: ExecutionRecord) -> dict[str, Any]:
-    return asdict(record) | {
+    return record._asdict() | {
         "prefill_chunks": list(record.prefill_chunks),
         "decode_steps": dict(record.decode_steps),
         "accepted_per_position": list(record.accepted_per_position),

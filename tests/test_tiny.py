@@ -11,7 +11,7 @@ import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
@@ -54,7 +54,7 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
     manifest = artifacts[3].manifest
     codec = TextCodec.load(artifacts[3].path / manifest.tokenizer)
     eos = frozenset(manifest.model["eos_ids"])
-    executor = Executor(artifacts[3])
+    executor = CpuExecutor(artifacts[3])
     engine = Engine(executor)
     service = Service(engine, codec, ServedModel("tiny", manifest.limits.max_model_len, executor.vocab_size, eos))
     engine.start()
@@ -65,7 +65,7 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
         engine.stop(drain=False)
     assert executor.compiles() == 0
 
-    plain = Executor(artifacts[0])
+    plain = CpuExecutor(artifacts[0])
     for options, answers in zip(OPTIONS, streamed, strict=True):
         sampling = Sampling(**{name: value for name, value in options.items() if name != "speculative_tokens"})
         expected = [one for prompt in PROMPTS for one in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]

@@ -7,18 +7,11 @@ outputs, so only the first of each group answers, and only with what the engine 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy.typing as npt
-
-from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
-from ...lowering.artifact.artifact import Artifact
-from ..cpu_executor import Executor
+from ..executor import Executor, FinishedStep, Inputs, Outputs, check_step
 from .control_plane import Job, RankError, plain
 from .messages import encode
-
-Arrays = Mapping[str, npt.NDArray[Any]]
 
 OUTPUTS = ("tokens", "counts")
 """What the engine reads of a step, where its bucket has it."""
@@ -27,7 +20,7 @@ LOGPROBS = ("chosen_logprobs", "top_ids", "top_logprobs")
 """What it reads besides when a row asked for log probabilities."""
 
 
-def told(names: Sequence[str], inputs: Arrays, outputs: Arrays) -> Arrays:
+def told(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
     """Of the outputs of one dp group those that rank 0 wants to know: what has one of these names, and log probabilities where asked."""
     asked = "logprobs" in inputs and inputs["logprobs"].any()
     return {name: outputs[name] for name in (*names, *(LOGPROBS if asked else ())) if name in outputs}
@@ -46,6 +39,8 @@ class ShardedExecutor:
         RankError: another rank could not get ready.
     """
 
+    run_ahead = 0
+
     def __init__(self, local: Executor, job: Job, *, step_timeout_s: float, outputs: Sequence[str] = OUTPUTS) -> None:
         self.job, self._local, self._step_timeout_s, self._outputs = job, local, step_timeout_s, tuple(outputs)
         mesh = job.mesh
@@ -55,11 +50,6 @@ class ShardedExecutor:
         self._steps = 0
         # Loading may take long; a rank that ends meanwhile, or falls silent, ends the wait.
         job.gather(job.ranks, "ready", None)
-
-    @property
-    def artifact(self) -> Artifact:
-        """What all ranks run."""
-        return self._local.artifact
 
     @property
     def limits(self) -> Limits:
@@ -82,21 +72,11 @@ class ShardedExecutor:
         return self._local.max_logprobs
 
     @property
-    def backends(self) -> dict[str, str]:
+    def backends(self) -> Mapping[str, str]:
         """Backend by bucket name; the same on all ranks."""
         return self._local.backends
 
-    def run(self, bucket: Bucket, inputs: Arrays) -> Arrays:
-        """A step of the only dp group, as `Executor.run`.
-
-        Raises:
-            SpecError: when there are more groups.
-            RankError: as `run_groups`.
-        """
-        (outputs,) = self.run_groups(bucket, [inputs])
-        return outputs
-
-    def run_groups(self, bucket: Bucket, inputs: Sequence[Arrays]) -> list[Arrays]:
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         """Runs one step on all ranks.
 
         Args:
@@ -110,22 +90,19 @@ class ShardedExecutor:
             SpecError: for a bucket the artifact does not have, or inputs for another number of groups.
             RankError: when a rank failed or is lost, this one included; the ranks end then.
         """
-        if bucket not in self.buckets:
-            raise SpecError(f"no bucket {bucket.name}; the artifact has {', '.join(b.name for b in self.buckets)}")
-        if len(inputs) != self.groups:
-            raise SpecError(f"inputs for {len(inputs)} groups; mesh {self.job.mesh} has {self.groups}")
+        check_step(self, bucket, inputs)
         self.job.check()
         self._steps += 1
         frames = [encode("step", step=self._steps, bucket=bucket.name, inputs=dict(arrays)) for arrays in inputs]
         for rank in self.job.ranks:
             self.job.send(rank, frames[self._group[rank]])
         try:
-            own = self._local.run(bucket, inputs[0])
+            (own,) = self._local.launch(bucket, inputs[:1]).result()
         except Exception as error:
             raise self._failed(bucket, error) from error
-        outputs: list[Arrays] = [told(self._outputs, inputs[0], own)]
+        outputs: list[Outputs] = [told(self._outputs, inputs[0], own)]
         answers = self.job.gather([self._first[group] for group in range(1, self.groups)], "outputs", self._step_timeout_s)
-        return outputs + [answers[self._first[group]].fields["outputs"] for group in range(1, self.groups)]
+        return FinishedStep([*outputs, *(answers[self._first[group]].fields["outputs"] for group in range(1, self.groups))])
 
     def refresh(self) -> bool:
         """Changes nothing: all ranks keep the executables they started with.

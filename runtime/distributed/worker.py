@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from ...graphs.types import Mesh
-from ..cpu_executor import Executor
+from ..cpu_executor import CpuExecutor
 from .control_plane import RankError, plain
 from .messages import Message
 from .peer import SILENCE_S, Link
@@ -34,7 +34,7 @@ class Worker:
         self._link = Link(stream, self._arrived, self._lost, silence_s=silence_s)
         self._link.start()
 
-    def serve(self, make: Callable[[], Executor], outputs: Sequence[str] = OUTPUTS) -> None:
+    def serve(self, make: Callable[[], CpuExecutor], outputs: Sequence[str] = OUTPUTS) -> None:
         """Makes an executor, and runs what rank 0 says until it says stop.
 
         Args:
@@ -54,7 +54,7 @@ class Worker:
         while (message := self._next()).kind != "stop":
             step = message.fields
             try:
-                found = executor.run(buckets[step["bucket"]], step["inputs"])
+                (found,) = executor.launch(buckets[step["bucket"]], [step["inputs"]]).result()
             except Exception as error:
                 raise self._failed(str(step.get("bucket")), error) from error
             if answers:
@@ -88,6 +88,6 @@ class Worker:
             self._on_end(text)
 
 
-def _answers(executor: Executor, rank: int) -> bool:
+def _answers(executor: CpuExecutor, rank: int) -> bool:
     """Whether rank 0 reads this rank's outputs: it is the first of its dp group."""
     return Mesh.parse(executor.artifact.manifest.mesh).coordinates(rank)["tp"] == 0

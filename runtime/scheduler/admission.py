@@ -1,4 +1,4 @@
-"""Turns a request into a refusal that says why it can never be served, or into nothing."""
+"""Refuses requests that can never be served."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..request import Request
 
 
 def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int) -> None:
-    """Returns when a request can be served.
+    """Checks that a request can be served.
 
     Args:
-        limits: of what runs the steps.
+        limits: of the executor.
         vocab_size: V.
-        max_logprobs: of how many of the most likely tokens log probabilities are told; 0: none are told at all.
+        max_logprobs: number of most likely tokens whose log probabilities steps return; 0 if they return none.
 
     Raises:
-        RequestError: it never can.
+        RequestError: it never can be served.
     """
     most = limits.max_model_len - 1
     if not 1 <= len(request.prompt) <= most:
@@ -32,7 +32,7 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int) 
     _check_ids("prompt", request.prompt, vocab_size)
     _check_ids("stop_token_ids", tuple(request.stop_token_ids), vocab_size)
     if request.logprobs is not None and not max_logprobs:
-        raise RequestError(f"logprobs is {request.logprobs!r}; these graphs tell none, so legal is null", param="logprobs")
+        raise RequestError(f"logprobs is {request.logprobs!r}; these graphs return none, so legal is null", param="logprobs")
     _check_count("logprobs", request.logprobs, max_logprobs)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
 

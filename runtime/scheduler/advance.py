@@ -1,8 +1,8 @@
-"""Turns what happens to requests and steps into the next state, and into what the clients are to hear.
+"""The scheduler's state transitions: what submitting, cancelling, launching, committing and failing change.
 
-Pure functions over the records of `scheduler.py`. A step passes through here twice: `launch` says what holds while it runs, `commit`
-(or `fail`) what its outcome adds. Steps are committed in the order in which they were launched; between the two the next one may be
-launched, and its requests may end: what is said of a request that has ended is dropped.
+Pure functions over the records of `schedule.py`. A step passes through twice: `launch` applies what is certain while it runs,
+`commit` (or `fail`) its results. Steps are committed in the order in which they were launched. Between the two, the next step may be
+launched and requests of the step may end; results for an ended request are dropped.
 """
 
 from __future__ import annotations
@@ -10,138 +10,131 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from ...graphs.types import Bucket
 from ..buckets import padded_rows
-from ..request import Event, Request, TokenEvent
-from ..step_outputs import Sampled
-from .request_state import Live
-from .schedule import State, Step
+from ..request import Event, TokenEvent
+from ..step_outputs import SampledTokens
+from .request_state import RequestState
+from .schedule import GroupState, GroupStep, ScheduledStep, SchedulerState
 
-Results = Sequence[Sampled | None]
-"""What a step gave each of its turns; None where that is unknown because the request has ended (`sampled.read`)."""
-
-
-def submit(state: State, request: Request, submitted_ms: float) -> State:
-    """The state with one more request, last in the queue."""
-    live = Live(request, state.arrivals, submitted_ms, accepted=(0,) * state.policy.limits.drafts)
-    return replace(state, waiting=(*state.waiting, live), arrivals=state.arrivals + 1)
+GroupResults = Sequence[SampledTokens | None]
+"""Results of the rows of one dp group; None for a request that has ended (`step_outputs.read_outputs`)."""
 
 
-def cancel(state: State, request_id: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state without this request, and its end; both unchanged and empty when it is not live."""
-    return _drop(state, {live.arrival for live in (*state.running, *state.waiting) if live.id == request_id}, "cancelled", now_ms)
+def submit(state: SchedulerState, request: RequestState) -> SchedulerState:
+    """The state with a new request, last in the queue of the group with the fewest requests; among those, the fewest used pages."""
+    loads = [(group.num_requests, group.used_pages) for group in state.groups]
+    chosen = loads.index(min(loads))
+    groups = [replace(g, waiting=(*g.waiting, request)) if i == chosen else g for i, g in enumerate(state.groups)]
+    return replace(state, groups=tuple(groups))
 
 
-def launch(state: State, step: Step, now_ms: float) -> State:
-    """The state while a step runs that was planned from `state`: its preemption, admission and growth are done, its turns taken."""
-    waiting, running = state.waiting, state.running
-    if step.preempted:
-        kept = len(running) - len(step.preempted)
-        waiting = (*(live.preempted() for live in running[kept:]), *waiting)
-        running = running[:kept]
-    if step.admitted is not None:
-        waiting, running = waiting[1:], (*running, waiting[0])
-    rank = {turn.arrival: place for place, turn in enumerate(step.turns)}
-    decode = step.bucket.kind == "decode"
-
-    def after(live: Live) -> Live:
-        place = rank.get(live.arrival)
-        if place is None:
-            return live
-        turn, served = step.turns[place], state.turns + place
-        return live.stepping(turn.pages, served) if decode else live.feeding(len(turn.tokens), turn.pages, served, now_ms)
-
-    running = tuple(after(live) for live in running)
-    return replace(_launched(state, decode), waiting=waiting, running=running, turns=state.turns + len(step.turns))
+def cancel(state: SchedulerState, request_id: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state without this request, and its last event; the same state and no event when it is not live."""
+    return _drop(state, {request.arrival for request in _live(state) if request.id == request_id}, "cancelled", now_ms)
 
 
-def launch_together(states: Sequence[State], steps: Sequence[Step | None], now_ms: float) -> tuple[State, ...]:
-    """What `launch` says of every group, for a step of `plan_together`."""
-    decode = any(step.bucket.kind == "decode" for step in steps if step is not None)
-    return tuple(
-        launch(state, step, now_ms) if step is not None else _launched(state, decode) for state, step in zip(states, steps, strict=True)
+def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
+    """The state while a step runs that was scheduled from `state`: its preemptions, admissions and page growth are applied."""
+    groups: list[GroupState] = []
+    num_scheduled = state.num_scheduled
+    for group, part in zip(state.groups, step.groups, strict=True):
+        groups.append(_launch_group(group, part, num_scheduled, now_ms))
+        num_scheduled += len(part.rows)
+    return replace(
+        state,
+        groups=tuple(groups),
+        prefill_steps=0 if step.bucket.kind == "decode" else state.prefill_steps + 1,
+        steps_in_flight=state.steps_in_flight + 1,
+        num_scheduled=num_scheduled,
     )
 
 
-def commit(state: State, step: Step, results: Results, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state after a step that ran, and what the clients are to hear.
+def commit(
+    state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults], now_ms: float
+) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state after a step that ran, and the events for the clients.
 
     Args:
         state: in which the step is the oldest in flight.
-        results: of each turn.
-        now_ms: when they were known.
+        results: of each group's rows.
+        now_ms: when the results were known.
     """
-    rank = {turn.arrival: place for place, turn in enumerate(step.turns)}
-    name, padding, decode = step.bucket.name, padded_rows(step.bucket, len(step.turns)), step.bucket.kind == "decode"
-    running: list[Live] = []
+    groups: list[GroupState] = []
     events: list[Event] = []
-    for live in state.running:
-        place = rank.get(live.arrival)
-        got = None if place is None else results[place]
-        if got is None:
-            running.append(live)
-            continue
-        new, reason = live.output(got.tokens, state.policy.limits.max_model_len)
-        if decode:
-            live = live.decoded(name, new, len(got.tokens), got.drafted, padding)
-        else:
-            live = live.prefilled(name, new, padding, now_ms)
-        shown = tuple(new[:-1] if reason == "stop" else new)
-        if shown:
-            events.append(TokenEvent(live.id, shown, got.logprobs[: len(shown)]))
-        if reason is None:
-            running.append(live)
-        else:
-            events.append(live.finished(reason, now_ms))
-    return replace(state, running=tuple(running), in_flight=state.in_flight - 1), tuple(events)
+    for group, part, rows in zip(state.groups, step.groups, results, strict=True):
+        by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
+        running: list[RequestState] = []
+        for request in group.running:
+            tokens = by_arrival.get(request.arrival)
+            if tokens is None:
+                running.append(request)
+                continue
+            padding = padded_rows(step.bucket, len(part.rows))
+            unfinished, row_events = _commit_row(request, tokens, step.bucket, padding, state.policy.limits.max_model_len, now_ms)
+            running += [unfinished] if unfinished else []
+            events += row_events
+        groups.append(replace(group, running=tuple(running)))
+    return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1), tuple(events)
 
 
-def commit_together(
-    states: Sequence[State], steps: Sequence[Step | None], results: Sequence[Results], now_ms: float
-) -> tuple[tuple[State, ...], tuple[Event, ...]]:
-    """What `commit` says of every group; `results` has an item per group, unread where it had no turns."""
-    committed: list[State] = []
-    events: list[Event] = []
-    for state, step, found in zip(states, steps, results, strict=True):
-        after, new = commit(state, step, found, now_ms) if step is not None else (_taken_in(state), ())
-        committed.append(after)
-        events += new
-    return tuple(committed), tuple(events)
+def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state after a step in flight failed: the requests of all its rows end with reason "error", all others continue."""
+    arrivals = {row.state.arrival for part in step.groups for row in part.rows}
+    return _drop(replace(state, steps_in_flight=state.steps_in_flight - 1), arrivals, "error", now_ms, message)
 
 
-def fail(state: State, step: Step, message: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state after a step in flight turned out to have failed: its requests end with reason "error", all others go on."""
-    return _drop(_taken_in(state), {turn.arrival for turn in step.turns}, "error", now_ms, message)
+def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state without any request: all end with reason "error"."""
+    return _drop(state, {request.arrival for request in _live(state)}, "error", now_ms, message)
 
 
-def fail_together(
-    states: Sequence[State], steps: Sequence[Step | None], message: str, now_ms: float
-) -> tuple[tuple[State, ...], tuple[Event, ...]]:
-    """What `fail` says of every group."""
-    failed: list[State] = []
-    events: list[Event] = []
-    for state, step in zip(states, steps, strict=True):
-        after, new = fail(state, step, message, now_ms) if step is not None else (_taken_in(state), ())
-        failed.append(after)
-        events += new
-    return tuple(failed), tuple(events)
+def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
+    waiting, running = group.waiting, group.running
+    if part.preempted:
+        remaining = len(running) - len(part.preempted)
+        waiting = (*(request.preempted() for request in running[remaining:]), *waiting)
+        running = running[:remaining]
+    if part.admitted is not None:
+        waiting, running = waiting[1:], (*running, waiting[0])
+    by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
+
+    def launched(request: RequestState) -> RequestState:
+        row, order = by_arrival.get(request.arrival, (None, 0))
+        if row is None:
+            return request
+        if request.decoding:
+            return request.decode_launched(row.num_pages, order)
+        return request.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
+
+    return GroupState(waiting, tuple(map(launched, running)))
 
 
-def fail_all(state: State, message: str, now_ms: float) -> tuple[State, tuple[Event, ...]]:
-    """The state with no request left: all end with reason "error"."""
-    return _drop(state, {live.arrival for live in (*state.running, *state.waiting)}, "error", now_ms, message)
+def _commit_row(
+    request: RequestState, tokens: SampledTokens, bucket: Bucket, padding: int, max_model_len: int, now_ms: float
+) -> tuple[RequestState | None, list[Event]]:
+    """The request after its row, None if that finished it, and its events."""
+    output, reason = request.clip_output(tokens.token_ids, max_model_len)
+    if bucket.kind == "decode":
+        request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding)
+    else:
+        request = request.prefill_committed(bucket.name, output, padding, now_ms)
+    visible = output[:-1] if reason == "stop" else output
+    events: list[Event] = [TokenEvent(request.id, visible, tokens.logprobs[: len(visible)])] if visible else []
+    if reason is None:
+        return request, events
+    return None, [*events, request.finish_event(reason, now_ms)]
 
 
-def _launched(state: State, decode: bool) -> State:
-    return replace(state, burst=0 if decode else state.burst + 1, in_flight=state.in_flight + 1)
-
-
-def _taken_in(state: State) -> State:
-    return replace(state, in_flight=state.in_flight - 1)
+def _live(state: SchedulerState) -> list[RequestState]:
+    return [request for group in state.groups for request in (*group.running, *group.waiting)]
 
 
 def _drop(
-    state: State, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None
-) -> tuple[State, tuple[Event, ...]]:
-    events = tuple(live.finished(reason, now_ms, message) for live in (*state.running, *state.waiting) if live.arrival in arrivals)
-    waiting, running = (tuple(live for live in lives if live.arrival not in arrivals) for lives in (state.waiting, state.running))
-    return replace(state, waiting=waiting, running=running), events
+    state: SchedulerState, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None
+) -> tuple[SchedulerState, tuple[Event, ...]]:
+    def kept(requests: tuple[RequestState, ...]) -> tuple[RequestState, ...]:
+        return tuple(request for request in requests if request.arrival not in arrivals)
+
+    events = tuple(request.finish_event(reason, now_ms, message) for request in _live(state) if request.arrival in arrivals)
+    return replace(state, groups=tuple(GroupState(kept(g.waiting), kept(g.running)) for g in state.groups)), events

@@ -1,4 +1,4 @@
-"""Turns the planned step of one dp group into packed inputs, with the pages, slots and seats its requests own."""
+"""Owns the pages and slots of one dp group: allocates what a scheduled step needs, and packs its rows with them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
-from ..rng import uniform
-from .pools import OwnershipError, PagePool, SeatPool, SlotPool
-from .schedule import State, Step, Turn
+from ..rng import random_number
+from .pools import OwnershipError, PagePool, RequestSlotPool, StateSlotPool
+from .schedule import GroupState, GroupStep, ScheduledRequest
 
 
-class Holdings:
-    """Who owns which pages, slots and seats in the pools of one dp group; the numbers of groups have nothing to do with each other.
+class KVCacheManager:
+    """The pools of one dp group; the same number means another page or slot in another group.
 
-    Steps run on the device in the order in which they are launched, so what a request held may go to another as soon as it ends: a step
-    still in flight writes there before any step of the new owner does.
+    Steps run on the device in the order in which they are launched. So the pages and slots of a request may be given to another one as
+    soon as it ends: a step still in flight writes to them before any step of the new owner does.
 
     Args:
         limits: of the pools.
@@ -25,41 +25,43 @@ class Holdings:
     def __init__(self, limits: Limits, max_logprobs: int = 0) -> None:
         self.limits = limits
         self.pages = PagePool(limits.num_pages)
-        self.slots = SlotPool(limits.num_slots, limits.slots_per_request)
-        self.seats = SeatPool(limits.num_seats)
+        self.state_slots = StateSlotPool(limits.num_slots, limits.slots_per_request)
+        self.request_slots = RequestSlotPool(limits.num_seats)
         self._max_logprobs = max_logprobs
 
-    def inputs(self, bucket: Bucket, step: Step | None) -> Arrays:
-        """Does what a step says about ownership, and packs its rows; without a step all rows are padding.
+    def inputs(self, bucket: Bucket, step: GroupStep) -> Arrays:
+        """Applies the group's preemptions, admissions and page growth, and returns the packed inputs of its rows.
 
         Raises:
-            OwnershipError: when the pools cannot give what was planned.
+            OwnershipError: when the pools cannot give what was scheduled.
         """
-        rows: list[Row] = []
-        if step is not None:
-            for request_id in step.preempted:
-                self.release(request_id)
-            if step.admitted is not None:
-                self.slots.allocate_group(step.admitted)
-                self.seats.allocate_group(step.admitted)
-            rows = [self._decode_row(turn) if bucket.kind == "decode" else self._prefill_row(turn) for turn in step.turns]
+        for request_id in step.preempted:
+            self.release(request_id)
+        if step.admitted is not None:
+            self.state_slots.allocate_group(step.admitted)
+            self.request_slots.allocate_group(step.admitted)
+        rows: list[Row] = [self._decode_row(row) if bucket.kind == "decode" else self._prefill_row(row) for row in step.rows]
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 
     def release(self, request_id: str) -> None:
-        """Takes back all that a request holds."""
+        """Frees all pages and slots of a request; one that owns nothing here changes nothing."""
         self.pages.free(request_id)
-        self.slots.free(request_id)
-        self.seats.free(request_id)
+        self.state_slots.free(request_id)
+        self.request_slots.free(request_id)
 
-    def check(self, state: State) -> None:
-        """Compares the pools with the live requests, number by number.
+    def check(self, group: GroupState) -> None:
+        """Compares owners and free counts of the pools with the scheduler's running requests.
 
         Raises:
-            OwnershipError: on a leak, a double owner, or counts other than the scheduler's.
+            OwnershipError: on a leak, a double owner, or a count that differs.
         """
-        running = frozenset(live.id for live in state.running)
-        free_seats = self.limits.num_seats - 1 - len(running)
-        for pool, free in ((self.pages, state.free_pages), (self.slots, state.free_slots), (self.seats, free_seats)):
+        running = frozenset(request.id for request in group.running)
+        free_request_slots = self.limits.num_seats - 1 - len(running)
+        for pool, free in (
+            (self.pages, group.free_pages(self.limits)),
+            (self.state_slots, group.free_slots(self.limits)),
+            (self.request_slots, free_request_slots),
+        ):
             pool.check()
             if pool.owners() != running or pool.free_count != free:
                 raise OwnershipError(
@@ -67,41 +69,42 @@ class Holdings:
                     f"the scheduler has {free} free and running requests {sorted(running)}"
                 )
 
-    def _prefill_row(self, turn: Turn) -> PrefillRow:
-        request, sampling = turn.request, turn.request.sampling
+    def _prefill_row(self, row: ScheduledRequest) -> PrefillRow:
+        request, sampling = row.request, row.request.sampling
         return PrefillRow(
-            tokens=turn.tokens,
-            start=turn.start,
-            pages=self._grown(turn),
-            slot=self.slots.owned(request.id)[0],
-            seat=self.seats.owned(request.id)[0],
-            next_token=turn.next_token,
+            tokens=row.token_ids,
+            start=row.start,
+            pages=self._grow(row),
+            slot=self.state_slots.owned(request.id)[0],
+            seat=self.request_slots.owned(request.id)[0],
+            next_token=row.next_token,
             sampling=sampling,
-            uniform=self._uniform(turn, 0) if sampling.temperature else 0.0,
+            uniform=_random_number(row, 0) if sampling.temperature else 0.0,
             logprobs=request.logprobs is not None,
         )
 
-    def _decode_row(self, turn: Turn) -> DecodeRow:
-        request, sampling = turn.request, turn.request.sampling
+    def _decode_row(self, row: ScheduledRequest) -> DecodeRow:
+        request, sampling = row.request, row.request.sampling
         return DecodeRow(
-            seat=self.seats.owned(request.id)[0],
-            base=turn.start,
-            pages=self._grown(turn),
-            slots=self.slots.owned(request.id),
-            drafts=turn.drafts,
+            seat=self.request_slots.owned(request.id)[0],
+            base=row.start,
+            pages=self._grow(row),
+            slots=self.state_slots.owned(request.id),
+            drafts=row.num_drafts,
             sampling=sampling,
-            uniforms=[self._uniform(turn, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
+            uniforms=[_random_number(row, i) for i in range(2 * self.limits.drafts + 1)] if sampling.temperature else (),
             logprobs=request.logprobs is not None,
         )
 
-    def _grown(self, turn: Turn) -> Sequence[int]:
-        """The request's pages, once there are as many as the turn says."""
-        held = self.pages.owned(turn.request.id)
-        if len(held) >= turn.pages:
-            return held
-        self.pages.allocate(turn.pages - len(held), turn.request.id)
-        return self.pages.owned(turn.request.id)
+    def _grow(self, row: ScheduledRequest) -> Sequence[int]:
+        """The request's pages, after allocating those that the row lacks."""
+        pages = self.pages.owned(row.request.id)
+        if len(pages) >= row.num_pages:
+            return pages
+        self.pages.allocate(row.num_pages - len(pages), row.request.id)
+        return self.pages.owned(row.request.id)
 
-    @staticmethod
-    def _uniform(turn: Turn, i: int) -> float:
-        return uniform(turn.request.sampling.seed or 0, turn.sample_index + i)
+
+def _random_number(row: ScheduledRequest, i: int) -> float:
+    """The number that picks the row's i-th sampled token."""
+    return random_number(row.request.sampling.seed or 0, row.output_index + i)

@@ -1,4 +1,4 @@
-"""Turns a pool of numbered pages, state slots or seats into a record of who owns which."""
+"""Pools of numbered pages, state slots and request slots, and who owns which number."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ...graphs.errors import NpucompileError
 
 
 class OwnershipError(NpucompileError):
-    """Raised when pages, slots or seats are asked for that are not there, or when the ownership record contradicts itself."""
+    """Raised when more pages or slots are asked for than are free, or when the ownership record contradicts itself."""
 
 
 class Pool:
-    """Numbers 1 to size-1, each free or owned by one owner; number 0 is null and never given.
+    """Numbers 1 to size-1, each free or owned by one owner; number 0 is the null one and is never allocated.
 
     Args:
-        what: singular name of one number, for messages.
-        size: count of numbers, the null one included; at least 1.
+        what: what a number stands for, singular, for messages.
+        size: count of numbers, including the null one; at least 1.
     """
 
     def __init__(self, what: str, size: int) -> None:
@@ -30,28 +30,24 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Count of numbers, the null one included."""
+        """Count of numbers, including the null one."""
         return len(self._owner)
 
     @property
     def free_count(self) -> int:
-        """How many numbers can be allocated."""
+        """Count of numbers that can be allocated."""
         return len(self._free)
 
     def owners(self) -> frozenset[str]:
-        """Everyone who holds at least one number."""
+        """All who own at least one number."""
         return frozenset(self._owned)
 
-    def owner_of(self, number: int) -> str | None:
-        """Who owns a number; None when it is free or null."""
-        return self._owner[number]
-
     def owned(self, owner: str) -> Sequence[int]:
-        """What an owner holds, in the order it was allocated: a read-only int32 snapshot that later calls leave alone."""
+        """The numbers of an owner in the order of their allocation: a read-only int32 snapshot that later calls do not change."""
         return memoryview(self._owned.get(owner) or array("i")).toreadonly()
 
     def allocate(self, count: int, owner: str) -> tuple[int, ...]:
-        """Gives `count` more numbers to an owner.
+        """Allocates `count` more numbers to an owner.
 
         Raises:
             OwnershipError: when fewer are free, or `count` is negative; nothing is allocated then.
@@ -60,15 +56,15 @@ class Pool:
             raise OwnershipError(f"{owner!r} asks for {count} {self._what}s; legal is 0 to the {len(self._free)} that are free")
         if count == 0:
             return ()
-        given = tuple(self._free.pop() for _ in range(count))
-        for number in given:
+        numbers = tuple(self._free.pop() for _ in range(count))
+        for number in numbers:
             self._owner[number] = owner
-        # A new array, so that snapshots handed out before stay what they were.
-        self._owned[owner] = self._owned.get(owner, array("i")) + array("i", given)
-        return given
+        # Build a new array, so that snapshots returned by `owned` keep their contents.
+        self._owned[owner] = self._owned.get(owner, array("i")) + array("i", numbers)
+        return numbers
 
     def free(self, owner: str) -> int:
-        """Takes back all that an owner holds; returns how many that were."""
+        """Frees all numbers of an owner; returns how many."""
         numbers = self._owned.pop(owner, array("i"))
         for number in reversed(numbers):
             self._owner[number] = None
@@ -76,10 +72,10 @@ class Pool:
         return len(numbers)
 
     def check(self) -> None:
-        """Walks the whole record once.
+        """Checks the whole record.
 
         Raises:
-            OwnershipError: when a number is lost, held twice, null, or the record disagrees with itself about its owner.
+            OwnershipError: when a number is lost, owned twice, null, or recorded for two different owners.
         """
         holder: dict[int, str | None] = {}
         for owner, numbers in [(None, self._free), *self._owned.items()]:
@@ -104,32 +100,32 @@ class PagePool(Pool):
 
 
 class GroupPool(Pool):
-    """Numbers that an owner gets once, so many at a time."""
+    """A pool from which each owner gets one group of `group` numbers."""
 
     def __init__(self, what: str, size: int, group: int) -> None:
         super().__init__(what, size)
         self.group = group
 
     def allocate_group(self, owner: str) -> tuple[int, ...]:
-        """Gives an owner its group of numbers.
+        """Allocates an owner's group of numbers.
 
         Raises:
-            OwnershipError: when the owner has one already, or too few numbers are free.
+            OwnershipError: when the owner already has one, or too few numbers are free.
         """
         if owner in self._owned:
             raise OwnershipError(f"{owner!r} asks for a group of {self._what}s; it already holds {list(self._owned[owner])}")
         return self.allocate(self.group, owner)
 
 
-class SlotPool(GroupPool):
+class StateSlotPool(GroupPool):
     """Ownership of the recurrent-state slots; slot 0 is the null slot, a request owns a group of `group` slots."""
 
     def __init__(self, num_slots: int, group: int = 1) -> None:
-        super().__init__("slot", num_slots, group)
+        super().__init__("state slot", num_slots, group)
 
 
-class SeatPool(GroupPool):
-    """Ownership of the seats, from which the decode steps of requests start; seat 0 is the null seat, a request owns one."""
+class RequestSlotPool(GroupPool):
+    """Ownership of the request slots, in which the device keeps where each request's next decode step starts; slot 0 is the null slot."""
 
-    def __init__(self, num_seats: int) -> None:
-        super().__init__("seat", num_seats, 1)
+    def __init__(self, num_slots: int) -> None:
+        super().__init__("request slot", num_slots, 1)

@@ -1,264 +1,229 @@
-"""Turns the requests at hand into the next step.
+"""The scheduler: decides the next step of all dp groups from the state of their requests.
 
-Everything here is a pure function over frozen records: the same state gives the same step. Pages, slots and seats are only
-counted; which ones they are is the pools' business (`pages.py`). What becomes of the records is `transitions.py`'s.
+Everything here is a pure function over frozen records: the same state gives the same step. Pages and slots are only counted;
+`kv_cache_manager.py` knows which ones a request owns, and `advance.py` computes the next state.
 
 Policy:
     Order of arrival is the only priority. Running requests are always older than waiting ones.
-    One prompt is prefilled at a time, in chunks; while anything decodes, at most `prefill_burst` chunks run between two
-    decode steps, so a stream waits for at most that many chunks between two of its tokens.
-    When more requests decode than the largest bucket holds, those served longest ago go first.
-    A request is admitted when a group of slots is free, and pages for all its tokens and a step's candidates, plus for every
-    running request the pages of one step's candidates: without that reserve a preempted request would be prefilled only to be
-    preempted again.
-    A decode step that lacks pages preempts the youngest running request until it has them; that one goes back to the
-    front of the queue and later prefills its prompt and what it had generated.
+    A group prefills one prompt at a time, in chunks. While any request decodes, at most `prefill_burst` chunks run between two
+    decode steps, which bounds the gap between two tokens of a stream.
+    When more requests decode than the largest bucket holds, the least recently scheduled go first.
+    A request is admitted when a request's state slots are free, and pages for all its tokens and one step's candidates, plus one
+    step's candidates for every running request. Without that reserve, a preempted request would be prefilled only to be preempted
+    again.
+    A decode step that lacks pages preempts the youngest running request until it has them. A preempted request returns to the front
+    of the queue and later prefills its prompt and the tokens it had generated.
 
-A step may be planned while the one before it is in flight. Prefill steps do what they say, so the next one goes on from where they
-will end. Of a decode step only the device knows how many tokens it gives, 1 to Q; the next one starts from the seat that it leaves
-there, and has pages for the furthest it can reach. A request that ends with what is in flight, however little that gives, has no turn.
-Nothing is preempted while anything is in flight: then there is no plan until its outcome is known.
+A step may be scheduled while the one before it is in flight. A prefill step has a known outcome, so the next one continues where it
+ends. How many tokens a decode step produces (1 to Q) is known only on the device; the next step starts from the position that the
+device stored in the request slot, and gets pages for the furthest position it can reach. A request whose steps in flight finish it,
+however few tokens they produce, is not scheduled. Nothing is preempted while a step is in flight; a decode step that would need it
+waits for the results.
 
-Groups that step together (`plan_together`) each follow this policy over their own requests, pages and slots, but for one thing: when
-any of them may prefill, all of them prefill or rest, and `prefill_burst` counts the steps of all.
+All dp groups run every step together, in one bucket. Each follows this policy over its own requests, pages and slots, with one
+exception: if any group can prefill, the step is a prefill step for all, and `prefill_burst` counts the steps of all.
 
-No deadlock: while nothing is in flight any request that is live gives a plan; the oldest running request is never preempted while
-another runs, and alone it fits (see `Policy`).
+There is no deadlock: with nothing in flight, any live request leads to a step. The oldest running request of a group is never
+preempted while another one runs, and alone it fits (see `Policy`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose, choose_prefill, of_kind
+from ..buckets import choose, choose_prefill
 from ..request import Request
-from .request_state import Live
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The sizes that decisions depend on.
-
-    Attributes:
-        prefill_burst: most prefill steps between two decode steps while any request decodes.
-
-    Raises:
-        SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket or the
-            slots of a request do not fit the drafts.
-    """
-
-    limits: Limits
-    buckets: tuple[Bucket, ...]
-    prefill_burst: int = 1
-
-    def __post_init__(self) -> None:
-        limits = self.limits
-        if self.prefill_burst < 1:
-            raise SpecError(f"prefill_burst is {self.prefill_burst}; legal is at least 1")
-        if limits.num_pages - 1 < limits.pages_per_request:
-            raise SpecError(
-                f"{limits.num_pages} pages leave {limits.num_pages - 1} beside the null page; one request of max_model_len "
-                f"{limits.max_model_len} takes {limits.pages_per_request}, so legal is at least {limits.pages_per_request + 1}"
-            )
-        if limits.slots_per_request != self.candidates:
-            raise SpecError(
-                f"{limits.slots_per_request} state slots a request with {limits.drafts} drafts; where requests are decoded, legal is "
-                f"{self.candidates}, one for each candidate"
-            )
-        if limits.num_slots - 1 < limits.slots_per_request:
-            raise SpecError(
-                f"{limits.num_slots} state slots leave {limits.num_slots - 1} beside the null slot; one request takes "
-                f"{limits.slots_per_request}, so legal is at least {limits.slots_per_request + 1}"
-            )
-        of_kind(self.buckets, "prefill")
-        for bucket in of_kind(self.buckets, "decode"):
-            if bucket.q_len != self.candidates:
-                drafts = f"with {limits.drafts} drafts, legal is {self.candidates}"
-                raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
-
-    @property
-    def candidates(self) -> int:
-        """Q of decode: a request's last token and its drafts."""
-        return self.limits.drafts + 1
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens of one request, or as many as it may have."""
-        return -(-min(tokens, self.limits.max_model_len) // self.limits.page_size)
-
-    def pages_to_prefill(self, live: Live) -> int:
-        """Pages for all known tokens, and for those drafted at their end."""
-        return self.pages_for(live.total + self.candidates)
-
-    def pages_to_decode(self, live: Live) -> int:
-        """Pages for the next decode step: where it starts at the latest, all candidates, and the drafts after them."""
-        Q = self.candidates
-        return self.pages_for(live.computed + live.in_flight * Q + 2 * Q - 1)
+from .policy import Policy
+from .request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """All live requests, oldest first in both lists.
+class GroupState:
+    """The live requests of one dp group, oldest first in both lists."""
 
-    Attributes:
-        arrivals: requests ever submitted.
-        turns: turns ever given (see `Live.served`).
-        burst: prefill steps since the last decode step, those in flight among them.
-        in_flight: steps launched whose outcome is not known.
-    """
+    waiting: tuple[RequestState, ...] = ()
+    running: tuple[RequestState, ...] = ()
 
-    policy: Policy
-    waiting: tuple[Live, ...] = ()
-    running: tuple[Live, ...] = ()
-    arrivals: int = 0
-    turns: int = 0
-    burst: int = 0
-    in_flight: int = 0
+    @property
+    def num_requests(self) -> int:
+        """Live requests."""
+        return len(self.waiting) + len(self.running)
 
     @property
     def used_pages(self) -> int:
         """Pages that running requests hold."""
-        return sum(live.pages for live in self.running)
+        return sum(request.num_pages for request in self.running)
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that no request holds, the null page not among them."""
-        return self.policy.limits.num_pages - 1 - self.used_pages
+    def free_pages(self, limits: Limits) -> int:
+        """Pages that no request holds, without the null page."""
+        return limits.num_pages - 1 - self.used_pages
 
-    @property
-    def free_slots(self) -> int:
-        """State slots that no request holds, the null slot not among them."""
-        limits = self.policy.limits
+    def free_slots(self, limits: Limits) -> int:
+        """State slots that no request holds, without the null slot."""
         return limits.num_slots - 1 - len(self.running) * limits.slots_per_request
 
-    @property
-    def ready(self) -> tuple[Live, ...]:
-        """Running requests that a decode step can go on with."""
-        length = self.policy.limits.max_model_len
-        return tuple(live for live in self.running if live.decoding and not live.surely_ends(length))
-
-
-class Turn(NamedTuple):
-    """One request's row of a step.
-
-    Attributes:
-        arrival: what the request is known by when the step's outcome is.
-        pages: pages the request holds during the step; grown to this count before it.
-        start: prefill: position of the first token to feed; decode: the smallest position at which the row can start.
-        sample_index: place, among the request's generated tokens, of the first one that the row can sample.
-        tokens: prefill: known tokens to feed. A decode step finds its candidates on the device.
-        next_token: prefill: the known token after those; -1 where that one is sampled.
-        drafts: decode: how many of its drafts are verified.
-    """
-
-    request: Request
-    arrival: int
-    pages: int
-    start: int
-    sample_index: int
-    tokens: tuple[int, ...] = ()
-    next_token: int = -1
-    drafts: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether what is sampled counts; false for a prefill chunk that is not the last."""
-        return self.next_token < 0
+    def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
+        """Running requests that a decode step can continue."""
+        return tuple(r for r in self.running if r.decoding and not r.finishes_in_flight(limits.max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What to do next: free what `preempted` hold, give `admitted` its slots and seat, grow the turns' pages, run the bucket."""
+class SchedulerState:
+    """The live requests of all dp groups.
 
-    bucket: Bucket
-    turns: tuple[Turn, ...]
+    Attributes:
+        prefill_steps: prefill steps since the last decode step, including those in flight.
+        steps_in_flight: steps launched whose results are not known.
+        num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
+    """
+
+    policy: Policy
+    groups: tuple[GroupState, ...]
+    prefill_steps: int = 0
+    steps_in_flight: int = 0
+    num_scheduled: int = 0
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's row of a step.
+
+    Attributes:
+        state: of the request when the step was scheduled.
+        num_pages: pages the request holds during the step; the pool grows its share to this count first.
+        num_tokens: prefill: prompt or generated tokens to compute; decode: candidates, the last token and the drafts to verify.
+    """
+
+    state: RequestState
+    num_pages: int
+    num_tokens: int
+
+    @property
+    def request(self) -> Request:
+        """The client's request."""
+        return self.state.request
+
+    @property
+    def start(self) -> int:
+        """Position of the row's first token; of decode the smallest possible one, as steps in flight produce one token at least."""
+        return self.state.num_computed_tokens + self.state.steps_in_flight
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens to compute in prefill. A decode step finds its candidates on the device."""
+        return self.state.token_ids(self.start, self.num_tokens)
+
+    @property
+    def next_token(self) -> int:
+        """The known token after those of a prefill; -1 where the step samples it."""
+        (token,) = self.state.token_ids(self.start + self.num_tokens, 1) or (-1,)
+        return token
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sampled token is part of the output; false for a prefill chunk that is not the last."""
+        return self.state.decoding or self.start + self.num_tokens == self.state.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Index among the generated tokens of the first one that the row can sample."""
+        generated = self.state.output_token_ids
+        return self.start + 1 - len(self.request.prompt) if self.state.decoding else len(generated)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts to verify."""
+        return self.num_tokens - 1 if self.state.decoding else 0
+
+
+class GroupStep(NamedTuple):
+    """A dp group's part of a step; a group without rows runs padding.
+
+    Attributes:
+        preempted: ids of requests whose pages and slots are freed first.
+        admitted: id of the request that gets state slots and a request slot first.
+    """
+
+    rows: tuple[ScheduledRequest, ...] = ()
     preempted: tuple[str, ...] = ()
     admitted: str | None = None
 
 
-def plan(state: State) -> Step | None:
-    """The next step of one group; None as for `plan_together`."""
-    (step,) = plan_together((state,)) or (None,)
-    return step
+class ScheduledStep(NamedTuple):
+    """What all dp groups run next, in one bucket."""
+
+    bucket: Bucket
+    groups: tuple[GroupStep, ...]
 
 
-def plan_together(states: Sequence[State]) -> tuple[Step | None, ...] | None:
-    """The next step of groups that run every step together, in one bucket.
-
-    Args:
-        states: of all groups; they have one policy, one `burst`, and at most one step in flight.
+def schedule(state: SchedulerState) -> ScheduledStep | None:
+    """The next step.
 
     Returns:
-        For each group its turns, all in the same bucket; None for a group that runs a batch of padding. None for all when there
-        is nothing to do before the outcome of what is in flight is known or, when nothing is, exactly when no request is live.
+        At least one row. None when there is nothing to run before the results of the steps in flight are known; with nothing in
+        flight, exactly when no request is live.
     """
-    ready = [state.ready for state in states]
-    steps: list[Step | None] = [None] * len(states)
-    if not any(ready) or states[0].burst < states[0].policy.prefill_burst:
-        steps = [_plan_prefill(state) for state in states]
-    if not any(steps):
-        steps = [_plan_decode(state, able) if able else None for state, able in zip(states, ready, strict=True)]
-        if any(able and step is None for able, step in zip(ready, steps, strict=True)):
+    policy, limits = state.policy, state.policy.limits
+    decodable = [group.decodable(limits) for group in state.groups]
+    parts: list[tuple[Bucket, GroupStep] | None] = []
+    if not any(decodable) or state.prefill_steps < policy.prefill_burst:
+        parts = [_prefill(policy, group) for group in state.groups]
+    if not any(parts):
+        can_preempt = not state.steps_in_flight
+        parts = [
+            _decode(policy, group, requests, can_preempt) if requests else None
+            for group, requests in zip(state.groups, decodable, strict=True)
+        ]
+        if any(requests and part is None for requests, part in zip(decodable, parts, strict=True)):
             return None
-    wanted = [step.bucket for step in steps if step is not None]
-    if not wanted:
+    buckets = [part[0] for part in parts if part is not None]
+    if not buckets:
         return None
-    # A group's turns fit any larger bucket as they are: in its own one, its rows and its tokens are all there are.
-    bucket = max(wanted, key=lambda b: (b.q_len, b.batch))
-    return tuple(step and replace(step, bucket=bucket) for step in steps)
+    # The rows of a group fit every larger bucket unchanged.
+    bucket = max(buckets, key=lambda b: (b.q_len, b.batch))
+    return ScheduledStep(bucket, tuple(GroupStep() if part is None else part[1] for part in parts))
 
 
-def least_loaded(states: Sequence[State]) -> int:
-    """Which group a new request goes to: that with the fewest live requests; among those, the fewest pages in use."""
-    return min(range(len(states)), key=lambda i: (len(states[i].running) + len(states[i].waiting), states[i].used_pages, i))
-
-
-def _plan_prefill(state: State) -> Step | None:
-    policy = state.policy
-    if state.running and not state.running[-1].decoding:
-        live, admitted = state.running[-1], None
-    elif state.waiting and state.free_slots >= policy.limits.slots_per_request:
-        first = state.waiting[0]
-        pages = policy.pages_to_prefill(first)
-        if pages + len(state.running) * policy.pages_for(policy.candidates) > state.free_pages:
+def _prefill(policy: Policy, group: GroupState) -> tuple[Bucket, GroupStep] | None:
+    """The next chunk of the youngest running request, or else the first chunk of a request that can be admitted."""
+    limits, admitted = policy.limits, None
+    if group.running and not group.running[-1].decoding:
+        request = group.running[-1]
+        pages = request.num_pages
+    elif group.waiting and group.free_slots(limits) >= limits.slots_per_request:
+        request = group.waiting[0]
+        pages, admitted = policy.pages_to_prefill(request), request.id
+        if pages + len(group.running) * policy.pages_for(policy.candidates) > group.free_pages(limits):
             return None
-        live, admitted = first._replace(pages=pages), first.id
     else:
         return None
-    bucket = choose_prefill(policy.buckets, live.total - live.computed)
-    tokens = live.known(live.computed, bucket.q_len)
-    (following,) = live.known(live.computed + len(tokens), 1) or (-1,)
-    turn = Turn(live.request, live.arrival, live.pages, live.computed, len(live.generated), tokens, following)
-    return Step(bucket, (turn,), admitted=admitted)
+    remaining = request.num_tokens - request.num_computed_tokens
+    bucket = choose_prefill(policy.buckets, remaining)
+    return bucket, GroupStep((ScheduledRequest(request, pages, min(remaining, bucket.q_len)),), admitted=admitted)
 
 
-def _plan_decode(state: State, ready: Sequence[Live]) -> Step | None:
-    """A step of those served longest ago; None where something would have to be preempted while anything is in flight."""
-    policy = state.policy
-    running, free = list(state.running), state.free_pages
+def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:
+    """A step of the least recently scheduled requests; None where it would have to preempt and may not."""
+    running, free = list(group.running), group.free_pages(policy.limits)
     preempted: list[str] = []
     while True:
-        ready = sorted(ready, key=lambda live: live.served)
-        bucket = choose(policy.buckets, len(ready))
-        chosen = ready[: bucket.batch]
-        pages = [max(live.pages, policy.pages_to_decode(live)) for live in chosen]
-        if sum(pages) - sum(live.pages for live in chosen) <= free:
-            turns = tuple(_decode_turn(live, count, policy.limits.drafts) for live, count in zip(chosen, pages, strict=True))
-            return Step(bucket, turns, tuple(preempted))
-        if state.in_flight:
+        requests = sorted(requests, key=lambda r: r.last_scheduled)
+        bucket = choose(policy.buckets, len(requests))
+        rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
+        if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
+            return bucket, GroupStep(rows, tuple(preempted))
+        if not can_preempt:
             return None
-        # The one being prefilled, if any, is the youngest, so an older one that decodes is always left.
+        # A request that is still being prefilled is the youngest, so an older one that decodes always remains.
         victim = running.pop()
         preempted.append(victim.id)
-        free += victim.pages
-        ready = [live for live in ready if live.arrival != victim.arrival]
+        free += victim.num_pages
+        requests = [request for request in requests if request.arrival != victim.arrival]
 
 
-def _decode_turn(live: Live, pages: int, drafts: int) -> Turn:
-    start = live.computed + live.in_flight
-    most = live.request.speculative_tokens
-    verified = drafts if most is None else min(most, drafts)
-    return Turn(live.request, live.arrival, pages, start, start + 1 - len(live.request.prompt), drafts=verified)
+def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:
+    most = request.request.speculative_tokens
+    drafts = policy.limits.drafts if most is None else min(most, policy.limits.drafts)
+    return ScheduledRequest(request, max(request.num_pages, policy.pages_to_decode(request)), 1 + drafts)

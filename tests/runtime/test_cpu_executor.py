@@ -20,8 +20,8 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact import artifact as artifact_module
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime import cpu_executor as module
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.buckets import DecodeRow, PrefillRow
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 
@@ -40,7 +40,7 @@ def plain(tiny_checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def executor(tiny_artifact, plain):
     """Ready after all that is traced here: it counts what is traced afterwards."""
-    return Executor(Artifact.open(tiny_artifact))
+    return CpuExecutor(Artifact.open(tiny_artifact))
 
 
 def seats_of(executor):
@@ -54,7 +54,7 @@ def step(executor, bucket, tokens=(5, 6, 7, 8)):
     if bucket.kind == "decode":
         seats_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
         row = DecodeRow(1, 0, [1], [1 + i for i in range(bucket.q_len)], bucket.q_len - 1)
-    return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
+    return tiny.run_row(executor, bucket, row)
 
 
 def test_it_runs_every_bucket_it_names(executor):
@@ -73,8 +73,8 @@ def test_it_runs_every_bucket_it_names(executor):
 
 
 def test_an_artifact_without_drafts_and_log_probabilities_has_no_such_outputs(executor, plain):
-    assert (executor.max_logprobs, Executor(plain).max_logprobs) == (20, 0)
-    assert set(step(Executor(plain), Bucket("decode", 1, 1))) == {"tokens", "counts", "logits"}
+    assert (executor.max_logprobs, CpuExecutor(plain).max_logprobs) == (20, 0)
+    assert set(step(CpuExecutor(plain), Bucket("decode", 1, 1))) == {"tokens", "counts", "logits"}
 
 
 def test_a_bucket_it_does_not_have_is_named(executor):
@@ -89,7 +89,7 @@ def test_state_is_what_the_plan_said(executor, tiny_checkpoint):
 def test_an_artifact_without_weights_cannot_run(own_artifact):
     artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, weights=None))
     with pytest.raises(ArtifactError, match="built without weights: it can be inspected, and not run"):
-        Executor(artifact)
+        CpuExecutor(artifact)
 
 
 # --- buckets change nothing ---
@@ -113,7 +113,7 @@ def alone(plain):
 
     @cache
     def run(prompt, count, sampling=GREEDY, stop=frozenset()):
-        engine = Engine(Executor(plain), refresh_every_s=None)
+        engine = Engine(CpuExecutor(plain), refresh_every_s=None)
         tokens = []
         collect(engine, Request("0", prompt, count, sampling, stop), tokens)
         while engine.step():
@@ -213,12 +213,12 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_said(executor):
 
 def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact):
     """The test above can fail."""
-    executor = Executor(Artifact.open(tiny_artifact))
+    executor = CpuExecutor(Artifact.open(tiny_artifact))
     tiny.poison(executor)
     decode = ALL[0]
     seats_of(executor)[1] = torch.tensor([3, 0, 5, 6, 7, 8])
     row = DecodeRow(1, 3, [1], [1, 2, 3, 4], 3)
-    outputs = executor.run(decode, pack(decode, [row], executor.limits, max_logprobs=executor.max_logprobs))
+    outputs = tiny.run_row(executor, decode, row)
     assert np.isnan(outputs["logits"]).any()
 
 
@@ -231,13 +231,13 @@ def stub(monkeypatch):
 
 
 def test_without_an_executable_a_bucket_runs_uncompiled_and_says_so(own_artifact, stub):
-    executor = Executor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
+    executor = CpuExecutor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
     assert executor.backends == {bucket.name: "stub" if bucket == ALL[0] else "eager" for bucket in ALL}
-    assert set(Executor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
+    assert set(CpuExecutor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
 
 
 def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, alone):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
     now = [0.0]
     engine = Engine(executor, clock=lambda: now[0], refresh_every_s=1.0)
     tokens = []
@@ -262,7 +262,7 @@ def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, a
 
 
 def test_refresh_without_news_changes_nothing(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
     assert not executor.refresh()
     tiny.published(own_artifact, lambda manifest, _: manifest)
     assert not executor.refresh()
@@ -282,14 +282,14 @@ def test_what_is_published_while_the_artifact_is_opened_is_seen_later(own_artifa
         return read(data, where)
 
     monkeypatch.setattr(artifact_module, "decode", publish_meanwhile)
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
     assert set(executor.backends.values()) == {"eager"}
     assert executor.refresh()
     assert set(executor.backends.values()) == {"stub"}
 
 
 def test_prefer_eager_stays_eager(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact), prefer_eager=True)
+    executor = CpuExecutor(Artifact.open(own_artifact), prefer_eager=True)
     tiny.with_compiled(own_artifact, "stub")
     assert not executor.refresh()
     assert set(executor.backends.values()) == {"eager"}
@@ -297,19 +297,19 @@ def test_prefer_eager_stays_eager(own_artifact, stub):
 
 def test_a_directory_built_anew_from_other_weights_is_left_alone(tmp_path, own_artifact, stub, caplog):
     """Its executables would run over the old weights, or over pools of other sizes."""
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
     before = step(executor, ALL[0])["tokens"].tolist()
     tiny.built(tiny.planned(tiny.write_checkpoint(tmp_path / "other", seed=5), backend="stub"), own_artifact)
     with caplog.at_level(logging.WARNING, module.__name__):
         assert not executor.refresh()
-    assert "built anew from other weights" in caplog.text
+    assert "was rebuilt from other weights" in caplog.text
     assert set(executor.backends.values()) == {"eager"}
     assert step(executor, ALL[0])["tokens"].tolist() == before
     assert not executor.refresh()
 
 
 def test_executables_of_another_toolchain_are_not_loaded(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
     toolchain = {**executor.artifact.manifest.toolchain, "torch": "1.0"}
     tiny.with_compiled(own_artifact, "stub", toolchain=toolchain)
     with pytest.raises(ArtifactStale, match=r"torch was '1\.0' and is"):
@@ -318,7 +318,7 @@ def test_executables_of_another_toolchain_are_not_loaded(own_artifact, stub):
 
 
 def test_a_bucket_whose_graph_changed_keeps_the_one_it_has(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
 
     def change(manifest, writer):
         first, *rest = manifest.graphs
@@ -333,7 +333,7 @@ def test_a_bucket_whose_graph_changed_keeps_the_one_it_has(own_artifact, stub):
 
 
 def test_what_cannot_be_loaded_is_told_once_and_the_old_executables_go_on(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
 
     def change(manifest, writer):
         first, *rest = manifest.graphs
@@ -350,7 +350,7 @@ def test_what_cannot_be_loaded_is_told_once_and_the_old_executables_go_on(own_ar
 
 
 def test_a_tampered_executable_is_not_swapped_in(own_artifact, stub):
-    executor = Executor(Artifact.open(own_artifact))
+    executor = CpuExecutor(Artifact.open(own_artifact))
 
     def change(manifest, writer):
         first, *rest = manifest.graphs
@@ -370,23 +370,23 @@ def test_a_tampered_executable_is_not_swapped_in(own_artifact, stub):
 
 def test_the_counter_sees_a_trace(tiny_checkpoint, tiny_artifact):
     made = tiny.planned(tiny_checkpoint)
-    executor = Executor(Artifact.open(tiny_artifact))
+    executor = CpuExecutor(Artifact.open(tiny_artifact))
     step(executor, ALL[0])
     assert executor.compiles() == 0
     tiny.stages.stage(made, ALL[0])
     assert executor.compiles() > 0
-    assert Executor(executor.artifact).compiles() == 0
+    assert CpuExecutor(executor.artifact).compiles() == 0
 
 
 def test_the_counter_sees_a_compile_and_a_compiler(monkeypatch, executor):
     counted = executor.compiles()
     compile_count.record("compile")
     assert executor.compiles() == counted + 1
-    for name in module.COMPILERS:
+    for name in module.COMPILER_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    fresh = Executor(executor.artifact)
+    fresh = CpuExecutor(executor.artifact)
     assert fresh.compiles() == 0
-    monkeypatch.setitem(sys.modules, module.COMPILERS[0], torch)
+    monkeypatch.setitem(sys.modules, module.COMPILER_MODULES[0], torch)
     assert fresh.compiles() == 1
 
 
@@ -396,15 +396,15 @@ def test_the_counter_sees_a_compile_and_a_compiler(monkeypatch, executor):
 def test_an_artifact_for_several_devices_needs_a_rank(sharded):
     artifact = Artifact.open(sharded("dp=2,tp=2"))
     with pytest.raises(SpecError, match=r"is for mesh dp=2,tp=2: it runs as 4 ranks, a process each, and not in this one alone"):
-        Executor(artifact)
+        CpuExecutor(artifact)
     with pytest.raises(SpecError, match=r"rank 4 of mesh dp=2,tp=2; legal is 0 to 3"):
-        Executor(artifact, rank=4)
+        CpuExecutor(artifact, rank=4)
 
 
 def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
-    artifact, alone = Artifact.open(sharded("dp=2,tp=2")), Executor(Artifact.open(sharded("")))
-    held = [Executor(artifact, rank=rank) for rank in range(4)]
-    assert [one._own["coords"].tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    artifact, alone = Artifact.open(sharded("dp=2,tp=2")), CpuExecutor(Artifact.open(sharded("")))
+    held = [CpuExecutor(artifact, rank=rank) for rank in range(4)]
+    assert [one._coords.tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     # Each dp group has pools of its own; within a group they are split by heads, but for the seats.
     seats = seats_of(alone).nbytes
     assert {one.state_bytes - seats for one in held} == {(alone.state_bytes - seats) // 2}
@@ -419,10 +419,10 @@ def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
 
 
 def test_where_a_rank_is_reaches_its_graph(sharded):
-    executor = Executor(Artifact.open(sharded("tp=2")), rank=1)
+    executor = CpuExecutor(Artifact.open(sharded("tp=2")), rank=1)
     seen = []
-    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._outputs[ALL[0]])
+    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._output_names[ALL[0]])
     step(executor, ALL[0])
-    assert executor._names[ALL[0]][-1] == "coords"
+    assert executor._input_names[ALL[0]][-1] == "coords"
     assert seen[0].tolist() == [0, 1]
     assert seen[0].dtype == torch.int32

@@ -20,6 +20,7 @@ from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler.pools import OwnershipError
+from npucompile.runtime.scheduler.schedule import GroupStep
 
 VOCAB = 13
 WAIT_S = 60
@@ -146,26 +147,20 @@ def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(toy, wo
     check_world(toy, replace(world, device={**world.device, "groups": groups}))
 
 
-@settings(max_examples=60, deadline=None)
-@given(worlds(), st.integers(1, 2))
-def test_an_executor_that_cannot_start_steps_serves_the_same(toy, world, groups):
-    check_world(toy, replace(world, device={**world.device, "groups": groups, "run_ahead": None, "synchronous": True}))
-
-
 def check_world(toy, world):
     logging.disable(logging.CRITICAL)
     try:
         served, found = play(toy, world)
     finally:
         logging.disable(logging.NOTSET)
-    for holdings in served.engine._holdings:
-        for pool in (holdings.pages, holdings.slots, holdings.seats):
+    for manager in served.engine._cache_managers:
+        for pool in (manager.pages, manager.state_slots, manager.request_slots):
             assert pool.free_count == pool.size - 1
     failures = world.device["fail_at"] | world.device["refuse_at"]
     for visit, (request, sink) in zip(world.visits, found, strict=True):
         compare_with_alone(toy, request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
     reconcile(served, [sink for _, sink in found])
-    served.device.check_order(world.device["run_ahead"] or 0)
+    served.device.check_order(world.device["run_ahead"])
 
 
 def compare_with_alone(toy, request, sink, limits, *, cancelled=False, failed=False):
@@ -394,9 +389,10 @@ def test_what_was_in_flight_before_a_step_that_cannot_be_launched_is_told(toy, c
 
 @pytest.mark.parametrize("ahead", [-1, 1, 2])
 def test_running_ahead_is_what_the_executor_allows(toy, ahead):
-    with pytest.raises(SpecError, match=f"run_ahead is {ahead}; legal is 0 to 0, the executor allows 0"):
-        toy.serving(run_ahead=ahead, synchronous=True)
     device = toy.serving().device
+    device.run_ahead = 0
+    with pytest.raises(SpecError, match=f"run_ahead is {ahead}; legal is 0 to 0, the executor allows 0"):
+        Engine(device, run_ahead=ahead)
     device.run_ahead = 2
     with pytest.raises(SpecError, match="run_ahead is 2; legal is 0 to 1, the executor allows 2"):
         Engine(device)
@@ -423,7 +419,7 @@ def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy)
     served = toy.serving(groups=3, run_ahead=0)
     sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
     served.engine.step()
-    lives = [sorted(live.id for live in (*state.running, *state.waiting)) for state in served.engine._states]
+    lives = [sorted(live.id for live in (*group.running, *group.waiting)) for group in served.engine._state.groups]
     assert lives == [["r0", "r3"], ["r1"], ["r2"]]
     assert served.engine.stats()["num_requests_running"] == 3
     served.drain()
@@ -455,7 +451,7 @@ class Lost:
 
 def losing(served, number, *, at_launch=False):
     """Loses a rank in the step of this number."""
-    honest = served.engine._launch_on_device
+    honest = served.device.launch
 
     def launch(bucket, inputs):
         if served.device.runs + 1 < number:
@@ -464,7 +460,7 @@ def losing(served, number, *, at_launch=False):
             raise RankError("rank 1 died")
         return Lost()
 
-    served.engine._launch_on_device = launch
+    served.device.launch = launch
     return served
 
 
@@ -637,8 +633,10 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
 @pytest.mark.parametrize("returned", [[], [{}, {}], [{"tokens": None}]])
 def test_an_executor_that_returns_nonsense_fails_the_step(toy, returned, caplog):
     served = toy.serving(run_ahead=0)
-    served.device.launch(served.device.buckets[0], [served.engine._holdings[0].inputs(served.device.buckets[0], None)]).result()
-    served.engine._launch_on_device = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
+    served.device.launch(
+        served.device.buckets[0], [served.engine._cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
+    ).result()
+    served.device.launch = lambda bucket, inputs: type("Nonsense", (), {"result": lambda self: returned})()
     sink = served.submit(ask())
     served.drain()
     assert sink.end.reason == "error"
@@ -663,7 +661,7 @@ def test_a_leak_is_found_when_idle(toy):
     served = toy.serving()
     served.submit(ask())
     served.engine.step()
-    served.engine._holdings[0].pages.allocate(1, "thief")
+    served.engine._cache_managers[0].pages.allocate(1, "thief")
     with pytest.raises(OwnershipError, match="thief"):
         served.drain()
 
@@ -672,7 +670,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
     served = toy.serving()
     a = served.submit(ask("a"))
     served.engine.step()
-    served.engine._holdings[0].slots.free("a")
+    served.engine._cache_managers[0].state_slots.free("a")
     b = served.submit(ask("b"))
     with pytest.raises(SpecError, match="0 slots"):
         served.engine.run_forever()
@@ -852,7 +850,7 @@ def spoil_next_tokens(inputs):
 @pytest.mark.parametrize("spoil", [spoil_pages, spoil_base, spoil_slots, spoil_seats, spoil_uniform, spoil_settings, spoil_next_tokens])
 def test_the_toy_catches(toy, spoil, caplog):
     served = toy.serving(toy.limits_of(4, 33, 8, 32, 2), toy.buckets_of(2, (2,), (4,)))
-    honest = served.engine._launch_on_device
+    honest = served.device.launch
 
     def launch(bucket, inputs):
         spoil(inputs[0])
@@ -860,7 +858,7 @@ def test_the_toy_catches(toy, spoil, caplog):
 
     requests = [ask(f"r{i}", (i, 2, 3), 12, seed=i, temperature=1.0) for i in range(3)]
     sinks = [served.submit(request) for request in requests]
-    served.engine._launch_on_device = launch
+    served.device.launch = launch
     try:
         served.drain()
     except (AssertionError, IndexError):
@@ -877,7 +875,7 @@ def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
         threads.add(threading.current_thread())
         return device
 
-    engine = Engine.launch(load)
+    engine = Engine.from_loader(load)
     device.serve(engine)
     finished = threading.Event()
     tokens = []
@@ -896,4 +894,4 @@ def test_launch_raises_what_loading_raises():
         raise ArtifactError("no weights")
 
     with pytest.raises(ArtifactError, match="no weights"):
-        Engine.launch(load)
+        Engine.from_loader(load)

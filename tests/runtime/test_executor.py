@@ -1,74 +1,25 @@
-"""runtime/executor.py: one way to start a step, whatever kind of executor runs it."""
+"""runtime/executor.py: steps that an executor cannot run are refused."""
 
 from __future__ import annotations
 
 import pytest
+from support import toy_device
 
+from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.executor import group_count, launcher, most_logprobs, most_run_ahead, run_step
+from npucompile.runtime.executor import FinishedStep, check_step
 
-BUCKET = Bucket("decode", 1, 1)
-
-
-class One:
-    limits = vocab_size = None
-    buckets = (BUCKET,)
-
-    def run(self, bucket, inputs):
-        return {"tokens": (bucket.name, inputs)}
-
-    def refresh(self):
-        return False
-
-    def compiles(self):
-        return 0
+DEVICE = toy_device.ToyDevice(toy_device.limits_of(4, 9, 1, 32), (Bucket("decode", 2, 1), Bucket("prefill", 1, 8)), groups=2)
 
 
-class Many(One):
-    groups = 3
-
-    def run_groups(self, bucket, inputs):
-        return [self.run(bucket, one) for one in reversed(inputs)]
+def test_a_finished_step_has_its_outputs():
+    outputs = [{"tokens": 1}, {"tokens": 2}]
+    assert FinishedStep(outputs).result() is outputs
 
 
-class Launching(One):
-    run_ahead, max_logprobs = 1, 20
-
-    def launch(self, bucket, inputs):
-        return ("launched", bucket, inputs)
-
-
-def test_one_group():
-    assert group_count(One()) == 1
-    assert run_step(One(), BUCKET, ["a"]) == [{"tokens": (BUCKET.name, "a")}]
-
-
-def test_several_groups():
-    assert group_count(Many()) == 3
-    assert [out["tokens"][1] for out in run_step(Many(), BUCKET, ["a", "b", "c"])] == ["c", "b", "a"]
-
-
-def test_what_can_start_steps_does():
-    assert launcher(Launching())(BUCKET, ["a"]) == ("launched", BUCKET, ["a"])
-    assert (most_run_ahead(Launching()), most_logprobs(Launching())) == (1, 20)
-
-
-@pytest.mark.parametrize("kind, inputs", [(One, ["a"]), (Many, ["a", "b", "c"])])
-def test_what_cannot_has_run_when_it_is_launched(kind, inputs):
-    executor, ran = kind(), []
-    executor.run = lambda bucket, one: ran.append(one) or {"tokens": one}
-    pending = launcher(executor)(BUCKET, inputs)
-    assert sorted(ran) == inputs
-    assert sorted(out["tokens"] for out in pending.result()) == inputs
-    assert len(ran) == len(inputs)
-    assert (most_run_ahead(executor), most_logprobs(executor)) == (0, 0)
-
-
-def test_what_makes_a_step_fail_is_raised_where_it_runs():
-    def fail(bucket, inputs):
-        raise ZeroDivisionError("no")
-
-    executor = One()
-    executor.run = fail
-    with pytest.raises(ZeroDivisionError):
-        launcher(executor)(BUCKET, ["a"])
+def test_a_step_has_one_of_the_buckets_and_inputs_for_every_group():
+    check_step(DEVICE, DEVICE.buckets[0], [{}, {}])
+    with pytest.raises(SpecError, match="no bucket decode-b9-q1; the artifact has decode-b2-q1, prefill-b1-q8"):
+        check_step(DEVICE, Bucket("decode", 9, 1), [{}, {}])
+    with pytest.raises(SpecError, match="inputs for 1 dp groups; the executor has 2"):
+        check_step(DEVICE, DEVICE.buckets[0], [{}])

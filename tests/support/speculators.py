@@ -18,7 +18,7 @@ from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import request_slots as seats
 from npucompile.models import step
-from npucompile.runtime.rng import uniform
+from npucompile.runtime.rng import random_number
 
 PAGE, CONTEXT, REQUESTS = 8, 256, 6
 UNTAKEN = -(10**6)
@@ -68,7 +68,7 @@ class Request:
 
     def number(self, index: int) -> float:
         """Random number of its token `index`."""
-        return uniform(self.knobs.seed, index)
+        return random_number(self.knobs.seed, index)
 
 
 def traced(program: Program) -> Call:

@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from npucompile.lowering.backends import eager
 from npucompile.lowering.lower import Lowered
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.buckets import Row, pack
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.tools.build import driver, pool, stages, targets
 from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
@@ -267,23 +269,26 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
+def run_row(executor: Executor, bucket: Bucket, row: Row) -> Outputs:
+    """Runs a step whose only live row is this one."""
+    (outputs,) = executor.launch(bucket, [pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs)]).result()
+    return outputs
+
+
 class Narrowed:
     """An executor with some of its buckets, and perhaps fewer pages and slots than its pools have."""
 
-    def __init__(self, executor: Executor, buckets: Sequence[Bucket], **limits: int) -> None:
+    groups, run_ahead = 1, 0
+
+    def __init__(self, executor: CpuExecutor, buckets: Sequence[Bucket], **limits: int) -> None:
         self.executor, self.buckets = executor, tuple(buckets)
         self.limits: Limits = replace(executor.limits, **limits)
-        self.vocab_size, self.max_logprobs = executor.vocab_size, executor.max_logprobs
+        self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
+        self.refresh, self.compiles = executor.refresh, executor.compiles
 
-    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
-        return self.executor.run(bucket, inputs)
-
-    def refresh(self) -> bool:
-        return self.executor.refresh()
-
-    def compiles(self) -> int:
-        return self.executor.compiles()
+        return self.executor.launch(bucket, inputs)
 
 
 class Launching:
@@ -293,30 +298,22 @@ class Launching:
         most_in_flight: most steps launched whose outcome nobody had read.
     """
 
-    run_ahead = 1
+    groups, run_ahead = 1, 1
 
-    def __init__(self, executor: Executor | Narrowed) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
-        self.vocab_size, self.max_logprobs = executor.vocab_size, executor.max_logprobs
+        self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
+        self.refresh, self.compiles = executor.refresh, executor.compiles
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 
-    def launch(self, bucket: Bucket, inputs: Sequence[Mapping[str, Any]]) -> Launched:
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Launched:
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        return Launched(self, self._thread.submit(lambda: [self.executor.run(bucket, one) for one in inputs]))
-
-    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise AssertionError("an engine launches where it can")
+        return Launched(self, self._thread.submit(lambda: self.executor.launch(bucket, inputs).result()))
 
     def read(self) -> None:
         self._in_flight -= 1
-
-    def refresh(self) -> bool:
-        return self.executor.refresh()
-
-    def compiles(self) -> int:
-        return self.executor.compiles()
 
     def __enter__(self) -> Launching:
         return self
@@ -329,14 +326,14 @@ class Launched(NamedTuple):
     """A step that runs, or waits for its turn."""
 
     launching: Launching
-    outcome: Future[list[Mapping[str, Any]]]
+    outcome: Future[Sequence[Outputs]]
 
-    def result(self) -> list[Mapping[str, Any]]:
+    def result(self) -> Sequence[Outputs]:
         self.launching.read()
         return self.outcome.result()
 
 
-def poison(executor: Executor) -> None:
+def poison(executor: CpuExecutor) -> None:
     """Fills every state pool with NaN, and every seat with what no step can start from: a request must see only what it wrote itself."""
     for leaf, tensor in zip(executor.artifact.manifest.state, executor._state, strict=True):
         if compare.is_seats(leaf):

@@ -19,7 +19,8 @@ import numpy as np
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, TokenEvent, TokenLogprobs
-from npucompile.runtime.rng import uniform
+from npucompile.runtime.rng import random_number
+from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
 
 VOCAB = 13
 POISON = -(10**9)
@@ -78,7 +79,7 @@ def alone(request: Request, max_model_len: int) -> Alone:
     logprobs: list[TokenLogprobs] = []
     while True:
         state = fold_all(known)
-        token = next_token(known, state, how, uniform(sampling.seed or 0, len(shown)))
+        token = next_token(known, state, how, random_number(sampling.seed or 0, len(shown)))
         if token in request.stop_token_ids:
             return Alone(shown, "stop", len(shown) + 1, logprobs)
         if request.logprobs is not None:
@@ -120,7 +121,7 @@ class Memory:
     Attributes:
         right: how likely each draft is the right one.
         most_logprobs: as an executor's `max_logprobs`.
-        holdings: the engine's, to tell who owns what; without them nothing is known of that.
+        manager: the engine's, to tell who owns what; without it nothing is known of that.
         rows: live rows by bucket name, of steps that did not fail.
         accepted: how many rows of decode steps had so many drafts accepted.
         broken: seats of requests whose step failed: what is left of them is not to be relied upon.
@@ -130,7 +131,7 @@ class Memory:
     right: float = 0.5
     most_logprobs: int = 0
     draw: random.Random = field(default_factory=lambda: random.Random(5))
-    holdings: Any = None
+    manager: KVCacheManager | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     rows: Counter[str] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
@@ -149,10 +150,10 @@ class Memory:
     # When a step is launched.
 
     def dead(self) -> Dead:
-        if self.holdings is None:
+        if self.manager is None:
             return Dead([], [], [])
-        pools = (self.holdings.pages, self.holdings.slots, self.holdings.seats)
-        return Dead(*([number for number in range(pool.size) if pool.owner_of(number) is None] for pool in pools))
+        pools = (self.manager.pages, self.manager.state_slots, self.manager.request_slots)
+        return Dead(*([number for number, owner in enumerate(pool._owner) if owner is None] for pool in pools))
 
     def found(self, bucket: Bucket, inputs: Inputs) -> list[Row]:
         """The live rows; all others must be padding to the last number."""
@@ -160,7 +161,7 @@ class Memory:
         for i, seat in enumerate(inputs["seats"].tolist()):
             given = {name: array[i].copy() for name, array in inputs.items()}
             if seat:
-                name = self.holdings.seats.owner_of(seat) if self.holdings else None
+                name = self.manager.request_slots._owner[seat] if self.manager else None
                 rows.append(Row(given, seat, self.requests.get(name or "")))
                 continue
             idle = {"top_p": 1, "next_tokens": -1}
@@ -306,7 +307,7 @@ class Memory:
             draft = self.draw.randrange(VOCAB)
             if row.owner is not None and self.draw.random() < self.right:
                 how = [float(row.given[name]) for name in SETTINGS]
-                u = uniform(row.owner.sampling.seed or 0, len(known) - len(row.owner.prompt))
+                u = random_number(row.owner.sampling.seed or 0, len(known) - len(row.owner.prompt))
                 draft = next_token(known, fold_all(known), how, u)
             made.append(draft)
             known = [*known, draft]
@@ -324,7 +325,7 @@ class Memory:
         if row.owner is None:
             return
         sampling = row.owner.sampling
-        right = uniform(sampling.seed or 0, position - len(row.owner.prompt)) if sampling.temperature else 0.0
+        right = random_number(sampling.seed or 0, position - len(row.owner.prompt)) if sampling.temperature else 0.0
         assert u == right, f"token {position} of {row.owner.id!r} is drawn with {u}, and its own number is {right}"
 
     def place(self, table: np.ndarray, position: int) -> tuple[int, int]:
@@ -399,6 +400,7 @@ class ToyDevice:
     refuse_at: frozenset[int] = frozenset()
     on_run: Callable[[], None] = lambda: None
     vocab_size: int = VOCAB
+    backends: Mapping[str, str] = field(default_factory=dict)
     refreshes: int = 0
     log: list[tuple[str, int]] = field(default_factory=list)
 
@@ -419,8 +421,8 @@ class ToyDevice:
 
     def serve(self, engine: Engine) -> None:
         """Learns who owns what in the pools of this engine."""
-        for memory, holdings in zip(self.memories, engine._holdings, strict=True):
-            memory.holdings = holdings
+        for memory, manager in zip(self.memories, engine._cache_managers, strict=True):
+            memory.manager = manager
 
     def knows(self, request: Request) -> None:
         """Learns of a request, so that its random numbers are checked and its drafts can be right."""
@@ -455,13 +457,6 @@ class ToyDevice:
             self.done += 1
             self.flights[self.done - 1].run()
 
-    def run(self, bucket: Bucket, inputs: Inputs) -> dict[str, np.ndarray]:
-        (outputs,) = self.run_groups(bucket, [inputs])
-        return outputs
-
-    def run_groups(self, bucket: Bucket, inputs: Sequence[Inputs]) -> list[dict[str, np.ndarray]]:
-        return self.launch(bucket, inputs).result()
-
     def refresh(self) -> bool:
         self.refreshes += 1
         return True
@@ -479,16 +474,6 @@ class ToyDevice:
             elif what == "result":
                 assert flying.pop(0) == number
         assert not flying
-
-
-class Synchronous:
-    """The same device as an executor that can only run a step while its caller waits."""
-
-    def __init__(self, device: ToyDevice) -> None:
-        self.device = device
-        self.limits, self.buckets, self.vocab_size, self.groups = device.limits, device.buckets, device.vocab_size, device.groups
-        self.max_logprobs = device.max_logprobs
-        self.refresh, self.compiles, self.run, self.run_groups = device.refresh, device.compiles, device.run, device.run_groups
 
 
 class Collect:
@@ -557,19 +542,17 @@ def serving(
     prefill_burst: int = 1,
     refresh_every_s: float | None = 1.0,
     run_ahead: int | None = None,
-    synchronous: bool = False,
     **device: Any,
 ) -> Serving:
     """An engine over a toy; without more said it has room for eight requests of 32 tokens, and pages for two.
 
     Args:
         drafts: of limits and buckets that are not given.
-        synchronous: the executor can only run a step while the engine waits.
         device: attributes of the ToyDevice.
     """
     limits = limits or limits_of(4, 17, 8, 32, drafts)
     toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **device)
     options: dict[str, Any] = {"prefill_burst": prefill_burst, "refresh_every_s": refresh_every_s, "run_ahead": run_ahead}
-    engine = Engine(Synchronous(toy) if synchronous else toy, clock=clock or Clock(), **options)
+    engine = Engine(toy, clock=clock or Clock(), **options)
     toy.serve(engine)
     return Serving(engine, toy)

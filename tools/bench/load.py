@@ -13,7 +13,7 @@ import torch
 
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
-from ...runtime.cpu_executor import Executor
+from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
 from ...runtime.request import Event, Request, TokenEvent
 from ..progress import Progress
@@ -63,7 +63,7 @@ def probe(path: Path, prompt_tokens: int, clock: Clock = time.monotonic) -> dict
     after_open = clock()
     artifact = _TimedArtifact(opened.path, opened.manifest, opened.digest)
     artifact.clock = clock
-    executor = Executor(artifact)
+    executor = CpuExecutor(artifact)
     ready = clock()
     engine = Engine(executor, refresh_every_s=None)
     prompt = tuple(1 + i % (executor.vocab_size - 1) for i in range(prompt_tokens))

@@ -17,9 +17,9 @@ import torch
 from ...graphs.errors import NpucompileError, SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.executable import Executable
-from ...runtime.cpu_executor import Executor
+from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
-from ...runtime.engine import Executor as Steps
+from ...runtime.executor import Executor
 from ...runtime.request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
 from ...server.client import Client, raise_if_refused
 from ...server.run import serving
@@ -115,7 +115,7 @@ class Run:
         return 1e3 * statistics.median(gaps) if gaps else None
 
 
-class TimedExecutor(Executor):
+class TimedExecutor(CpuExecutor):
     """An executor that notes how long its executables run, to tell them from the host's work around them.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Timed:
         return results
 
 
-def through_engine(executor: Steps, calls: Sequence[tuple[str, float]], load: Load, clock: Clock = time.perf_counter) -> Run:
+def through_engine(executor: Executor, calls: Sequence[tuple[str, float]], load: Load, clock: Clock = time.perf_counter) -> Run:
     """Serves a load with an engine of its own, stepped by this thread.
 
     Args:

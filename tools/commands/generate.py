@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import click
 
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...runtime.cpu_executor import Executor
-from ...runtime.distributed.sharded_executor import ShardedExecutor
+from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.request import Sampling
 from ...server.logprobs import token_objects
 from ...server.token_text import Spelling
@@ -88,22 +86,22 @@ def command(
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
         team = stack.enter_context(leading(artifact, place, settings, home.environment))
-        executor = team.executor() if team else Executor(artifact)
+        executor = team.executor() if team else CpuExecutor(artifact)
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
         asked_for = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
         (done,) = complete(executor, [ids], sampling, max_tokens, stop, **asked_for)
     text = codec.decode(done.token_ids) if codec else ""
     if as_json:
         told = {"logprobs": logprobs_of(done, codec)} if logprobs is not None else {}
-        click.echo(json.dumps(as_dict(done, text, executor) | told))
+        click.echo(json.dumps(as_dict(done, text, artifact, executor.backends) | told))
         return
     click.echo(text)
     click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
 
 
-def as_dict(done: Completion, text: str, executor: Executor | ShardedExecutor) -> dict[str, Any]:
-    """What `--json` prints."""
-    manifest = executor.artifact.manifest
+def as_dict(done: Completion, text: str, artifact: Artifact, backends: Mapping[str, str]) -> dict[str, Any]:
+    """What `--json` prints; `backends` are the executor's."""
+    manifest = artifact.manifest
     return {
         "text": text,
         "token_ids": list(done.token_ids),
@@ -117,9 +115,9 @@ def as_dict(done: Completion, text: str, executor: Executor | ShardedExecutor) -
         "acceptance_rates": acceptance.rates([done.record]),
         "model": manifest.model["name"],
         "dtype": manifest.dtype,
-        "artifact": executor.artifact.digest,
-        "backends": executor.backends,
-        "record": asdict(done.record),
+        "artifact": artifact.digest,
+        "backends": dict(backends),
+        "record": done.record._asdict(),
     }
 
 

@@ -24,7 +24,7 @@ from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.toolchain import toolchain
-from ...runtime.cpu_executor import Executor
+from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.distributed.control_plane import Job, RankError
 from ...runtime.distributed.process_groups import Groups
 from ...runtime.distributed.rendezvous import Seat, gather, join, keys, open_store
@@ -156,7 +156,7 @@ class Team:
             RankError: another rank could not get ready.
         """
         try:
-            local = Executor(self.artifact, rank=0)
+            local = CpuExecutor(self.artifact, rank=0)
         except Exception as error:
             self.job.fail(0, f"getting ready: {error}", gone=False)
             raise
@@ -222,9 +222,9 @@ def follow(artifact: Artifact, place: Place, settings: Settings) -> None:
     worker = Worker(place.rank, stream, on_end=lambda text: _end_after(LAST_S, 1, f"Error: {text}"), silence_s=settings.silence_s)
     try:
 
-        def make() -> Executor:
+        def make() -> CpuExecutor:
             groups.append(Groups(mesh, place.rank, keys(store, seat, GROUPS), address, settings.step_timeout_s))
-            return Executor(artifact, rank=place.rank)
+            return CpuExecutor(artifact, rank=place.rank)
 
         groups: list[Groups] = []
         worker.serve(make)

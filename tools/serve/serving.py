@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
-from ...runtime.cpu_executor import Executor
+from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.distributed.sharded_executor import ShardedExecutor
 from ...runtime.engine import Engine
 from ...server.service import ServedModel, Service
@@ -30,7 +30,7 @@ class Running:
 
     service: Service
     engine: Engine
-    executor: Executor | ShardedExecutor
+    executor: CpuExecutor | ShardedExecutor
 
 
 def start(artifact: Artifact, team: Team | None = None) -> Running:
@@ -47,13 +47,13 @@ def start(artifact: Artifact, team: Team | None = None) -> Running:
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     codec = TextCodec.load(artifact.path / manifest.tokenizer)
-    loaded: list[Executor | ShardedExecutor] = []
+    loaded: list[CpuExecutor | ShardedExecutor] = []
 
-    def load() -> Executor | ShardedExecutor:
-        loaded.append(team.executor() if team else Executor(artifact))
+    def load() -> CpuExecutor | ShardedExecutor:
+        loaded.append(team.executor() if team else CpuExecutor(artifact))
         return loaded[0]
 
-    engine = Engine.launch(load)
+    engine = Engine.from_loader(load)
     (executor,) = loaded
     model = ServedModel(
         name=str(manifest.model["name"]),

@@ -14,6 +14,7 @@ from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.runtime.distributed.control_plane import Job, RankError
 from npucompile.runtime.distributed.messages import encode, receive
 from npucompile.runtime.distributed.sharded_executor import ShardedExecutor, told
+from npucompile.runtime.executor import FinishedStep
 
 BUCKET = Bucket("decode", 2, 1)
 WAIT_S = 20
@@ -22,14 +23,17 @@ WAIT_S = 20
 class Local:
     """Rank 0's own part: adds one."""
 
-    buckets, limits, vocab_size, backends, artifact = (BUCKET,), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}, "artifact"
+    buckets, limits, vocab_size, backends = (BUCKET,), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}
     error: Exception | None = None
     max_logprobs = 7
 
-    def run(self, bucket, inputs):
+    def launch(self, bucket, inputs):
         if self.error:
             raise self.error
-        return {"tokens": inputs["tokens"] + 1, "logits": np.zeros(3)}
+        return FinishedStep([self.outputs(inputs[0]["tokens"])])
+
+    def outputs(self, tokens):
+        return {"tokens": tokens + 1, "logits": np.zeros(3)}
 
     def compiles(self):
         return 5
@@ -85,18 +89,22 @@ def inputs(*values):
     return [{"tokens": np.full((2, 1), value, np.int32)} for value in values]
 
 
+def run(executor, *inputs):
+    return executor.launch(BUCKET, inputs).result()
+
+
 def test_it_is_what_rank_0_is(team):
     executor = team("dp=2,tp=2").executor()
     assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == ((BUCKET,), Local.limits, 13, 2)
     assert executor.max_logprobs == 7
-    assert (executor.artifact, executor.backends, executor.compiles(), executor.refresh()) == ("artifact", Local.backends, 5, False)
+    assert (executor.run_ahead, executor.backends, executor.compiles(), executor.refresh()) == (0, Local.backends, 5, False)
 
 
 def test_every_rank_gets_its_groups_inputs_and_every_group_answers_once(team):
     one = team("dp=3,tp=2")
     executor = one.executor()
     for _ in range(2):
-        outputs = executor.run_groups(BUCKET, inputs(10, 20, 30))
+        outputs = run(executor, *inputs(10, 20, 30))
         assert [out["tokens"].tolist() for out in outputs] == [[[11]] * 2, [[220]] * 2, [[430]] * 2]
         assert [list(out) for out in outputs] == [["tokens"]] * 3
         executor.job.gather([], "outputs", 1)
@@ -117,15 +125,15 @@ def test_counts_are_told_and_log_probabilities_where_a_row_asked(team):
     assert told(("tokens", "counts"), nobody, {"tokens": 1, "logits": 4}) == {"tokens": 1}
     # What rank 0 runs itself is cut in the same way.
     one = team("tp=2")
-    one.local.run = lambda bucket, inputs: said
+    one.local.outputs = lambda tokens: said
     executor = one.executor()
-    assert set(executor.run(BUCKET, inputs(1)[0] | somebody)) == set(told_all)
-    assert set(executor.run(BUCKET, inputs(1)[0] | nobody)) == {"tokens", "counts"}
+    assert set(run(executor, inputs(1)[0] | somebody)[0]) == set(told_all)
+    assert set(run(executor, inputs(1)[0] | nobody)[0]) == {"tokens", "counts"}
 
 
 def test_one_group_needs_no_answers(team):
     executor = team("tp=3").executor(outputs=("tokens", "logits"))
-    found = executor.run(BUCKET, inputs(5)[0])
+    (found,) = run(executor, *inputs(5))
     assert (found["tokens"].tolist(), found["logits"].shape) == ([[6]] * 2, (3,))
 
 
@@ -133,11 +141,11 @@ def test_what_cannot_be_run_is_refused_and_nobody_is_asked(team):
     one = team("dp=2")
     executor = one.executor()
     with pytest.raises(SpecError, match="no bucket decode-b9-q1; the artifact has decode-b2-q1"):
-        executor.run_groups(Bucket("decode", 9, 1), inputs(1, 2))
-    with pytest.raises(SpecError, match="inputs for 1 groups; mesh dp=2 has 2"):
-        executor.run(BUCKET, inputs(1)[0])
+        executor.launch(Bucket("decode", 9, 1), inputs(1, 2))
+    with pytest.raises(SpecError, match="inputs for 1 dp groups; the executor has 2"):
+        run(executor, *inputs(1))
     assert one.seen == {}
-    assert executor.run_groups(BUCKET, inputs(1, 2))[1]["tokens"].tolist() == [[102]] * 2
+    assert run(executor, *inputs(1, 2))[1]["tokens"].tolist() == [[102]] * 2
 
 
 def test_a_rank_that_is_not_ready_ends_the_wait(team):
@@ -153,11 +161,11 @@ def test_a_rank_that_dies_in_a_step_is_named(team):
     executor = one.executor()
     threading.Timer(0.2, one.far[1].shutdown, (2,)).start()
     with pytest.raises(RankError, match="rank 1 of mesh dp=2 was lost"):
-        executor.run_groups(BUCKET, inputs(1, 2))
+        run(executor, *inputs(1, 2))
     with pytest.raises(RankError, match="rank 1"):
         executor.refresh()
     with pytest.raises(RankError, match="rank 1"):
-        executor.run_groups(BUCKET, inputs(1, 2))
+        run(executor, *inputs(1, 2))
 
 
 def test_an_error_here_is_blamed_on_who_caused_it(team):
@@ -167,7 +175,7 @@ def test_an_error_here_is_blamed_on_who_caused_it(team):
     one.far[1].shutdown(2)
     one.local.error = RuntimeError("Connection closed by peer")
     with pytest.raises(RankError, match="rank 1 of mesh tp=2 was lost: it closed its connection"):
-        executor.run(BUCKET, inputs(1)[0])
+        run(executor, *inputs(1))
 
 
 def test_an_error_of_rank_0_ends_all(team):
@@ -175,10 +183,10 @@ def test_an_error_of_rank_0_ends_all(team):
     executor = one.executor()
     one.local.error = ZeroDivisionError("no")
     with pytest.raises(RankError, match="rank 0 of mesh tp=2 failed: decode-b2-q1: ZeroDivisionError: no; all ranks end"):
-        executor.run(BUCKET, inputs(1)[0])
+        run(executor, *inputs(1))
 
 
 def test_a_rank_that_does_not_answer_is_named(team):
     executor = team("dp=3", silent=(2,)).executor(step_timeout_s=0.2)
     with pytest.raises(RankError, match=r"no outputs from rank 2 within 0.2 s"):
-        executor.run_groups(BUCKET, inputs(1, 2, 3))
+        run(executor, *inputs(1, 2, 3))

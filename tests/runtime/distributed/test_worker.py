@@ -14,6 +14,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.messages import encode, receive
 from npucompile.runtime.distributed.worker import Worker
+from npucompile.runtime.executor import FinishedStep
 
 BUCKET = Bucket("decode", 2, 1)
 WAIT_S = 20
@@ -26,12 +27,14 @@ class Executor:
         self.artifact = SimpleNamespace(manifest=SimpleNamespace(mesh=mesh))
         self.ran = []
 
-    def run(self, bucket, inputs):
+    def launch(self, bucket, groups):
+        (inputs,) = groups
         self.ran.append(inputs["tokens"].tolist())
         if 13 in inputs["tokens"]:
             raise ZeroDivisionError("unlucky")
         told = np.zeros((2, 1), np.float32)
-        return {"tokens": inputs["tokens"] * 2, "counts": np.ones(2, np.int32), "logits": np.zeros(3), "chosen_logprobs": told}
+        outputs = {"tokens": inputs["tokens"] * 2, "counts": np.ones(2, np.int32), "logits": np.zeros(3), "chosen_logprobs": told}
+        return FinishedStep([outputs])
 
 
 class Running:

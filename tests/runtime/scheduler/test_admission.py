@@ -56,7 +56,7 @@ def test_what_cannot_is_refused(request_, message, param):
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_graphs_without_log_probabilities_tell_none(asked):
-    with pytest.raises(RequestError, match=f"logprobs is {asked}; these graphs tell none, so legal is null") as caught:
+    with pytest.raises(RequestError, match=f"logprobs is {asked}; these graphs return none, so legal is null") as caught:
         check(ask(logprobs=asked), LIMITS, 13, 0)
     assert caught.value.param == "logprobs"
 

@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from npucompile.runtime.scheduler.pools import OwnershipError, PagePool, Pool, SeatPool, SlotPool
+from npucompile.runtime.scheduler.pools import OwnershipError, PagePool, Pool, RequestSlotPool, StateSlotPool
 
 SIZE = 9
 
@@ -56,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
         for owner, numbers in self.model.items():
             assert list(self.pool.owned(owner)) == numbers
         of = {n: owner for owner, numbers in self.model.items() for n in numbers}
-        assert [self.pool.owner_of(n) for n in range(SIZE)] == [of.get(n) for n in range(SIZE)]
+        assert self.pool._owner == [of.get(n) for n in range(SIZE)]
         assert 0 not in of
 
     @invariant()
@@ -83,7 +83,7 @@ def test_same_calls_give_the_same_numbers():
 def test_page_zero_is_never_given():
     pool = PagePool(4)
     assert sorted(pool.allocate(3, "a")) == [1, 2, 3]
-    assert pool.owner_of(0) is None
+    assert pool._owner[0] is None
     with pytest.raises(OwnershipError, match=r"legal is 0 to the 0 that are free"):
         pool.allocate(1, "b")
 
@@ -106,25 +106,25 @@ def test_a_snapshot_is_read_only():
 
 
 def test_slot_groups():
-    pool = SlotPool(8, group=3)
+    pool = StateSlotPool(8, group=3)
     first, second = pool.allocate_group("a"), pool.allocate_group("b")
     assert len(first) == len(second) == 3
     assert len({*first, *second}) == 6
     with pytest.raises(OwnershipError, match="already holds"):
         pool.allocate_group("a")
-    with pytest.raises(OwnershipError, match="asks for 3 slots; legal is 0 to the 1"):
+    with pytest.raises(OwnershipError, match="asks for 3 state slots; legal is 0 to the 1"):
         pool.allocate_group("c")
     pool.free("a")
     assert sorted(pool.allocate_group("c")) == sorted(first)
     pool.check()
 
 
-def test_a_seat_is_one_for_each():
-    pool = SeatPool(3)
+def test_a_request_has_one_request_slot():
+    pool = RequestSlotPool(3)
     assert {*pool.allocate_group("a"), *pool.allocate_group("b")} == {1, 2}
-    with pytest.raises(OwnershipError, match=r"'a' asks for a group of seats; it already holds \["):
+    with pytest.raises(OwnershipError, match=r"'a' asks for a group of request slots; it already holds \["):
         pool.allocate_group("a")
-    with pytest.raises(OwnershipError, match="asks for 1 seats; legal is 0 to the 0"):
+    with pytest.raises(OwnershipError, match="asks for 1 request slots; legal is 0 to the 0"):
         pool.allocate_group("c")
     assert pool.free("a") == 1
     pool.check()

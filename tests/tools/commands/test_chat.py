@@ -8,7 +8,7 @@ import pytest
 from support import tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.run import serving, websocket_url
 from npucompile.server.tokenizer import TextCodec
@@ -29,7 +29,7 @@ def test_an_answer_is_what_the_model_says_offline(tmp_path, tiny_artifact, serve
     artifact = Artifact.open(tiny_artifact)
     codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
     sampling = Sampling(0.9, 50, 0.95, 0.001, seed=11)
-    (done,) = complete(Executor(artifact), [codec.encode("in the")], sampling, 20, frozenset(artifact.manifest.model["eos_ids"]))
+    (done,) = complete(CpuExecutor(artifact), [codec.encode("in the")], sampling, 20, frozenset(artifact.manifest.model["eos_ids"]))
     options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--seed", 11)
     result = tiny.cli(tmp_path, "chat", "in the", "--url", url, *options)
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ from support import ranks, tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.tokenizer import TextCodec
 from npucompile.tools.commands.generate import parse_ids
@@ -27,7 +27,7 @@ def expected(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
     ids = codec.encode(PROMPT)
-    (done,) = complete(Executor(artifact), [ids], Sampling(), 6, frozenset())
+    (done,) = complete(CpuExecutor(artifact), [ids], Sampling(), 6, frozenset())
     return ids, done.token_ids, codec.decode(done.token_ids)
 
 

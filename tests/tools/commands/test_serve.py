@@ -20,7 +20,7 @@ from support import ranks, tiny
 from npucompile.graphs.errors import ArtifactMissing, ArtifactStale, ArtifactTampered, ModelError, RequestError, SpecError, UnknownModel
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models.presets import BUNDLED
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.tools.cli import Home
@@ -278,7 +278,7 @@ def server():
 
 
 def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):
-    one, alone = server(sharded("tp=2")), Executor(Artifact.open(sharded("")))
+    one, alone = server(sharded("tp=2")), CpuExecutor(Artifact.open(sharded("")))
     assert "2 ranks of mesh tp=2, a process each" in one.said
     (expected,) = complete(alone, [[7, 8, 9]], Sampling(), 12, frozenset())
     assert asyncio.run(one.ask(12)) == expected.token_ids

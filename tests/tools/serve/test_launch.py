@@ -18,7 +18,7 @@ from support import ranks, tiny
 
 from npucompile.graphs.errors import ArtifactError, ArtifactMissing, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.request import Sampling
 from npucompile.tools.cli import Home
@@ -137,7 +137,7 @@ def test_one_device_needs_no_team(sharded):
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_ranks_say_what_one_device_says_and_a_killed_one_ends_them_all(sharded, mesh):
     """Five prompts: over two groups that is one too many for an even share, and in the end one of them is idle."""
-    alone = tokens(Executor(Artifact.open(sharded(""))))
+    alone = tokens(CpuExecutor(Artifact.open(sharded(""))))
     processes = {}
     with pytest.raises(RankError) as caught, team_of(Artifact.open(sharded(mesh))) as team:  # noqa: PT012
         processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.serve.rank" in command_of(pid)}

@@ -9,8 +9,8 @@ from support import tiny
 from npucompile.graphs.errors import NpucompileError, RequestError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.buckets import DecodeRow, PrefillRow
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import ExecutionRecord, Sampling
 from npucompile.tools.serve.offline import Completion, complete
 
@@ -19,22 +19,19 @@ GREEDY, NO_STOP = Sampling(), frozenset()
 
 @pytest.fixture(scope="module")
 def executor(tiny_artifact):
-    return Executor(Artifact.open(tiny_artifact))
+    return CpuExecutor(Artifact.open(tiny_artifact))
 
 
 def by_hand(executor, prompt, count):
     """Greedy decoding with nothing between it and the graphs."""
     pages = slots = [1, 2, 3, 4]
 
-    def run(bucket, row):
-        return executor.run(bucket, pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs))
-
     for start in range(0, len(prompt), 16):
         (following,) = prompt[start + 16 : start + 17] or [-1]
-        outputs = run(Bucket("prefill", 1, 16), PrefillRow(prompt[start : start + 16], start, pages, 1, 1, following))
+        outputs = tiny.run_row(executor, Bucket("prefill", 1, 16), PrefillRow(prompt[start : start + 16], start, pages, 1, 1, following))
     made = [int(outputs["tokens"][0, 0])]
     while len(made) < count:
-        outputs = run(Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(made) - 1, pages, slots, 3))
+        outputs = tiny.run_row(executor, Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(made) - 1, pages, slots, 3))
         made += outputs["tokens"][0, : outputs["counts"][0]].tolist()
     return tuple(made[:count])
 
@@ -103,7 +100,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(executor):
 
 def test_a_step_that_fails_is_told(executor, caplog):
     class Broken(tiny.Narrowed):
-        def run(self, bucket, inputs):
+        def launch(self, bucket, inputs):
             raise ZeroDivisionError("no")
 
     with pytest.raises(NpucompileError, match="generation failed: prefill-b1-q4: ZeroDivisionError: no"):

@@ -15,7 +15,7 @@ from support import ranks
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import pack
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import Job
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.process_groups import Groups
@@ -67,11 +67,11 @@ def rank1(sharded):
 def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1):
     """Ctrl-C and torchrun's SIGTERM reach all ranks; rank 0 ends them in order."""
     one = rank1()
-    executor = Executor(one.artifact, rank=0)
+    executor = CpuExecutor(one.artifact, rank=0)
     inputs = pack(DECODE, [], executor.limits, max_logprobs=executor.max_logprobs)
     for number in range(3):
         one.job.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
-        assert executor.run(DECODE, inputs)["tokens"].dtype == np.int32
+        assert executor.launch(DECODE, [inputs]).result()[0]["tokens"].dtype == np.int32
     one.process.send_signal(signal.SIGINT)
     one.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)

@@ -110,10 +110,10 @@ def test_a_process_that_runs_it_loads_no_compiler(swapped):
 import json, sys
 from pathlib import Path
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import Executor
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.tools.serve.offline import complete
-executor = Executor(Artifact.open(Path(sys.argv[1])))
+executor = CpuExecutor(Artifact.open(Path(sys.argv[1])))
 (done,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
 assert [told.top[0][0] for told in done.logprobs] == list(done.token_ids)
 compilers = [name for name in sys.modules if name.startswith(("torch._inductor.codegen", "torch._dynamo.symbolic_convert"))]

@@ -1,0 +1,71 @@
+"""The sizes that scheduling decisions depend on, and how many pages a request needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...graphs.errors import SpecError
+from ...graphs.types import Bucket, Limits
+from ..buckets import of_kind
+from .request_state import RequestState
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits and buckets of the executor, and how prefill and decode steps alternate.
+
+    Attributes:
+        limits: of one dp group.
+        prefill_burst: most prefill steps between two decode steps while any request decodes.
+
+    Raises:
+        SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket or the
+            state slots of a request do not fit the drafts.
+    """
+
+    limits: Limits
+    buckets: tuple[Bucket, ...]
+    prefill_burst: int = 1
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        if self.prefill_burst < 1:
+            raise SpecError(f"prefill_burst is {self.prefill_burst}; legal is at least 1")
+        if limits.num_pages - 1 < limits.pages_per_request:
+            raise SpecError(
+                f"{limits.num_pages} pages leave {limits.num_pages - 1} beside the null page; one request of max_model_len "
+                f"{limits.max_model_len} takes {limits.pages_per_request}, so legal is at least {limits.pages_per_request + 1}"
+            )
+        if limits.slots_per_request != self.candidates:
+            raise SpecError(
+                f"{limits.slots_per_request} state slots per request with {limits.drafts} drafts; decoding needs {self.candidates}, "
+                "one for each candidate token"
+            )
+        if limits.num_slots - 1 < limits.slots_per_request:
+            raise SpecError(
+                f"{limits.num_slots} state slots leave {limits.num_slots - 1} beside the null slot; one request takes "
+                f"{limits.slots_per_request}, so legal is at least {limits.slots_per_request + 1}"
+            )
+        of_kind(self.buckets, "prefill")
+        for bucket in of_kind(self.buckets, "decode"):
+            if bucket.q_len != self.candidates:
+                drafts = f"with {limits.drafts} drafts, legal is {self.candidates}"
+                raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
+
+    @property
+    def candidates(self) -> int:
+        """Q of decode: a request's last token and its drafts."""
+        return self.limits.drafts + 1
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many tokens of one request, at most a full context."""
+        return -(-min(tokens, self.limits.max_model_len) // self.limits.page_size)
+
+    def pages_to_prefill(self, request: RequestState) -> int:
+        """Pages for all tokens of the request, and for the candidates drafted after them."""
+        return self.pages_for(request.num_tokens + self.candidates)
+
+    def pages_to_decode(self, request: RequestState) -> int:
+        """Pages for the next decode step: its latest possible start, all candidates, and the drafts written after them."""
+        Q = self.candidates
+        return self.pages_for(request.num_computed_tokens + request.steps_in_flight * Q + 2 * Q - 1)

@@ -1,0 +1,34 @@
+"""runtime/scheduler/policy.py: sizes that cannot serve every request are refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduling import policy
+
+from npucompile.graphs.errors import SpecError
+from npucompile.graphs.types import Bucket, Limits
+from npucompile.runtime.scheduler.policy import Policy
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"pages": 4}, "4 pages leave 3 .* takes 4, so legal is at least 5"),
+        ({"requests": 0, "drafts": 2}, "1 state slots leave 0 .* takes 3, so legal is at least 4"),
+        ({"burst": 0}, "prefill_burst is 0; legal is at least 1"),
+        ({"decode": ()}, "no decode bucket"),
+        ({"prefill": ()}, "no prefill bucket"),
+    ],
+)
+def test_sizes_that_cannot_serve_are_refused(sizes, message):
+    with pytest.raises(SpecError, match=message):
+        policy(**sizes)
+
+
+def test_a_decode_bucket_of_another_width_is_refused():
+    buckets = (Bucket("prefill", 1, 4), Bucket("decode", 2, 3))
+    with pytest.raises(SpecError, match="decode-b2-q3 decodes 3 tokens per request; with 0 drafts, legal is 1"):
+        Policy(Limits(2, 9, 9, 8), buckets)
+    with pytest.raises(SpecError, match="1 state slots per request with 2 drafts; decoding needs 3, one for each candidate"):
+        Policy(Limits(2, 9, 9, 8, 1, 2), buckets)
+    Policy(Limits(2, 9, 10, 8, 3, 2), buckets)
