@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import save
-
-from ...graphs import tree
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
 from ...lowering.artifact.graph_io import encode
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
-from ...models import checkpoint, safetensors_files, step
+from ...models import step
 from ...server.tokenizer import TextCodec
 from ..progress import Progress
 from ..verify import executables
@@ -26,6 +23,7 @@ from .compile_pool import Job, run_all
 from .plan import Plan
 from .result import Report
 from .stages import Staged, stage
+from .weights import store_weights
 
 THREADS = 0
 """Compiled code asks the process for its thread count, so that one artifact serves machines of any size."""
@@ -167,18 +165,7 @@ def _prove(entry: GraphEntry, manifest: Manifest, writer: ArtifactWriter) -> Man
 
 def _weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
     """Path of the parameters in the artifact, and the digest of what they were read from."""
-    if plan.found.checkpoint_dir is None:
-        return None, "none"
-    source = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
-    digest = safetensors_files.digest(source)
-    before = writer.previous.manifest if writer.previous else None
-    if before and before.weights and before.source_digest == digest and before.params == leaves and writer.keep(before.weights):
-        return before.weights, digest
-    params = checkpoint.load(source, plan.model.params(plan.dtype))
-    tensors = {leaf.name: tensor.contiguous() for leaf, (_, tensor) in zip(leaves, tree.flatten(params), strict=True)}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
-    return writer.add("weights", save(tensors), "safetensors"), digest
+    return store_weights(plan, leaves, writer, progress)
 
 
 def _compile(
