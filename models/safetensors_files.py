@@ -65,7 +65,7 @@ class TensorEntry:
         Raises:
             CheckpointError: the file changed since its header was read.
         """
-        buffer = memoryview(target.view(-1).view(torch.uint8).numpy())
+        buffer = bytes_of(target)
         try:
             with self.file.open("rb", buffering=0) as stream:
                 stream.seek(self.begin)
@@ -121,6 +121,12 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         if name not in tensors:
             raise CheckpointError(f"{directory / INDEX}: says {name} is in {file_name}, which does not hold it")
     return Checkpoint(directory, files, tensors)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not copied."""
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view
 
 
 def _weight_map(path: Path) -> dict[str, str]:

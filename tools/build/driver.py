@@ -159,7 +159,8 @@ def _prove(entry: GraphEntry, manifest: Manifest, writer: ArtifactWriter) -> Man
     Raises:
         VerifyError: it does not.
     """
-    entry = replace(entry, verified=executables.verify_entry(Artifact(writer.root, manifest, ""), entry))
+    artifact = Artifact(writer.root, manifest, "")
+    entry = replace(entry, verified=executables.verify_entry(artifact, entry, executables.load_params(artifact)))
     return writer.publish(replace(manifest, graphs=tuple(entry if e.bucket == entry.bucket else e for e in manifest.graphs)))
 
 

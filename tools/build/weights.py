@@ -59,7 +59,7 @@ def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> I
     with progress.bar("read weights", total // MB) if total >= BAR_BYTES else nullcontext() as bar:
         for group in sorted(reader.groups, key=lambda group: min(offsets[leaves[position].name] for position in group)):
             for position, tensor in reader.read(group):
-                yield offsets[leaves[position].name], memoryview(tensor.view(-1).view(torch.uint8).numpy())
+                yield offsets[leaves[position].name], safetensors_files.bytes_of(tensor)
                 stored += tensor.nbytes
                 del tensor  # or it would be in memory while the next one is read
                 if bar and stored * BAR_STEPS // total > shown * BAR_STEPS // total:

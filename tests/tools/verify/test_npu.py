@@ -19,9 +19,9 @@ from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
 from npucompile.tools.verify import emulated_run, npu
-from npucompile.tools.verify.npu import describe, excerpts, is_for_device
-from npucompile.tools.verify.small_model import Case, Form
-from npucompile.tools.verify.step_trace import Expected, Script, Turn
+from npucompile.tools.verify.npu import describe, is_for_device, representative_steps
+from npucompile.tools.verify.small_model import BucketCase, Form
+from npucompile.tools.verify.step_trace import ExpectedOutputs, StepTrace, TraceStep
 
 DECODE, BOTH = ("decode",), ("prefill", "decode")
 
@@ -210,16 +210,16 @@ def test_targets_decide_which_proof_it_is(artifact):
 
 def test_excerpts_have_every_case_at_its_fullest_and_the_last_that_decodes():
     """A row that goes on reads what a step before it left; the first chunk of a prompt does not."""
-    small, large, chunk = (Case(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
+    small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
 
     def turn(case, at, *valid):
         """Groups with so many live results each, of a row with so many tokens in the caches."""
-        told = tuple(Expected((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
+        told = tuple(ExpectedOutputs((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
         inputs = {"starts": torch.tensor([at]), "seats": torch.tensor([1])}
-        return Turn(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), told)
+        return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), told)
 
     def chosen(*turns):
-        return excerpts(Script(turns, (), (), (), (), ()))
+        return representative_steps(StepTrace(turns, (), (), (), (), ()))
 
     assert chosen(turn(chunk, 0, 9, 9), turn(chunk, 5, 1, 0), turn(chunk, 7, 1, 1), turn(chunk, 9, 1, 0)) == (2,)
     assert chosen(turn(chunk, 0, 1, 0), turn(chunk, 0, 2, 2)) == (1,)
