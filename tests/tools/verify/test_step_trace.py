@@ -37,7 +37,7 @@ def start(step, group, row):
 
 
 def by_request(image, group):
-    """Each request's steps in order: (step, row), expected apart by their seat."""
+    """Each request's steps in order: (step, row), told apart by their seat."""
     found = {}
     for step in image.trace.steps:
         for row in live(step, group):
@@ -59,10 +59,10 @@ def test_prompts_come_first_and_groups_have_different_requests(image):
 
 
 def test_the_last_group_idles_while_others_work_and_works_while_they_idle(image):
-    expected = [tuple(bool(live(step, group)) for group in range(3)) for step in image.trace.steps]
-    assert (True, True, False) in expected
-    assert (False, False, True) in expected
-    assert (True, True, True) in expected
+    working = [tuple(bool(live(step, group)) for group in range(3)) for step in image.trace.steps]
+    assert (True, True, False) in working
+    assert (False, False, True) in working
+    assert (True, True, True) in working
     for step in image.trace.steps:
         for group in range(3):
             if not live(step, group):
