@@ -1,4 +1,4 @@
-"""Turns a directory of safetensors files into a table of its tensors, read from the headers alone."""
+"""The tensors of a checkpoint directory: where each lies in its safetensors files, and its bytes on request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from ..graphs.errors import CheckpointError, ConfigError
@@ -17,6 +18,9 @@ from .config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_CONTENT_DIGEST_BYTES = 2 * 1024**3
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""Dtypes that are numbers as they stand, by their code in a file; all others need scales or are no weights."""
+
 _MIB = 1024**2
 
 
@@ -25,11 +29,10 @@ class TensorEntry:
     """One tensor on disk.
 
     Attributes:
-        name: as the file calls it.
-        file: where it lies.
+        name: its name in the file.
+        file: the safetensors file that holds it.
         dtype: the format's code, e.g. `BF16`.
-        shape: sizes.
-        begin, end: its bytes in the file.
+        begin, end: byte range in the file.
     """
 
     name: str
@@ -41,17 +44,45 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes on disk."""
+        """Bytes on disk."""
         return self.end - self.begin
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in memory of its own.
+
+        Raises:
+            CheckpointError: the file changed since its header was read.
+        """
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        self.read_into(tensor)
+        return tensor
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Reads the tensor into a contiguous one of its shape and dtype, without a copy in between.
+
+        Mapping the file would be shorter, but mapped pages count as resident memory until the kernel takes them back.
+
+        Raises:
+            CheckpointError: the file changed since its header was read.
+        """
+        buffer = bytes_of(target)
+        try:
+            with self.file.open("rb", buffering=0) as stream:
+                stream.seek(self.begin)
+                while buffer and (count := stream.readinto(buffer)):
+                    buffer = buffer[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read any more: {error}") from None
+        if buffer:
+            raise CheckpointError(f"{self.file}: ends {len(buffer)} bytes before the end of {self.name}; it was longer when it was opened")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint directory holds; no tensor is in memory.
+    """The contents of a checkpoint directory, known from file headers; no tensor is in memory.
 
     Attributes:
-        directory: where it is.
-        files: its safetensors files, by name.
+        files: safetensors files, sorted by name.
         tensors: every tensor by its name on disk.
     """
 
@@ -66,10 +97,10 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Reads the headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+    """Reads the headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
 
     Raises:
-        CheckpointError: naming the file that is absent, truncated or corrupt, or the tensor that the index misplaces.
+        CheckpointError: naming the file that is absent, truncated or corrupt, or the tensor that the index places wrongly.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -80,29 +111,35 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if not (directory / INDEX).exists():
         there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}, the only formats read; there is {there}")
-    placed = _weight_map(directory / INDEX)
+    weight_map = _weight_map(directory / INDEX)
     tensors: dict[str, TensorEntry] = {}
-    files = tuple(directory / name for name in sorted(set(placed.values())))
+    files = tuple(directory / name for name in sorted(set(weight_map.values())))
     for file in files:
-        # A tensor that two shards hold is taken from where the index says; one that it does not list is not lost.
-        tensors.update((name, entry) for name, entry in _entries(file).items() if placed.get(name, file.name) == file.name)
-    for name, file_name in placed.items():
+        # Where two shards hold the same name the index decides; a tensor that the index omits is still taken.
+        tensors.update((name, entry) for name, entry in _entries(file).items() if weight_map.get(name, file.name) == file.name)
+    for name, file_name in weight_map.items():
         if name not in tensors:
             raise CheckpointError(f"{directory / INDEX}: says {name} is in {file_name}, which does not hold it")
     return Checkpoint(directory, files, tensors)
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not copied."""
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        placed: Any = read_json(path).get("weight_map")
+        weight_map: Any = read_json(path).get("weight_map")
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{path}: weight_map is {_short(placed)}; expected an object from tensor names to file names")
-    for name, file in placed.items():
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map is {_short(weight_map)}; expected an object from tensor names to file names")
+    for name, file in weight_map.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise CheckpointError(f"{path}: weight_map says {name} is in {_short(file)}; expected the name of a file in the same directory")
-    return placed
+    return weight_map
 
 
 def _entries(file: Path) -> dict[str, TensorEntry]:
@@ -114,7 +151,7 @@ def _entries(file: Path) -> dict[str, TensorEntry]:
             for name in handle.offset_keys():
                 view = handle.get_slice(name)
                 dtype, shape = view.get_dtype(), tuple(view.get_shape())
-                # The format leaves no holes and no odd bits between tensors, so their order gives their places.
+                # Data follows the header without gaps in the order of `offset_keys`, so sizes give the offsets.
                 end = begin + math.prod(shape) * _bits(dtype) // 8
                 entries[name] = TensorEntry(name, file, dtype, shape, begin, end)
                 begin = end
@@ -127,7 +164,7 @@ def _entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def _bits(dtype: str) -> int:
-    """Width of an element: the first number in the code, as in BF16 or F8_E4M3; BOOL has none and takes a byte."""
+    """Bits of an element: the first number in the code, as in BF16 or F8_E4M3; BOOL has none and takes a byte."""
     digits = re.search(r"\d+", dtype)
     return int(digits.group()) if digits else 8
 
@@ -138,10 +175,10 @@ def _short(value: object) -> str:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """What the weights and config.json are, in 64 hex digits behind the kind of evidence.
+    """Identity of weights and config.json: `content:` or `header:` and 64 hex digits.
 
-    `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `header:` hashes each
-    file's header, size, modification time, first and last MiB instead: a rewritten file is noticed, silent bit rot is not.
+    `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `header:` hashes each file's
+    header, size, modification time, first and last MiB instead: this detects a rewritten file, but not silent corruption.
 
     Raises:
         CheckpointError: when a file disappeared since the checkpoint was opened.
@@ -151,10 +188,10 @@ def digest(checkpoint: Checkpoint) -> str:
     config = checkpoint.directory / "config.json"
     for file in (*checkpoint.files, *([config] if config.exists() else [])):
         try:
-            part = _hash_file(file, _whole if small or file == config else _outline)
+            file_digest = _hash_file(file, _whole if small or file == config else _outline)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read any more: {error}") from None
-        total.update(f"{file.name} {part}\n".encode())
+        total.update(f"{file.name} {file_digest}\n".encode())
     return f"{'content' if small else 'header'}:{total.hexdigest()}"
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from .lock import exclusive
 from .manifest import Compiled, FileRecord, GraphEntry, Manifest, decode, encode
 
 MANIFEST = "manifest.msgpack"
+_MIB = 1024**2
 
 Stamp = tuple[int, int] | None
 """Time and inode of a manifest; every publish makes new ones. None where there is no manifest."""
@@ -89,7 +90,7 @@ class Artifact:
             raise ArtifactStale(f"{self.path} needs a CPU with {', '.join(lacking)}, which this one lacks; build it again here")
 
     def load_weights(self) -> dict[str, torch.Tensor]:
-        """Parameters by operand name.
+        """Parameters by operand name, mapped from the file: pages are read on first use, and processes of one machine share them.
 
         Raises:
             ArtifactError: the artifact was built without weights.
@@ -105,8 +106,8 @@ class Artifact:
         for leaf in self.manifest.params:
             tensor = tensors.get(leaf.name)
             if tensor is None or tuple(tensor.shape) != leaf.aval.shape or tensor.dtype != leaf.aval.dtype:
-                held = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise ArtifactTampered(f"{file}: holds {held} as {leaf.name}; the manifest says {leaf.aval}")
+                stored = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise ArtifactTampered(f"{file}: holds {stored} as {leaf.name}; the manifest says {leaf.aval}")
         return dict(tensors)
 
     def reload(self) -> Artifact | None:
@@ -178,6 +179,29 @@ class ArtifactWriter:
         if not (target.exists() and target.stat().st_size == len(data) and _sha256(target) == digest):
             target.parent.mkdir(exist_ok=True)
             _replace(target, data)
+        return name
+
+    def add_parts(self, folder: str, parts: Iterable[tuple[int, bytes | memoryview]], suffix: str) -> str:
+        """Stores a file that is never whole in memory under its digest; returns the path in the artifact.
+
+        Args:
+            parts: (offset, bytes) in any order; together they cover the file without gap or overlap. The digest is computed as they
+                arrive, and only parts that came before those in front of them are read back for it.
+
+        Raises:
+            ValueError: the parts leave a gap or overlap.
+        """
+        scratch = self.root / folder / f".parts.{suffix}"
+        scratch.parent.mkdir(exist_ok=True)
+        try:
+            with scratch.open("w+b") as stream:
+                digest, size = _write_parts(stream, parts)
+                _sync(stream)
+            name = f"{folder}/{digest[:32]}.{suffix}"
+            os.replace(scratch, self.root / name)
+        finally:
+            scratch.unlink(missing_ok=True)
+        self.files[name] = FileRecord(digest, size)
         return name
 
     def keep(self, name: str) -> bool:
@@ -252,14 +276,43 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _write_parts(stream: BinaryIO, parts: Iterable[tuple[int, bytes | memoryview]]) -> tuple[str, int]:
+    """Writes parts at their offsets; returns the digest and size of all."""
+    hasher, hashed = hashlib.sha256(), 0
+    early: dict[int, int] = {}  # of parts behind the first gap: end by begin
+    for begin, data in parts:
+        if begin < hashed or begin in early:
+            raise ValueError(f"a part begins at byte {begin}, which another part covers")
+        stream.seek(begin)
+        stream.write(data)
+        if begin == hashed:
+            hasher.update(data)
+            hashed += len(data)
+        else:
+            early[begin] = begin + len(data)
+        del data  # or it would be in memory while the next part is made
+        while (end := early.pop(hashed, None)) is not None:
+            stream.seek(hashed)
+            for offset in range(hashed, end, _MIB):
+                hasher.update(stream.read(min(_MIB, end - offset)))
+            hashed = end
+    if early:
+        raise ValueError(f"no part begins at byte {hashed}; parts behind it begin at {sorted(early)[:3]}")
+    return hasher.hexdigest(), hashed
+
+
 def _replace(target: Path, data: bytes) -> None:
     """Writes so that a reader, or a machine that stops, sees the old file or the new one."""
     part = target.with_name(f".{target.name}.part")
     with part.open("wb") as stream:
         stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+        _sync(stream)
     os.replace(part, target)
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def _open_or_none(path: Path) -> Artifact | None:

@@ -15,8 +15,10 @@ from npucompile.graphs.errors import CheckpointError
 from npucompile.graphs.types import Aval
 from npucompile.models import checkpoint, qwen3_5, registry
 from npucompile.models.params import Param, Source, initialise
+from npucompile.models.safetensors_files import TensorEntry
 
 CASES = ["dense", "dense-tied", "moe", "moe-tied"]
+JOINS = {"a": lambda w: 2 * w, "b": lambda w: w + 1}
 
 
 def write(directory, tensors, files: int = 1):
@@ -45,9 +47,9 @@ def wrapped(name):
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
-def load(directory, random, **options):
+def load(directory, random):
     params = qwen3_5.abstract_params(random.model.config, torch.float32)
-    return checkpoint.load(checkpoint.open_checkpoint(directory), params, **options)
+    return checkpoint.load(checkpoint.open_checkpoint(directory), params)
 
 
 def assert_equal(ours, random):
@@ -123,28 +125,33 @@ def test_tensors_arrive_in_the_parameters_dtype(tmp_path, stored, dtype):
         assert torch.equal(ours, exact.to(stored).to(ours.dtype)), path
 
 
-def test_loaded_tensors_do_not_live_in_the_file(tmp_path):
-    random = oracle.case("dense")
-    loaded = load(write(tmp_path / "x", state_dict(random)), random)
-    file = tmp_path / "x" / "model.safetensors"
-    with file.open("r+b") as stream:
-        stream.seek(-4096, 2)
-        stream.write(b"\xff" * 4096)
-    assert_equal(loaded, random)
-    assert all(tensor.is_contiguous() for _, tensor in tree.flatten(loaded))
-
-
 @pytest.mark.parametrize("per_expert", [False, True])
-def test_progress_counts_the_bytes_that_are_read(tmp_path, per_expert):
-    random, calls = oracle.case("moe"), []
+def test_each_tensor_is_read_once_and_into_memory_of_its_own(tmp_path, monkeypatch, per_expert):
+    random, names = oracle.case("moe"), []
     if per_expert:
         random.theirs.save_pretrained(tmp_path)
     else:
         write(tmp_path, {**state_dict(random), "model.visual.x": torch.ones(100)}, 2)
-    load(tmp_path, random, progress=lambda done, total: calls.append((done, total)))
-    total = sum(tensor.nbytes for tensor in random.theirs.state_dict().values())
-    assert calls[-1] == (total, total)
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    read_into = TensorEntry.read_into
+    monkeypatch.setattr(TensorEntry, "read_into", lambda entry, target: names.append(entry.name) or read_into(entry, target))
+    loaded = load(tmp_path, random)
+    stored = set(checkpoint.open_checkpoint(tmp_path).tensors)
+    assert sorted(names) == sorted(stored - {"model.visual.x"})
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"")
+    assert_equal(loaded, random)
+    assert all(tensor.is_contiguous() for _, tensor in tree.flatten(loaded))
+
+
+def test_parameters_of_the_same_tensors_are_one_group(tmp_path):
+    params = {name: Param(Aval((2,), torch.float32), Source(("w",), ((2,),), join)) for name, join in JOINS.items()}
+    params["other"] = Param(Aval((1,), torch.bfloat16), Source(("v",), ((1,),)))
+    save_file({"w": torch.tensor([1.0, 2.0]), "v": torch.tensor([3.0])}, tmp_path / "model.safetensors")
+    reader = checkpoint.ParamReader(checkpoint.open_checkpoint(tmp_path), params)
+    paths = [path for path, _ in tree.flatten(params)]
+    assert [[paths[position] for position in group] for group in reader.groups] == [["a", "b"], ["other"]]
+    loaded = {paths[position]: tensor.tolist() for group in reader.groups for position, tensor in reader.read(group)}
+    assert loaded == {"a": [2.0, 4.0], "b": [2.0, 3.0], "other": [3.0]}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -281,10 +288,9 @@ def test_one_name_twice_under_two_prefixes_is_refused(tmp_path):
     assert "are both model.norm.weight; expected one of them" in message
 
 
-def test_nothing_is_read_before_everything_fits(tmp_path):
-    random, calls = oracle.case("dense"), []
+def test_nothing_is_read_before_everything_fits(tmp_path, monkeypatch):
+    random = oracle.case("dense")
     tensors = state_dict(random)
     tensors["model.norm.weight"] = torch.zeros(3)
-    with pytest.raises(CheckpointError):
-        load(write(tmp_path / "x", tensors), random, progress=lambda *call: calls.append(call))
-    assert not calls
+    monkeypatch.setattr(TensorEntry, "read_into", lambda *_: pytest.fail("read"))
+    refusal(write(tmp_path / "x", tensors), random)

@@ -217,3 +217,20 @@ def test_a_file_that_vanished_is_named(single):
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read any more"):
         safetensors_files.digest(found)
+
+
+def test_an_entry_reads_its_bytes_and_refuses_a_file_that_became_shorter(single):
+    found = safetensors_files.open_checkpoint(single)
+    file, entries = single / "model.safetensors", [entry for entry in found.tensors.values() if entry.dtype in safetensors_files.DTYPES]
+    assert entries
+    for entry in entries:
+        tensor = entry.read()
+        assert tensor.dtype == TENSORS[entry.name].dtype
+        assert torch.equal(tensor, TENSORS[entry.name])
+    last = max(entries, key=lambda entry: entry.end)
+    os.truncate(file, last.end - 1)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: ends 1 bytes before the end of {last.name}"):
+        last.read()
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read any more"):
+        last.read()

@@ -1,4 +1,4 @@
-"""Manifests of artifacts for NPUs that were never built, the small models in their image, and their scripts; each made once."""
+"""Manifests of artifacts for NPUs that were never built, the small models in their image, and their step traces; each made once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from npucompile.lowering.ascend.emulator.emulator import Lockstep
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
 from npucompile.tools.build import driver
-from npucompile.tools.verify.emulated_run import Cast, Graphs
-from npucompile.tools.verify.small_model import Case, Scaled, draw, scaled
-from npucompile.tools.verify.step_trace import Script, rehearse
+from npucompile.tools.verify.emulated_run import Graphs, Ranks
+from npucompile.tools.verify.small_model import BucketCase, SmallModel, random_checkpoint, shrink
+from npucompile.tools.verify.step_trace import StepTrace, record_trace
 
 F32, BF16 = torch.float32, torch.bfloat16
 MOE = "qwen3.5-397b"
@@ -52,12 +52,12 @@ def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifes
 
 @dataclass(frozen=True)
 class Image:
-    """A small model, its checkpoint, its script and its ranks."""
+    """A small model, its checkpoint, its step trace and its ranks."""
 
-    small: Scaled
+    small: SmallModel
     checkpoint: dict[str, torch.Tensor]
-    script: Script
-    cast: Cast
+    trace: StepTrace
+    ranks: Ranks
 
 
 @functools.cache
@@ -69,18 +69,18 @@ def image(mesh: str, kinds: tuple[str, ...], quantization: str = "none", steps: 
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        small = scaled(manifest(mesh=mesh, quantization=quantization, graphs=graphs, limits=limits), steps)
-        checkpoint = draw(small.model, generator)
-        script = rehearse(small, checkpoint, generator)
-    return Image(small, checkpoint, script, Cast.of(small, script, checkpoint, F32))
+        small = shrink(manifest(mesh=mesh, quantization=quantization, graphs=graphs, limits=limits), steps)
+        checkpoint = random_checkpoint(small.model, generator)
+        trace = record_trace(small, checkpoint, generator)
+    return Image(small, checkpoint, trace, Ranks.of(small, trace, checkpoint, F32))
 
 
-def partitioned(small: Scaled, case: Case, dtype: torch.dtype = F32, *, emit_logits: bool = True) -> Partitioned:
+def partitioned(small: SmallModel, case: BucketCase, dtype: torch.dtype = F32, *, emit_logits: bool = True) -> Partitioned:
     """A case's graph of one device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         how = {"emit_logits": emit_logits, "max_logprobs": small.max_logprobs}
-        program = step.program(small.held(case, dtype), case.bucket, small.limits, dtype, **how)
+        program = step.program(small.model_for(case, dtype), case.bucket, small.limits, dtype, **how)
         return optimise(partition(program, small.mesh, small.rules(case)))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
@@ -108,6 +110,7 @@ class _Build:
     entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
     lowered: dict[Bucket, tuple[bytes, Signature]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    params: list[torch.Tensor] | None = None
 
     def run(self, out: Path) -> BuildReport:
         plan, local, began = self.plan, self.plan.target.local, self.began
@@ -233,7 +236,10 @@ class _Build:
             VerifyError: it does not.
         """
         artifact = Artifact(self.writer.root, self.manifest, "")
-        self.entries[bucket] = replace(self.entries[bucket], verified=executables.verify_entry(artifact, self.entries[bucket]))
+        if self.params is None:
+            self.params = executables.load_params(artifact)
+        entry = self.entries[bucket]
+        self.entries[bucket] = replace(entry, verified=executables.verify_entry(artifact, entry, self.params))
         self.publish()
 
     def _compile(self, todo: list[Bucket]) -> None:

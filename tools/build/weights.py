@@ -1,28 +1,82 @@
-"""The parameters of a build: read from a checkpoint, stored in the artifact under the names of the graphs' operands."""
+"""Storing a checkpoint's weights in an artifact, one parameter at a time."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
 from safetensors.torch import save
 
-from ...graphs import tree
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import ArtifactWriter
-from ...models import checkpoint, safetensors_files
+from ...models import safetensors_files
+from ...models.checkpoint import ParamReader
 from ..progress import Progress
 from .plan import Plan
 
+BAR_BYTES = 2**28
+"""Weights of at least this size are read with a progress bar."""
 
-def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
-    """Path of the parameters in the artifact, and the digest of what they were read from."""
+BAR_STEPS = 20
+MB = 10**6
+
+
+def store_weights(plan: Plan, leaves: Sequence[Leaf], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
+    """Writes the parameters of a plan's checkpoint into the artifact, unless the previous build left the same ones there.
+
+    At any time the tensors on disk of one parameter and the parameter itself are in memory; each tensor is read once.
+
+    Args:
+        leaves: the parameters' operand names and avals, in the order of the model's flattened parameters.
+
+    Returns:
+        Path of the file in the artifact, None for a model without a checkpoint; and the digest of the checkpoint.
+
+    Raises:
+        CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
+    """
     if plan.found.checkpoint_dir is None:
         return None, "none"
-    source = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
-    digest = safetensors_files.digest(source)
-    before = writer.previous.manifest if writer.previous else None
-    if before and before.weights and before.source_digest == digest and before.params == leaves and writer.keep(before.weights):
-        return before.weights, digest
-    params = checkpoint.load(source, plan.model.params(plan.dtype))
-    tensors = {leaf.name: tensor.contiguous() for leaf, (_, tensor) in zip(leaves, tree.flatten(params), strict=True)}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {source.directory}")
-    return writer.add("weights", save(tensors), "safetensors"), digest
+    checkpoint = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
+    digest = safetensors_files.digest(checkpoint)
+    previous = writer.previous.manifest if writer.previous else None
+    if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):
+        return previous.weights, digest
+    reader = ParamReader(checkpoint, plan.model.params(plan.dtype))
+    path = writer.add_parts("weights", _parts(reader, leaves, progress), "safetensors")
+    size = sum(leaf.aval.nbytes for leaf in leaves)
+    progress.say(f"read {size / 1e6:.1f} MB of {DTYPE_NAMES[plan.dtype]} weights from {checkpoint.directory}")
+    return path, digest
+
+
+def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> Iterator[tuple[int, bytes | memoryview]]:
+    """(offset, bytes) of the header and of every parameter: in the order of the file, but for those made from the same tensors."""
+    header, offsets = layout(leaves)
+    yield 0, header
+    total, stored, shown = sum(leaf.aval.nbytes for leaf in leaves), 0, 0
+    with progress.bar("read weights", total // MB) if total >= BAR_BYTES else nullcontext() as bar:
+        for group in sorted(reader.groups, key=lambda group: min(offsets[leaves[position].name] for position in group)):
+            for position, tensor in reader.read(group):
+                yield offsets[leaves[position].name], safetensors_files.bytes_of(tensor)
+                stored += tensor.nbytes
+                del tensor  # or it would be in memory while the next one is read
+                if bar and stored * BAR_STEPS // total > shown * BAR_STEPS // total:
+                    bar.step("MB", stored // MB - shown // MB)
+                    shown = stored
+
+
+def layout(leaves: Sequence[Leaf]) -> tuple[bytes, Mapping[str, int]]:
+    """Header of the safetensors file of these leaves, as `safetensors.torch.save` writes it; and the offset of each one's bytes."""
+    # Empty tensors of the same names and dtypes give the library's order and dtype codes without any data.
+    empty = save({leaf.name: torch.empty(0, dtype=leaf.aval.dtype) for leaf in leaves})
+    entries = json.loads(empty[8:])
+    avals, end = {leaf.name: leaf.aval for leaf in leaves}, 0
+    for name, entry in entries.items():
+        begin, end = end, end + avals[name].nbytes
+        entry |= {"shape": list(avals[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + entry["data_offsets"][0] for name, entry in entries.items()}

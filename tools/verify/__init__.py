@@ -1,1 +1,1 @@
-"""Proofs that what was built computes what the model means."""
+"""Proofs that what was built computes what its model computes."""

@@ -1,7 +1,7 @@
-"""Turns two executables of one step into a verdict: do live rows agree, whatever lies in padding and unused state?
+"""Comparing two executables of one step on inputs in which everything that no live row may read is NaN.
 
-Everything a live row must not read is NaN: the null page and slot, pages and slots of nobody, and the part of a row's last
-page that is not written yet. One leak and a compared value is NaN, which agrees with nothing.
+NaN fills the null page and slot, pages and slots that no request owns, and the part of a row's last page that is not written yet. If
+any of it leaks into a live row, a compared value becomes NaN, and NaN agrees with nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tolerance:
     """Largest differences allowed between two executables.
 
     Attributes:
-        logits, state: largest legal measure of the logits and of each state pool.
+        logits, state: bound on the measure of the logits and of each state pool.
         tokens: whether greedy tokens must be equal.
         measure: `difference` or `deviation`.
     """
@@ -39,13 +39,13 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was measured over all scenes of one bucket.
+class Differences:
+    """Differences between two executables over all test cases of one bucket.
 
     Attributes:
         rows: live rows compared.
-        logits_error: largest measure of logits, or of log probabilities, in any scene.
-        state_error: largest measure of any pool's live state in any scene.
+        logits_error: largest measure of logits, or of log probabilities, in any case.
+        state_error: largest measure of any pool's live state in any case.
         token_mismatches: rows whose greedy tokens, drafts, or counts of accepted drafts differ.
     """
 
@@ -54,9 +54,9 @@ class Verdict:
     state_error: float = 0.0
     token_mismatches: int = 0
 
-    def worse(self, other: Verdict) -> Verdict:
-        """Of both together."""
-        return Verdict(
+    def combined(self, other: Differences) -> Differences:
+        """The differences of both sets of cases together."""
+        return Differences(
             self.rows + other.rows,
             max(self.logits_error, other.logits_error),
             max(self.state_error, other.state_error),
@@ -65,15 +65,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Live:
-    """One live row of a scene.
+class LiveRow:
+    """One live row of a test case.
 
     Attributes:
-        row, seat: where it lies in the batch, and where its next step is kept.
-        start, count: tokens before the step, and in it.
-        pages: its pages, with room for what it drafts.
+        row: index in the batch.
+        seat: the request slot that keeps what its next step starts from.
+        start, count: tokens in the cache before the step, and new tokens in it.
+        pages: its pages, with room for drafts.
         slots: state slots it writes.
-        read: the one it starts from.
+        read: the state slot it starts from.
     """
 
     row: int
@@ -84,84 +85,85 @@ class Live:
     slots: list[int]
     read: int
 
-    def held(self, tokens: int, page_size: int) -> list[tuple[int, int]]:
-        """(page, tokens of it) that hold so many tokens from the request's first on."""
+    def filled_pages(self, tokens: int, page_size: int) -> list[tuple[int, int]]:
+        """(page, tokens in it) of the request's first `tokens` tokens."""
         return [(page, max(0, min(page_size, tokens - i * page_size))) for i, page in enumerate(self.pages)]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One poisoned step: operands in signature order, and what is alive in it."""
+class PoisonedStep:
+    """A test case: operands of one step in signature order, and its live rows; all that these must not read is NaN."""
 
     operands: list[torch.Tensor]
-    live: list[Live]
+    live: list[LiveRow]
 
     @property
     def rows(self) -> list[int]:
-        """Live rows."""
-        return [one.row for one in self.live]
+        """Indices of the live rows in the batch."""
+        return [row.row for row in self.live]
 
 
-def scene(
+def poisoned_step(
     bucket: Bucket, signature: Signature, limits: Limits, params: Sequence[torch.Tensor], vocab: int, live: int, generator: torch.Generator
-) -> Scene:
-    """Random tokens, lengths and history for `live` rows at random places of the batch; NaN elsewhere."""
-    rows = _rows(bucket, limits, live, generator)
+) -> PoisonedStep:
+    """A step with random tokens, lengths and cached state for `live` rows at random places of the batch, and NaN elsewhere."""
+    rows = _random_rows(bucket, limits, live, generator)
     tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
-    histories = [place for one in rows for place in one.held(one.start, limits.page_size)]
-    state = [_pool(leaf, histories, [one.read for one in rows], generator) for leaf in signature.state]
+    filled = [page for row in rows for page in row.filled_pages(row.start, limits.page_size)]
+    state = [_random_pool(leaf, filled, [row.read for row in rows], generator) for leaf in signature.state]
     for leaf, pool in zip(signature.state, state, strict=True):
         if is_seats(leaf) and bucket.kind == "decode":
-            for one in rows:
-                pool[one.seat, request_slots.START], pool[one.seat, request_slots.ACCEPTED] = one.start, one.slots.index(one.read)
-                pool[one.seat, request_slots.TOKENS :] = tokens[one.row]
+            for row in rows:
+                pool[row.seat, request_slots.START], pool[row.seat, request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
+                pool[row.seat, request_slots.TOKENS :] = tokens[row.row]
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
-    return Scene([*params, *state, *(inputs[_short(leaf)] for leaf in signature.inputs)], rows)
+    return PoisonedStep([*params, *state, *(inputs[_short(leaf)] for leaf in signature.inputs)], rows)
 
 
-def _rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[Live]:
-    """Live rows that share pages, slots and seats with nobody."""
+def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
+    """Live rows none of which share a page, state slot or seat."""
     decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
     free_pages = (1 + torch.randperm(limits.num_pages - 1, generator=generator)).tolist()
     free_slots = (1 + torch.randperm(limits.num_slots - 1, generator=generator)).tolist()
     free_seats = (1 + torch.randperm(limits.num_seats - 1, generator=generator)).tolist()
-    width, share = (Q if decode else 1), min(limits.pages_per_request, len(free_pages) // max(1, live))
-    # A prefill reads and writes one slot; apart, they also show a state that was not moved.
-    apart = not decode and len(free_slots) >= 2 * live
-    found = []
+    width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free_pages) // max(1, live))
+    # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
+    separate = not decode and len(free_slots) >= 2 * live
+    rows = []
     for row in sorted(torch.randperm(bucket.batch, generator=generator)[:live].tolist()):
         ahead = 2 * limits.drafts
-        count = Q if decode else _random(1, max(1, min(Q, share * P - ahead)), generator)
-        start = _random(0 if not decode else 1, max(1, share * P - count - ahead), generator)
-        own = [free_pages.pop() for _ in range(min(share, -(-(start + count + ahead) // P)))]
+        count = Q if decode else _random(1, max(1, min(Q, most_pages * P - ahead)), generator)
+        start = _random(0 if not decode else 1, max(1, most_pages * P - count - ahead), generator)
+        pages = [free_pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free_slots.pop() for _ in range(width)]
-        read = free_slots.pop() if apart else slots[_random(0, width - 1, generator)]
-        found.append(Live(row, free_seats.pop(), start, count, own, slots, read))
-    return found
+        read = free_slots.pop() if separate else slots[_random(0, width - 1, generator)]
+        rows.append(LiveRow(row, free_seats.pop(), start, count, pages, slots, read))
+    return rows
 
 
 def _inputs(
-    bucket: Bucket, limits: Limits, rows: list[Live], tokens: torch.Tensor, vocab: int, generator: torch.Generator
+    bucket: Bucket, limits: Limits, rows: list[LiveRow], tokens: torch.Tensor, vocab: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Every input that a bucket of any artifact may have."""
+    """Every input that a bucket of any artifact may have, by name."""
     inputs = StepInputs(bucket, limits).padding([field.name for field in STEP_INPUTS])
-    for one in rows:
-        inputs["tokens"][one.row, : one.count] = tokens[one.row, : one.count]
-        inputs["page_table"][one.row, : len(one.pages)] = torch.tensor(one.pages)
-        inputs["write_slots"][one.row] = torch.tensor(one.slots)
-        told = {"starts": one.start, "lengths": one.count, "read_slots": one.read, "seats": one.seat, "drafts": limits.drafts}
-        told |= {"base": one.start, "logprobs": one.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
-        for name, value in told.items():
-            inputs[name][one.row] = value
+    for row in rows:
+        inputs["tokens"][row.row, : row.count] = tokens[row.row, : row.count]
+        inputs["page_table"][row.row, : len(row.pages)] = torch.tensor(row.pages)
+        inputs["write_slots"][row.row] = torch.tensor(row.slots)
+        scalars = {"starts": row.start, "lengths": row.count, "read_slots": row.read, "seats": row.seat, "drafts": limits.drafts}
+        scalars |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
+        for name, value in scalars.items():
+            inputs[name][row.row] = value
     return inputs
 
 
-def _pool(leaf: Leaf, histories: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:
+def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:
+    """A state pool with random values in what is filled: (page, tokens in it), or slots."""
     if is_seats(leaf):
         return torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
     pool = torch.full(leaf.aval.shape, NAN, dtype=leaf.aval.dtype)
     if is_paged(leaf):
-        for page, used in histories:
+        for page, used in filled:
             pool[page, :used] = torch.randn(used, *pool.shape[2:], generator=generator).to(pool.dtype)
     else:
         for slot in slots:
@@ -170,7 +172,7 @@ def _pool(leaf: Leaf, histories: list[tuple[int, int]], slots: list[int], genera
 
 
 def is_paged(leaf: Leaf) -> bool:
-    """Whether a state leaf is a pool of pages (else of slots)."""
+    """Whether a state leaf is a pool of pages."""
     return leaf.aval.axes[0] == "pages"
 
 
@@ -179,17 +181,17 @@ def is_seats(leaf: Leaf) -> bool:
     return leaf.aval.axes[0] == "seats"
 
 
-def force(reference: Executable, one: Scene, signature: Signature) -> None:
-    """Makes drafts of a decode scene right, so many in each live row that every count of accepted drafts occurs in turn.
+def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature) -> None:
+    """Replaces drafts of a decode case by right ones: in the i-th live row the first i modulo k+1, so that all counts occur.
 
-    What a draft must be to be accepted depends on those before it, so the reference runs once for each place.
+    Which draft is right depends on those before it, so the reference runs once for each of the k places.
     """
-    at = next(i for i, leaf in enumerate(signature.state) if is_seats(leaf))
-    pool = one.operands[len(signature.params) + at]
+    index = next(i for i, leaf in enumerate(signature.state) if is_seats(leaf))
+    pool = case.operands[len(signature.params) + index]
     names = [_short(leaf) for leaf in signature.outputs]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
-        sampled = dict(zip(names, reference(_copy_state(one, signature)), strict=True))["tokens"]
-        for i, live in enumerate(one.live):
+        sampled = dict(zip(names, reference(_copy_state(case, signature)), strict=True))["tokens"]
+        for i, live in enumerate(case.live):
             if i % sampled.shape[1] > place:
                 pool[live.seat, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
 
@@ -197,62 +199,62 @@ def force(reference: Executable, one: Scene, signature: Signature) -> None:
 def compare(
     reference: Executable,
     candidate: Executable,
-    scenes: Sequence[Scene],
+    cases: Sequence[PoisonedStep],
     signature: Signature,
     measure: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
-) -> Verdict:
-    """Runs both on copies of each scene's state and measures every live value; by `difference` unless said otherwise."""
+) -> Differences:
+    """Runs both on copies of each case's state and measures every live value, by `difference` unless another measure is given."""
     first, last = len(signature.params), len(signature.params) + len(signature.state)
     names = [_short(leaf) for leaf in signature.outputs]
-    found = Verdict()
-    for one in scenes:
-        ours, theirs = _copy_state(one, signature), _copy_state(one, signature)
-        expected, said = (dict(zip(names, run(own), strict=True)) for run, own in ((reference, ours), (candidate, theirs)))
-        pools = [(leaf, ours[first:last][i], theirs[first:last][i]) for i, leaf in enumerate(signature.state)]
-        found = found.worse(verdict(one, expected, said, pools, measure or difference))
-    return found
+    differences = Differences()
+    for case in cases:
+        left, right = _copy_state(case, signature), _copy_state(case, signature)
+        expected, actual = (dict(zip(names, run(own), strict=True)) for run, own in ((reference, left), (candidate, right)))
+        pools = list(zip(signature.state, left[first:last], right[first:last], strict=True))
+        differences = differences.combined(output_differences(case, expected, actual, pools, measure or difference))
+    return differences
 
 
-def verdict(
-    one: Scene,
+def output_differences(
+    case: PoisonedStep,
     expected: Mapping[str, torch.Tensor],
-    found: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
     pools: Sequence[tuple[Leaf, torch.Tensor, torch.Tensor]],
     measure: Callable[[torch.Tensor, torch.Tensor], float],
-) -> Verdict:
-    """What two runs of one scene gave, compared where it is alive.
+) -> Differences:
+    """Differences between the live values of two runs of one case.
 
     Args:
-        expected, found: outputs by name.
+        expected, actual: outputs by name.
         pools: each state leaf with its pool after either run.
     """
-    # What follows from a token is compared where the token is the same.
-    same = [row for row in one.rows if all(torch.equal(expected[name][row], found[name][row]) for name in TOKENS if name in expected)]
+    # Values that depend on a token are compared only in rows whose tokens agree.
+    same = [row for row in case.rows if all(torch.equal(expected[name][row], actual[name][row]) for name in TOKENS if name in expected)]
     logits_error = state_error = 0.0
     for name in (name for name in LOGITS if name in expected):
-        rows = one.rows if name == "logits" else same
-        logits_error = max(logits_error, measure(expected[name][rows], found[name][rows]))
-    for leaf, a, b in pools:
-        live = one.live if _is_models(leaf) else [live for live in one.live if live.row in same]
-        counts = None if _is_models(leaf) else expected.get("counts")
-        state_error = max(state_error, measure(*(_live_values(leaf, live, pool, counts) for pool in (a, b))))
-    return Verdict(len(one.rows), logits_error, state_error, len(one.rows) - len(same))
+        rows = case.rows if name == "logits" else same
+        logits_error = max(logits_error, measure(expected[name][rows], actual[name][rows]))
+    for leaf, left, right in pools:
+        live = case.live if _of_main_layers(leaf) else [row for row in case.live if row.row in same]
+        counts = None if _of_main_layers(leaf) else expected.get("counts")
+        state_error = max(state_error, measure(*(_live_values(leaf, live, pool, counts) for pool in (left, right))))
+    return Differences(len(case.rows), logits_error, state_error, len(case.rows) - len(same))
 
 
-def judge(verdict: Verdict, tolerance: Tolerance, what: str) -> Verdict:
-    """Passes a verdict on, or refuses it.
+def check_tolerance(differences: Differences, tolerance: Tolerance, what: str) -> Differences:
+    """Returns differences that are within a tolerance.
 
     Raises:
         VerifyError: naming what was compared, the measure, its value and the largest legal one.
     """
     for name, value, limit in (
-        ("logits", verdict.logits_error, tolerance.logits),
-        ("state", verdict.state_error, tolerance.state),
-        ("tokens", float(verdict.token_mismatches), 0.0 if tolerance.tokens else float("inf")),
+        ("logits", differences.logits_error, tolerance.logits),
+        ("state", differences.state_error, tolerance.state),
+        ("tokens", float(differences.token_mismatches), 0.0 if tolerance.tokens else float("inf")),
     ):
         if not value <= limit:
-            raise VerifyError(f"{what}: {name} differ by {value:.3g}; legal is at most {limit:.3g} ({verdict.rows} rows compared)")
-    return verdict
+            raise VerifyError(f"{what}: {name} differ by {value:.3g}; legal is at most {limit:.3g} ({differences.rows} rows compared)")
+    return differences
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -275,25 +277,25 @@ def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).pow(2).mean().sqrt() / a.pow(2).mean().sqrt().clamp(min=1e-12))
 
 
-def _is_models(leaf: Leaf) -> bool:
-    """Whether a pool is of the model's own layers: filled with all candidates of a step, whichever of them count."""
+def _of_main_layers(leaf: Leaf) -> bool:
+    """Whether a pool belongs to the model's own layers, which write all candidates of a step, accepted or not."""
     return leaf.name.split(".")[1] == "layers"
 
 
-def _live_values(leaf: Leaf, live: Sequence[Live], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """What a pool holds of live rows; with `counts` [B], no more than the tokens of the step that count."""
+def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """Values of live rows in a pool, flat; with `counts` [B] only those of accepted tokens."""
     if is_seats(leaf):
-        return pool[[one.seat for one in live]]
+        return pool[[row.seat for row in live]]
     if not is_paged(leaf):
-        return pool[[slot for one in live for slot in one.slots]]
-    ends = {one.row: one.start + (one.count if counts is None else int(counts[one.row])) for one in live}
-    kept = [pool[page, :used].flatten() for one in live for page, used in one.held(ends[one.row], leaf.aval.shape[1])]
-    return torch.cat(kept) if kept else pool.new_zeros(0)
+        return pool[[slot for row in live for slot in row.slots]]
+    ends = {row.row: row.start + (row.count if counts is None else int(counts[row.row])) for row in live}
+    filled = [pool[page, :used].flatten() for row in live for page, used in row.filled_pages(ends[row.row], leaf.aval.shape[1])]
+    return torch.cat(filled) if filled else pool.new_zeros(0)
 
 
-def _copy_state(one: Scene, signature: Signature) -> list[torch.Tensor]:
+def _copy_state(case: PoisonedStep, signature: Signature) -> list[torch.Tensor]:
     first, last = len(signature.params), len(signature.params) + len(signature.state)
-    return [t.clone() if first <= i < last else t for i, t in enumerate(one.operands)]
+    return [operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)]
 
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:
@@ -305,10 +307,10 @@ def _short(leaf: Leaf) -> str:
 
 
 TOLERANCES = {
-    # The draft head's keys come after the rounding of all layers.
+    # State is allowed more than logits: the draft head's keys accumulate the rounding of all layers.
     torch.float32: Tolerance(1e-5, 4e-5, True, difference),
-    # A router that rounds the other way sends a token to another expert, and single values then differ by several percent: in
-    # bfloat16 only an average says whether a kernel is right. A wrong one is off by the size of the values, a leak by NaN.
+    # A router that rounds the other way sends a token to another expert, so that single values differ by several percent: in bfloat16
+    # only an average can show that a kernel is right. A wrong kernel is off by the size of the values, a leak gives NaN.
     torch.bfloat16: Tolerance(0.2, 0.2, False, deviation),
 }
-"""What the proof allows, by computing dtype."""
+"""Allowed differences by computing dtype."""

@@ -1,4 +1,4 @@
-"""Turns a script and the graph that all ranks run into what each rank gave, and that into the largest differences from the script."""
+"""The emulated run: all ranks of a mesh execute a step trace on this machine, and their outputs are compared with the trace's."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
 from .compare import deviation, is_paged, is_seats
-from .small_model import Case, Scaled, held_params
-from .speculation import SEATS, alike, check_logprobs, check_seats, drafts, start
-from .step_trace import Expected, Script, seat_pool
+from .small_model import BucketCase, SmallModel, model_params
+from .speculation import SEATS, check_logprobs, check_seats, compare_drafts, first_position, same_draft_inputs
+from .step_trace import ExpectedOutputs, StepTrace, seat_pool
 
 Run = Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]
 """One step of all ranks: operands of each, results of each; state operands are updated in place."""
 Outputs = dict[str, torch.Tensor]
 States = tuple[list[torch.Tensor], ...]
-"""Pools of every rank."""
-Graphs = Mapping[Case, tuple[Run, Signature]]
+"""State pools of every rank."""
+Graphs = Mapping[BucketCase, tuple[Run, Signature]]
 
 GARBAGE = 3.0
-"""Size of the numbers in pages that nothing was written to. An NPU's attention multiplies some of them by zero, so that they must be
-finite; slots hold NaN."""
+"""Standard deviation of the values in pages that nothing was written to. They are finite, because an NPU's attention multiplies some of
+them by zero; unwritten slots hold NaN."""
 
 
 SETTLED = 2e-5
-"""Difference of logits up to which a sampled token must be the same: a random number is as close to a bound once in some 1e4 tokens."""
+"""Difference of logits up to which a sampled token must be the same. A random number that close to the border between two tokens occurs
+about once in 1e4 tokens."""
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """Largest legal differences, each over the larger of 1 and the largest value it is a difference of.
+class AllowedDifferences:
+    """Largest legal differences from the trace, each over the larger of 1 and the largest value compared.
 
     Attributes:
-        typical: of half of what a rank gives.
-        worst: of all logits.
-        state: of a pool's live values, root mean square over that of the values.
+        typical: of the median of a rank's logits, and of the median row of a pool.
+        worst: of any logit.
+        state: of a pool's live values: root mean square of the difference over that of the values.
     """
 
     typical: float
@@ -48,116 +49,120 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What ranks gave.
+class RankOutputs:
+    """The outputs of all ranks.
 
     Attributes:
-        turns: outputs of each rank by name, and its pool of seats after the step, by number of the turn.
-        state: pools of each rank in the end.
-        before, after: the same around some of the turns.
+        steps: outputs of each rank by name, with its pool of seats after the step, by number of the step.
+        state: pools of each rank after the last step.
+        before, after: pools of each rank around some of the steps.
     """
 
-    turns: Mapping[int, tuple[Outputs, ...]]
+    steps: Mapping[int, tuple[Outputs, ...]]
     state: States
     before: Mapping[int, States]
     after: Mapping[int, States]
 
 
 @dataclass(frozen=True)
-class Cast:
-    """All ranks of a mesh with their parts of one small model.
+class Ranks:
+    """All ranks of a mesh with their shards of a small model.
 
     Attributes:
-        leaves: state pools, global.
-        params: of each rank.
+        leaves: state leaves, global.
+        params: parameters of each rank.
     """
 
-    small: Scaled
-    script: Script
+    small: SmallModel
+    trace: StepTrace
     leaves: tuple[Leaf, ...]
     params: tuple[list[torch.Tensor], ...]
 
     @staticmethod
-    def of(small: Scaled, script: Script, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Cast:
-        """The ranks of the small model that compute in a type."""
-        model, rules = small.of(dtype), small.rules()
+    def of(small: SmallModel, trace: StepTrace, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Ranks:
+        """The ranks of the small model with that computing dtype."""
+        model, rules = small.model_in(dtype), small.rules()
         signature = signature_of(step.program(model, small.cases[0].bucket, small.limits, dtype))
-        held = list(zip(held_params(model, checkpoint, dtype), signature.params, strict=True))
+        whole = list(zip(model_params(model, checkpoint, dtype), signature.params, strict=True))
         params = [
-            [tensor[rules.local_slice(leaf.aval, small.mesh, rank)].contiguous() for tensor, leaf in held]
+            [tensor[rules.local_slice(leaf.aval, small.mesh, rank)].contiguous() for tensor, leaf in whole]
             for rank in range(small.mesh.size)
         ]
-        return Cast(small, script, signature.state, tuple(params))
+        return Ranks(small, trace, signature.state, tuple(params))
 
-    def replay(self, graphs: Graphs, keep: Collection[int] = ()) -> Heard:
-        """Plays the script: every step is fed as the script has it, seats included, whatever ranks gave before.
+    def run(self, graphs: Graphs, keep: Collection[int] = ()) -> RankOutputs:
+        """Runs all steps; inputs and seats of each come from the trace, whatever the ranks computed before.
 
         Args:
-            keep: turns around which the state is kept.
+            keep: numbers of the steps around which the state is kept.
         """
-        state: States = tuple(self._first(rank) for rank in range(self.small.mesh.size))
-        turns, before, after, seats = {}, {}, {}, seat_pool(self.leaves)
-        for number, turn in enumerate(self.script.turns):
+        state: States = tuple(self._initial_pools(rank) for rank in range(self.small.mesh.size))
+        steps, before, after, seats = {}, {}, {}, seat_pool(self.leaves)
+        for number, trace_step in enumerate(self.trace.steps):
             for rank, pools in enumerate(state):
-                pools[seats].copy_(turn.seats[self.group(rank)])
+                pools[seats].copy_(trace_step.seats[self.group(rank)])
             if number in keep:
-                before[number] = self._copied(state)
-            turns[number] = self._play(graphs, number, state)
+                before[number] = self._copy(state)
+            steps[number] = self._run_step(graphs, number, state)
             if number in keep:
-                after[number] = self._copied(state)
-            self._forgive(number, turns[number], state)
-        return Heard(turns, state, before, after)
+                after[number] = self._copy(state)
+            self._restore_draft_cache(number, steps[number], state)
+        return RankOutputs(steps, state, before, after)
 
-    def _forgive(self, number: int, said: Sequence[Outputs], state: States) -> None:
-        """Rows that sampled another token, as they may, go on with the draft head's cache of the script, as with its tokens."""
-        turn, prefix, page = self.script.turns[number], f"state.{self.small.model.family.draft_key}.", self.small.limits.page_size
+    def _restore_draft_cache(self, number: int, outputs: Sequence[Outputs], state: States) -> None:
+        """Overwrites the draft head's cache of rows that sampled another token, as they may, with that of the trace.
+
+        Their next step starts from the trace's tokens, which the cache would otherwise contradict.
+        """
+        trace_step, page = self.trace.steps[number], self.small.limits.page_size
+        prefix = f"state.{self.small.model.family.draft_key}."
         for rank, pools in enumerate(state):
             group = self.group(rank)
-            expected = turn.expected[group]
-            places = [i for i in range(len(expected.rows)) if not alike(turn, group, i, said[rank])] if expected else []
-            if not expected or not places or not self.small.limits.drafts:
+            expected = trace_step.expected[group]
+            if not expected or not self.small.limits.drafts:
                 continue
-            right = self.share(self.script.last[group], rank)
+            places = [i for i in range(len(expected.rows)) if not same_draft_inputs(trace_step, group, i, outputs[rank])]
+            right = self.shard(self.trace.final_state[group], rank) if places else []
             for place in places:
                 row = expected.rows[place]
-                at = start(turn, group, row) + torch.arange(expected.taken[place])
-                pages, offsets = turn.inputs[group]["page_table"][row, at // page], at % page
-                for leaf, pool, kept in zip(self.leaves, pools, right, strict=True):
+                position = first_position(trace_step, group, row) + torch.arange(expected.taken[place])
+                pages, offsets = trace_step.inputs[group]["page_table"][row, position // page], position % page
+                for leaf, pool, right_pool in zip(self.leaves, pools, right, strict=True):
                     if leaf.name.startswith(prefix):
-                        pool[pages, offsets] = kept[pages, offsets]
+                        pool[pages, offsets] = right_pool[pages, offsets]
 
-    def excerpt(self, graphs: Graphs, before: Mapping[int, States]) -> Heard:
-        """Plays single turns, each from the state that it is given."""
-        turns, after = {}, {}
+    def run_steps(self, graphs: Graphs, before: Mapping[int, States]) -> RankOutputs:
+        """Runs single steps, each from the state given for its number."""
+        steps, after = {}, {}
         for number, state in before.items():
-            after[number] = self._copied(state)
-            turns[number] = self._play(graphs, number, after[number])
-        return Heard(turns, (), before, after)
+            after[number] = self._copy(state)
+            steps[number] = self._run_step(graphs, number, after[number])
+        return RankOutputs(steps, (), before, after)
 
-    def _play(self, graphs: Graphs, number: int, state: States) -> tuple[Outputs, ...]:
-        turn, operands = self.script.turns[number], []
-        run, signature = graphs[turn.case]
+    def _run_step(self, graphs: Graphs, number: int, state: States) -> tuple[Outputs, ...]:
+        trace_step, operands = self.trace.steps[number], []
+        run, signature = graphs[trace_step.case]
         for rank, pools in enumerate(state):
-            given = {**turn.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
-            operands.append([*self.params[rank], *pools, *(given[_short(leaf)] for leaf in signature.inputs)])
-        said = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
+            inputs = {**trace_step.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
+            operands.append([*self.params[rank], *pools, *(inputs[_short(leaf)] for leaf in signature.inputs)])
+        outputs = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
         seats = seat_pool(self.leaves)
-        return tuple({**outputs, SEATS: pools[seats].clone()} for outputs, pools in zip(said, state, strict=True))
+        return tuple({**own, SEATS: pools[seats].clone()} for own, pools in zip(outputs, state, strict=True))
 
-    def _copied(self, state: States) -> States:
+    def _copy(self, state: States) -> States:
         return tuple([pool.to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state)
 
-    def share(self, pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """A rank's part of the reference's pools: key-value heads are copied as the model holds them, then split."""
-        mesh, rules, made = self.small.mesh, self.small.rules(), []
+    def shard(self, pools: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """A rank's part of the reference's pools, with key-value heads repeated as the model has them."""
+        mesh, rules, shards = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
-            held = pool.repeat_interleave(leaf.aval.shape[2] // pool.shape[2], 2) if is_paged(leaf) else pool
-            made.append(held[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
-        return made
+            repeated = pool.repeat_interleave(leaf.aval.shape[2] // pool.shape[2], 2) if is_paged(leaf) else pool
+            shards.append(repeated[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
+        return shards
 
-    def _first(self, rank: int) -> list[torch.Tensor]:
+    def _initial_pools(self, rank: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(rank)
-        pools = self.share(self.script.first[self.group(rank)], rank)
+        pools = self.shard(self.trace.initial_state[self.group(rank)], rank)
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
                 garbage = (GARBAGE * torch.randn(pool.shape, generator=generator)).to(pool.dtype)
@@ -168,108 +173,121 @@ class Cast:
         """Index of a rank's dp group."""
         return self.small.mesh.coordinates(rank)["dp"]
 
-    def live(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """What each of a rank's pools holds for its requests: [tokens or slots, ...]."""
+    def live_values(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
+        """Each of a rank's pools but the seats, with what it holds of requests: [tokens or slots, ...]."""
         group = self.group(rank)
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
-                yield leaf, torch.cat([pool[page, :used] for page, used in self.script.pages[group]] or [pool[0, :0]])
+                yield leaf, torch.cat([pool[page, :used] for page, used in self.trace.pages[group]] or [pool[0, :0]])
             elif not is_seats(leaf):
-                yield leaf, pool[list(self.script.slots[group])]
+                yield leaf, pool[list(self.trace.slots[group])]
 
 
-def against_script(cast: Cast, heard: Heard, allowed: Allowed, what: str) -> dict[str, float]:
-    """Compares what ranks gave with what one device gives.
+def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:
+    """Compares the outputs of all ranks with those of one device.
 
-    Half of a rank's results and of each pool's live rows must be within `typical`, all logits within `worst`, and each pool within
-    `state`. A greedy token, and a draft, must be the script's where its logit leads by more than the difference of the logits allows.
-    Counts and seats must follow from the tokens and drafts that the rank itself said.
+    The median difference of a rank's logits and of each pool's live rows must be within `typical`, every logit within `worst`, and each
+    pool within `state`. A greedy token, and a draft, must equal the trace's where its logit leads by more than the difference of the
+    logits can explain. Counts and seats must follow from the tokens and drafts of the rank itself.
 
     Returns:
-        rows, logits_error, typical_error, state_error, tokens and drafts (that had to be equal), and their mismatches (that had not).
+        rows, logits_error, typical_error, state_error; the number of tokens and drafts that had to be equal; and token_mismatches and
+        draft_mismatches among the others.
 
     Raises:
         VerifyError: naming the graphs, the step, the rank, the measure, its value and the largest legal one.
     """
     typical = worst = state_error = 0.0
-    rows, equals = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
-    for rank in range(cast.small.mesh.size):
-        where, errors = f"{what}, {_named(rank, cast.small.mesh)}", []
-        for number, outputs in heard.turns.items():
-            turn, group, said = cast.script.turns[number], cast.group(rank), outputs[rank]
-            step_of = f"{where}, step {number} ({turn.case.bucket.name})"
-            if (expected := turn.expected[group]) is None:
-                check_seats(turn, group, said, step_of)
-                continue
-            error = _errors(expected, said["logits"])
-            _refuse(float(error.max()), allowed.worst, f"{step_of}: logits")
-            _count(equals, "token", expected, said["tokens"], _tokens(expected, said["tokens"], error, allowed.typical), step_of)
-            check_seats(turn, group, said, step_of)
-            if cast.small.limits.drafts:
-                _count(equals, "draft", expected, said["drafts"], drafts(turn, group, said, error.amax(1), allowed.typical), step_of)
-            if cast.small.max_logprobs:
-                check_logprobs(expected, turn.inputs[group]["logprobs"], said, error.clamp(min=allowed.typical), step_of)
-            errors.append(error[_valid(expected)])
+    rows, counts = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
+    for rank in range(ranks.small.mesh.size):
+        where, errors = f"{what}, {_rank_name(rank, ranks.small.mesh)}", []
+        for number, outputs in actual.steps.items():
+            error = _check_step(ranks, number, rank, outputs[rank], allowed, counts, where)
+            errors += [] if error is None else [error]
         if errors:
-            every = torch.cat(errors)
-            rows += len(every)
-            worst, typical = max(worst, float(every.max())), max(typical, float(every.median()))
-            _refuse(float(every.median()), allowed.typical, f"{where}: half of all logits")
-            state_error = max(state_error, _check_state(cast, heard, rank, allowed, where))
-    told = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **equals}
-    return {name: float(value) for name, value in told.items()}
+            all_errors = torch.cat(errors)
+            median = float(all_errors.median())
+            rows += len(all_errors)
+            worst, typical = max(worst, float(all_errors.max())), max(typical, median)
+            _refuse(median, allowed.typical, f"{where}: half of all logits")
+            state_error = max(state_error, _check_state(ranks, actual, rank, allowed, where))
+    measured = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **counts}
+    return {name: float(value) for name, value in measured.items()}
 
 
-def against_each_other(cast: Cast, one: Heard, other: Heard, what: str) -> dict[str, float]:
+def _check_step(
+    ranks: Ranks, number: int, rank: int, outputs: Outputs, allowed: AllowedDifferences, counts: dict[str, int], where: str
+) -> torch.Tensor | None:
+    """Checks one step of one rank; returns the errors of its valid logits, or None where its group has no live row."""
+    trace_step, group = ranks.trace.steps[number], ranks.group(rank)
+    what = f"{where}, step {number} ({trace_step.case.bucket.name})"
+    if (expected := trace_step.expected[group]) is None:
+        check_seats(trace_step, group, outputs, what)
+        return None
+    error = _errors(expected, outputs["logits"])
+    _refuse(float(error.max()), allowed.worst, f"{what}: logits")
+    _count(counts, "token", expected, outputs["tokens"], _compare_tokens(expected, outputs["tokens"], error, allowed.typical), what)
+    check_seats(trace_step, group, outputs, what)
+    if ranks.small.limits.drafts:
+        compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.typical)
+        _count(counts, "draft", expected, outputs["drafts"], compared, what)
+    if ranks.small.max_logprobs:
+        check_logprobs(expected, trace_step.inputs[group]["logprobs"], outputs, error.clamp(min=allowed.typical), what)
+    return error[_valid(expected)]
+
+
+def check_identical(ranks: Ranks, left: RankOutputs, right: RankOutputs, what: str) -> dict[str, float]:
     """Compares two graphs that do the same arithmetic, bit for bit: tokens of live rows, and all pools but what is null.
 
-    Seats are pools, and hold counts and drafts.
+    Counts and drafts are compared too, because the seats, which are a pool, contain them.
 
     Args:
-        one: with the states after every turn that `other` has.
+        left: with the state after every step that `right` has.
 
     Returns:
-        tokens and state values compared.
+        Numbers of steps (as `turns`), tokens and state values compared.
 
     Raises:
         VerifyError: naming the step, the rank and both sides.
     """
     tokens = values = 0
-    for number, outputs in other.turns.items():
-        turn = cast.script.turns[number]
-        for rank in range(cast.small.mesh.size):
-            told = f"{what}, {_named(rank, cast.small.mesh)}, step {number} ({turn.case.bucket.name})"
-            if expected := turn.expected[cast.group(rank)]:
-                valid = _valid(expected)
-                left, right = (each["tokens"][list(expected.rows)][valid].tolist() for each in (one.turns[number][rank], outputs[rank]))
-                if left != right:
-                    raise VerifyError(f"{told}: tokens of rows {expected.rows} are {left} and {right}; legal is no difference")
-                tokens += len(left)
-            for leaf, before, after in zip(cast.leaves, one.after[number][rank], other.after[number][rank], strict=True):
-                if not torch.equal(torch.nan_to_num(before[1:]), torch.nan_to_num(after[1:])):
-                    error = float((before[1:].float() - after[1:].float()).nan_to_num(float("inf")).abs().max())
-                    raise VerifyError(f"{told}: {leaf.name} differs by {error:.3g} or in what is NaN; legal is no difference")
-                values += after[1:].numel()
-    return {"turns": float(len(other.turns)), "tokens": float(tokens), "values": float(values)}
+    for number, outputs in right.steps.items():
+        trace_step = ranks.trace.steps[number]
+        for rank in range(ranks.small.mesh.size):
+            where = f"{what}, {_rank_name(rank, ranks.small.mesh)}, step {number} ({trace_step.case.bucket.name})"
+            if expected := trace_step.expected[ranks.group(rank)]:
+                valid, rows = _valid(expected), list(expected.rows)
+                ours, theirs = (each["tokens"][rows][valid].tolist() for each in (left.steps[number][rank], outputs[rank]))
+                if ours != theirs:
+                    raise VerifyError(f"{where}: tokens of rows {expected.rows} are {ours} and {theirs}; legal is no difference")
+                tokens += len(ours)
+            for leaf, pool, other in zip(ranks.leaves, left.after[number][rank], right.after[number][rank], strict=True):
+                if not torch.equal(torch.nan_to_num(pool[1:]), torch.nan_to_num(other[1:])):
+                    error = float((pool[1:].float() - other[1:].float()).nan_to_num(float("inf")).abs().max())
+                    raise VerifyError(f"{where}: {leaf.name} differs by {error:.3g} or in what is NaN; legal is no difference")
+                values += other[1:].numel()
+    return {"turns": float(len(right.steps)), "tokens": float(tokens), "values": float(values)}
 
 
-def _valid(expected: Expected) -> torch.Tensor:
+def _valid(expected: ExpectedOutputs) -> torch.Tensor:
     """Which results of live rows count: [rows, W] bool."""
     return torch.arange(expected.tokens.shape[1])[None, :] < torch.tensor(expected.valid)[:, None]
 
 
-def _errors(expected: Expected, logits: torch.Tensor) -> torch.Tensor:
+def _errors(expected: ExpectedOutputs, logits: torch.Tensor) -> torch.Tensor:
     """Largest difference of each result's logits over the larger of 1 and its largest logit: [rows, W].
 
-    Infinite where one is NaN, and 0 where results mean nothing.
+    Infinite where a logit is NaN, and 0 for results that do not count.
     """
-    wanted, found = expected.logits.float(), logits[list(expected.rows)].float()
-    error = (wanted - found).abs().amax(-1) / wanted.abs().amax(-1).clamp(min=1.0)
+    right, actual = expected.logits.float(), logits[list(expected.rows)].float()
+    error = (right - actual).abs().amax(-1) / right.abs().amax(-1).clamp(min=1.0)
     return torch.where(_valid(expected), torch.where(torch.isnan(error), float("inf"), error), 0.0)
 
 
-def _tokens(expected: Expected, tokens: torch.Tensor, error: torch.Tensor, typical: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens are the script's or mean nothing, and which must be the script's: [rows, W] bool each."""
+def _compare_tokens(
+    expected: ExpectedOutputs, tokens: torch.Tensor, error: torch.Tensor, typical: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens equal the trace's or do not count, and which must equal it: [rows, W] bool each."""
     valid, logits = _valid(expected), expected.logits.float()
     best = logits.topk(2).values
     slack = 2 * error.clamp(min=typical) * logits.abs().amax(-1).clamp(min=1.0)
@@ -279,27 +297,32 @@ def _tokens(expected: Expected, tokens: torch.Tensor, error: torch.Tensor, typic
 
 
 def _count(
-    equals: dict[str, int], kind: str, expected: Expected, said: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor], what: str
+    counts: dict[str, int],
+    kind: str,
+    expected: ExpectedOutputs,
+    actual: torch.Tensor,
+    compared: tuple[torch.Tensor, torch.Tensor],
+    what: str,
 ) -> None:
-    """Counts what is equal where it must be, and what differs where it may; refuses what differs where it must not."""
-    equal, bound = found
+    """Counts values that had to be equal and are, and others that differ; refuses values that had to be equal and differ."""
+    equal, bound = compared
     if bool((bound & ~equal).any()):
         right = (expected.tokens if kind == "token" else expected.drafts).tolist()
-        raise VerifyError(f"{what}: {kind}s of rows {expected.rows} are {said[list(expected.rows)].tolist()}, one device's {right}")
-    equals[f"{kind}s"] += int(bound.sum())
-    equals[f"{kind}_mismatches"] += int((~equal & ~bound).sum())
+        raise VerifyError(f"{what}: {kind}s of rows {expected.rows} are {actual[list(expected.rows)].tolist()}, one device's {right}")
+    counts[f"{kind}s"] += int(bound.sum())
+    counts[f"{kind}_mismatches"] += int((~equal & ~bound).sum())
 
 
-def _check_state(cast: Cast, heard: Heard, rank: int, allowed: Allowed, where: str) -> float:
-    """Largest root mean square difference of a pool's live values, over that of the values."""
-    most, wanted = 0.0, cast.share(cast.script.last[cast.group(rank)], rank)
-    for (leaf, left), (_, right) in zip(cast.live(rank, wanted), cast.live(rank, heard.state[rank]), strict=True):
+def _check_state(ranks: Ranks, actual: RankOutputs, rank: int, allowed: AllowedDifferences, where: str) -> float:
+    """Checks a rank's final state; returns the largest `deviation` of a pool's live values."""
+    largest, expected = 0.0, ranks.shard(ranks.trace.final_state[ranks.group(rank)], rank)
+    for (leaf, left), (_, right) in zip(ranks.live_values(rank, expected), ranks.live_values(rank, actual.state[rank]), strict=True):
         error = deviation(left, right)
         _refuse(error, allowed.state, f"{where}: {leaf.name}")
         rows = (left.float() - right.float()).flatten(1).abs().amax(1) / left.float().abs().max().clamp(min=1.0)
         _refuse(float(rows.median()), allowed.typical, f"{where}: half of {leaf.name}")
-        most = max(most, error)
-    return most
+        largest = max(largest, error)
+    return largest
 
 
 def _refuse(value: float, limit: float, what: str) -> None:
@@ -307,7 +330,7 @@ def _refuse(value: float, limit: float, what: str) -> None:
         raise VerifyError(f"{what} differ by {value:.3g} from one device's; legal is at most {limit:.3g}")
 
 
-def _named(rank: int, mesh: Mesh) -> str:
+def _rank_name(rank: int, mesh: Mesh) -> str:
     """`rank 3 (dp 1, tp 1)`."""
     return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in mesh.coordinates(rank).items())})"
 

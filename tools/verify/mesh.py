@@ -1,4 +1,4 @@
-"""Turns an artifact for several ranks of this machine into proof: run together, in one process, they agree with one device."""
+"""The proof of an artifact for several ranks of this machine: run together in one process, they agree with one device."""
 
 from __future__ import annotations
 
@@ -21,20 +21,31 @@ from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
 from ...models import step
 from ..progress import Progress
-from .compare import TOLERANCES, Scene, Tolerance, Verdict, difference, force, judge, scene, verdict
-from .small_model import full, rules_of
+from .compare import (
+    TOLERANCES,
+    Differences,
+    PoisonedStep,
+    Tolerance,
+    check_tolerance,
+    difference,
+    output_differences,
+    plant_drafts,
+    poisoned_step,
+)
+from .executables import load_params
+from .small_model import full_model, rules_of
 
 LARGEST_BYTES = 2**32
-"""Most bytes of weights that are held twice, for one device and spread over all ranks."""
+"""Most bytes of weights: they are in memory once for the reference, and once more in the shards of all ranks."""
 
 SUMMED = Tolerance(1e-4, 1e-4, True, difference)
-"""Of float32: ranks add in another order than one device."""
+"""For float32; wider than on one device, because ranks add in another order."""
 
 
 def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, float]]:
-    """Runs every bucket's graph on all ranks, in this process, with the artifact's weights; returns what was measured, by bucket name.
+    """Runs every bucket's graph on all ranks, in this process, with the artifact's weights; returns measurements by bucket name.
 
-    Groups have different requests, from none to full batches; what no live row may read is NaN.
+    Each dp group has requests of its own, from none to a full batch; whatever a live row must not read is NaN.
 
     Raises:
         VerifyError: naming the bucket, the measure, its value and the largest legal one; or the weights are too many.
@@ -47,80 +58,80 @@ def verify_mesh(artifact: Artifact, progress: Progress) -> dict[str, dict[str, f
             f"{artifact.path}: {size} bytes of weights; legal for running all ranks of {manifest.mesh} in one process is {LARGEST_BYTES}"
         )
     shards = [load_shard(artifact, rank) for rank in range(Mesh.parse(manifest.mesh).size)]
-    weights, found = artifact.load_weights(), {}
+    params, measurements = load_params(artifact), {}
     with progress.bar("verify", len(manifest.graphs)) as bar:
         for entry in manifest.graphs:
-            measured = _verify_entry(artifact, entry, weights, shards)
-            found[entry.bucket.name] = {name: float(value) for name, value in asdict(measured).items()}
+            measured = _verify_entry(artifact, entry, params, shards)
+            measurements[entry.bucket.name] = {name: float(value) for name, value in asdict(measured).items()}
             bar.step(f"{entry.bucket.name} on {manifest.mesh}: logits within {measured.logits_error:.1e}")
-    return found
+    return measurements
 
 
 def _verify_entry(
-    artifact: Artifact, entry: GraphEntry, weights: Mapping[str, torch.Tensor], shards: Sequence[Mapping[str, torch.Tensor]]
-) -> Verdict:
+    artifact: Artifact, entry: GraphEntry, params: Sequence[torch.Tensor], shards: Sequence[Mapping[str, torch.Tensor]]
+) -> Differences:
     manifest, mesh = artifact.manifest, Mesh.parse(artifact.manifest.mesh)
     reference, signature = unsharded(manifest, entry)
-    ours = Lockstep(decode((artifact.path / entry.reference).read_bytes()), mesh)
-    params = [weights[leaf.name] for leaf in manifest.params]
+    sharded = Lockstep(decode((artifact.path / entry.reference).read_bytes()), mesh)
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
     tolerance = SUMMED if DTYPES[manifest.dtype] == torch.float32 else TOLERANCES[DTYPES[manifest.dtype]]
-    measured = Verdict()
+    measured = Differences()
     for first in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
         generator = torch.Generator().manual_seed(first)
-        # The first group has at least a row; others have fewer, or none.
+        # The first group has at least one live row; the others have fewer, or none.
         lives = [(first - group) % (entry.bucket.batch + 1) if group else first for group in range(dp)]
-        scenes = [scene(entry.bucket, signature, manifest.limits, params, vocab, live, generator) for live in lives]
+        cases = [poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, generator) for live in lives]
         if entry.bucket.kind == "decode":
-            for one in scenes:
-                force(reference, one, signature)
-        measured = measured.worse(_compare(manifest, entry, signature, scenes, shards, reference, ours, tolerance))
-    return judge(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
+            for case in cases:
+                plant_drafts(reference, case, signature)
+        measured = measured.combined(_compare(manifest, entry, signature, cases, shards, reference, sharded, tolerance))
+    return check_tolerance(measured, tolerance, f"{entry.bucket.name} on mesh {mesh} against one device")
 
 
 def unsharded(manifest: Manifest, entry: GraphEntry) -> tuple[Executable, Signature]:
-    """A bucket's step on one device that holds parameters and state as the artifact does, whole."""
-    model = full(manifest)
+    """A bucket's step on one device, with parameters and state in the form that the artifact has them in, unsplit."""
+    model = full_model(manifest)
     program = step.program(model, entry.bucket, manifest.limits, DTYPES[manifest.dtype], max_logprobs=entry.max_logprobs)
-    made = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
-    return EagerExecutable(lower_eager(made).graph), made.signature
+    partitioned = optimise(partition(program, Mesh(), rules_of(model, Mesh(), entry.bucket)))
+    return EagerExecutable(lower_eager(partitioned).graph), partitioned.signature
 
 
 def _compare(
     manifest: Manifest,
     entry: GraphEntry,
     signature: Signature,
-    scenes: Sequence[Scene],
+    cases: Sequence[PoisonedStep],
     shards: Sequence[Mapping[str, torch.Tensor]],
     reference: Executable,
-    ours: Lockstep,
+    sharded: Lockstep,
     tolerance: Tolerance,
-) -> Verdict:
+) -> Differences:
+    """Runs each group's case on one device, and all on their ranks together."""
     mesh, rules, first = Mesh.parse(manifest.mesh), Rules.of(manifest.rules), len(signature.params)
     last = first + len(signature.state)
     operands = []
     for rank, shard in enumerate(shards):
-        one = scenes[mesh.coordinates(rank)["dp"]]
+        case = cases[mesh.coordinates(rank)["dp"]]
         state = [
             pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
-            for leaf, pool in zip(manifest.state, one.operands[first:last], strict=True)
+            for leaf, pool in zip(manifest.state, case.operands[first:last], strict=True)
         ]
-        given = dict(zip(map(_short, signature.inputs), one.operands[last:], strict=True))
-        given[COORDS] = mesh.coords(rank)
-        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(given[_short(leaf)] for leaf in entry.inputs)])
-    results = ours(operands)
-    whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(one.operands)] for one in scenes]
+        inputs = dict(zip(map(_short, signature.inputs), case.operands[last:], strict=True))
+        inputs[COORDS] = mesh.coords(rank)
+        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(inputs[_short(leaf)] for leaf in entry.inputs)])
+    results = sharded(operands)
+    whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)] for case in cases]
     expected = [dict(zip(map(_short, signature.outputs), reference(each), strict=True)) for each in whole]
-    found = Verdict()
-    for rank, given_back in enumerate(results):
+    differences = Differences()
+    for rank, outputs in enumerate(results):
         group = mesh.coordinates(rank)["dp"]
-        told = dict(zip(map(_short, entry.outputs), given_back, strict=True))
+        actual = dict(zip(map(_short, entry.outputs), outputs, strict=True))
         pools = [
             (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], operands[rank][first + i])
             for i, leaf in enumerate(manifest.state)
         ]
-        found = found.worse(verdict(scenes[group], expected[group], told, pools, tolerance.measure))
-    return found
+        differences = differences.combined(output_differences(cases[group], expected[group], actual, pools, tolerance.measure))
+    return differences
 
 
 def _short(leaf: Leaf) -> str:

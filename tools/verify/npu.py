@@ -1,8 +1,8 @@
-"""Turns an artifact for NPUs into a proof, on any machine, that its pipeline means on all ranks what the model means on one device.
+"""The proof, on any machine, that an artifact for NPUs computes on all ranks what its model computes on one device.
 
-The artifact itself runs nowhere here. What can be seen of it is checked as it lies on disk (verify_shipped.py). What cannot is proved
-of a small model in its image (scaled.py): the same layers on the same mesh, held, exchanged, lowered, converted and stitched by the
-same code, and run here for all ranks against the unsharded reference (rehearse.py, replay.py).
+The artifact itself cannot run here. What is visible on disk is checked there (shipped.py). The rest is proved of a small model with the
+same structure (small_model.py): its layers are spread over the same mesh, lowered, converted and linked by the same code, and then run
+on all ranks by emulators (emulated_run.py) and compared with the unsharded reference (step_trace.py).
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from ...models import step
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
-from .emulated_run import Allowed, Cast, Heard, against_each_other, against_script
-from .small_model import Case, Scaled, draw, scaled
-from .speculation import start
-from .step_trace import Script, Turn, rehearse
+from .emulated_run import AllowedDifferences, RankOutputs, Ranks, check_against_trace, check_identical
+from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
+from .speculation import first_position
+from .step_trace import StepTrace, TraceStep, record_trace
 
 DEFAULT_STEPS = 3
 Measured = dict[str, dict[str, float]]
 F32 = torch.float32
 
-FLOAT = Allowed(typical=1e-4, worst=5e-3, state=1e-2)
-"""Of float32 graphs without integers. Ranks add in another order than one device: half of the logits were seen to differ by less than
-3e-6, single ones by up to 1e-4 (ten seeds, 16 ranks). A router that is undecided between two experts within that noise, of which there is
-one in some 1e4 tokens, would put one token of a prompt off by more: `worst` leaves room for what later tokens see of it."""
+FLOAT = AllowedDifferences(typical=1e-4, worst=5e-3, state=1e-2)
+"""For float32 graphs without integers. Ranks add in another order than one device: over ten seeds with 16 ranks the median of the
+differences of logits was below 3e-6 and the largest 1e-4. A router that is undecided between two experts within that noise, about once in
+1e4 tokens, would change one token of a prompt by more; `worst` leaves room for its effect on later tokens."""
 
-QUANTISED = Allowed(typical=1e-2, worst=0.25, state=0.1)
-"""Of float32 graphs with int8 activations. A sum in another order moves a value across a rounding step once in some thousand values;
-that is 1/127 of a row's largest value, in a row. Half of the logits were seen to differ by less than 2e-3, single ones by up to 2e-2 and
-pools by 1e-2 (twelve seeds). One such step may also decide between two experts, and then a token is off by what an expert weighs, which
-is why single logits are allowed a quarter. A wrong scale, expert or assist moves every row by more than `typical`."""
+QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1)
+"""For float32 graphs with int8 activations. A sum in another order moves about one value in a thousand across a rounding step, which is
+1/127 of the largest value of its row. Over twelve seeds the median of the differences of logits was below 2e-3, the largest 2e-2, and that
+of pools 1e-2. A rounding step may also change the choice of an expert, and with it a token by the weight of that expert: `worst` allows
+single logits a quarter. A wrong scale, expert or assist changes every row by more than `typical`."""
 
 
 def is_for_device(artifact: Artifact) -> bool:
-    """Whether an artifact is for NPUs."""
+    """Whether an artifact was built for NPUs."""
     return not target(artifact.manifest.target).local
 
 
 def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, steps: int = DEFAULT_STEPS, seed: int = 0) -> Measured:
-    """Proves an artifact for NPUs; returns what was measured, by check.
+    """Proves an artifact for NPUs; returns measurements by the name of the check.
 
     Args:
-        cache_dir: what lowering keeps between builds.
-        steps: decode steps of every form of bucket.
-        seed: of weights, prompts and drafts.
+        cache_dir: directory that lowering keeps between builds.
+        steps: decode steps of every decode bucket of the small model.
+        seed: seed of weights, prompts and drafts.
 
     Raises:
         VerifyError: naming the check, both sides and what is legal.
         LoweringError: this machine cannot lower for NPUs, saying what is missing.
     """
-    made = backend("ge")
-    if reason := made.compiles_here():
+    ge = backend("ge")
+    if reason := ge.compiles_here():
         raise LoweringError(reason)
     with _quiet():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        made.prepare(cache_dir)
+        ge.prepare(cache_dir)
         return _Proof(artifact, cache_dir, progress, steps, seed).run()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps to themselves what tracing and torchair say to their developers."""
+    """Hides warnings and log lines of torch and torchair, which are about their own code."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -92,8 +92,8 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Built:
-    """A case's graph, step by step: one device's, in operators of the NPU, and as GE takes it, read back from its bytes."""
+class BuiltCase:
+    """A case's graph after each stage: partitioned, lowered to NPU operators, and as a GE graph read back from its file."""
 
     partitioned: Partitioned
     lowered: Lowered
@@ -101,6 +101,7 @@ class Built:
 
     @property
     def signature(self) -> Signature:
+        """Calling convention of the lowered graph and the GE graph."""
         return self.lowered.signature
 
 
@@ -108,20 +109,20 @@ class _Proof:
     def __init__(self, artifact: Artifact, cache_dir: Path, progress: Progress, steps: int, seed: int) -> None:
         self.artifact, self.cache_dir, self.progress = artifact, cache_dir, progress
         self.seed = seed
-        self.small = scaled(artifact.manifest, steps)
+        self.small = shrink(artifact.manifest, steps)
         variant = self.small.model.config.variant
         self.quantised = variant.attention != "plain" or variant.experts not in ("plain", "grouped")
-        self.found: Measured = {}
+        self.measured: Measured = {}
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[dict[str, float]]:
-        """One check: what it measured goes into the mapping it is given; what a graph cannot do fails it by name."""
+        """One named check, which fills the mapping it gets with measurements; an error of a graph fails the check."""
         measured: dict[str, float] = {}
         try:
             yield measured
         except GraphError as error:
             raise VerifyError(f"{name}: {error}") from error
-        self.found[name] = measured
+        self.measured[name] = measured
         self.bar.step(f"{name} {describe(measured)}")
 
     def run(self) -> Measured:
@@ -135,87 +136,91 @@ class _Proof:
                     measured |= verify_shipped.check_entry(self.artifact, entry)
             with self.check("ranks") as measured:
                 measured |= verify_shipped.check_patched(self.artifact)
-            self.rehearse()
-        return self.found
+            self.check_small_model()
+        return self.measured
 
-    def rehearse(self) -> None:
-        """All that is proved of the small model."""
+    def check_small_model(self) -> None:
+        """All checks that run the small model."""
         small, generator = self.small, torch.Generator().manual_seed(self.seed)
         with self.check("small model") as measured:
-            checkpoint = draw(small.model, generator)
-            script = rehearse(small, checkpoint, generator)
-            measured |= _told(small, script)
-        cast, allowed = Cast.of(small, script, checkpoint, F32), QUANTISED if self.quantised else FLOAT
+            checkpoint = random_checkpoint(small.model, generator)
+            trace = record_trace(small, checkpoint, generator)
+            measured |= _sizes(small, trace)
+        ranks, allowed = Ranks.of(small, trace, checkpoint, F32), QUANTISED if self.quantised else FLOAT
         with self.check("lowered f32") as measured:
-            # torchair gives integer products in 16 bits only: a quantised graph is converted in the artifact's own type alone.
-            whole = {case: self.build(small, case, F32, emit_logits=True, convert=not self.quantised) for case in small.cases}
-            heard = cast.replay(lockstep(small, whole), keep=excerpts(script))
-            measured |= against_script(cast, heard, allowed, "lowered f32")
+            # torchair converts integer products to 16-bit types only, so quantised graphs are converted in the artifact's dtype alone.
+            graphs = {case: self.build(small, case, F32, emit_logits=True, convert=not self.quantised) for case in small.cases}
+            outputs = ranks.run(emulators(small, graphs), keep=representative_steps(trace))
+            measured |= check_against_trace(ranks, outputs, allowed, "lowered f32")
         if not self.quantised:
             with self.check("GE f32") as measured:
-                measured |= against_script(cast, cast.replay(interpreted(small, whole)), allowed, "GE f32")
+                measured |= check_against_trace(ranks, ranks.run(interpreters(small, graphs)), allowed, "GE f32")
         with self.check("lowered f32, logits in shares") as measured:
-            sampled = {case: self.build(small, case, F32, emit_logits=False, convert=False) for case in small.cases}
-            shared = cast.excerpt(lockstep(small, sampled), heard.before)
-            measured |= against_each_other(cast, heard, shared, "lowered f32, logits whole and in shares")
-        self.as_shipped(small, Cast.of(small, script, checkpoint, self.dtype), heard)
+            sharded = {case: self.build(small, case, F32, emit_logits=False, convert=False) for case in small.cases}
+            sharded_outputs = ranks.run_steps(emulators(small, sharded), outputs.before)
+            measured |= check_identical(ranks, outputs, sharded_outputs, "lowered f32, logits whole and in shares")
+        self.check_shipped_form(small, Ranks.of(small, trace, checkpoint, self.dtype), outputs)
 
     @property
     def dtype(self) -> torch.dtype:
+        """Computing dtype of the artifact."""
         return DTYPES[self.artifact.manifest.dtype]
 
-    def as_shipped(self, small: Scaled, cast: Cast, heard: Heard) -> None:
-        """The graphs in the form and type of the artifact: what GE is given does, bit for bit, what was lowered."""
+    def check_shipped_form(self, small: SmallModel, ranks: Ranks, outputs: RankOutputs) -> None:
+        """In the form and dtype of the artifact, the GE graph does bit for bit what the lowered graph does."""
         name, graphs = self.artifact.manifest.dtype, {}
         for case in small.cases:
             with self.check(f"{case.bucket.name} small") as measured:
-                graphs[case] = one = self.build(small, case, self.dtype, emit_logits=False, convert=True)
-                assert one.container is not None
-                measured |= verify_shipped.check_likeness(self.artifact, case, one.partitioned, one.container)
+                graphs[case] = built = self.build(small, case, self.dtype, emit_logits=False, convert=True)
+                assert built.container is not None
+                measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.container)
         with self.check(f"GE {name} as lowered") as measured:
-            lowered = cast.excerpt(lockstep(small, graphs), heard.before)
-            # GE keeps to data and control edges and to nothing else, so the order furthest from the file's must do the same.
-            shipped = cast.excerpt(interpreted(small, graphs, order="reversed-ready"), heard.before)
-            measured |= against_each_other(cast, lowered, shipped, f"GE {name} against lowered {name}")
+            lowered = ranks.run_steps(emulators(small, graphs), outputs.before)
+            # GE respects data and control edges and no other order, so the order furthest from the file's must give the same.
+            shipped = ranks.run_steps(interpreters(small, graphs, order="reversed-ready"), outputs.before)
+            measured |= check_identical(ranks, lowered, shipped, f"GE {name} against lowered {name}")
 
-    def build(self, small: Scaled, case: Case, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> Built:
-        """A case's graph by the pipeline of a build."""
-        made = backend("ge")
-        held, told = small.held(case, dtype), small.max_logprobs
-        program = step.program(held, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=told)
+    def build(self, small: SmallModel, case: BucketCase, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> BuiltCase:
+        """A case's graph through the pipeline of a build."""
+        ge = backend("ge")
+        model, max_logprobs = small.model_for(case, dtype), small.max_logprobs
+        program = step.program(model, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=max_logprobs)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
-        lowered = made.lower(partitioned)
+        lowered = ge.lower(partitioned)
         if not convert:
-            return Built(partitioned, lowered, None)
-        compiled = made.compile(lowered, cache_dir=self.cache_dir, threads=0)
-        made.prove(compiled, partitioned)
-        return Built(partitioned, lowered, decode(compiled.data))
+            return BuiltCase(partitioned, lowered, None)
+        compiled = ge.compile(lowered, cache_dir=self.cache_dir, threads=0)
+        ge.prove(compiled, partitioned)
+        return BuiltCase(partitioned, lowered, decode(compiled.data))
 
 
-def excerpts(script: Script) -> tuple[int, ...]:
-    """Turns that stand for all: of every case the fullest in which a row goes on behind tokens it has, and the last that decodes."""
-    chosen: set[int] = set()
-    for case in {turn.case for turn in script.turns}:
-        numbers = [i for i, turn in enumerate(script.turns) if turn.case == case]
-        chosen |= {max(numbers, key=lambda i: _fullness(script.turns[i])), *(numbers[-1:] if case.form.kind == "decode" else ())}
-    return tuple(sorted(chosen))
+def representative_steps(trace: StepTrace) -> tuple[int, ...]:
+    """For every case the fullest step, of those with cached tokens if there are any, and for every decode case its last step."""
+    numbers: set[int] = set()
+    for case in {trace_step.case for trace_step in trace.steps}:
+        of_case = [i for i, trace_step in enumerate(trace.steps) if trace_step.case == case]
+        numbers |= {max(of_case, key=lambda i: _fullness(trace.steps[i])), *(of_case[-1:] if case.form.kind == "decode" else ())}
+    return tuple(sorted(numbers))
 
 
-def _fullness(turn: Turn) -> tuple[bool, int]:
-    """Whether a row has tokens already, and live results."""
-    live = [(group, one) for group, one in enumerate(turn.expected) if one]
-    return any(start(turn, group, row) for group, one in live for row in one.rows), sum(sum(one.valid) for _, one in live)
+def _fullness(trace_step: TraceStep) -> tuple[bool, int]:
+    """Whether a row has cached tokens, and the number of results that count."""
+    live = [(group, expected) for group, expected in enumerate(trace_step.expected) if expected]
+    cached = any(first_position(trace_step, group, row) for group, expected in live for row in expected.rows)
+    return cached, sum(sum(expected.valid) for _, expected in live)
 
 
-def lockstep(small: Scaled, graphs: Mapping[Case, Built]) -> dict[Case, tuple[Lockstep, Signature]]:
-    """What runs each case's lowered graph on all ranks."""
-    return {case: (Lockstep(one.lowered.graph, small.mesh), one.signature) for case, one in graphs.items()}
+def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict[BucketCase, tuple[Lockstep, Signature]]:
+    """Runners of each case's lowered graph on all ranks."""
+    return {case: (Lockstep(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
 
 
-def interpreted(small: Scaled, graphs: Mapping[Case, Built], order: str = "file") -> dict[Case, tuple[GeInterpreter, Signature]]:
-    """What runs each case's GE graph on all ranks, in an order that GE may choose."""
-    made = {case: GeInterpreter(one.container, small.mesh, order=order) for case, one in graphs.items() if one.container}
-    return {case: (run, graphs[case].signature) for case, run in made.items()}
+def interpreters(
+    small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file"
+) -> dict[BucketCase, tuple[GeInterpreter, Signature]]:
+    """Runners of each case's GE graph on all ranks, with the operators in an order that GE may choose."""
+    containers = [(case, built.container, built.signature) for case, built in graphs.items() if built.container]
+    return {case: (GeInterpreter(container, small.mesh, order=order), signature) for case, container, signature in containers}
 
 
 def describe(measured: Mapping[str, float]) -> str:
@@ -223,7 +228,7 @@ def describe(measured: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.0f}" if value == int(value) else f"{name} {value:.3g}" for name, value in measured.items())
 
 
-def _told(small: Scaled, script: Script) -> dict[str, float]:
-    config, live = small.model.config, [one for turn in script.turns for one in turn.expected if one]
+def _sizes(small: SmallModel, trace: StepTrace) -> dict[str, float]:
+    config, live = small.model.config, [expected for trace_step in trace.steps for expected in trace_step.expected if expected]
     sizes = {"ranks": small.mesh.size, "layers": len(config.layer_types), "experts": config.num_experts}
-    return {**sizes, "buckets": len(small.cases), "steps": len(script.turns), "results": sum(sum(one.valid) for one in live)}
+    return {**sizes, "buckets": len(small.cases), "steps": len(trace.steps), "results": sum(sum(expected.valid) for expected in live)}

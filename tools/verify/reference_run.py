@@ -1,4 +1,4 @@
-"""Turns a model into its steps on one device, called as they are written, with what its draft head thought beside what it said."""
+"""The reference run: a model's steps on one device in float32, with the logits of its draft head among the outputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...graphs.types import Bucket, Leaf, Limits, Tree
 from ...models import step
 from ...models.family import Family
 
-THOUGHT = "draft_logits"
+DRAFT_LOGITS = "draft_logits"
 """Name of the draft head's logits among a step's outputs."""
 
 
-class Alone:
-    """One device with a model's parameters, in float32; nothing is traced, rewritten or lowered.
+class ReferenceRun:
+    """A model called as it is written, on one device in float32; nothing is traced, rewritten or lowered.
 
     Args:
-        params: flat, in the order of the model's parameters.
-        max_logprobs: of how many tokens log probabilities are told.
+        params: in the order of the model's flattened parameters.
+        max_logprobs: number of most likely tokens whose log probabilities a step returns.
     """
 
     def __init__(self, model: step.Model, limits: Limits, params: Sequence[torch.Tensor], max_logprobs: int = 0) -> None:
@@ -31,7 +31,7 @@ class Alone:
         self._limits, self._params, self._max_logprobs = limits, list(params), max_logprobs
 
     def leaves(self, bucket: Bucket) -> tuple[Leaf, ...]:
-        """State pools, the same for all buckets."""
+        """Leaves of the state, which are the same for all buckets."""
         return signature_of(self._program(bucket)).state
 
     def step(
@@ -44,16 +44,16 @@ class Alone:
             inputs: by name (graphs/step_inputs.py).
 
         Returns:
-            outputs by name, with `draft_logits` [B, k, V] where drafts are made; and the new pools.
+            Outputs by name, with `draft_logits` [B, k, V] where drafts are made; and the new pools.
         """
         program = self._program(bucket)
         self._draft_logits.clear()
         with torch.no_grad():
-            flat, told = call_flat(program, signature_of(program), [*self._params, *state, *(inputs[name] for name in program.inputs)])
-        outputs = dict(zip((leaf.name.partition(".")[2] for leaf in told), flat, strict=False))
+            flat, leaves = call_flat(program, signature_of(program), [*self._params, *state, *(inputs[name] for name in program.inputs)])
+        outputs = dict(zip((leaf.name.partition(".")[2] for leaf in leaves), flat, strict=False))
         if self._limits.drafts:
-            outputs[THOUGHT] = torch.stack(self._draft_logits, 1)
-        return outputs, flat[len(told) :]
+            outputs[DRAFT_LOGITS] = torch.stack(self._draft_logits, 1)
+        return outputs, flat[len(leaves) :]
 
     def _program(self, bucket: Bucket) -> Any:
         return step.program(self._model, bucket, self._limits, torch.float32, max_logprobs=self._max_logprobs)

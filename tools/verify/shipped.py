@@ -1,4 +1,4 @@
-"""Turns an artifact's GE graphs, as they lie on disk, into proof that they are what its manifest says and fit its devices."""
+"""Checks of the GE graphs of an artifact on disk: they fit the manifest, the devices and each other, without running."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ...lowering.ascend.ge_file import GROUPS, Container, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
-from .small_model import Case, full, period, rules_of, scaled_layers
+from .small_model import BucketCase, full_model, period, rules_of, shrink_layers
 
 PATCHED_BYTES = 2**26
-"""Most bytes of graphs, all ranks together, that are really patched: about ten seconds."""
+"""Most bytes of a bucket's graphs on all ranks for which each rank's graph is patched and read: about ten seconds."""
 
 
 def check_manifest(manifest: Manifest) -> dict[str, float]:
     """The manifest's operands are those of its model on its mesh, and its memory plan follows from them and fits.
 
     Returns:
-        operands, and GiB a rank needs and has.
+        operands, and needed_gib and limit_gib of a rank.
 
     Raises:
         VerifyError: naming the first thing that differs.
     """
-    model, mesh, dtype = full(manifest), Mesh.parse(manifest.mesh), DTYPES[manifest.dtype]
-    wanted = _leaves("params", avals(model.params(dtype))) + _leaves("state", model.state(manifest.limits, dtype))
-    for left, right in zip(wanted, (*manifest.params, *manifest.state), strict=False):
+    model, mesh, dtype = full_model(manifest), Mesh.parse(manifest.mesh), DTYPES[manifest.dtype]
+    expected = _leaves("params", avals(model.params(dtype))) + _leaves("state", model.state(manifest.limits, dtype))
+    for left, right in zip(expected, (*manifest.params, *manifest.state), strict=False):
         if left != right:
             ours, theirs = (f"{leaf.name}, {leaf.aval} by {leaf.aval.axes}" for leaf in (left, right))
             raise VerifyError(f"manifest: an operand is {theirs}; the model's is {ours}")
-    if len(wanted) != len(manifest.params) + len(manifest.state):
-        raise VerifyError(f"manifest: {len(manifest.params) + len(manifest.state)} parameters and pools; the model has {len(wanted)}")
+    if len(expected) != len(manifest.params) + len(manifest.state):
+        raise VerifyError(f"manifest: {len(manifest.params) + len(manifest.state)} parameters and pools; the model has {len(expected)}")
     rules = rules_of(model, mesh)
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
     planned = _check_memory(manifest, rules, f"params.{model.family.draft_key}.")
-    return {"operands": len(wanted), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
+    return {"operands": len(expected), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
 
 
 def _leaves(part: str, values: object) -> list[Leaf]:
@@ -54,25 +54,25 @@ def _leaves(part: str, values: object) -> list[Leaf]:
 
 
 def _check_memory(manifest: Manifest, rules: Rules, draft: str) -> MemoryPlan:
-    told = MemoryPlan.from_dict(manifest.memory)
+    stored = MemoryPlan.from_dict(manifest.memory)
     peak = max((entry.memory["peak_bytes"] for entry in manifest.graphs), default=0)
     place = Mesh.parse(manifest.mesh), rules, target(manifest.target)
-    again = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft)
-    found = {part.name: part.nbytes for part in told.parts}
-    for part in again.parts:
-        # It counts more than the graphs' operands: what ranks talk through.
-        if found.get(part.name, 0) < part.nbytes:
-            raise VerifyError(f"memory plan: {part.name} takes {found.get(part.name)} bytes; the manifest's operands take {part.nbytes}")
-    if not told.fits or told.limit_bytes > again.limit_bytes:
-        raise VerifyError(f"memory plan: {told.total_bytes} bytes of {told.limit_bytes}; legal is at most {again.limit_bytes}")
-    return told
+    minimum = plan_memory(manifest.params, manifest.state, *place, manifest.limits, peak_bytes=peak, draft=draft)
+    sizes = {part.name: part.nbytes for part in stored.parts}
+    for part in minimum.parts:
+        # The stored plan may be larger: it also counts communication buffers, which are no operands.
+        if sizes.get(part.name, 0) < part.nbytes:
+            raise VerifyError(f"memory plan: {part.name} takes {sizes.get(part.name)} bytes; the manifest's operands take {part.nbytes}")
+    if not stored.fits or stored.limit_bytes > minimum.limit_bytes:
+        raise VerifyError(f"memory plan: {stored.total_bytes} bytes of {stored.limit_bytes}; legal is at most {minimum.limit_bytes}")
+    return stored
 
 
 def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
-    """A shipped graph writes its state in place, talks as its certificate says, and has the operators that the manifest counts.
+    """A shipped graph updates its state in place, and has the collectives and operators that the manifest lists.
 
     Returns:
-        operators, collectives and donated pools.
+        operators, collectives, and pools that are donated.
 
     Raises:
         VerifyError: naming the bucket and what is wrong.
@@ -89,9 +89,9 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         differ = sorted({*census.items()} ^ {*entry.census.items()})
         raise VerifyError(f"{entry.bucket.name} shipped: the graph and the manifest count other operators: {differ[:8]}")
     if (container.inputs, container.outputs) != (len(signature.operands), len(signature.outputs)):
-        told = f"{len(signature.operands)} and {len(signature.outputs)}"
-        has = f"{container.inputs} operands and {container.outputs} results"
-        raise VerifyError(f"{entry.bucket.name} shipped: the graph has {has}; the manifest has {told}")
+        listed = f"{len(signature.operands)} and {len(signature.outputs)}"
+        actual = f"{container.inputs} operands and {container.outputs} results"
+        raise VerifyError(f"{entry.bucket.name} shipped: the graph has {actual}; the manifest has {listed}")
     return {
         "operators": sum(census.values()),
         "collectives": len(entry.collectives),
@@ -100,7 +100,7 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
 
 
 def container_of(artifact: Artifact, entry: GraphEntry) -> Container:
-    """The GE graph of a bucket, read from its file.
+    """Reads the GE graph of a bucket from its file.
 
     Raises:
         VerifyError: the bucket has none.
@@ -111,82 +111,83 @@ def container_of(artifact: Artifact, entry: GraphEntry) -> Container:
 
 
 def check_patched(artifact: Artifact) -> dict[str, float]:
-    """Ranks that run what they would load never wait for each other for ever, bucket by bucket.
+    """The collectives of all ranks match, bucket by bucket, so that no rank waits forever.
 
-    Where all ranks' graphs of a bucket are small enough they are really patched, as a rank does when it loads them; of the others the
-    certificate is expanded.
+    Where a bucket's graphs are small enough, each rank's is patched as the rank does when it loads it, and its collectives are read; for
+    the others the manifest's list of collectives is expanded to all ranks.
 
     Returns:
-        ranks, buckets and how many of them were patched.
+        ranks, buckets, and how many of these were patched.
 
     Raises:
         VerifyError: naming the bucket, the ranks and the collective.
     """
-    mesh, entries, done = Mesh.parse(artifact.manifest.mesh), artifact.manifest.graphs, 0
+    mesh, entries, patched_buckets = Mesh.parse(artifact.manifest.mesh), artifact.manifest.graphs, 0
     for entry in sorted(entries, key=lambda entry: (artifact.path / entry.compiled.file).stat().st_size if entry.compiled else 0):
         container = container_of(artifact, entry)
         try:
             collectives_check.check_ranks(collectives_check.expand(entry.collectives, mesh))
-            if not done or len(container.graph) * mesh.size <= PATCHED_BYTES:
-                collectives_check.check_ranks(talks(container, artifact.manifest))
-                done += 1
+            if not patched_buckets or len(container.graph) * mesh.size <= PATCHED_BYTES:
+                collectives_check.check_ranks(rank_collectives(container, artifact.manifest))
+                patched_buckets += 1
         except NpucompileError as error:
             raise VerifyError(f"{entry.bucket.name} on all ranks: {error}") from None
-    return {"ranks": mesh.size, "buckets": len(entries), "patched": done}
+    return {"ranks": mesh.size, "buckets": len(entries), "patched": patched_buckets}
 
 
-def talks(container: Container, manifest: Manifest) -> list[list[collectives_check.Talk]]:
-    """What each rank waits for, read from its own patched graph."""
-    found, mesh = [], Mesh.parse(manifest.mesh)
+def rank_collectives(container: Container, manifest: Manifest) -> list[list[collectives_check.Talk]]:
+    """Collectives of each rank, read from its patched graph."""
+    collectives, mesh = [], Mesh.parse(manifest.mesh)
     for rank in range(mesh.size):
-        mine = {name: mesh.group(name, rank) for name in GROUPS}
-        names = {name: f"{name}:{mine[name][0]}" for name in GROUPS}
-        found.append(collectives_check.of_rank(patched(container, rank, names), rank, {names[name]: mine[name] for name in GROUPS}))
-    return found
+        members = {name: mesh.group(name, rank) for name in GROUPS}
+        names = {name: f"{name}:{members[name][0]}" for name in GROUPS}
+        graph = patched(container, rank, names)
+        collectives.append(collectives_check.of_rank(graph, rank, {names[name]: members[name] for name in GROUPS}))
+    return collectives
 
 
-def check_likeness(artifact: Artifact, case: Case, partitioned: Partitioned, container: Container) -> dict[str, float]:
-    """Shipped graphs of a case's form are the small one with more and larger layers: the same communication, and the same operators.
+def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, container: Container) -> dict[str, float]:
+    """Shipped graphs of a case's form have the collectives and operators of the small graph, with more and larger layers.
 
-    Kinds of layers must have the same operators in the same numbers; in prefill, where a longer chunk of tokens is more parts of a
-    recurrence, of the same types.
+    Each kind of layer must have the same operators in the same numbers. In prefill only their types must be equal, because a longer
+    chunk of tokens is unrolled into more parts of a recurrence.
 
     Returns:
-        buckets, kinds of bodies, and collectives compared.
+        buckets, kinds of layers, and collectives compared.
 
     Raises:
         VerifyError: naming both buckets and what differs.
     """
-    kinds = full(artifact.manifest).config.layer_types
-    more = len(kinds) - len(scaled_layers(kinds))
-    periods = more // period(kinds) if more % period(kinds) == 0 else more
-    talk, bodies = partitioned.collectives, _kinds(container, case.form.kind == "decode")
+    layer_types = full_model(artifact.manifest).config.layer_types
+    more = len(layer_types) - len(shrink_layers(layer_types))
+    periods = more // period(layer_types) if more % period(layer_types) == 0 else more
+    collectives, small = partitioned.collectives, _kinds(container, case.form.kind == "decode")
     try:
-        collectives_check.agree(talk, collectives_check.of_container(container))
+        collectives_check.agree(collectives, collectives_check.of_container(container))
     except NpucompileError as error:
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
         what = f"{entry.bucket.name} shipped, {case.bucket.name} small"
-        _same_talk(what, [one[:2] for one in entry.collectives], [one[:2] for one in talk], periods)
+        _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], periods)
         shipped = _kinds(container_of(artifact, entry), case.form.kind == "decode")
-        if shipped != bodies:
+        if shipped != small:
             differ = [
                 f"{side} has {dict(sorted(kind))}"
-                for side, left, right in (("shipped", shipped, bodies), ("small", bodies, shipped))
+                for side, left, right in (("shipped", shipped, small), ("small", small, shipped))
                 for kind in left - right
             ]
             raise VerifyError(f"{what}: kinds of layers have other operators: {'; '.join(differ)}")
-    return {"buckets": len(case.stands_for), "kinds": len(bodies), "collectives": len(talk)}
+    return {"buckets": len(case.stands_for), "kinds": len(small), "collectives": len(collectives)}
 
 
 def _kinds(container: Container, counted: bool) -> set[frozenset[tuple[str, int]]]:
-    """Operators of every kind of body: types, and numbers where they count."""
-    found = inspect_ge.census_by_body(container.graph)
-    return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in found.items() if prefix}
+    """Operators of every kind of body in a graph: (type, number of them), or (type, 1) where they are not counted."""
+    census = inspect_ge.census_by_body(container.graph)
+    return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
 
 
-def _same_talk(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], periods: int) -> None:
-    """So many more periods of layers must repeat a part of the shorter list so often."""
+def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], periods: int) -> None:
+    """The shipped list is the small one with a part of it repeated `periods` more times."""
     length, rest = divmod(len(shipped) - len(small), max(periods, 1))
     places = range(length, len(small) + 1) if length >= 0 and not rest else ()
     if list(shipped) not in (list(small[:i]) + list(small[i - length : i]) * periods + list(small[i:]) for i in places):

@@ -1,4 +1,4 @@
-"""Turns the description of an artifact for NPUs into a model of a few small layers that is spread over the same mesh in the same way."""
+"""Small models for proofs: a few narrow layers, spread over the mesh and lowered in the same way as an artifact's own model."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from ...models.variant import Variant
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
-"""A small prefill chunk: more than a page, and three chunks of the delta rule, so that a state passes through one of them."""
+"""Tokens of a small prefill: more than a page, and three chunks of the delta rule, so that a state passes through the middle one."""
 
-PROMPT_MORE = 37
-"""Most tokens by which the longest prompt exceeds a chunk."""
+PROMPT_EXCESS = 37
+"""Most tokens by which the longest prompt exceeds a prefill chunk."""
 
-MOST_REQUESTS = 3
-"""Requests of a dp group, in buckets of more rows."""
+MAX_REQUESTS = 3
+"""Most requests of a dp group; buckets have more rows, so that some are padding."""
 
-LEAST_LAYERS, MOST_LAYERS = 4, 8
-MOST_CHOICES = 4
+MIN_LAYERS, MAX_LAYERS = 4, 8
+MAX_EXPERTS_PER_TOKEN = 4
 DELTA_CHUNK = 64
 DISPATCH = "moe_dispatch"
 
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """All of a bucket's sizes that decide how it is laid out and lowered; buckets of one form have the same operators.
+    """The properties of a bucket that decide how it is laid out and lowered; buckets of one form have the same operators.
 
     Attributes:
-        kind: of the bucket.
-        width: Q of decode; for prefill the largest power of two up to 64 that divides it, which is the delta rule's chunk.
-        shared: devices of a group share the tokens of a step.
-        evenly: without padding them.
-        rows_shared: they share its requests evenly, when sampling and where the draft head drafts from one token of each.
-        dispatched: which tokens are sent to the experts' devices instead of being gathered on all: "none", "drafts" (where the draft head
-            drafts from one token a row) or "all".
+        kind: the bucket's kind.
+        width: of decode Q; of prefill the largest power of two up to 64 that divides Q, which is the chunk of the delta rule.
+        shared: whether the devices of a group split the tokens of a step.
+        evenly: whether they do so without padding.
+        rows_shared: whether they split its requests without padding, as sampling and the draft head's later passes do.
+        dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
+            the draft head's later passes, one a request) or "all".
     """
 
     kind: str
@@ -57,14 +57,14 @@ class Form:
 
     @staticmethod
     def of(bucket: Bucket, tp: int, dispatched: str) -> Form:
-        """The form of a bucket whose groups have `tp` devices."""
+        """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
         return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatched)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A small bucket, and the artifact's graphs it stands for: those of its form."""
+class BucketCase:
+    """A bucket of the small model, and the artifact's graphs it stands for: those of the same form."""
 
     bucket: Bucket
     form: Form
@@ -72,94 +72,94 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A small model in the image of a large one.
+class SmallModel:
+    """A small model with the structure of a large one.
 
     Attributes:
-        shipped: held as the artifact holds it.
-        model: the same with float32 states.
-        reference: the same as one device holds it: no copies of heads, float experts as a checkpoint has them.
-        cases: prefill first; all run over the same pools.
+        shipped: in the artifact's variant.
+        model: the same with float32 state.
+        reference: the variant for one device: no repeated heads, and float experts in the layout of a checkpoint.
+        cases: prefill first; all use the same state pools.
         limits: of one dp group.
-        requests: that every dp group has room for.
-        steps: decode steps of each decode case.
-        max_logprobs: of how many tokens the artifact's graphs tell log probabilities.
+        requests: most requests of a dp group.
+        decode_steps: steps of each decode case.
+        max_logprobs: number of most likely tokens whose log probabilities the artifact's graphs return.
     """
 
     shipped: Model
     model: Model
     reference: Model
     mesh: Mesh
-    cases: tuple[Case, ...]
+    cases: tuple[BucketCase, ...]
     limits: Limits
     requests: int
-    steps: int
+    decode_steps: int
     max_logprobs: int
 
-    def held(self, case: Case, dtype: torch.dtype) -> Model:
-        """The model of a case's graph that computes in a type: how experts get their tokens is the case's own."""
-        model, rows = self.of(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
+    def model_for(self, case: BucketCase, dtype: torch.dtype) -> Model:
+        """The model of a case's graph with that computing dtype; how tokens get to their experts depends on the case."""
+        model, rows = self.model_in(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
         most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched}[case.form.dispatched]
         return with_variant(model, replace(model.config.variant, most_dispatched=most))
 
-    def of(self, dtype: torch.dtype) -> Model:
-        """The model whose graphs compute in a type; its parameters and state are those of all its cases."""
+    def model_in(self, dtype: torch.dtype) -> Model:
+        """The model with that computing dtype; parameters and state are the same for all cases."""
         return self.model if dtype == torch.float32 else self.shipped
 
-    def rules(self, case: Case | None = None) -> Rules:
-        """Layout of a case's graph; that of parameters and state is the same for all."""
+    def rules(self, case: BucketCase | None = None) -> Rules:
+        """Layout of a case's graph, or of parameters and state, which is the same for all cases."""
         return rules_of(self.model, self.mesh, case.bucket if case else None)
 
 
-def scaled(manifest: Manifest, steps: int) -> Scaled:
-    """The small image of an artifact.
+def shrink(manifest: Manifest, steps: int) -> SmallModel:
+    """A small model with the structure of an artifact's.
 
     Args:
-        steps: decode steps of each decode case; there are more where so few do not accept every number of drafts.
+        steps: decode steps of each decode case; more are made if that many cannot accept every number of drafts.
     """
-    mesh, large = Mesh.parse(manifest.mesh), full(manifest)
-    small = replace(large, config=scaled_config(large.config, mesh))
+    mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
+    small = replace(large, config=shrink_config(large.config, mesh))
     variant = replace(small.config.variant, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
-    cases = scaled_cases(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts)
-    rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MOST_REQUESTS + 1)
-    requests = max(1, min(MOST_REQUESTS, rows - 1))
+    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts)
+    rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
+    requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
-    # Of three requests one is busy with its end.
+    # Three requests; one of them is at the end of its context and verifies fewer drafts than the others.
     fewest = min((max(1, min(requests, bucket.batch - 1, 2)) for bucket in decode), default=1)
     steps = max(steps, -(-(width + 1) // fewest))
     decoded = width * (1 + steps) * len(decode)
-    longest = max(CHUNK_TOKENS, *(case.bucket.q_len for case in cases)) + PROMPT_MORE + decoded
+    longest = max(CHUNK_TOKENS, *(case.bucket.q_len for case in cases)) + PROMPT_EXCESS + decoded
     page, slots = manifest.limits.page_size, manifest.limits.slots_per_request
     pages = -(-longest // page)
-    # Pages, slots and a seat that belong to nobody are left, to hold what must never be read.
+    # Some pages, slots and a seat stay without an owner: they hold NaN, which must never be read.
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
-    held = small, with_variant(small, variant), with_variant(small, plain)
-    return Scaled(*held, mesh, cases, limits, requests, steps, max((entry.max_logprobs for entry in manifest.graphs), default=0))
+    models = small, with_variant(small, variant), with_variant(small, plain)
+    return SmallModel(*models, mesh, cases, limits, requests, steps, max((entry.max_logprobs for entry in manifest.graphs), default=0))
 
 
 def with_variant(model: Model, variant: Variant) -> Model:
-    """The same model, held otherwise."""
+    """The same model in another variant."""
     return replace(model, config=replace(model.config, variant=variant))
 
 
-def full(manifest: Manifest) -> Model:
-    """The artifact's own model, held as the artifact holds it."""
+def full_model(manifest: Manifest) -> Model:
+    """The artifact's own model in the artifact's variant."""
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
 
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:
-    """How an artifact holds a model of that configuration."""
+    """The variant in which an artifact has a model of that configuration."""
     mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
-    found = Variant.of(
+    variant = Variant.of(
         manifest.quantization,
         grouped=mesh.size > 1 and config.num_experts > 0,
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
     gathers = not target(manifest.target).dispatches
-    return replace(found, most_dispatched=0) if gathers else found
+    return replace(variant, most_dispatched=0) if gathers else variant
 
 
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
@@ -167,11 +167,11 @@ def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
     return sharding_rules.rules(mesh, experts=model.config.num_experts, tokens=bucket.tokens if bucket else mesh.axis("tp"))
 
 
-def scaled_config(config: Any, mesh: Mesh) -> Any:
-    """A configuration with the same kinds of layers in the same order and heads, channels and experts on every device.
+def shrink_config(config: Any, mesh: Mesh) -> Any:
+    """A configuration with the same kinds of layers in the same order, and heads, channels and experts on every device.
 
-    A device keeps one or two of each kind of head and of expert, more only where the large one has more, so that heads and experts of
-    a device can be mistaken for each other. Widths are multiples of 8, as packed int4 matrices need.
+    A device has two heads and experts of each kind where the large model has several, so that mixing them up changes the result, and
+    one where it has one. Widths are multiples of 8, as packed int4 matrices need.
     """
     tp, copies = mesh.axis("tp"), config.variant.kv_repeat
     keys = tp // copies * min(2, max(1, config.num_key_value_heads // tp))
@@ -188,77 +188,78 @@ def scaled_config(config: Any, mesh: Mesh) -> Any:
         num_key_value_heads=keys,
         head_dim=width,
         rotary_dim=max(2, round(width * rotary) // 2 * 2),
-        layer_types=scaled_layers(config.layer_types),
+        layer_types=shrink_layers(config.layer_types),
         linear_num_key_heads=delta,
         linear_num_value_heads=delta * values,
         linear_key_head_dim=width,
         linear_value_head_dim=width,
         intermediate_size=8 * max(4, tp) if config.intermediate_size else 0,
         num_experts=experts,
-        num_experts_per_tok=min(config.num_experts_per_tok, MOST_CHOICES, max(1, experts // 2)) if experts else 0,
+        num_experts_per_tok=min(config.num_experts_per_tok, MAX_EXPERTS_PER_TOKEN, max(1, experts // 2)) if experts else 0,
         moe_intermediate_size=32 if config.moe_intermediate_size else 0,
         shared_expert_intermediate_size=8 * max(4, tp) if config.shared_expert_intermediate_size else 0,
     )
 
 
-def scaled_layers(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The first whole periods of a pattern of layers that are four layers or more; of a long period the layers from its start."""
+def shrink_layers(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The first whole periods of a pattern of layers, at least four layers; of a period longer than eight the first eight layers."""
     each = period(kinds)
-    return kinds[: min(each * -(-LEAST_LAYERS // each), len(kinds), MOST_LAYERS)]
+    return kinds[: min(each * -(-MIN_LAYERS // each), len(kinds), MAX_LAYERS)]
 
 
 def period(kinds: tuple[str, ...]) -> int:
-    """After how many layers their kinds come again."""
+    """Number of layers after which the kinds repeat."""
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def scaled_cases(entries: Iterable[GraphEntry], tp: int, drafts: int) -> tuple[Case, ...]:
-    """One small bucket for every form among the graphs, which draft so many tokens."""
+def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int) -> tuple[BucketCase, ...]:
+    """One small bucket for every form among graphs that make `drafts` drafts."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
         forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts)), []).append(entry)
-    made = [Case(_bucket(form, tuple(held), tp), form, tuple(held)) for form, held in forms.items()]
-    return tuple(sorted(made, key=lambda case: (case.form.kind != "prefill", case.form)))
+    cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
+    return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
 
 
 def dispatched(entry: GraphEntry, drafts: int) -> str:
-    """Which tokens a graph sends to experts' devices, as in `Form`; every pass over a layer has an exchange of its own."""
+    """`Form.dispatched` of a graph, from the number of its dispatches: each pass over a layer with experts has one."""
     sent = sum(name == DISPATCH for name, *_ in entry.collectives)
     return "none" if not sent else "drafts" if sent <= drafts else "all"
 
 
 def share(bucket: Bucket, tokens: int, tp: int) -> int:
-    """Tokens of one device in a pass over so many, of a bucket's step: groups share those of a step that has a token a device."""
+    """Tokens of one device in a pass over `tokens`: a group splits them if the bucket's step has at least a token per device."""
     return -(-tokens // tp) if bucket.tokens >= tp else tokens
 
 
 def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
-    """The smallest bucket of a form with room for an odd number of rows and a row of padding; or the artifact's own."""
+    """The smallest bucket of a form with room for three rows and one of padding; the smallest of `entries` if there is none."""
     smallest, longest = min(entry.bucket for entry in entries), max(entry.bucket.q_len for entry in entries)
     if form.kind == "decode":
-        tried = [Bucket("decode", batch, form.width) for batch in range(MOST_REQUESTS + 1, MOST_REQUESTS + 2 + 2 * tp)]
+        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, MAX_REQUESTS + 2 + 2 * tp)]
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
-        tried = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
-    # A device that sends the fewer tokens alone must have more in the step.
+        candidates = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
+    # Only the draft head's passes are dispatched, so the main pass must have more tokens a device than they have.
     if form.dispatched == "drafts":
-        tried = [bucket for bucket in tried if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
-    return next((bucket for bucket in tried if Form.of(bucket, tp, form.dispatched) == form), smallest)
+        candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
+    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched) == form), smallest)
 
 
-def draw(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of the model, by name, each away from zeros and ones; [shapes as on disk] float32."""
-    found: dict[str, torch.Tensor] = {}
+def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random float32 tensors of a checkpoint of the model, by name on disk; none is close to all zeros or all ones."""
+    tensors: dict[str, torch.Tensor] = {}
     for _, param in tree.flatten(model.params(torch.float32)):
         for name, shape in zip(param.source.names, param.source.shapes, strict=True):
-            if name not in found:
+            if name not in tensors:
                 noise = torch.randn(shape, generator=generator)
-                found[name] = float(param.init == "ones") + 0.2 * noise if param.init in ("zeros", "ones") else noise * shape[-1] ** -0.5
-    return found
+                near = param.init in ("zeros", "ones")
+                tensors[name] = float(param.init == "ones") + 0.2 * noise if near else noise * shape[-1] ** -0.5
+    return tensors
 
 
-def held_params(model: Model, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """A checkpoint as a model holds it: global tensors in the order of its flat parameters; quantised from the same floats in any type."""
+def model_params(model: Model, checkpoint: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """A model's parameters from the tensors of a checkpoint: global, flat, and quantised from the same floats for every dtype."""
     leaves: list[tuple[str, Param]] = tree.flatten(model.params(dtype))
-    made = [(param.source.join(*(checkpoint[name] for name in param.source.names)), param.aval) for _, param in leaves]
-    return [tensor.to(aval.dtype).reshape(aval.shape).contiguous() for tensor, aval in made]
+    joined = [(param.source.join(*(checkpoint[name] for name in param.source.names)), param.aval) for _, param in leaves]
+    return [tensor.to(aval.dtype).reshape(aval.shape).contiguous() for tensor, aval in joined]

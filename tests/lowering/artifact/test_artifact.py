@@ -6,12 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save
 
 from npucompile.graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
@@ -101,6 +106,27 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     publish(tmp_path / "one", compiled=b"code")
     publish(tmp_path / "two", compiled=b"code")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@given(st.binary(max_size=99), st.lists(st.integers(0, 99), max_size=6), st.randoms(use_true_random=False))
+def test_parts_in_any_order_are_stored_as_the_whole_is(data: bytes, cuts: list[int], random: Random) -> None:
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [(begin, memoryview(data)[begin:end]) for begin, end in pairwise(bounds)]
+    random.shuffle(parts)
+    with tempfile.TemporaryDirectory() as directory, ArtifactWriter(Path(directory) / "made") as writer:
+        name = writer.add_parts("weights", iter(parts), "bin")
+        assert contents(writer.root) == {name: data}
+        record = writer.files.pop(name)
+        assert writer.add("weights", data, "bin") == name
+        assert writer.files[name] == record
+
+
+@pytest.mark.parametrize("parts", [[(1, b"b")], [(0, b"aa"), (1, b"b")], [(2, b"c"), (0, b"a")], [(1, b"bb"), (2, b"c"), (0, b"a")]])
+def test_parts_that_leave_a_gap_or_overlap_leave_nothing(tmp_path: Path, parts: list[tuple[int, bytes]]) -> None:
+    with ArtifactWriter(tmp_path / "made") as writer:
+        with pytest.raises(ValueError, match="part"):
+            writer.add_parts("weights", parts, "bin")
+        assert contents(writer.root) == {}
 
 
 def test_a_finished_build_leaves_nothing_beside_it(built: Path) -> None:

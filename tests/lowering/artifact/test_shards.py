@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,20 @@ def test_each_rank_loads_its_part(tmp_path):
         assert held["params.scale"] == tensors["params.scale"]
         assert all(tensor.is_contiguous() for tensor in held.values())
         assert held["params.experts"].dtype == torch.bfloat16
+
+
+def mapped(tensors, file):
+    """Names of the tensors whose memory is a mapping of a file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    ranges = [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+    return {name for name, tensor in tensors.items() if any(tensor.data_ptr() in addresses for addresses in ranges)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps")
+def test_what_is_contiguous_in_the_file_is_mapped_and_not_copied(tmp_path):
+    names, file = {leaf.name for leaf in PARAMS}, tmp_path / "w.safetensors"
+    assert mapped(load_shard(artifact(tmp_path)[0], 1), file) == names - {"params.out"}
+    assert mapped(load_shard(artifact(tmp_path, mesh="1")[0]), file) == names
 
 
 def test_one_device_loads_all(tmp_path):

@@ -1,4 +1,4 @@
-"""tools/verify/compare.py: a scene poisons all that is not alive, and a verdict sees what differs."""
+"""tools/verify/compare.py: all that no live row may read is NaN, and every difference in a live value is measured."""
 
 from collections.abc import Sequence
 
@@ -85,17 +85,17 @@ class Toy:
         seat.copy_(torch.tensor([start + count, count - 1 + (self.fault == "seat wrong"), *made], dtype=torch.int32))
 
 
-def scenes(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[compare.Scene]:
+def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[compare.PoisonedStep]:
     sign = signature(bucket, limits)
-    made = [
-        compare.scene(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB, rows, torch.Generator().manual_seed(seed))
+    cases = [
+        compare.poisoned_step(bucket, sign, limits, [torch.zeros(2, 2)], VOCAB, rows, torch.Generator().manual_seed(seed))
         for seed in range(seeds)
         for rows in live
     ]
     if bucket.kind == "decode":
-        for one in made:
-            compare.force(Toy(bucket, limits), one, sign)
-    return made
+        for case in cases:
+            compare.plant_drafts(Toy(bucket, limits), case, sign)
+    return cases
 
 
 FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "seat wrong")
@@ -109,38 +109,38 @@ CASES = [
 
 @pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
-    sign, made = signature(bucket, limits), scenes(bucket, limits, (1, bucket.batch))
+    sign, made = signature(bucket, limits), poisoned_steps(bucket, limits, (1, bucket.batch))
     exact = compare.compare(Toy(bucket, limits), Toy(bucket, limits), made, sign)
-    assert exact == compare.Verdict(4 * (1 + bucket.batch), 0.0, 0.0, 0)
-    compare.judge(exact, compare.TOLERANCES[torch.float32], "toy")
+    assert exact == compare.Differences(4 * (1 + bucket.batch), 0.0, 0.0, 0)
+    compare.check_tolerance(exact, compare.TOLERANCES[torch.float32], "toy")
     for fault in faults:
         seen = compare.compare(Toy(bucket, limits), Toy(bucket, limits, fault), made, sign)
         with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
-            compare.judge(seen, compare.TOLERANCES[torch.float32], "toy")
+            compare.check_tolerance(seen, compare.TOLERANCES[torch.float32], "toy")
 
 
-def test_every_count_of_accepted_drafts_is_forced() -> None:
+def test_every_count_of_accepted_drafts_occurs() -> None:
     bucket = Bucket("decode", 3, 3)
-    (one,) = scenes(bucket, DRAFTING, (3,), seeds=1)
-    counts = Toy(bucket, DRAFTING)([t.clone() for t in one.operands])[2]
+    (case,) = poisoned_steps(bucket, DRAFTING, (3,), seeds=1)
+    counts = Toy(bucket, DRAFTING)([t.clone() for t in case.operands])[2]
     assert sorted(counts.tolist()) == [1, 2, 3]
 
 
-def test_a_scene_leaves_the_callers_state_alone_and_poisons_null() -> None:
+def test_comparing_leaves_the_callers_state_alone_and_poisons_null() -> None:
     bucket = Bucket("decode", 4, 1)
-    (one,) = scenes(bucket, PLAIN, (2,), seeds=1)
-    k, s = one.operands[1], one.operands[2]
+    (case,) = poisoned_steps(bucket, PLAIN, (2,), seeds=1)
+    k, s = case.operands[1], case.operands[2]
     assert torch.isnan(k[0]).all()
     assert torch.isnan(s[0]).all()
     before = k.clone()
-    compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN), [one], signature(bucket, PLAIN))
+    compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN), [case], signature(bucket, PLAIN))
     assert torch.equal(torch.nan_to_num(k), torch.nan_to_num(before))
 
 
-def test_the_worse_of_two_verdicts_is_kept() -> None:
-    one, other = compare.Verdict(1, 0.5, 0.1, 0), compare.Verdict(2, 0.2, 0.3, 4)
-    assert one.worse(other) == compare.Verdict(3, 0.5, 0.3, 4)
-    assert compare.Verdict().worse(one) == one
+def test_differences_of_two_sets_are_the_larger_ones() -> None:
+    one, other = compare.Differences(1, 0.5, 0.1, 0), compare.Differences(2, 0.2, 0.3, 4)
+    assert one.combined(other) == compare.Differences(3, 0.5, 0.3, 4)
+    assert compare.Differences().combined(one) == one
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
@@ -161,6 +161,8 @@ def test_deviation_is_an_average_and_infinite_for_nan() -> None:
 @pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
 def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
     bucket, tolerance = Bucket("decode", 4, 1), compare.TOLERANCES[torch.bfloat16]
-    sign, made = signature(bucket, PLAIN), scenes(bucket, PLAIN, (4,))
+    sign, made = signature(bucket, PLAIN), poisoned_steps(bucket, PLAIN, (4,))
     with pytest.raises(VerifyError):
-        compare.judge(compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), made, sign, tolerance.measure), tolerance, "toy")
+        compare.check_tolerance(
+            compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), made, sign, tolerance.measure), tolerance, "toy"
+        )

@@ -55,17 +55,19 @@ def test_every_bucket_is_measured(tiny_artifact):
     assert found["decode-b4-q4"]["rows"] == 16
 
 
-def test_every_count_of_accepted_drafts_is_compared(tiny_artifact, monkeypatch):
-    seen, right = {}, compare.verdict
+def test_every_count_of_accepted_drafts_is_compared_with_weights_that_are_loaded_once(tiny_artifact, monkeypatch):
+    counts, loads, differences, load_weights = {}, [], compare.output_differences, Artifact.load_weights
 
-    def noted(one, expected, found, *rest):
+    def noted(case, expected, *rest):
         if "counts" in expected:
-            seen.setdefault(len(expected["counts"]), set()).update(expected["counts"][one.rows].tolist())
-        return right(one, expected, found, *rest)
+            counts.setdefault(len(expected["counts"]), set()).update(expected["counts"][case.rows].tolist())
+        return differences(case, expected, *rest)
 
-    monkeypatch.setattr(compare, "verdict", noted)
+    monkeypatch.setattr(compare, "output_differences", noted)
+    monkeypatch.setattr(Artifact, "load_weights", lambda artifact: loads.append(artifact) or load_weights(artifact))
     verify(Artifact.open(tiny_artifact), tiny.QUIET)
-    assert seen[4] == {1, 2, 3, 4}
+    assert counts[4] == {1, 2, 3, 4}
+    assert len(loads) == 1
 
 
 @pytest.mark.parametrize(("error", "measured"), [(1e-3, r"logits differ by 0\.\d+"), (float("nan"), "logits differ by inf")])

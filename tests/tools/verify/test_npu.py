@@ -19,9 +19,9 @@ from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
 from npucompile.tools.verify import npu
-from npucompile.tools.verify.npu import describe, excerpts, is_for_device
-from npucompile.tools.verify.small_model import Case, Form
-from npucompile.tools.verify.step_trace import Expected, Script, Turn
+from npucompile.tools.verify.npu import describe, is_for_device, representative_steps
+from npucompile.tools.verify.small_model import BucketCase, Form
+from npucompile.tools.verify.step_trace import ExpectedOutputs, StepTrace, TraceStep
 
 DECODE, BOTH = ("decode",), ("prefill", "decode")
 
@@ -54,9 +54,9 @@ def lowered_otherwise(monkeypatch, name, change):
     monkeypatch.setitem(TABLE[name]._rules, "lowering:ge", lambda *args: change(right(*args)))
 
 
-def test_every_check_is_told_with_what_it_measured(prove):
-    told = prove(BOTH, steps=2)
-    assert list(told) == [
+def test_every_check_is_named_with_its_measurements(prove):
+    measured = prove(BOTH, steps=2)
+    assert list(measured) == [
         "manifest",
         "prefill-b1-q16 shipped",
         "decode-b4-q2 shipped",
@@ -69,14 +69,14 @@ def test_every_check_is_told_with_what_it_measured(prove):
         "decode-b4-q2 small",
         "GE bf16 as lowered",
     ]
-    assert told["small model"] == {"ranks": 4, "layers": 4, "experts": 8, "buckets": 2} | {
-        name: told["small model"][name] for name in ("steps", "results")
+    assert measured["small model"] == {"ranks": 4, "layers": 4, "experts": 8, "buckets": 2} | {
+        name: measured["small model"][name] for name in ("steps", "results")
     }
-    assert told["lowered f32"]["rows"] == 2 * told["small model"]["results"]
-    assert 0 < told["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
-    assert told["GE f32"] == told["lowered f32"]
-    assert told["lowered f32"]["drafts"] > 10
-    assert told["GE bf16 as lowered"]["tokens"] >= 10
+    assert measured["lowered f32"]["rows"] == 2 * measured["small model"]["results"]
+    assert 0 < measured["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
+    assert measured["GE f32"] == measured["lowered f32"]
+    assert measured["lowered f32"]["drafts"] > 10
+    assert measured["GE bf16 as lowered"]["tokens"] >= 10
 
 
 @pytest.mark.parametrize(
@@ -208,26 +208,26 @@ def test_targets_decide_which_proof_it_is(artifact):
     assert [of(target) for target in ("ascend-a3", "ascend-a2", "cpu")] == [True, True, False]
 
 
-def test_excerpts_have_every_case_at_its_fullest_and_the_last_that_decodes():
+def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_decodes():
     """A row that goes on reads what a step before it left; the first chunk of a prompt does not."""
-    small, large, chunk = (Case(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
+    small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
 
-    def turn(case, at, *valid):
+    def traced(case, at, *valid):
         """Groups with so many live results each, of a row with so many tokens in the caches."""
-        told = tuple(Expected((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
+        expected = tuple(ExpectedOutputs((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
         inputs = {"starts": torch.tensor([at]), "seats": torch.tensor([1])}
-        return Turn(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), told)
+        return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), expected)
 
-    def chosen(*turns):
-        return excerpts(Script(turns, (), (), (), (), ()))
+    def chosen(*steps):
+        return representative_steps(StepTrace(steps, (), (), (), (), ()))
 
-    assert chosen(turn(chunk, 0, 9, 9), turn(chunk, 5, 1, 0), turn(chunk, 7, 1, 1), turn(chunk, 9, 1, 0)) == (2,)
-    assert chosen(turn(chunk, 0, 1, 0), turn(chunk, 0, 2, 2)) == (1,)
-    assert chosen(turn(small, 5, 1, 0), turn(large, 5, 2, 0), turn(small, 5, 3, 1), turn(small, 5, 2, 1)) == (1, 2, 3)
+    assert chosen(traced(chunk, 0, 9, 9), traced(chunk, 5, 1, 0), traced(chunk, 7, 1, 1), traced(chunk, 9, 1, 0)) == (2,)
+    assert chosen(traced(chunk, 0, 1, 0), traced(chunk, 0, 2, 2)) == (1,)
+    assert chosen(traced(small, 5, 1, 0), traced(large, 5, 2, 0), traced(small, 5, 3, 1), traced(small, 5, 2, 1)) == (1, 2, 3)
 
 
 KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
 
 
-def test_what_was_measured_is_told_in_few_digits():
+def test_measurements_are_shown_in_few_digits():
     assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"

@@ -1,4 +1,4 @@
-"""tools/verify/reference_run.py: a model's steps on one device are those of its traced graph, and its draft head is heard."""
+"""tools/verify/reference_run.py: steps are those of the traced graph, and come with the logits of the draft head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from npucompile.graphs.types import Mesh, Rules
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import step
-from npucompile.tools.verify.reference_run import THOUGHT, Alone
-from npucompile.tools.verify.small_model import held_params
+from npucompile.tools.verify.reference_run import DRAFT_LOGITS, ReferenceRun
+from npucompile.tools.verify.small_model import model_params
 from npucompile.tools.verify.step_trace import seat_pool
 
 F32 = torch.float32
@@ -24,60 +24,62 @@ def image(request):
     return images.image("dp=2,tp=2", ("prefill", "decode"), drafts=request.param)
 
 
-def alone(image):
-    return Alone(image.small.reference, image.small.limits, held_params(image.small.reference, image.checkpoint))
+def reference(image):
+    return ReferenceRun(image.small.reference, image.small.limits, model_params(image.small.reference, image.checkpoint))
 
 
-def turn(image, kind):
-    return next(turn for turn in image.script.turns if turn.case.form.kind == kind and turn.expected[0])
+def traced(image, kind):
+    return next(s for s in image.trace.steps if s.case.form.kind == kind and s.expected[0])
 
 
 def played(image, kind):
-    """A turn's inputs and pools of numbers; NaN stays where it is null."""
-    one, generator = turn(image, kind), torch.Generator().manual_seed(3)
-    pools = [torch.randn(leaf.aval.shape, generator=generator) for leaf in image.script.leaves]
-    pools[seat_pool(image.script.leaves)] = one.seats[0].clone()
-    return one, pools
+    """A step's inputs and pools of numbers; NaN stays where it is null."""
+    traced_step, generator = traced(image, kind), torch.Generator().manual_seed(3)
+    pools = [torch.randn(leaf.aval.shape, generator=generator) for leaf in image.trace.leaves]
+    pools[seat_pool(image.trace.leaves)] = traced_step.seats[0].clone()
+    return traced_step, pools
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_a_step_is_that_of_the_traced_graph(image, kind):
-    one, pools = played(image, kind)
+    traced_step, pools = played(image, kind)
     given = [pool.clone() for pool in pools]
-    outputs, new = alone(image).step(one.case.bucket, pools, one.inputs[0])
-    lowered = lower_eager(partition(trace(step.program(image.small.reference, one.case.bucket, image.small.limits, F32)), Mesh(), Rules()))
+    outputs, new = reference(image).step(traced_step.case.bucket, pools, traced_step.inputs[0])
+    lowered = lower_eager(
+        partition(trace(step.program(image.small.reference, traced_step.case.bucket, image.small.limits, F32)), Mesh(), Rules())
+    )
     names = [leaf.name.partition(".")[2] for leaf in lowered.signature.inputs]
-    params = held_params(image.small.reference, image.checkpoint)
-    found = EagerExecutable(lowered.graph)([*params, *given, *(one.inputs[0][name] for name in names)])
-    told = dict(zip((leaf.name.partition(".")[2] for leaf in lowered.signature.outputs), found, strict=True))
-    assert set(outputs) - {THOUGHT} == set(told)
-    rows = list(one.expected[0].rows)
-    for name, value in told.items():
+    params = model_params(image.small.reference, image.checkpoint)
+    results = EagerExecutable(lowered.graph)([*params, *given, *(traced_step.inputs[0][name] for name in names)])
+    expected = dict(zip((leaf.name.partition(".")[2] for leaf in lowered.signature.outputs), results, strict=True))
+    assert set(outputs) - {DRAFT_LOGITS} == set(expected)
+    rows = list(traced_step.expected[0].rows)
+    for name, value in expected.items():
         torch.testing.assert_close(outputs[name][rows], value[rows], rtol=1e-5, atol=1e-5)
     for left, right in zip(new, given, strict=True):
         torch.testing.assert_close(left[1:], right[1:], rtol=1e-5, atol=1e-5)
 
 
 def test_pools_stay_as_they_are(image):
-    one, pools = played(image, "decode")
+    traced_step, pools = played(image, "decode")
     before = [pool.clone() for pool in pools]
-    _, new = alone(image).step(one.case.bucket, pools, one.inputs[0])
+    _, new = reference(image).step(traced_step.case.bucket, pools, traced_step.inputs[0])
     assert all(torch.equal(left, right) for left, right in zip(pools, before, strict=True))
     assert not any(torch.equal(left, right) for left, right in zip(pools, new, strict=True))
 
 
-def test_the_draft_head_is_heard_once_a_draft_and_its_best_token_is_the_draft(image):
-    device, k = alone(image), image.small.limits.drafts
+def test_there_are_draft_logits_of_each_draft_and_its_best_token_is_the_draft(image):
+    device, k = reference(image), image.small.limits.drafts
     for kind in ("prefill", "decode", "decode"):
-        one, pools = played(image, kind)
-        outputs, _ = device.step(one.case.bucket, pools, one.inputs[0])
-        assert (THOUGHT in outputs) == ("drafts" in outputs) == (k > 0)
+        traced_step, pools = played(image, kind)
+        outputs, _ = device.step(traced_step.case.bucket, pools, traced_step.inputs[0])
+        assert (DRAFT_LOGITS in outputs) == ("drafts" in outputs) == (k > 0)
         if k:
-            assert outputs[THOUGHT].shape == (one.case.bucket.batch, k, image.small.reference.config.vocab_size)
-            assert torch.equal(outputs[THOUGHT].argmax(-1).int(), outputs["drafts"])
+            assert outputs[DRAFT_LOGITS].shape == (traced_step.case.bucket.batch, k, image.small.reference.config.vocab_size)
+            assert torch.equal(outputs[DRAFT_LOGITS].argmax(-1).int(), outputs["drafts"])
 
 
 def test_pools_are_named_as_in_the_model(image):
-    names = [leaf.name for leaf in alone(image).leaves(turn(image, "decode").case.bucket)]
-    assert names == [leaf.name for leaf in image.script.leaves]
+    names = [leaf.name for leaf in reference(image).leaves(traced(image, "decode").case.bucket)]
+    assert names == [leaf.name for leaf in image.trace.leaves]
     assert ("state.mtp.k" in names) == (image.small.limits.drafts > 0)

@@ -145,15 +145,15 @@ def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
 
 
 def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
-    read = shipped.talks(container_of(artifact, decode_entry), artifact.manifest)
+    read = shipped.rank_collectives(container_of(artifact, decode_entry), artifact.manifest)
     assert read == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
 
 
 def test_more_layers_repeat_the_middle():
     small = [("gather", "tp"), ("scatter", "tp"), ("dispatch", "world"), ("scatter", "tp"), ("dispatch", "world"), ("gather", "dp")]
     for more in (1, 2, 13):
-        shipped._same_talk("it", [*small[:1], *small[1:3] * more, *small[1:]], small, more)
-    shipped._same_talk("it", small, small, 0)
+        shipped._check_collectives("it", [*small[:1], *small[1:3] * more, *small[1:]], small, more)
+    shipped._check_collectives("it", small, small, 0)
     long = [*small[:1], *small[1:3] * 4, *small[1:]]
     for wrong, periods in (
         (small[:-1], 0),
@@ -165,16 +165,16 @@ def test_more_layers_repeat_the_middle():
         ([*long[:2], *long[1:]], 4),
     ):
         with pytest.raises(VerifyError, match=r"it: collectives are .* more periods of layers"):
-            shipped._same_talk("it", wrong, small, periods)
+            shipped._check_collectives("it", wrong, small, periods)
 
 
 def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, decode_entry, monkeypatch):
     container = container_of(artifact, decode_entry)
     form = SimpleNamespace(kind="decode")
-    case = shipped.Case(decode_entry.bucket, form, (decode_entry,))
-    monkeypatch.setattr(shipped, "scaled_layers", lambda kinds: kinds)
+    case = shipped.BucketCase(decode_entry.bucket, form, (decode_entry,))
+    monkeypatch.setattr(shipped, "shrink_layers", lambda kinds: kinds)
     small = SimpleNamespace(collectives=decode_entry.collectives)
-    told = shipped.check_likeness(artifact, case, small, container)
+    told = shipped.check_small_bucket(artifact, case, small, container)
     # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
     assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
 
@@ -184,6 +184,6 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
     with pytest.raises(
         VerifyError, match=r"decode-b4-q2 shipped, decode-b4-q2 small: kinds of layers have other operators: small has .*GeGlu"
     ):
-        shipped.check_likeness(artifact, case, small, edited(container, change))
+        shipped.check_small_bucket(artifact, case, small, edited(container, change))
     with pytest.raises(VerifyError, match="decode-b4-q2 small: collective"):
-        shipped.check_likeness(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), container)
+        shipped.check_small_bucket(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), container)

@@ -16,7 +16,7 @@ from npucompile.models.params import avals
 from npucompile.models.variant import Variant
 from npucompile.tools.build.deployments import deployments
 from npucompile.tools.verify import small_model
-from npucompile.tools.verify.small_model import Form, scaled_cases, scaled_config, scaled_layers
+from npucompile.tools.verify.small_model import Form, shrink_config, shrink_layers, small_buckets
 
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -56,7 +56,7 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
 def test_every_device_holds_a_little_of_what_it_holds_much_of(name, mesh):
     at = Mesh.parse(mesh)
     before = large(name, at)
-    after, tp = scaled_config(before, at), at.axis("tp")
+    after, tp = shrink_config(before, at), at.axis("tp")
     for field, most in (("num_attention_heads", 4), ("linear_num_key_heads", 2), ("linear_num_value_heads", 4)):
         assert 1 <= getattr(after, field) / tp <= most
         assert getattr(after, field) % tp == 0
@@ -91,12 +91,12 @@ def test_every_device_holds_a_little_of_what_it_holds_much_of(name, mesh):
     ],
 )
 def test_layers_keep_their_period(kinds, small):
-    assert scaled_layers(kinds) == small
+    assert shrink_layers(kinds) == small
 
 
 def test_buckets_of_one_form_share_a_small_one():
     entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
-    cases = scaled_cases(entries, 2, 3)
+    cases = small_buckets(entries, 2, 3)
     told = [(case.bucket.name, [one.bucket.batch * one.bucket.q_len for one in case.stands_for]) for case in cases]
     assert told == [
         ("prefill-b1-q192", [3584, 64, 4096]),
@@ -119,15 +119,15 @@ def test_buckets_of_one_form_share_a_small_one():
     ],
 )
 def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
-    (case,) = scaled_cases([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3)
+    (case,) = small_buckets([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3)
     assert case.bucket.name == small
     assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
 
 
 def test_exchange_forms_are_told_apart():
     graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
-    small = small_model.scaled(manifest(graphs=graphs), 3)
-    found = {case.form.dispatched: small.held(case, F32).config.variant.most_dispatched for case in small.cases}
+    small = small_model.shrink(manifest(graphs=graphs), 3)
+    found = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
     assert found == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
     # Without drafts whatever is sent is the layers' own.
     assert [small_model.dispatched(graph, 0) for graph in graphs] == ["none", "all", "all"]
@@ -136,21 +136,21 @@ def test_exchange_forms_are_told_apart():
 @pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
 def test_a_small_step_that_sends_the_tokens_of_drafts_alone_has_more_of_others(tp, batch, small):
     """It is the layers' pass that gathers, for it has more tokens than a device may send; its image must have more than it may, too."""
-    made = small_model.scaled(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
+    made = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
     (case,) = made.cases
     assert case.bucket.name == small
-    most = made.held(case, F32).config.variant.most_dispatched
+    most = made.model_for(case, F32).config.variant.most_dispatched
     assert small_model.share(case.bucket, case.bucket.batch, tp) <= most < small_model.share(case.bucket, case.bucket.tokens, tp)
 
 
 def test_a_small_model_is_held_as_the_large_one():
-    small = small_model.scaled(manifest(mesh="dp=1,tp=16"), 3)
+    small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
     assert small.shipped.config.variant == Variant(8, "w8a8", "w4a8", BF16)
     assert small.model.config.variant == Variant(8, "w8a8", "w4a8", F32)
     assert small.reference.config.variant == Variant(1, "w8a8", "w4a8", F32)
-    assert (small.of(F32), small.of(BF16)) == (small.model, small.shipped)
+    assert (small.model_in(F32), small.model_in(BF16)) == (small.model, small.shipped)
     assert small.requests == 3
-    width, longest = 4, 192 + small_model.PROMPT_MORE + 4 * (1 + 3)
+    width, longest = 4, 192 + small_model.PROMPT_EXCESS + 4 * (1 + 3)
     assert (small.limits.slots_per_request, small.limits.drafts) == (width, 3)
     assert small.limits.max_model_len >= longest
     assert small.limits.num_pages > 1 + small.requests * small.limits.pages_per_request
@@ -161,24 +161,24 @@ def test_a_small_model_is_held_as_the_large_one():
 @pytest.mark.parametrize("drafts", range(8))
 def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts):
     graphs = (entry("decode", 4, drafts + 1, DISPATCHED), entry("decode", 5, drafts + 1, DISPATCHED))
-    small = small_model.scaled(manifest(graphs=graphs, limits=Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)), 2)
-    assert small.steps == max(2, -(-(drafts + 2) // 2))
-    longest = 2 * small_model.PROMPT_MORE + small_model.PROMPT_MORE + (drafts + 1) * small.steps * len(small.cases)
+    small = small_model.shrink(manifest(graphs=graphs, limits=Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)), 2)
+    assert small.decode_steps == max(2, -(-(drafts + 2) // 2))
+    longest = 2 * small_model.PROMPT_EXCESS + small_model.PROMPT_EXCESS + (drafts + 1) * small.decode_steps * len(small.cases)
     assert small.limits.max_model_len >= longest
-    alone = small_model.scaled(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
+    alone = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
     rows = alone.cases[0].bucket.batch - 1
-    assert alone.steps == max(2, -(-(drafts + 2) // min(2, rows)))
+    assert alone.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
 
 
 def test_a_model_drafts_as_its_artifact_does():
     for drafts in (0, 2):
         limits = Limits(128, 1000, 1 + 100 * (drafts + 1), 4096, drafts + 1, drafts)
         graphs = (entry("prefill", 1, 512), entry("decode", 4, drafts + 1))
-        small = small_model.scaled(manifest(graphs=graphs, limits=limits), 1)
-        for model in (small.shipped, small.model, small.reference, small_model.full(manifest(limits=limits))):
+        small = small_model.shrink(manifest(graphs=graphs, limits=limits), 1)
+        for model in (small.shipped, small.model, small.reference, small_model.full_model(manifest(limits=limits))):
             assert model.drafting == (drafts > 0)
             assert ("mtp" in model.params(F32)) == (drafts > 0)
-        names = small_model.draw(small.model, torch.Generator().manual_seed(0))
+        names = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
         assert any(name.startswith("mtp.") for name in names) == (drafts > 0)
 
 
@@ -187,31 +187,31 @@ def test_log_probabilities_are_told_of_as_many_tokens_as_in_the_artifact():
         outputs = (Leaf("outputs.tokens", Aval((4, 4), torch.int32)), Leaf("outputs.top_ids", Aval((4, 4, most), torch.int32)))
         return replace(entry("decode", 4, 4), outputs=outputs)
 
-    assert small_model.scaled(manifest(graphs=(entry("prefill", 1, 512), telling(5))), 1).max_logprobs == 5
-    assert small_model.scaled(manifest(), 1).max_logprobs == 0
+    assert small_model.shrink(manifest(graphs=(entry("prefill", 1, 512), telling(5))), 1).max_logprobs == 5
+    assert small_model.shrink(manifest(), 1).max_logprobs == 0
 
 
 def test_float_experts_are_compared_with_a_checkpoints_form():
-    small = small_model.scaled(manifest(quantization="none"), 1)
+    small = small_model.shrink(manifest(quantization="none"), 1)
     assert (small.model.config.variant.experts, small.reference.config.variant.experts) == ("grouped", "plain")
 
 
 def test_a_target_that_gathers_gathers():
-    assert small_model.full(manifest(target="ascend-a2")).config.variant.most_dispatched == 0
-    assert small_model.full(manifest(target="cpu")).config.variant.most_dispatched == Variant().most_dispatched
+    assert small_model.full_model(manifest(target="ascend-a2")).config.variant.most_dispatched == 0
+    assert small_model.full_model(manifest(target="cpu")).config.variant.most_dispatched == Variant().most_dispatched
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
 def test_one_checkpoint_is_held_in_every_form(quantization):
-    small = small_model.scaled(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
-    tensors = small_model.draw(small.model, torch.Generator().manual_seed(0))
+    small = small_model.shrink(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
+    tensors = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
     for model, dtype in ((small.model, F32), (small.reference, F32), (small.shipped, BF16)):
-        held = small_model.held_params(model, tensors, dtype)
+        held = small_model.model_params(model, tensors, dtype)
         wanted = tree.flatten(avals(model.params(dtype)))
         assert [(tuple(tensor.shape), tensor.dtype) for tensor in held] == [(aval.shape, aval.dtype) for _, aval in wanted]
         assert all(tensor.is_contiguous() for tensor in held)
     sharded, whole = (
-        dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.held_params(model, tensors), strict=True))
+        dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
         for model in (small.model, small.reference)
     )
     key = "layers.3.mixer.kv" if quantization == "none" else "layers.3.mixer.kv.scale"

@@ -9,8 +9,8 @@ import torch
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Bucket
-from npucompile.tools.verify.speculation import alike, check_logprobs, check_seats, drafts, start
-from npucompile.tools.verify.step_trace import Expected, Turn
+from npucompile.tools.verify.speculation import check_logprobs, check_seats, compare_drafts, first_position, same_draft_inputs
+from npucompile.tools.verify.step_trace import ExpectedOutputs, TraceStep
 
 V, K = 8, 2
 
@@ -19,7 +19,7 @@ def i32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def thoughts(*best, lead=1.0):
+def leading(*best, lead=1.0):
     """Logits of drafts whose best tokens are these, each by so much."""
     logits = torch.zeros(len(best), V)
     for place, token in enumerate(best):
@@ -33,13 +33,15 @@ def decode(valid=(3, 2), taken=(2, 1)):
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(20, 2, 1, 2, 3), i32(-7, -7, -7, -7, -7), i32(10, 0, 5, 6, 7)])
     tokens = torch.stack([i32(6, 4, 4), i32(3, 4, 5)])
     made = torch.stack([i32(1, 2), i32(3, 4)])
-    told = Expected((0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), made, torch.stack([thoughts(1, 2), thoughts(3, 4)]))
+    expected = ExpectedOutputs(
+        (0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), made, torch.stack([leading(1, 2), leading(3, 4)])
+    )
     inputs = {"seats": i32(3, 0, 1), "drafts": i32(2, 0, 1)}
-    return Turn(case, (inputs,), (pool,), (told,))
+    return TraceStep(case, (inputs,), (pool,), (expected,))
 
 
 def decoded():
-    """What a rank says in it that does all right."""
+    """Outputs of a rank that are all right in it."""
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(21, 0, 3, 3, 4), i32(-7, -7, -7, -7, -7), i32(12, 1, 4, 1, 2)])
     return {
         "tokens": torch.stack([i32(6, 4, 4), i32(0, 0, 0), i32(3, 4, 5)]),
@@ -53,9 +55,9 @@ def prefill(following=-1):
     """A chunk of four tokens from position 8 on, of the request in seat 2."""
     case = SimpleNamespace(bucket=Bucket("prefill", 1, 4))
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(-7, -7, -7, -7, -7), i32(8, 0, 7, 7, 7)])
-    told = Expected((0,), (1,), (4,), (True,), i32(6)[None], torch.randn(1, 1, V), i32(1, 2)[None], thoughts(1, 2)[None])
+    expected = ExpectedOutputs((0,), (1,), (4,), (True,), i32(6)[None], torch.randn(1, 1, V), i32(1, 2)[None], leading(1, 2)[None])
     inputs = {"seats": i32(2), "starts": i32(8), "lengths": i32(4), "next_tokens": i32(following)}
-    return Turn(case, (inputs,), (pool,), (told,))
+    return TraceStep(case, (inputs,), (pool,), (expected,))
 
 
 def prefilled():
@@ -63,27 +65,27 @@ def prefilled():
     return {"tokens": i32(6)[None], "drafts": i32(1, 2)[None], "seats": pool}
 
 
-def spoiled(said, name, at, value):
-    changed = said[name].clone()
+def spoiled(outputs, name, at, value):
+    changed = outputs[name].clone()
     changed[at] = value
-    return {**said, name: changed}
+    return {**outputs, name: changed}
 
 
 def test_what_follows_is_accepted():
     check_seats(decode(), 0, decoded(), "it")
     check_seats(prefill(), 0, prefilled(), "it")
-    assert (start(decode(), 0, 2), start(prefill(), 0, 0)) == (20, 8)
+    assert (first_position(decode(), 0, 2), first_position(prefill(), 0, 0)) == (20, 8)
 
 
 def test_a_group_that_idles_leaves_its_seats_as_they_are():
-    turn = decode()
-    idle = Turn(turn.case, ({"seats": i32(0, 0, 0)},), turn.seats, (None,))
-    said = {**decoded(), "counts": i32(0, 0, 0), "seats": turn.seats[0]}
-    check_seats(idle, 0, said, "it")
+    step = decode()
+    idle = TraceStep(step.case, ({"seats": i32(0, 0, 0)},), step.seats, (None,))
+    outputs = {**decoded(), "counts": i32(0, 0, 0), "seats": step.seats[0]}
+    check_seats(idle, 0, outputs, "it")
     with pytest.raises(VerifyError, match=r"it: counts are \[1, 0, 0\]; by the tokens it sampled they are \[0, 0, 0\]"):
-        check_seats(idle, 0, {**said, "counts": i32(1, 0, 0)}, "it")
+        check_seats(idle, 0, {**outputs, "counts": i32(1, 0, 0)}, "it")
     with pytest.raises(VerifyError, match=r"it: seat 2 holds \[-7, -7, -7, -7, 0\]"):
-        check_seats(idle, 0, spoiled(said, "seats", (2, 4), 0), "it")
+        check_seats(idle, 0, spoiled(outputs, "seats", (2, 4), 0), "it")
 
 
 @pytest.mark.parametrize(
@@ -91,18 +93,18 @@ def test_a_group_that_idles_leaves_its_seats_as_they_are():
     [
         (3, (6, 7, 4), 3),
         (3, (6, 4, 4), 2),
-        (3, (4, 7, 4), 1),  # the second draft is what the model would have said after the first, which is wrong
+        (3, (4, 7, 4), 1),  # the second draft is what the model would have outputs after the first, which is wrong
         (2, (6, 7, 4), 2),
         (1, (6, 7, 4), 1),
     ],
 )
 def test_drafts_count_up_to_the_first_wrong_one_or_as_far_as_they_are_verified(valid, sampled, count):
-    turn, said = decode(valid=(valid, 2)), spoiled(decoded(), "tokens", 0, i32(*sampled))
-    said = spoiled(spoiled(said, "counts", 0, count), "seats", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
-    check_seats(turn, 0, said, "it")
+    step, outputs = decode(valid=(valid, 2)), spoiled(decoded(), "tokens", 0, i32(*sampled))
+    outputs = spoiled(spoiled(outputs, "counts", 0, count), "seats", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
+    check_seats(step, 0, outputs, "it")
     for other in {0, 1, 2, 3} - {count}:
         with pytest.raises(VerifyError, match=rf"it: counts are \[{other}, 0, 1\]; by the tokens it sampled they are \[{count}, 0, 1\]"):
-            check_seats(turn, 0, spoiled(said, "counts", 0, other), "it")
+            check_seats(step, 0, spoiled(outputs, "counts", 0, other), "it")
 
 
 def test_counts_of_padding_are_nothing():
@@ -113,73 +115,75 @@ def test_counts_of_padding_are_nothing():
 @pytest.mark.parametrize("seat", range(4))
 @pytest.mark.parametrize("column", range(5))
 def test_every_number_of_every_seat_is_looked_at(seat, column):
-    said = decoded()
-    value = int(said["seats"][seat, column]) + 1
+    outputs = decoded()
+    value = int(outputs["seats"][seat, column]) + 1
     with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
-        check_seats(decode(), 0, spoiled(said, "seats", (seat, column), value), "it")
+        check_seats(decode(), 0, spoiled(outputs, "seats", (seat, column), value), "it")
     if seat < 3:
         with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
             check_seats(prefill(), 0, spoiled(prefilled(), "seats", (seat, column), 9), "it")
 
 
 def test_without_drafts_a_seat_has_a_token_alone():
-    turn, told = decode(), decode().expected[0]
-    pool = turn.seats[0][:, :3]
-    alone = Turn(SimpleNamespace(bucket=Bucket("decode", 3, 1)), turn.inputs, (pool,), (Expected((0, 2), (1, 1), (1, 1), *vars_of(told)),))
-    said = {
+    step, expected = decode(), decode().expected[0]
+    pool = step.seats[0][:, :3]
+    alone = TraceStep(
+        SimpleNamespace(bucket=Bucket("decode", 3, 1)), step.inputs, (pool,), (ExpectedOutputs((0, 2), (1, 1), (1, 1), *vars_of(expected)),)
+    )
+    outputs = {
         "tokens": i32(6, 0, 3)[:, None],
         "counts": i32(1, 0, 1),
         "seats": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
     }
-    check_seats(alone, 0, said, "it")
+    check_seats(alone, 0, outputs, "it")
     with pytest.raises(VerifyError, match=r"seat 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
-        check_seats(alone, 0, spoiled(said, "seats", (3, 2), 7), "it")
+        check_seats(alone, 0, spoiled(outputs, "seats", (3, 2), 7), "it")
 
 
-def vars_of(told):
-    return told.greedy, told.tokens, told.logits, told.drafts, told.thoughts
+def vars_of(expected):
+    return expected.greedy, expected.tokens, expected.logits, expected.drafts, expected.draft_logits
 
 
 def test_a_draft_head_takes_in_the_tokens_that_count():
-    turn, said = decode(), decoded()
-    assert alike(turn, 0, 0, said)
-    assert alike(turn, 0, 1, said)
-    assert alike(turn, 0, 0, spoiled(said, "tokens", (0, 2), 0)), "it does not count"
-    assert not alike(turn, 0, 0, spoiled(said, "tokens", (0, 1), 0))
-    assert not alike(turn, 0, 1, spoiled(said, "tokens", (2, 0), 0))
+    step, outputs = decode(), decoded()
+    assert same_draft_inputs(step, 0, 0, outputs)
+    assert same_draft_inputs(step, 0, 1, outputs)
+    assert same_draft_inputs(step, 0, 0, spoiled(outputs, "tokens", (0, 2), 0)), "it does not count"
+    assert not same_draft_inputs(step, 0, 0, spoiled(outputs, "tokens", (0, 1), 0))
+    assert not same_draft_inputs(step, 0, 1, spoiled(outputs, "tokens", (2, 0), 0))
 
 
 def test_after_a_chunk_that_is_not_the_last_the_token_is_known():
     other = spoiled(prefilled(), "tokens", (0, 0), 5)
-    assert alike(prefill(), 0, 0, prefilled())
-    assert not alike(prefill(), 0, 0, other)
-    assert alike(prefill(following=0), 0, 0, other)
+    assert same_draft_inputs(prefill(), 0, 0, prefilled())
+    assert not same_draft_inputs(prefill(), 0, 0, other)
+    assert same_draft_inputs(prefill(following=0), 0, 0, other)
 
 
 def error(*values):
     return torch.tensor(values)
 
 
-def test_a_draft_must_be_the_scripts_where_it_leads_by_more_than_the_difference():
-    equal, bound = drafts(decode(), 0, decoded(), error(0.1, 0.6), 1e-3)
+def test_a_draft_must_be_the_traces_where_it_leads_by_more_than_the_difference():
+    equal, bound = compare_drafts(decode(), 0, decoded(), error(0.1, 0.6), 1e-3)
     assert equal.tolist() == [[True, True], [True, True]]
     # Each leads by 1; twice the difference is allowed.
     assert bound.tolist() == [[True, True], [False, False]]
-    assert drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.5)[1].any().item() is False
-    assert drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.49)[1].all().item() is True
+    assert compare_drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.5)[1].any().item() is False
+    assert compare_drafts(decode(), 0, decoded(), error(0.0, 0.0), 0.49)[1].all().item() is True
 
 
 def test_what_follows_another_draft_or_another_token_is_not_bound():
-    equal, bound = drafts(decode(), 0, spoiled(decoded(), "drafts", (0, 0), 0), error(0.0, 0.0), 1e-3)
+    equal, bound = compare_drafts(decode(), 0, spoiled(decoded(), "drafts", (0, 0), 0), error(0.0, 0.0), 1e-3)
     assert (equal.tolist(), bound.tolist()) == ([[False, True], [True, True]], [[True, False], [True, True]])
-    _, bound = drafts(decode(), 0, spoiled(decoded(), "tokens", (2, 0), 0), error(0.0, 0.0), 1e-3)
+    _, bound = compare_drafts(decode(), 0, spoiled(decoded(), "tokens", (2, 0), 0), error(0.0, 0.0), 1e-3)
     assert bound.tolist() == [[True, True], [False, False]]
 
 
-def telling(told, most=3):
+def telling(expected, most=3):
     """A rank's log probabilities of a step, right."""
     right = torch.zeros(3, K + 1, V)
-    right[[0, 2]] = told.logits.log_softmax(-1)
+    right[[0, 2]] = expected.logits.log_softmax(-1)
     values, ids = right.topk(most)
     tokens = decoded()["tokens"]
     return {
@@ -192,26 +196,26 @@ def telling(told, most=3):
 
 def test_log_probabilities_are_those_of_the_logits():
     torch.manual_seed(0)
-    told = decode().expected[0]
-    said, slack = telling(told), torch.full((2, K + 1), 1e-4)
-    check_logprobs(told, i32(1, 0, 1), said, slack, "it")
+    expected = decode().expected[0]
+    outputs, slack = telling(expected), torch.full((2, K + 1), 1e-4)
+    check_logprobs(expected, i32(1, 0, 1), outputs, slack, "it")
     wrong = [
-        spoiled(said, "chosen_logprobs", (0, 2), -0.5),
-        spoiled(said, "top_logprobs", (2, 1, 0), -0.01),
-        spoiled(said, "top_ids", (0, 0, 2), int(said["top_ids"][0, 0, 0])),
-        spoiled(said, "chosen_logprobs", (0, 0), float("nan")),
+        spoiled(outputs, "chosen_logprobs", (0, 2), -0.5),
+        spoiled(outputs, "top_logprobs", (2, 1, 0), -0.01),
+        spoiled(outputs, "top_ids", (0, 0, 2), int(outputs["top_ids"][0, 0, 0])),
+        spoiled(outputs, "chosen_logprobs", (0, 0), float("nan")),
     ]
     for one, row in zip(wrong, (0, 2, 0, 0), strict=True):
         with pytest.raises(VerifyError, match=rf"it: log probabilities of row {row} are off by"):
-            check_logprobs(told, i32(1, 0, 1), one, slack, "it")
-        check_logprobs(told, i32(int(row == 2), 1, int(row == 0)), one, slack, "it")
+            check_logprobs(expected, i32(1, 0, 1), one, slack, "it")
+        check_logprobs(expected, i32(int(row == 2), 1, int(row == 0)), one, slack, "it")
     # The third candidate of the second row means nothing.
-    check_logprobs(told, i32(1, 0, 1), spoiled(said, "chosen_logprobs", (2, 2), 5.0), slack, "it")
-    check_logprobs(told, i32(1, 0, 1), wrong[0], torch.full((2, K + 1), 10.0), "it")
+    check_logprobs(expected, i32(1, 0, 1), spoiled(outputs, "chosen_logprobs", (2, 2), 5.0), slack, "it")
+    check_logprobs(expected, i32(1, 0, 1), wrong[0], torch.full((2, K + 1), 10.0), "it")
 
 
 def test_equally_likely_tokens_may_come_in_any_order():
-    told = decode().expected[0]
-    told.logits[:] = 0.0
-    said = telling(told)
-    check_logprobs(told, i32(1, 0, 1), {**said, "top_ids": (said["top_ids"] + 3) % V}, torch.full((2, K + 1), 1e-6), "it")
+    expected = decode().expected[0]
+    expected.logits[:] = 0.0
+    outputs = telling(expected)
+    check_logprobs(expected, i32(1, 0, 1), {**outputs, "top_ids": (outputs["top_ids"] + 3) % V}, torch.full((2, K + 1), 1e-6), "it")
