@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,15 +27,8 @@ COLLECTIVES = {
     "MoeDistributeDispatchV2": "moe_dispatch",
     "MoeDistributeCombine": "moe_combine",
     "MoeDistributeCombineV2": "moe_combine",
-    "MatmulAllReduce": "all_reduce",
-    "MatmulReduceScatter": "reduce_scatter_tensor",
-    "MatmulReduceScatterV2": "reduce_scatter_tensor",
-    "AllGatherMatmul": "all_gather_into_tensor",
-    "AllGatherMatmulV2": "all_gather_into_tensor",
 }
-"""GE operator that communicates -> the collective it is, or holds, in a partitioned graph."""
-# These give the product; what they gathered on the way need not be a result.
-_GATHERS_FIRST = ("AllGatherMatmul", "AllGatherMatmulV2")
+"""GE operator that communicates -> the collective it is in a partitioned graph."""
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
 
 
@@ -70,9 +62,7 @@ def of_container(container: Container, *, in_order: bool = False) -> tuple[Colle
     found = _talking(main.op)
     if in_order:
         _check_order(main.op, [op.name for op in found])
-    read = {tensor for op in found if op.type in _GATHERS_FIRST for tensor in op.input[:1]}
-    types = {f"{op.name}:0": shape(op.output_desc[0]) for op in main.op if read and f"{op.name}:0" in read}
-    return tuple(_collective(op, types) for op in found)
+    return tuple(_collective(op) for op in found)
 
 
 def of_rank(container: Container, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
@@ -172,19 +162,10 @@ def _group(op: Any) -> str:
     return str(op.attr[_named(op)[0]].s.decode())
 
 
-def _collective(op: Any, types: Mapping[str, str]) -> Collective:
+def _collective(op: Any) -> Collective:
     if op.type not in COLLECTIVES:
         raise LoweringError(f"{op.name} is a {op.type}, which communicates; legal are {', '.join(sorted(COLLECTIVES))}")
-    kind = shape(op.output_desc[0])
-    if op.type in _GATHERS_FIRST:
-        kind = _gathered(types.get(op.input[0], "?"), op.attr["rank_size"].i)
-    return COLLECTIVES[op.type], _group(op), kind
-
-
-def _gathered(part: str, ranks: int) -> str:
-    """Type of what `ranks` ranks hold together: `bf16[8,64]` is `bf16[16,64]` of two."""
-    found = re.fullmatch(r"(\w+)\[(\d+)(.*)", part)
-    return f"{found[1]}[{int(found[2]) * ranks}{found[3]}" if found else part
+    return COLLECTIVES[op.type], _group(op), shape(op.output_desc[0])
 
 
 def _check_rank(op: Any, rank: int, members: Mapping[str, tuple[int, ...]]) -> None:

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from .collectives import register
-from .fuse import register as register_fused
 from .ge_file import GROUP, GROUPS, RANK, parse
 from .inspect_ge import follow
 from .toolchain.harness import Torchair
@@ -92,7 +91,6 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
         raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
     register(ta)
-    register_fused(ta)
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         # What shares memory with an operand is for torchair no result of the graph.

@@ -20,7 +20,6 @@ from ...graphs.primitive import of_target
 from ...graphs.types import Signature
 from ..lower import Lowered
 from .donation import Placed, Pools, place
-from .fuse import fuse
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -65,7 +64,6 @@ def _lower_body(body: GraphModule, pools: Pools) -> GraphModule:
         return tuple(value for i, value in enumerate(results) if i not in written)
 
     graph = record(run, operands, FakeTensorMode())
-    fuse(graph)
     graph.recompile()
     return graph
 

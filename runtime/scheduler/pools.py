@@ -42,10 +42,6 @@ class Pool:
         """Everyone who holds at least one number."""
         return frozenset(self._owned)
 
-    def owner_of(self, number: int) -> str | None:
-        """Who owns a number; None when it is free or null."""
-        return self._owner[number]
-
     def owned(self, owner: str) -> Sequence[int]:
         """What an owner holds, in the order it was allocated: a read-only int32 snapshot that later calls leave alone."""
         return memoryview(self._owned.get(owner) or array("i")).toreadonly()

@@ -152,7 +152,7 @@ class Memory:
         if self.holdings is None:
             return Dead([], [], [])
         pools = (self.holdings.pages, self.holdings.slots, self.holdings.seats)
-        return Dead(*([number for number in range(pool.size) if pool.owner_of(number) is None] for pool in pools))
+        return Dead(*(sorted(set(range(pool.size)).difference(*(pool.owned(owner) for owner in pool.owners()))) for pool in pools))
 
     def found(self, bucket: Bucket, inputs: Inputs) -> list[Row]:
         """The live rows; all others must be padding to the last number."""
@@ -160,8 +160,10 @@ class Memory:
         for i, seat in enumerate(inputs["seats"].tolist()):
             given = {name: array[i].copy() for name, array in inputs.items()}
             if seat:
-                name = self.holdings.seats.owner_of(seat) if self.holdings else None
-                rows.append(Row(given, seat, self.requests.get(name or "")))
+                owners = (
+                    (owner for owner in self.holdings.seats.owners() if seat in self.holdings.seats.owned(owner)) if self.holdings else ()
+                )
+                rows.append(Row(given, seat, self.requests.get(next(iter(owners), ""))))
                 continue
             idle = {"top_p": 1, "next_tokens": -1}
             assert all(np.all(value == idle.get(name, 0)) for name, value in given.items()), f"padding holds {given}"

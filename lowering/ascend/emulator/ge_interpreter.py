@@ -13,18 +13,15 @@ from ....graphs.types import MESH_AXES, Mesh
 from ..convert import shape_of
 from ..ge_file import Container, parse
 from ..inspect_ge import IN_PLACE, VIEWS, follow, shape
-from . import ge_ops_group
 from .emulator import groups
-from .ge_ops_common import Call, Function, GeOp, Results, Together, Value, read
+from .ge_ops_common import Call, Function, GeOp, Results, Value, read
 from .ge_ops_fused import FUSED
-from .ge_ops_fused_collectives import FUSED_TOGETHER
+from .ge_ops_group import TOGETHER, group_of
 from .ge_ops_math import MATH
 from .ge_ops_shape import SHAPE
 
 FUNCTIONS: Mapping[str, Function] = {**MATH, **SHAPE, **FUSED}
 """What operators give on one rank, by type."""
-TOGETHER: Mapping[str, Together] = {**ge_ops_group.TOGETHER, **FUSED_TOGETHER}
-"""What operators that talk across ranks give to the members of a group, by type."""
 ORDERS = ("file", "reversed-ready")
 _BORDER = ("Data", "Const", "NetOutput")
 _ASSIGN = {"Assign": {0: 0}}
@@ -118,7 +115,7 @@ class GeInterpreter:
         if op.type not in TOGETHER:
             function = FUNCTIONS[op.type]
             return [function(call) for call in calls]
-        (name,) = {ge_ops_group.group_of(call) for call in calls}
+        (name,) = {group_of(call) for call in calls}
         if name not in self._groups:
             raise LoweringError(f"{op} talks over group {name!r}; this mesh has {sorted(self._groups)}")
         results: dict[int, Results] = {}
