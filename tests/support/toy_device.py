@@ -160,10 +160,9 @@ class Memory:
         for i, seat in enumerate(inputs["seats"].tolist()):
             given = {name: array[i].copy() for name, array in inputs.items()}
             if seat:
-                owners = (
-                    (owner for owner in self.holdings.seats.owners() if seat in self.holdings.seats.owned(owner)) if self.holdings else ()
-                )
-                rows.append(Row(given, seat, self.requests.get(next(iter(owners), ""))))
+                owned = self.holdings.seats if self.holdings else None
+                name = next((owner for owner in owned.owners() if seat in owned.owned(owner)), "") if owned else ""
+                rows.append(Row(given, seat, self.requests.get(name)))
                 continue
             idle = {"top_p": 1, "next_tokens": -1}
             assert all(np.all(value == idle.get(name, 0)) for name, value in given.items()), f"padding holds {given}"
