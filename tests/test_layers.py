@@ -249,7 +249,7 @@ CLEAN = {
     "pyproject.toml": PYPROJECT,
     "__init__.py": "import os\nos.environ.setdefault('A', '0')\n__version__ = '0'\n",
     "graphs/__init__.py": "",
-    "graphs/errors.py": "import math\nimport torch.nn as nn\nfrom torch import fx\nclass E(Exception):\n    def __init__(self):\n        self.code = 1\n",
+    "graphs/errors.py": "import math\nimport torch.nn as nn\nfrom torch import fx\ndef f():\n    return 1\n",
     "graphs/types.py": "from .errors import E\nfrom . import errors\n",
     "graphs/ops/__init__.py": "from ..types import A\nfrom .. import errors\n",
     "graphs/ops/linear.py": "from ...graphs.types import A\ndef linear():\n    return A\n",
