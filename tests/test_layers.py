@@ -28,8 +28,8 @@ LAW: dict[str, tuple[str, ...]] = {
 # What each folder may import from outside, besides the standard library; otherwise the dependencies of pyproject.toml.
 OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 
-# What files under a folder may import besides: the converter to Ascend graphs, and the messages it makes.
-OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google")}
+# What files under a folder may import besides: the converter to Ascend graphs, the messages it makes, and a reader of its libraries.
+OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools")}
 
 # Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
 OPTIONAL_OUTSIDE = ("tools",)
