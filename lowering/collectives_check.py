@@ -8,7 +8,7 @@ from typing import Any
 from ..graphs.errors import LoweringError
 from ..graphs.types import Mesh
 from .ascend.emulator.emulator import groups
-from .ascend.ge_file import Container, parse
+from .ascend.ge_file import GeFile, parse
 from .ascend.inspect_ge import shape
 
 Collective = tuple[str, str, str]
@@ -45,7 +45,7 @@ def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
     return [[(name, mine[group][rank], kind) for name, group, kind in collectives] for rank in range(mesh.size)]
 
 
-def of_container(container: Container, *, in_order: bool = False) -> tuple[Collective, ...]:
+def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, ...]:
     """Every communication of a GE graph in its order, groups as the graph names them.
 
     Args:
@@ -55,7 +55,7 @@ def of_container(container: Container, *, in_order: bool = False) -> tuple[Colle
         LoweringError: an operator communicates that is no collective of the house, or does so in a called graph, whose place in
             the order nothing states.
     """
-    main, *called = parse(container.graph).graph
+    main, *called = parse(ge_file.graph).graph
     for graph in called:
         if talking := [op.name for op in _talking(graph.op)]:
             raise LoweringError(f"{', '.join(talking)} communicate in the called graph {graph.name}; legal is the main graph alone")
@@ -65,20 +65,20 @@ def of_container(container: Container, *, in_order: bool = False) -> tuple[Colle
     return tuple(_collective(op) for op in found)
 
 
-def of_rank(container: Container, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
-    """What one rank waits for, as the container that was patched for it says.
+def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
+    """What one rank waits for, as the GE file that was patched for it says.
 
     Args:
-        container: of this rank (`container.patched`).
+        ge_file: of this rank (`ge_file.patched`).
         members: ranks of each communicator of this rank, in their order, by its name.
 
     Raises:
-        LoweringError: as `of_container`; a communicator is not known, or an operator has another number of ranks, or another
+        LoweringError: as `of_ge_file`; a communicator is not known, or an operator has another number of ranks, or another
             place in it, than its communicator.
     """
-    for op in _talking(parse(container.graph).graph[0].op):
+    for op in _talking(parse(ge_file.graph).graph[0].op):
         _check_rank(op, rank, members)
-    return [(name, members[group], kind) for name, group, kind in of_container(container)]
+    return [(name, members[group], kind) for name, group, kind in of_ge_file(ge_file)]
 
 
 def agree(partitioned: Sequence[Collective], shipped: Sequence[Collective]) -> None:

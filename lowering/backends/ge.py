@@ -45,14 +45,14 @@ def lower(partitioned: Partitioned) -> Lowered:
 
 
 def compile_graph(graph: GraphModule, signature: Signature, out_path: Path, *, cache_dir: Path, threads: int) -> None:
-    """Converts the graph with torchair, proves what can be proved of it, and writes a container (lowering/ascend/ge_file.py)."""
+    """Converts the graph with torchair, proves what can be proved of it, and writes a GE file (lowering/ascend/ge_file.py)."""
     from ..ascend.ge_file import encode
     from ..ascend.inspect_ge import check
-    from ..ascend.link import stitch
+    from ..ascend.link import link
 
-    container = stitch(graph, signature, _torchair())
-    check(container, signature)
-    out_path.write_bytes(encode(container))
+    ge_file = link(graph, signature, _torchair())
+    check(ge_file, signature)
+    out_path.write_bytes(encode(ge_file))
 
 
 def _load(path: Path) -> Executable:

@@ -15,7 +15,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import coordinates, load_shard, local_slice, mesh_of
-from ...lowering.ascend.emulator.emulator import Lockstep
+from ...lowering.ascend.emulator.emulator import RankEmulator
 from ...lowering.backends.eager import EagerExecutable
 from ...lowering.executable import Executable
 from ...lowering.lower import lower_eager
@@ -61,7 +61,7 @@ def _verify_entry(
 ) -> Verdict:
     manifest, mesh = artifact.manifest, mesh_of(artifact.manifest)
     reference, signature = unsharded(manifest, entry)
-    ours = Lockstep(decode((artifact.path / entry.reference).read_bytes()), mesh)
+    ours = RankEmulator(decode((artifact.path / entry.reference).read_bytes()), mesh)
     params = [weights[leaf.name] for leaf in manifest.params]
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
     tolerance = SUMMED if DTYPES[manifest.dtype] == torch.float32 else TOLERANCES[DTYPES[manifest.dtype]]
@@ -93,7 +93,7 @@ def _compare(
     scenes: Sequence[Scene],
     shards: Sequence[Mapping[str, torch.Tensor]],
     reference: Executable,
-    ours: Lockstep,
+    ours: RankEmulator,
     tolerance: Tolerance,
 ) -> Verdict:
     mesh, rules, first = mesh_of(manifest), Rules.of(manifest.rules), len(signature.params)

@@ -1,7 +1,7 @@
 """Turns an artifact for NPUs into a proof, on any machine, that its pipeline means on all ranks what the model means on one device.
 
 The artifact itself runs nowhere here. What can be seen of it is checked as it lies on disk (verify_shipped.py). What cannot is proved
-of a small model in its image (scaled.py): the same layers on the same mesh, held, exchanged, lowered, converted and stitched by the
+of a small model in its image (scaled.py): the same layers on the same mesh, held, exchanged, lowered, converted and linked by the
 same code, and run here for all ranks against the unsharded reference (rehearse.py, replay.py).
 """
 
@@ -22,9 +22,9 @@ from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend.emulator.emulator import Lockstep
+from ...lowering.ascend.emulator.emulator import RankEmulator
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ...lowering.ascend.ge_file import Container, decode
+from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...models import step
@@ -98,7 +98,7 @@ class Built:
 
     partitioned: Partitioned
     lowered: Lowered
-    container: Container | None
+    ge_file: GeFile | None
 
     @property
     def signature(self) -> Signature:
@@ -171,8 +171,8 @@ class _Proof:
         for case in small.cases:
             with self.check(f"{case.bucket.name} small") as measured:
                 graphs[case] = one = self.build(small, case, self.dtype, emit_logits=False, convert=True)
-                assert one.container is not None
-                measured |= verify_shipped.check_likeness(self.artifact, case, one.partitioned, one.container)
+                assert one.ge_file is not None
+                measured |= verify_shipped.check_likeness(self.artifact, case, one.partitioned, one.ge_file)
         with self.check(f"GE {name} as lowered") as measured:
             lowered = cast.excerpt(lockstep(small, graphs), heard.before)
             # GE keeps to data and control edges and to nothing else, so the order furthest from the file's must do the same.
@@ -208,14 +208,14 @@ def _fullness(turn: Turn) -> tuple[bool, int]:
     return any(start(turn, group, row) for group, one in live for row in one.rows), sum(sum(one.valid) for _, one in live)
 
 
-def lockstep(small: Scaled, graphs: Mapping[Case, Built]) -> dict[Case, tuple[Lockstep, Signature]]:
+def lockstep(small: Scaled, graphs: Mapping[Case, Built]) -> dict[Case, tuple[RankEmulator, Signature]]:
     """What runs each case's lowered graph on all ranks."""
-    return {case: (Lockstep(one.lowered.graph, small.mesh), one.signature) for case, one in graphs.items()}
+    return {case: (RankEmulator(one.lowered.graph, small.mesh), one.signature) for case, one in graphs.items()}
 
 
 def interpreted(small: Scaled, graphs: Mapping[Case, Built], order: str = "file") -> dict[Case, tuple[GeInterpreter, Signature]]:
     """What runs each case's GE graph on all ranks, in an order that GE may choose."""
-    made = {case: GeInterpreter(one.container, small.mesh, order=order) for case, one in graphs.items() if one.container}
+    made = {case: GeInterpreter(one.ge_file, small.mesh, order=order) for case, one in graphs.items() if one.ge_file}
     return {case: (run, graphs[case].signature) for case, run in made.items()}
 
 

@@ -15,7 +15,7 @@ from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature, mesh_of
 from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.emulator.emulator import groups
-from ...lowering.ascend.ge_file import GROUPS, Container, decode, patched
+from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
@@ -79,28 +79,28 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         VerifyError: naming the bucket and what is wrong.
     """
     try:
-        container = container_of(artifact, entry)
+        ge_file = container_of(artifact, entry)
         signature = local_signature(artifact.manifest, entry)
-        inspect_ge.check(container, signature)
-        collectives_check.agree(entry.collectives, collectives_check.of_container(container))
+        inspect_ge.check(ge_file, signature)
+        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file))
     except NpucompileError as error:
         raise VerifyError(f"{entry.bucket.name} shipped: {error}") from None
-    census = inspect_ge.census(container.graph)
+    census = inspect_ge.census(ge_file.graph)
     if census != dict(entry.census):
         differ = sorted({*census.items()} ^ {*entry.census.items()})
         raise VerifyError(f"{entry.bucket.name} shipped: the graph and the manifest count other operators: {differ[:8]}")
-    if (container.inputs, container.outputs) != (len(signature.operands), len(signature.outputs)):
+    if (ge_file.inputs, ge_file.outputs) != (len(signature.operands), len(signature.outputs)):
         told = f"{len(signature.operands)} and {len(signature.outputs)}"
-        has = f"{container.inputs} operands and {container.outputs} results"
+        has = f"{ge_file.inputs} operands and {ge_file.outputs} results"
         raise VerifyError(f"{entry.bucket.name} shipped: the graph has {has}; the manifest has {told}")
     return {
         "operators": sum(census.values()),
         "collectives": len(entry.collectives),
-        "pools": len(container.donations) + len(container.bound),
+        "pools": len(ge_file.donations) + len(ge_file.bound),
     }
 
 
-def container_of(artifact: Artifact, entry: GraphEntry) -> Container:
+def container_of(artifact: Artifact, entry: GraphEntry) -> GeFile:
     """The GE graph of a bucket, read from its file.
 
     Raises:
@@ -125,28 +125,28 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
     """
     mesh, entries, done = mesh_of(artifact.manifest), artifact.manifest.graphs, 0
     for entry in sorted(entries, key=lambda entry: (artifact.path / entry.compiled.file).stat().st_size if entry.compiled else 0):
-        container = container_of(artifact, entry)
+        ge_file = container_of(artifact, entry)
         try:
             collectives_check.check_ranks(collectives_check.expand(entry.collectives, mesh))
-            if not done or len(container.graph) * mesh.size <= PATCHED_BYTES:
-                collectives_check.check_ranks(talks(container, artifact.manifest))
+            if not done or len(ge_file.graph) * mesh.size <= PATCHED_BYTES:
+                collectives_check.check_ranks(talks(ge_file, artifact.manifest))
                 done += 1
         except NpucompileError as error:
             raise VerifyError(f"{entry.bucket.name} on all ranks: {error}") from None
     return {"ranks": mesh.size, "buckets": len(entries), "patched": done}
 
 
-def talks(container: Container, manifest: Manifest) -> list[list[collectives_check.Talk]]:
+def talks(ge_file: GeFile, manifest: Manifest) -> list[list[collectives_check.Talk]]:
     """What each rank waits for, read from its own patched graph."""
     found, mesh = [], mesh_of(manifest)
     for rank in range(mesh.size):
         mine = {name: tuple(next(ranks for ranks in sets if rank in ranks)) for name, sets in groups(mesh).items()}
         names = {name: f"{name}:{mine[name][0]}" for name in GROUPS}
-        found.append(collectives_check.of_rank(patched(container, rank, names), rank, {names[name]: mine[name] for name in GROUPS}))
+        found.append(collectives_check.of_rank(patched(ge_file, rank, names), rank, {names[name]: mine[name] for name in GROUPS}))
     return found
 
 
-def check_likeness(artifact: Artifact, case: Case, partitioned: Partitioned, container: Container) -> dict[str, float]:
+def check_likeness(artifact: Artifact, case: Case, partitioned: Partitioned, ge_file: GeFile) -> dict[str, float]:
     """Shipped graphs of a case's form are the small one with more and larger layers: the same communication, and the same operators.
 
     Kinds of layers must have the same operators in the same numbers; in prefill, where a longer chunk of tokens is more parts of a
@@ -161,9 +161,9 @@ def check_likeness(artifact: Artifact, case: Case, partitioned: Partitioned, con
     kinds = full(artifact.manifest).config.layer_types
     more = len(kinds) - len(scaled_layers(kinds))
     periods = more // period(kinds) if more % period(kinds) == 0 else more
-    talk, bodies = partitioned.collectives, _kinds(container, case.form.kind == "decode")
+    talk, bodies = partitioned.collectives, _kinds(ge_file, case.form.kind == "decode")
     try:
-        collectives_check.agree(talk, collectives_check.of_container(container))
+        collectives_check.agree(talk, collectives_check.of_ge_file(ge_file))
     except NpucompileError as error:
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
@@ -180,9 +180,9 @@ def check_likeness(artifact: Artifact, case: Case, partitioned: Partitioned, con
     return {"buckets": len(case.stands_for), "kinds": len(bodies), "collectives": len(talk)}
 
 
-def _kinds(container: Container, counted: bool) -> set[frozenset[tuple[str, int]]]:
+def _kinds(ge_file: GeFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Operators of every kind of body: types, and numbers where they count."""
-    found = inspect_ge.census_by_body(container.graph)
+    found = inspect_ge.census_by_body(ge_file.graph)
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in found.items() if prefix}
 
 

@@ -64,13 +64,13 @@ def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_
     assert "npu.npu_scatter_pa_kv_cache_functional" in lowered.as_text()
     out = tmp_path / "x.ge"
     prepared.compile(lowered.graph, lowered.signature, out, cache_dir=tmp_path, threads=0)
-    container = decode(out.read_bytes())
-    assert container.inputs == len(lowered.signature.operands)
-    census = inspect_ge.census(container.graph)
+    ge_file = decode(out.read_bytes())
+    assert ge_file.inputs == len(lowered.signature.operands)
+    census = inspect_ge.census(ge_file.graph)
     assert (census["ScatterPaKvCache"], census["HcomAllReduce"]) == (1, 1)
-    assert collectives_check.of_container(container) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
+    assert collectives_check.of_ge_file(ge_file) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
     first = len(lowered.signature.params)
-    assert {*container.bound, *(operand for _, operand in container.donations)} == {first, first + 1}
+    assert {*ge_file.bound, *(operand for _, operand in ge_file.donations)} == {first, first + 1}
 
 
 def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_path):
@@ -87,7 +87,7 @@ def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_
 def test_what_cannot_be_proved_is_not_written(prepared, partitioned, tmp_path, monkeypatch):
     lowered = prepared.lower(partitioned)
 
-    def refuse(container, signature):
+    def refuse(ge_file, signature):
         raise LoweringError("the GE graph has 1 breaches: it is not in place")
 
     monkeypatch.setattr(inspect_ge, "check", refuse)
