@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import Mesh
-from .ascend.ge_file import Container, parse
+from .ascend.ge_file import GeFile, parse
 from .ascend.inspect_ge import shape
 
 Collective = tuple[str, str, str]
@@ -27,15 +26,8 @@ COLLECTIVES = {
     "MoeDistributeDispatchV2": "moe_dispatch",
     "MoeDistributeCombine": "moe_combine",
     "MoeDistributeCombineV2": "moe_combine",
-    "MatmulAllReduce": "all_reduce",
-    "MatmulReduceScatter": "reduce_scatter_tensor",
-    "MatmulReduceScatterV2": "reduce_scatter_tensor",
-    "AllGatherMatmul": "all_gather_into_tensor",
-    "AllGatherMatmulV2": "all_gather_into_tensor",
 }
-"""GE operator that communicates -> the collective it is, or holds, in a partitioned graph."""
-# These give the product; what they gathered on the way need not be a result.
-_GATHERS_FIRST = ("AllGatherMatmul", "AllGatherMatmulV2")
+"""GE operator that communicates -> the collective it is in a partitioned graph."""
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
 
 
@@ -51,7 +43,7 @@ def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
     return [[(name, mesh.group(group, rank), kind) for name, group, kind in collectives] for rank in range(mesh.size)]
 
 
-def of_container(container: Container, *, in_order: bool = False) -> tuple[Collective, ...]:
+def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, ...]:
     """Every communication of a GE graph in its order, groups as the graph names them.
 
     Args:
@@ -61,32 +53,30 @@ def of_container(container: Container, *, in_order: bool = False) -> tuple[Colle
         LoweringError: an operator communicates that is no collective of the house, or does so in a called graph, whose place in
             the order nothing states.
     """
-    main, *called = parse(container.graph).graph
+    main, *called = parse(ge_file.graph).graph
     for graph in called:
         if talking := [op.name for op in _talking(graph.op)]:
             raise LoweringError(f"{', '.join(talking)} communicate in the called graph {graph.name}; legal is the main graph alone")
     found = _talking(main.op)
     if in_order:
         _check_order(main.op, [op.name for op in found])
-    read = {tensor for op in found if op.type in _GATHERS_FIRST for tensor in op.input[:1]}
-    types = {f"{op.name}:0": shape(op.output_desc[0]) for op in main.op if read and f"{op.name}:0" in read}
-    return tuple(_collective(op, types) for op in found)
+    return tuple(_collective(op) for op in found)
 
 
-def of_rank(container: Container, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
-    """What one rank waits for, as the container that was patched for it says.
+def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
+    """What one rank waits for, as the GE file that was patched for it says.
 
     Args:
-        container: of this rank (`container.patched`).
+        ge_file: of this rank (`ge_file.patched`).
         members: ranks of each communicator of this rank, in their order, by its name.
 
     Raises:
-        LoweringError: as `of_container`; a communicator is not known, or an operator has another number of ranks, or another
+        LoweringError: as `of_ge_file`; a communicator is not known, or an operator has another number of ranks, or another
             place in it, than its communicator.
     """
-    for op in _talking(parse(container.graph).graph[0].op):
+    for op in _talking(parse(ge_file.graph).graph[0].op):
         _check_rank(op, rank, members)
-    return [(name, members[group], kind) for name, group, kind in of_container(container)]
+    return [(name, members[group], kind) for name, group, kind in of_ge_file(ge_file)]
 
 
 def agree(partitioned: Sequence[Collective], shipped: Sequence[Collective]) -> None:
@@ -170,19 +160,10 @@ def _group(op: Any) -> str:
     return str(op.attr[_named(op)[0]].s.decode())
 
 
-def _collective(op: Any, types: Mapping[str, str]) -> Collective:
+def _collective(op: Any) -> Collective:
     if op.type not in COLLECTIVES:
         raise LoweringError(f"{op.name} is a {op.type}, which communicates; legal are {', '.join(sorted(COLLECTIVES))}")
-    kind = shape(op.output_desc[0])
-    if op.type in _GATHERS_FIRST:
-        kind = _gathered(types.get(op.input[0], "?"), op.attr["rank_size"].i)
-    return COLLECTIVES[op.type], _group(op), kind
-
-
-def _gathered(part: str, ranks: int) -> str:
-    """Type of what `ranks` ranks hold together: `bf16[8,64]` is `bf16[16,64]` of two."""
-    found = re.fullmatch(r"(\w+)\[(\d+)(.*)", part)
-    return f"{found[1]}[{int(found[2]) * ranks}{found[3]}" if found else part
+    return COLLECTIVES[op.type], _group(op), shape(op.output_desc[0])
 
 
 def _check_rank(op: Any, rank: int, members: Mapping[str, tuple[int, ...]]) -> None:

@@ -28,8 +28,8 @@ LAW: dict[str, tuple[str, ...]] = {
 # What each folder may import from outside, besides the standard library; otherwise the dependencies of pyproject.toml.
 OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 
-# What files under a folder may import besides: the converter to Ascend graphs, and the messages it makes.
-OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google")}
+# What files under a folder may import besides: the converter to Ascend graphs, the messages it makes, and a reader of its libraries.
+OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools")}
 
 # Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
 OPTIONAL_OUTSIDE = ("tools",)
@@ -43,7 +43,7 @@ HARD_LIMIT_LINES = 450
 # Folders that are tables: one parametrised test walks all their files.
 TABLE_TESTS = {"graphs/ops": "tests/graphs/ops/test_ops.py", "graphs/passes": "tests/graphs/passes/test_passes.py"}
 
-# Files without a test file of their own, and why.
+# Files that do something and have no test file of their own, and why.
 UNTESTED = {
     "graphs/errors.py": "declares classes; the tests of who raises them read the messages",
 }
@@ -188,11 +188,21 @@ def length_breaches(root: Path) -> Iterator[str]:
             yield f"{path}: {lines} lines, at most {HARD_LIMIT_LINES}"
 
 
+def does_something(tree: ast.Module) -> bool:
+    """Whether a module has a function or method with a body; records, tables, protocols and re-exports have none."""
+
+    def is_statement(node: ast.stmt) -> bool:
+        return not isinstance(node, ast.Pass) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return any(is_statement(statement) for function in functions for statement in function.body)
+
+
 def mirror_breaches(root: Path) -> Iterator[str]:
-    """Every source file has the test file that its path names."""
+    """Every source file that does something has the test file that its path names."""
     for path in sources(root):
         folder, _, file = path.rpartition("/")
-        if file == "__init__.py":
+        if file == "__init__.py" or not does_something(parse(root, path)):
             continue
         own = f"tests/{folder}/test_{file}"
         legal = [own, TABLE_TESTS[folder]] if folder in TABLE_TESTS else [own]
@@ -201,8 +211,11 @@ def mirror_breaches(root: Path) -> Iterator[str]:
             yield f"{path}: is tested and needs no exemption"
         elif not tested and path not in UNTESTED:
             yield f"{path}: has no {' or '.join(legal)}"
-    for path in sorted(set(UNTESTED) - set(sources(root))):
-        yield f"{path}: is exempt and does not exist"
+    for path in sorted(UNTESTED):
+        if path not in sources(root):
+            yield f"{path}: is exempt and does not exist"
+        elif not does_something(parse(root, path)):
+            yield f"{path}: holds only data and needs no exemption"
 
 
 LAWS = (import_breaches, environment_breaches, tree_breaches, length_breaches, mirror_breaches)
@@ -236,10 +249,10 @@ CLEAN = {
     "pyproject.toml": PYPROJECT,
     "__init__.py": "import os\nos.environ.setdefault('A', '0')\n__version__ = '0'\n",
     "graphs/__init__.py": "",
-    "graphs/errors.py": "import math\nimport torch.nn as nn\nfrom torch import fx\n",
+    "graphs/errors.py": "import math\nimport torch.nn as nn\nfrom torch import fx\ndef f():\n    return 1\n",
     "graphs/types.py": "from .errors import E\nfrom . import errors\n",
     "graphs/ops/__init__.py": "from ..types import A\nfrom .. import errors\n",
-    "graphs/ops/linear.py": "from ...graphs.types import A\n",
+    "graphs/ops/linear.py": "from ...graphs.types import A\ndef linear():\n    return A\n",
     "models/__init__.py": "from ..graphs import types\nimport numpy as np\n",
     "lowering/__init__.py": "import importlib\ndef f(name):\n    return importlib.import_module(f'.backends.{name}', __package__)\n",
     "lowering/artifact/__init__.py": "",
@@ -320,7 +333,8 @@ OTHER_BREACHES = [
     ("setup.py", "", "setup.py: the root holds no Python file"),
     ("extra/__init__.py", "", "extra/: the house has the packages"),
     ("lowering/artifact/manifest.py", "x = 1\n" * (HARD_LIMIT_LINES + 1), f"{HARD_LIMIT_LINES + 1} lines, at most {HARD_LIMIT_LINES}"),
-    ("lowering/new.py", "", "lowering/new.py: has no tests/lowering/test_new.py"),
+    ("lowering/new.py", "def f():\n    return 1\n", "lowering/new.py: has no tests/lowering/test_new.py"),
+    ("graphs/errors.py", "class E(Exception):\n    def __str__(self): ...\n", "graphs/errors.py: holds only data and needs no exemption"),
     ("tests/graphs/test_errors.py", "", "graphs/errors.py: is tested and needs no exemption"),
 ]
 
@@ -335,6 +349,20 @@ def test_a_breach_is_caught(tmp_path: Path, path: str, text: str, message: str) 
 def test_an_import_breach_names_its_line(tmp_path: Path, path: str, text: str, message: str) -> None:
     (breach,) = breaches(tmp_path, {path: text})
     assert breach.startswith(f"{path}:{len(text.splitlines())}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SIZES = {name: len(name) for name in ('a', 'b')}\n",
+        "class Record:\n    size: int\n",
+        "class P(Protocol):\n    def run(self) -> int:\n        'What it gives.'\n\n    async def stop(self): ...\n",
+        "from .types import A\n",
+    ],
+    ids=["table", "record", "protocol", "re-export"],
+)
+def test_data_needs_no_test_file(tmp_path: Path, text: str) -> None:
+    assert breaches(tmp_path, {"graphs/data.py": text}) == []
 
 
 def test_a_table_needs_its_test(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""Turns steps of long work into lines and bars on a terminal, or plain lines elsewhere."""
+"""Progress of long work: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-WIDTH = 28
+from tqdm import tqdm
+
+# Bars are drawn by one process: no lock across processes, and no thread that wakes idle bars (builds fork).
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 
 
 class Progress:
-    """Says what is going on. On a terminal the current bar is redrawn in place; elsewhere each step is a line.
+    """Reports the steps of long work. On a terminal a bar is redrawn in place; elsewhere each step is a line.
 
     Args:
         stream: where to write; standard error leaves standard output to results.
@@ -22,49 +26,32 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self.stream = stream or sys.stderr
         self.quiet = quiet
-        self.live = not quiet and self.stream.isatty()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Writes one line, above the bar where there is one."""
         if not self.quiet:
-            self.stream.write(("\r\x1b[K" if self.live else "") + text + "\n")
+            tqdm.write(text, file=self.stream)
             self.stream.flush()
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         """A bar over `total` steps; its last state stays on the terminal."""
-        bar = Bar(self, title, total)
-        bar.draw()
-        try:
-            yield bar
-        finally:
-            if self.live:
-                self.stream.write("\n")
-                self.stream.flush()
+        with tqdm(total=total, desc=title, file=self.stream, disable=self.quiet or not self.stream.isatty(), dynamic_ncols=True) as drawn:
+            yield Bar(self, title, total, drawn)
 
 
 class Bar:
     """One bar; `step` advances it."""
 
-    def __init__(self, owner: Progress, title: str, total: int) -> None:
-        self.owner, self.title, self.total, self.done = owner, title, total, 0
-        self.began = time.monotonic()
+    def __init__(self, progress: Progress, title: str, total: int, drawn: tqdm[None]) -> None:
+        self._progress, self._drawn = progress, drawn
+        self.title, self.total, self.done = title, total, 0
 
     def step(self, note: str, count: int = 1) -> None:
         """Advances by `count` and shows `note`."""
         self.done += count
-        if self.owner.live:
-            self.draw(note)
+        if self._drawn.disable:
+            self._progress.say(f"{self.title} {self.done}/{self.total} {note}")
         else:
-            self.owner.say(f"{self.title} {self.done}/{self.total} {note}")
-
-    def draw(self, note: str = "") -> None:
-        """Redraws on a terminal, with the time left at the pace so far."""
-        if not self.owner.live:
-            return
-        filled = WIDTH * self.done // max(1, self.total)
-        spent = time.monotonic() - self.began
-        left = f" {spent / self.done * (self.total - self.done):.0f} s left" if 0 < self.done < self.total else f" {spent:.1f} s"
-        line = f"\r\x1b[K{self.title} [{'#' * filled}{'.' * (WIDTH - filled)}] {self.done}/{self.total}{left}  {note}"
-        self.owner.stream.write(line[:160])
-        self.owner.stream.flush()
+            self._drawn.set_postfix_str(note, refresh=False)
+            self._drawn.update(count)

@@ -1,50 +1,44 @@
-"""Turns a path into a right to write there that one process at a time holds, and that dies with it."""
+"""The right to write an artifact: one process has it at a time, and it ends with that process."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from ...graphs.errors import ArtifactError
+
+PATIENCE_S = 0.1
+"""How long a lock may look taken because its holder is just removing the file."""
 
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Holds an flock on the file `path`, which is removed afterwards.
+    """Holds a lock on the file `path`, which has the holder's process id in it and is removed afterwards.
 
     Args:
-        path: the lock file; made here, in a directory that exists.
+        path: the lock file; created here, in a directory that exists.
         what: named in the refusal.
 
     Raises:
         ArtifactError: when another process holds it, naming its process id.
     """
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 32).decode("ascii", "replace").strip()
-            os.close(handle)
-            raise ArtifactError(f"{what} is being built by process {holder or 'unknown'}; wait for it, or stop it") from None
-        if _is_file(handle, path):
-            break
-        os.close(handle)  # its holder removed it between our open and our lock: what we hold is no longer there
+    # A lock that merely is a file, which filelock falls back to, would outlive a killed process.
+    lock = FileLock(path, timeout=PATIENCE_S, poll_interval=PATIENCE_S / 10, fallback_to_soft=False)
     try:
-        os.truncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+        lock.acquire()
+    except Timeout:
+        holder = ""
+        with suppress(FileNotFoundError):
+            holder = path.read_text(encoding="ascii").strip()
+        raise ArtifactError(f"{what} is being built by process {holder or 'unknown'}; wait for it, or stop it") from None
+    try:
+        path.write_text(f"{os.getpid()}\n", encoding="ascii")
         yield
     finally:
-        with suppress(FileNotFoundError):
-            path.unlink()
-        os.close(handle)
-
-
-def _is_file(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
+        # Before the release: a file that is removed after it may be the next holder's.
+        path.unlink(missing_ok=True)
+        lock.release()

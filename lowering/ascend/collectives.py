@@ -1,4 +1,4 @@
-"""Turns functional collectives over symbolic groups into GE communication operators, without any process group."""
+"""torchair converters for functional collectives over symbolic groups; they need no process group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .toolchain.harness import Torchair
 
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "product": "prod"}
 _DT_INT64 = 9
-# GE may merge neighbouring reductions of one group into one; torchair does not ask for it either.
+# 1 would allow GE to merge neighbouring reductions of a group; torchair does not ask for it either.
 _UNFUSED = 0
-_OURS = "_npucompile"
+_MARK = "_npucompile"
 
 
 def register(ta: Torchair) -> None:
-    """Makes torchair convert collectives whose group is one of `GROUPS`; of other groups it goes on as before.
+    """Makes torchair convert collectives over the groups in `GROUPS`; other groups keep torchair's own converter.
 
-    The `group` attribute is then the symbolic name; who loads the graph puts the communicator of its rank in its place.
+    The `group` attribute holds the symbolic name until a rank loads the graph and puts its communicator's name there.
     """
     ops = torch.ops._c10d_functional
     for op, converter in (
@@ -33,17 +33,17 @@ def register(ta: Torchair) -> None:
         (ops.all_to_all_single.default, _all_to_all),
         (ops.broadcast.default, _broadcast),
     ):
-        # torchair keeps a converter on its op; its own look-up remembers for ever that there was none.
+        # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
         earlier = getattr(op, "_ge_converter", None)
-        if not getattr(earlier, _OURS, False):
+        if not getattr(earlier, _MARK, False):
             _set(ta, op, _symbolic(ta.ge, converter, earlier))
-    if not getattr(getattr(ops.wait_tensor.default, "_ge_converter", None), _OURS, False):
+    if not getattr(getattr(ops.wait_tensor.default, "_ge_converter", None), _MARK, False):
         _set(ta, ops.wait_tensor.default, _wait)
 
 
 def _set(ta: Torchair, op: Any, converter: Callable[..., Any]) -> None:
     ta.register_converter(op)(converter)
-    setattr(op._ge_converter, _OURS, True)
+    setattr(op._ge_converter, _MARK, True)
 
 
 def _symbolic(ge: Any, converter: Callable[..., Any], earlier: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _symbolic(ge: Any, converter: Callable[..., Any], earlier: Callable[..., Any
 
 
 def _wait(x: Any, *, meta_outputs: Any = None) -> Any:
-    # GE orders a reader after what it reads; torchair's own Identity would be one more kernel.
+    # GE runs a reader after its inputs anyway; the Identity that torchair emits would be one more kernel.
     return x
 
 
@@ -79,12 +79,12 @@ def _broadcast(ge: Any, x: Any, source: int, group: str) -> Any:
     return ge.HcomBroadcast([x], root_rank=source, group=group, fusion=_UNFUSED)[0]
 
 
-def _all_to_all(ge: Any, x: Any, taken: list[int], sent: list[int], group: str) -> Any:
-    if len({*taken, *sent}) == 1:
+def _all_to_all(ge: Any, x: Any, received: list[int], sent: list[int], group: str) -> Any:
+    if len({*received, *sent}) == 1:
         return ge.HcomAllToAll(x, group=group)
     row = math.prod(x.symsize[1:])
     counts = []
-    for rows in (sent, taken):
+    for rows in (sent, received):
         elements = [row * count for count in rows]
         counts += [elements, [0, *itertools.accumulate(elements)][:-1]]
     return ge.HcomAllToAllV(x, *(ge.Const(values, dtype=_DT_INT64) for values in counts), group=group)

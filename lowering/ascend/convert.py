@@ -1,4 +1,4 @@
-"""Turns one flat body of NPU operators into the GE operators that torchair makes of it."""
+"""Converts one flat body of NPU operators into GE operators with torchair."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from .collectives import register
-from .fuse import register as register_fused
 from .ge_file import GROUP, GROUPS, RANK, parse
-from .inspect_ge import follow
+from .inspect_ge import follow_memory
 from .toolchain.harness import Torchair
 
 GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
@@ -29,8 +28,8 @@ GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.int64: ("DT_INT64", 9),
     torch.bool: ("DT_BOOL", 12),
 }
-"""Name of a dtype in GE's messages, and its number in GE itself, which is another one."""
-# Options that say something of operands and results one by one; a graph of several bodies has its own.
+"""Name of a dtype in GE's protobuf messages, and its number in GE's own enumeration, which differs from the message's."""
+# Options that list operands or results one by one; the linker writes them for the whole graph.
 POSITIONAL = (
     "ge.exec.outputReuseMemIndexes",
     "ge.exec.outputReuseInputMemIndexes",
@@ -57,10 +56,11 @@ class Body:
         feeds: tensor -> operand, for the operands that are read.
         results: one for each result of the body; its tensor is in `feeds` where the result is an operand.
         written: operand -> its value after the body, for operands that the body writes.
-        donated: those of `written` that an output must carry home: the value has memory of its own, or nobody else reads it.
+        donated: those of `written` whose new value is in other memory, or is read by nobody else: a GE output must be bound to the
+            operand to carry it.
         control: `name:-1` of operators that must run although nobody reads them.
         patches: (operator, attribute, kind) of what differs between ranks.
-        options: compile options that hold for the body, less `POSITIONAL`.
+        options: compile options of the body, without `POSITIONAL`.
         engine: options of the engine.
     """
 
@@ -81,10 +81,10 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     Args:
         gm: flat tensor placeholders with fake `meta["val"]` on device meta, of one FakeTensorMode; a tuple of results.
         ta: torchair, loaded.
-        name: what errors call it.
+        name: of the body, for errors.
 
     Raises:
-        LoweringError: torchair refuses the body, or a form is outside what the house lowers; names the body.
+        LoweringError: torchair refuses the body, or it has a form that is not lowered here; names the body.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     vals = [_operand(name, node) for node in placeholders]
@@ -92,13 +92,12 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
         raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
     register(ta)
-    register_fused(ta)
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
-        # What shares memory with an operand is for torchair no result of the graph.
-        runner = _run(name, _marked(gm, missing, ta), vals, ta)
-    if lost := [str(returned[i]) for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
-        raise LoweringError(f"{name}: results {lost} are no tensors with elements; nothing else crosses the border of a body")
+        # torchair does not count a tensor that shares memory with an operand as a result of the graph.
+        runner = _run(name, _unaliased(gm, missing, ta), vals, ta)
+    if dropped := [str(returned[i]) for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
+        raise LoweringError(f"{name}: results {dropped} are no tensors with elements; a body can return nothing else")
     operands = {str(node.target): i for i, node in enumerate(placeholders)}
     return _body(name, runner, operands, vals, [node.meta["val"] for node in returned], _values(gm))
 
@@ -119,7 +118,7 @@ def _operand(name: str, node: fx.Node) -> FakeTensor:
 
 def _run(name: str, gm: fx.GraphModule, vals: list[FakeTensor], ta: Torchair) -> Any:
     config: Any = ta.CompilerConfig()
-    # The house emits fused operators itself: what a bare pattern becomes must not depend on torchair's release.
+    # Fused operators are emitted by the lowerings: what a plain pattern becomes must not depend on torchair's release.
     config.experimental_config.pattern_fusion_pass = False
     mode = vals[0].fake_mode if vals else FakeTensorMode()
     try:
@@ -130,24 +129,25 @@ def _run(name: str, gm: fx.GraphModule, vals: list[FakeTensor], ta: Torchair) ->
 
 
 def _brief(error: Exception) -> str:
-    """What went wrong and at which node; torchair and torch add their tracebacks to the message."""
+    """The message without the tracebacks that torchair and torch append to it."""
     text = str(error).split("\nOriginal traceback")[0].split("\nTraceback")[0]
     return f"{type(error).__name__}: " + " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """To torchair a new tensor, to GE the same one."""
+def _new_tensor(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor for torchair, which must not see the alias; its converter gives GE the tensor itself."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _marked(gm: fx.GraphModule, results: list[int], ta: Torchair) -> fx.GraphModule:
-    ta.register_converter(_apart)(lambda x: x)
+def _unaliased(gm: fx.GraphModule, results: list[int], ta: Torchair) -> fx.GraphModule:
+    """A copy of the body whose given results are new tensors for torchair."""
+    ta.register_converter(_new_tensor)(lambda x: x)
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     returned: Any = graph.graph_copy(gm.graph, copied)
     nodes = list(returned)
     for i in results:
-        nodes[i] = graph.call_function(_apart, (nodes[i],))
+        nodes[i] = graph.call_function(_new_tensor, (nodes[i],))
     graph.output(tuple(nodes))
     return fx.GraphModule(gm, graph)
 
@@ -165,7 +165,7 @@ def _body(
     ops = tuple(op for op in graph.op if op.type not in ("Data", "NetOutput"))
     outputs = next(op for op in graph.op if op.type == "NetOutput")
     tensors = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
-    flow = follow(ops, feeds)
+    flow = follow_memory(ops, feeds)
     if flow.breaches:
         raise LoweringError(f"{name}: " + "; ".join(flow.breaches))
     carried = {by_index[index]: tensors[output] for output, index in runner._graph_output_ref_input.items()}
@@ -187,7 +187,7 @@ def _body(
 
 
 def _tidy(op: Any, values: Mapping[str, Any]) -> None:
-    """Leaves on each output the shape it has; torchair leaves there that of the last view of it, and the names of nodes."""
+    """Writes each output's own shape; torchair leaves the shape of the output's last view there, and names of FX nodes."""
     for desc in op.input_desc:
         for key in ("_meta", "_fx_tensor_name"):
             if key in desc.attr:
@@ -203,17 +203,17 @@ def _tidy(op: Any, values: Mapping[str, Any]) -> None:
 
 
 def _value(values: Mapping[str, Any], origin: str) -> Any:
-    """Value of an output called `node-target.OUTPUT.index`, where the node is still there."""
-    found = re.fullmatch(r"(\w+)-.*\.OUTPUT\.(\d+)", origin)
-    val = values.get(found[1]) if found else None
-    return val[int(found[2])] if found and isinstance(val, tuple | list) else val
+    """Abstract value of an output named `node-target.OUTPUT.index`; None where the graph has no such node."""
+    match = re.fullmatch(r"(\w+)-.*\.OUTPUT\.(\d+)", origin)
+    val = values.get(match[1]) if match else None
+    return val[int(match[2])] if match and isinstance(val, tuple | list) else val
 
 
 def _patches(name: str, op: Any) -> list[tuple[str, str, str]]:
-    found = [(op.name, _RANK_ATTR, RANK)] if _RANK_ATTR in op.attr else []
+    patches = [(op.name, _RANK_ATTR, RANK)] if _RANK_ATTR in op.attr else []
     for key in _GROUP_ATTRS:
         if group := op.attr[key].s.decode() if key in op.attr else "":
             if group not in GROUPS:
                 raise LoweringError(f"{name}: {op.name} has {key} {group!r}; legal are {', '.join(GROUPS)}")
-            found.append((op.name, key, GROUP))
-    return found
+            patches.append((op.name, key, GROUP))
+    return patches

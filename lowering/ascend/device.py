@@ -1,4 +1,4 @@
-"""Turns a `.ge` file into an executable on an NPU, through torchair's own loader.
+"""Runs `.ge` files on an NPU through torchair's own loader.
 
 Written against torchair's sources and its generated cache code; it has not run on a machine with CANN (docs/on-hardware.md).
 """
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .ge_file import Container, decode, parse, patched
+from .ge_file import GeFile, decode, parse, patched
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
 """ACL's number of the tiled format that matrix units read without rearranging (ACL_FORMAT_FRACTAL_NZ)."""
 
-# Operators that accept their weight in NZ, and the name of that input; lists are numbered (weight0, weight1, ...).
+# Operators that accept their weight in NZ, and the name of that input; inputs of a list are numbered (weight0, weight1, ...).
 _WEIGHTS = {
     "MatMul": "x2",
     "MatMulV2": "x2",
@@ -31,21 +31,21 @@ _WEIGHTS = {
     "GroupedMatmul": "weight",
     "GroupedMatmulSwigluQuantV2": "weight",
 }
-# Last dimension of a tile by the number GE's messages give a dtype: bfloat16, float16, int8.
+# Width of a tile by the number of a dtype in GE's messages: bfloat16, float16, int8.
 _TILE_WIDTHS = {27: 16, 2: 16, 3: 32}
 _names = itertools.count()
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What running a graph takes of torchair; its generated cache code calls the same, in the same order.
+class GeEngine:
+    """The functions of torchair that run a graph; torchair's generated cache code calls the same ones, in the same order.
 
     Attributes:
         graph: torchair's `GeGraph`.
         initialize: starts GE once per process; later calls must bring the same options.
-        update_constants: writes addresses of operands into constants that stand for them.
-        update_formats: writes each operand's storage format (ND, NZ) onto its `Data` op.
-        device: type of the device that operands must be on.
+        update_constants: writes addresses of operands into the constants that stand for them.
+        update_formats: writes each operand's storage format (ND, NZ) into its `Data` op.
+        device: device type of the operands.
     """
 
     graph: Callable[..., Any]
@@ -55,16 +55,16 @@ class Engine:
     device: str = "npu"
 
 
-def engine(torchair: Torchair) -> Engine:
+def engine(torchair: Torchair) -> GeEngine:
     """The engine of a loaded torchair.
 
     Raises:
-        LoweringError: stubs stand in for CANN here; calling them to run something would end the process.
+        LoweringError: there is no CANN here; the stub libraries would end the process when called.
     """
     if torchair.cann is None:
         raise LoweringError("running a GE graph needs CANN and an NPU, and this machine has no CANN; building and inspecting need neither")
     converter = importlib.import_module("torchair._ge_concrete_graph.fx2ge_converter")
-    return Engine(
+    return GeEngine(
         graph=importlib.import_module("torchair.ge._ge_graph").GeGraph,
         initialize=importlib.import_module("torchair.core._backend").initialize_graph_engine,
         update_constants=converter._update_constplaceholder_attr_from_inputs,
@@ -73,66 +73,66 @@ def engine(torchair: Torchair) -> Engine:
 
 
 class GeExecutable:
-    """One step of one bucket on one NPU; the process's current device is the one it runs on.
+    """One step of one bucket on the process's current NPU.
 
-    GE compiles at the first call, when the storage formats of the operands are known, and never again. The formats must stay.
+    GE compiles at the first call, when the storage formats of the operands are known, and never again; the formats must not change.
 
     Args:
-        container: of this rank (`container.patched`).
+        ge_file: of this rank (`ge_file.patched`).
         engine: of torchair.
 
     Raises:
-        LoweringError: the container still has patches, or other engine options than an earlier one of this process.
+        LoweringError: the GE file still has patches, or other engine options than an earlier one of this process.
     """
 
-    def __init__(self, container: Container, engine: Engine) -> None:
-        if container.patches:
-            raise LoweringError(f"{len(container.patches)} attributes of this graph differ between ranks and have not been patched")
-        self.container, self._engine = container, engine
+    def __init__(self, ge_file: GeFile, engine: GeEngine) -> None:
+        if ge_file.patches:
+            raise LoweringError(f"{len(ge_file.patches)} attributes of this graph differ between ranks and have not been patched")
+        self.ge_file, self._engine = ge_file, engine
         try:
-            engine.initialize(dict(container.engine))
+            engine.initialize(dict(ge_file.engine))
         except (ValueError, AssertionError) as error:
-            raise LoweringError(f"GE runs with other options than this graph's {dict(container.engine)}: {error}") from error
-        # Graphs of one process share a session, and what was converted in different processes has the same names.
-        self._graph = engine.graph(serialized_model_def=container.graph, name=f"npucompile_{next(_names)}")
+            raise LoweringError(f"GE runs with other options than this graph's {dict(ge_file.engine)}: {error}") from error
+        # Graphs of one process share a session, and graphs converted in different processes may have equal names.
+        self._graph = engine.graph(serialized_model_def=ge_file.graph, name=f"npucompile_{next(_names)}")
         self._returned = len(self._graph.attr["_output_dtypes"].list.i)
         self._compiled = False
 
     @property
     def backend(self) -> str:
-        """Name of the backend that made it."""
+        """Name of the backend that compiled it."""
         return "ge"
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step.
 
         Raises:
-            LoweringError: at the first call, when GE cannot compile the graph or an operand is not on an NPU; at any, when GE
+            LoweringError: at the first call, when GE cannot compile the graph or an operand is not on an NPU; at any call, when GE
                 returns another number of results than the graph has.
         """
-        fed = [operands[index] for index in self.container.data]
+        fed = [operands[index] for index in self.ge_file.data]
         if not self._compiled:
             self._compile(operands, fed)
-        if self.container.donations:
+        if self.ge_file.donations:
             assigned: list[torch.Tensor | None] = [None] * self._returned
-            for output, operand in self.container.donations:
+            for output, operand in self.ge_file.donations:
                 assigned[output] = operands[operand]
             results = self._graph.run(fed, assigned)
         else:
             results = self._graph.run(fed)
         if len(results) != self._returned:
             raise LoweringError(f"GE returned {len(results)} tensors; the graph has {self._returned} outputs")
-        return list(results[: self.container.outputs])
+        return list(results[: self.ge_file.outputs])
 
     def _compile(self, operands: Sequence[torch.Tensor], fed: list[torch.Tensor]) -> None:
-        if len(operands) != self.container.inputs:
-            raise LoweringError(f"{len(operands)} operands, the graph has {self.container.inputs}")
-        if elsewhere := sorted({one.device.type for one in fed} - {self._engine.device}):
+        if len(operands) != self.ge_file.inputs:
+            raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs}")
+        if elsewhere := sorted({tensor.device.type for tensor in fed} - {self._engine.device}):
             raise LoweringError(f"operands are on {', '.join(elsewhere)}; legal is {self._engine.device}")
         self._engine.update_constants(self._graph, operands)
         self._engine.update_formats(self._graph, fed)
         try:
-            self._graph.load(dict(self.container.options), create_pg=False)
+            self._graph.load(dict(self.ge_file.options), create_pg=False)
             self._graph.compile()
         except RuntimeError as error:
             raise LoweringError(f"GE cannot compile the graph: {error}") from error
@@ -140,7 +140,7 @@ class GeExecutable:
 
 
 def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str] | None = None) -> GeExecutable:
-    """Reads a file for one rank.
+    """Loads a `.ge` file for one rank.
 
     Args:
         path: a `.ge` file.
@@ -149,13 +149,13 @@ def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str
         groups: communicator name by symbolic group (`communicators`).
 
     Raises:
-        LoweringError: no CANN, or the file is not one, or needs a group that is not there.
+        LoweringError: there is no CANN, the file is no GE file, or it needs a group that `groups` lacks.
     """
     return GeExecutable(patched(decode(path.read_bytes()), rank, groups or {}), engine(torchair))
 
 
 def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
-    """HCCL's names of process groups; every rank of a group must call this, because it makes the communicator.
+    """HCCL's communicator names of process groups; the call creates the communicators, so every rank of a group must make it.
 
     Args:
         groups: symbolic name -> process group with an HCCL backend, as `torch.distributed.new_group` returns it.
@@ -165,17 +165,17 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
     return {name: group._get_backend(device).get_hccl_comm_name(rank, init_comm=True) for name, group in sorted(groups.items())}
 
 
-def weight_operands(container: Container) -> tuple[int, ...]:
-    """Operands that are worth storing in NZ: every reader is a matrix product that takes them as its weight, and no tile needs padding."""
-    graph = parse(container.graph).graph[0]
+def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
+    """Operands worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile needs padding."""
+    graph = parse(ge_file.graph).graph[0]
     readers: dict[str, list[bool]] = {}
     for op in graph.op:
-        # An input that is not fed is "" and described all the same; what only orders operators comes last and is not described.
+        # An absent input is "" and has a description; control inputs come last and have none.
         for name, described in zip(op.input, op.input_desc, strict=False):
             readers.setdefault(name, []).append(_is_weight(op.type, described.name))
     data = {f"{op.name}:0": op for op in graph.op if op.type == "Data"}
-    found = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and _fills_tiles(op.output_desc[0])]
-    return tuple(sorted(container.data[index] for index in found))
+    indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and _fills_tiles(op.output_desc[0])]
+    return tuple(sorted(ge_file.data[index] for index in indices))
 
 
 def _is_weight(op_type: str, name: str) -> bool:
@@ -183,13 +183,13 @@ def _is_weight(op_type: str, name: str) -> bool:
 
 
 def _fills_tiles(described: Any) -> bool:
-    """A tile is 16 rows of 32 bytes; padding would make the tensor larger than the memory plan says."""
+    """Whether a tensor divides into tiles of 16 rows of 32 bytes; padding would make it larger than the memory plan says."""
     width = _TILE_WIDTHS.get(described.dtype)
     shape = list(described.shape.dim)
     return width is not None and len(shape) > 1 and shape[-2] % 16 == 0 and shape[-1] % width == 0
 
 
 def to_nz(torch_npu: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A weight in NZ; same shape, dtype and values, another order in memory. Done once, when weights are loaded."""
+    """A weight in NZ: same shape, dtype and values in another memory order. Called once, when weights are loaded."""
     cast: torch.Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
     return cast

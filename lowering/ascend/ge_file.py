@@ -1,4 +1,4 @@
-"""Turns a GE graph, its options and its bindings into the bytes of a `.ge` file, and back."""
+"""The `.ge` file: a GE graph with its options, donations and per-rank patches."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .toolchain.stubs import wheel_path
 
 FORMAT = "npucompile.ge/1"
 RANK, GROUP = "ep_rank", "group"
-"""Kinds of patches: the rank's number among all ranks, and the name of the communicator that a symbolic group stands for."""
+"""Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
 GROUPS = ("tp", "dp", "world")
 
 
 @dataclass(frozen=True)
-class Container:
-    """One graph for all ranks, as GE takes it.
+class GeFile:
+    """One graph for all ranks, in GE's format.
 
-    Results of the program are GE outputs 0 to `outputs` - 1, in order; what GE returns beyond them only carries donations.
+    GE outputs 0 to `outputs` - 1 are the program's results, in order; the outputs after them are donations.
 
     Attributes:
         graph: a serialised `ModelDef`; operators of `graph[0]` and of the graphs they call.
-        options: compile options of this graph ("local" in torchair's words).
+        options: compile options of this graph ("local" in torchair's terms).
         donations: (GE output, operand) pairs: GE writes that output into that operand's memory.
-        bound: operands that operators of the graph write in place; nothing is to be done for them at run time.
+        bound: operands that operators of the graph write in place; they need nothing at run time.
         inputs: number of operands.
         outputs: number of results.
         patches: (operator name, attribute name, kind) for what differs between ranks; a "group" attribute holds the
             symbolic name until then, one of `GROUPS`.
-        feeds: operand of each `Data` op by its index, where conversion dropped operands nobody reads; None: all, in order.
-        engine: options of the engine, equal for all graphs of one process ("global" in torchair's words).
+        feeds: operand of each `Data` op by its index, where conversion dropped unread operands; None: all, in order.
+        engine: options of the engine, equal for all graphs of one process ("global" in torchair's terms).
     """
 
     graph: bytes
@@ -55,90 +55,90 @@ class Container:
         return tuple(range(self.inputs)) if self.feeds is None else self.feeds
 
 
-def encode(container: Container) -> bytes:
-    """The same bytes for the same container, whatever order its mappings, and the maps of its graph, are in.
+def encode(ge_file: GeFile) -> bytes:
+    """Bytes of a GE file; the order of its mappings and of its graph's protobuf maps does not change them.
 
     Raises:
-        LoweringError: the container contradicts itself, or the graph is not a `ModelDef`.
+        LoweringError: the GE file contradicts itself, or the graph is not a `ModelDef`.
     """
-    _check(container)
+    _check(ge_file)
     return bytes(
         msgpack.packb(
             {
                 "format": FORMAT,
-                "graph": canonical(container.graph),
-                "options": dict(sorted(container.options.items())),
-                "engine": dict(sorted(container.engine.items())),
-                "donations": sorted(container.donations),
-                "bound": sorted(container.bound),
-                "inputs": container.inputs,
-                "outputs": container.outputs,
-                "patches": sorted(container.patches),
-                "feeds": container.feeds,
+                "graph": canonical(ge_file.graph),
+                "options": dict(sorted(ge_file.options.items())),
+                "engine": dict(sorted(ge_file.engine.items())),
+                "donations": sorted(ge_file.donations),
+                "bound": sorted(ge_file.bound),
+                "inputs": ge_file.inputs,
+                "outputs": ge_file.outputs,
+                "patches": sorted(ge_file.patches),
+                "feeds": ge_file.feeds,
             }
         )
     )
 
 
-def decode(data: bytes) -> Container:
+def decode(data: bytes) -> GeFile:
     """Reads what `encode` wrote.
 
     Raises:
         LoweringError: the bytes are something else, or of another format.
     """
     try:
-        read = msgpack.unpackb(data)
-        if not isinstance(read, dict) or read.get("format") != FORMAT:
-            held = read.get("format") if isinstance(read, dict) else type(read).__name__
-            raise LoweringError(f"this is not a GE container of format {FORMAT!r} but {held!r}; build the artifact again")
-        container = Container(
-            graph=read["graph"],
-            options=read["options"],
-            donations=tuple((output, operand) for output, operand in read["donations"]),
-            bound=tuple(read["bound"]),
-            inputs=read["inputs"],
-            outputs=read["outputs"],
-            patches=tuple((op, attribute, kind) for op, attribute, kind in read["patches"]),
-            feeds=None if read["feeds"] is None else tuple(read["feeds"]),
-            engine=read["engine"],
+        fields = msgpack.unpackb(data)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+            raise LoweringError(f"this is not a GE file of format {FORMAT!r} but {found!r}; build the artifact again")
+        ge_file = GeFile(
+            graph=fields["graph"],
+            options=fields["options"],
+            donations=tuple((output, operand) for output, operand in fields["donations"]),
+            bound=tuple(fields["bound"]),
+            inputs=fields["inputs"],
+            outputs=fields["outputs"],
+            patches=tuple((op, attribute, kind) for op, attribute, kind in fields["patches"]),
+            feeds=None if fields["feeds"] is None else tuple(fields["feeds"]),
+            engine=fields["engine"],
         )
     except (msgpack.UnpackException, ValueError, KeyError, TypeError) as error:
-        raise LoweringError(f"this is not a GE container: {error!r}") from None
-    _check(container)
-    return container
+        raise LoweringError(f"this is not a GE file: {error!r}") from None
+    _check(ge_file)
+    return ge_file
 
 
-def patched(container: Container, rank: int, groups: Mapping[str, str]) -> Container:
-    """The container of one rank.
+def patched(ge_file: GeFile, rank: int, groups: Mapping[str, str]) -> GeFile:
+    """The GE file of one rank.
 
     Args:
-        container: of all ranks; one that has been patched has no patches left.
+        ge_file: of all ranks; a patched one has no patches left.
         rank: number among all ranks.
-        groups: communicator name by symbolic group; needed are those that the patches name.
+        groups: communicator name by symbolic group, at least for the groups that the patches name.
 
     Raises:
         LoweringError: a patch names an operator, an attribute or a group that is not there.
     """
-    if not container.patches:
-        return container
-    model = parse(container.graph)
+    if not ge_file.patches:
+        return ge_file
+    model = parse(ge_file.graph)
     by_name: dict[str, list[Any]] = {}
     for op in operators(model):
         by_name.setdefault(op.name, []).append(op)
-    for name, attribute, kind in container.patches:
-        found = [op for op in by_name.get(name, ()) if attribute in op.attr]
-        if not found:
+    for name, attribute, kind in ge_file.patches:
+        targets = [op for op in by_name.get(name, ()) if attribute in op.attr]
+        if not targets:
             raise LoweringError(f"a patch is for attribute {attribute!r} of operator {name!r}, and the graph has no such operator")
-        for op in found:
+        for op in targets:
             if kind == RANK:
                 op.attr[attribute].i = rank
             else:
                 op.attr[attribute].s = _communicator(op.attr[attribute].s.decode(), f"{name}.{attribute}", groups).encode()
-    return replace(container, graph=model.SerializeToString(deterministic=True), patches=())
+    return replace(ge_file, graph=model.SerializeToString(deterministic=True), patches=())
 
 
 def canonical(graph: bytes) -> bytes:
-    """A `ModelDef` with its maps in order: protobuf writes them in any order, and another one each time.
+    """A `ModelDef` with its maps sorted: protobuf writes maps in an order that changes from run to run.
 
     Raises:
         LoweringError: the bytes are not a `ModelDef`.
@@ -150,7 +150,7 @@ def parse(graph: bytes) -> Any:
     """The `ModelDef` message in `graph`.
 
     Raises:
-        LoweringError: there is none, or it holds no graph.
+        LoweringError: the bytes are none, or it holds no graph.
     """
     model = messages().ModelDef()
     try:
@@ -170,10 +170,10 @@ def operators(model: Any) -> Iterator[Any]:
 
 @functools.cache
 def messages() -> Any:
-    """Protobuf classes of GE's messages, from the wheel; imports neither torch_npu nor torchair, and needs no stubs.
+    """Protobuf classes of GE's messages, read from the torch_npu wheel without importing torch_npu or torchair.
 
     Raises:
-        LoweringError: there is no torch_npu.
+        LoweringError: torch_npu is not installed.
     """
     path = wheel_path() / "dynamo" / "torchair" / "_ge_concrete_graph" / "ge_ir_by_protoc_3_19_pb2.py"
     spec = importlib.util.spec_from_file_location("npucompile_ge_ir_pb2", path)
@@ -190,13 +190,13 @@ def _communicator(symbol: str, where: str, groups: Mapping[str, str]) -> str:
     return groups[symbol]
 
 
-def _check(container: Container) -> None:
-    feeds = container.data
-    if [one for one in feeds if not 0 <= one < container.inputs] or len(set(feeds)) != len(feeds):
-        raise LoweringError(f"a container of {container.inputs} operands feeds {feeds}; legal is each of them at most once")
-    for what, operands in (("donates", [operand for _, operand in container.donations]), ("writes in place", list(container.bound))):
+def _check(ge_file: GeFile) -> None:
+    feeds = ge_file.data
+    if [operand for operand in feeds if not 0 <= operand < ge_file.inputs] or len(set(feeds)) != len(feeds):
+        raise LoweringError(f"a GE file of {ge_file.inputs} operands feeds {feeds}; legal is each of them at most once")
+    for action, operands in (("donates", [operand for _, operand in ge_file.donations]), ("writes in place", list(ge_file.bound))):
         if unfed := sorted(set(operands) - set(feeds)):
-            raise LoweringError(f"a container {what} operands {unfed}, which its graph does not take; it takes {feeds}")
-    for name, attribute, kind in container.patches:
+            raise LoweringError(f"a GE file {action} operands {unfed}, which its graph does not take; it takes {feeds}")
+    for name, attribute, kind in ge_file.patches:
         if kind not in (RANK, GROUP):
             raise LoweringError(f"a patch of {name}.{attribute} is of kind {kind!r}; legal are {RANK!r} and {GROUP!r}")

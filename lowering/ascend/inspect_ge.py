@@ -1,4 +1,4 @@
-"""Turns the bytes of a GE graph into counts, into text, and into a proof that donated memory is written in place."""
+"""Inspects GE graphs: operator counts, text, and a proof that donated memory is updated in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
-from .ge_file import Container, messages, parse
+from .ge_file import GeFile, messages, parse
 
 IN_PLACE: dict[str, dict[int, int]] = {
     "Scatter": {0: 0},
@@ -25,12 +25,12 @@ IN_PLACE: dict[str, dict[int, int]] = {
     "RecurrentGatedDeltaRule": {1: 4},
     "GatherSelectionKvCache": {0: 0, 1: 1, 2: 2, 3: 3},
 }
-"""Output -> input that it overwrites, by type of operator."""
+"""Output -> input whose memory it overwrites, by type of operator."""
 VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "UnsqueezeV2", "SqueezeV2", "Flatten", "FlattenV2", "Bitcast"}
-"""Operators whose output may be the memory of their first input."""
+"""Operators whose output may share the memory of their first input."""
 COPIES = {"TensorMove", "Assign", "Identity", "Cast", "Transpose", "TransData"}
 """Operators that write as much as they read."""
-# Positions of actual_seq_lengths and actual_seq_lengths_kv: as constants they would be those of the trace, for ever.
+# Positions of actual_seq_lengths and actual_seq_lengths_kv: constants there would be the lengths of the trace, in every step.
 _LENGTHS = {"FusedInferAttentionScore": (5, 6)}
 _DTYPES = {
     "DT_FLOAT": "f32",
@@ -46,15 +46,17 @@ _HIDDEN = re.compile(r"_(in|out)put_name_(key|value)|_readable_value|value|index
 
 
 @dataclass
-class Flow:
-    """Which memory of an operand each tensor is, while operators are read in order.
+class MemoryFlow:
+    """Which tensors lie in the memory of which operand.
 
     Attributes:
-        operand: tensor -> operand whose memory it is; its view or its value after writing in place included.
-        version: tensor -> how often the operand had been written when the tensor came to be.
-        latest: operand -> tensor with its newest value, as it was before any view.
+        operand: tensor -> operand in whose memory it lies: the operand, a view of it, or its value after an update in place.
+        version: tensor -> how often the operand had been written when the tensor was computed.
+        latest: operand -> tensor with its newest value, before any view.
         writers: operand -> operators that wrote it in place, in order.
         readers: (operand, version) -> operators that read it.
+        viewed: tensors that are views.
+        breaches: writes that GE may not do in place.
     """
 
     operand: dict[str, int]
@@ -66,14 +68,14 @@ class Flow:
     breaches: list[str] = field(default_factory=list)
 
 
-def follow(ops: Iterable[Any], data: Mapping[str, int]) -> Flow:
+def follow_memory(ops: Iterable[Any], data: Mapping[str, int]) -> MemoryFlow:
     """Follows operands through views and through operators that write in place.
 
     Args:
-        ops: OpDef messages, each after those it reads.
-        data: tensor -> operand, for the operands of interest.
+        ops: OpDef messages in topological order.
+        data: tensor -> operand, for the operands to follow.
     """
-    flow = Flow(operand=dict(data), version=dict.fromkeys(data, 0), latest={operand: tensor for tensor, operand in data.items()})
+    flow = MemoryFlow(operand=dict(data), version=dict.fromkeys(data, 0), latest={operand: tensor for tensor, operand in data.items()})
     for op in ops:
         written = IN_PLACE.get(op.type, {})
         for tensor in op.input:
@@ -89,7 +91,7 @@ def follow(ops: Iterable[Any], data: Mapping[str, int]) -> Flow:
     return flow
 
 
-def _write(flow: Flow, op: Any, old: str, new: str) -> None:
+def _write(flow: MemoryFlow, op: Any, old: str, new: str) -> None:
     operand = flow.operand[old]
     writers = flow.writers.setdefault(operand, [])
     if flow.version[old] != len(writers):
@@ -118,7 +120,7 @@ def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
     for op in parse(graph).graph[0].op:
         counts.setdefault(op.name.rpartition("/")[0], Counter())[op.type] += 1
-    return {prefix: dict(sorted(found.items())) for prefix, found in counts.items()}
+    return {prefix: dict(sorted(count.items())) for prefix, count in counts.items()}
 
 
 def text(graph: bytes) -> str:
@@ -140,7 +142,7 @@ def _line(op: Any) -> str:
 
 
 def shape(desc: Any) -> str:
-    """Type and sizes of a tensor, as in `bf16[16,2,256]`; sizes that conversion leaves to GE are `bf16[?]`."""
+    """Dtype and sizes of a tensor, as in `bf16[16,2,256]`; sizes that conversion leaves to GE are `bf16[?]`."""
     if "_meta" in desc.attr:
         return str(desc.attr["_meta"].s.decode())
     return f"{_dtypes().get(desc.dtype, '?')}[{','.join(map(str, desc.shape.dim)) or '?'}]"
@@ -156,35 +158,36 @@ def _attr(value: Any) -> str:
     if kind == "s":
         return repr(value.s.decode(errors="replace"))
     if kind == "list":
-        held = value.list
-        return str([x.decode(errors="replace") for x in held.s] or list(held.i) or [round(x, 6) for x in held.f] or list(held.b))
+        items = value.list
+        return str([x.decode(errors="replace") for x in items.s] or list(items.i) or [round(x, 6) for x in items.f] or list(items.b))
     if kind == "f":
         return f"{value.f:.6g}"
     return str(getattr(value, kind)).replace("\n", " ") if kind else ""
 
 
-def check(container: Container, signature: Signature) -> None:
-    """Proves what torchair and GE leave unchecked.
+def check(ge_file: GeFile, signature: Signature) -> None:
+    """Proves properties that neither torchair nor GE checks.
 
-    Names are unique, inputs exist, data are numbered from 0; every state operand that the graph takes is written in its own memory by
-    an operator that GE keeps, never copied whole, and not read after it was written; attention lengths are no constants.
+    Names are unique, inputs exist, Data operators are numbered from 0; every state operand that the graph takes is updated in its own
+    memory by an operator that GE keeps, is never copied whole, and is not read after it was overwritten; attention lengths are no
+    constants.
 
     Args:
-        container: of the graph.
-        signature: of the program; its state is what is donated.
+        ge_file: the linked graph.
+        signature: of the program; its state is donated.
 
     Raises:
-        LoweringError: names every breach.
+        LoweringError: naming every breach.
     """
-    ops = list(parse(container.graph).graph[0].op)
-    breaches = [*_form(ops, container), *_lengths(ops)]
+    ops = list(parse(ge_file.graph).graph[0].op)
+    breaches = [*_form(ops, ge_file), *_lengths(ops)]
     if not breaches:
-        breaches = _donation(ops, container, signature)
+        breaches = _donation(ops, ge_file, signature)
     if breaches:
         raise LoweringError(f"the GE graph has {len(breaches)} breaches: " + "; ".join(breaches))
 
 
-def _form(ops: list[Any], container: Container) -> list[str]:
+def _form(ops: list[Any], ge_file: GeFile) -> list[str]:
     breaches, ports = [], {"": 0}
     for op in ops:
         if op.name in ports:
@@ -197,15 +200,16 @@ def _form(ops: list[Any], container: Container) -> list[str]:
                 breaches.append(f"{op.name} reads {tensor}, which no operator before it gives")
         ports[op.name] = len(op.output_desc)
     indices = [op.attr["index"].i for op in ops if op.type == "Data"]
-    if sorted(indices) != list(range(len(container.data))):
-        breaches.append(f"data are numbered {indices}; legal is each of 0 to {len(container.data) - 1} once")
+    if sorted(indices) != list(range(len(ge_file.data))):
+        breaches.append(f"data are numbered {indices}; legal is each of 0 to {len(ge_file.data) - 1} once")
     results = [[t for t in op.input if not t.endswith(":-1")] for op in ops if op.type == "NetOutput"]
-    wanted = container.outputs + len(container.donations)
+    wanted = ge_file.outputs + len(ge_file.donations)
     if not results or ops[-1].type != "NetOutput":
         breaches.append("the last operator is not NetOutput")
-    if [len(found) for found in results] != [wanted] or [o for o, _ in container.donations] != [*range(container.outputs, wanted)]:
-        held = f"{container.outputs} results and donations {container.donations}"
-        breaches.append(f"NetOutput has {[len(found) for found in results]} inputs for {held}; legal is one for each, results first")
+    counts = [len(tensors) for tensors in results]
+    if counts != [wanted] or [o for o, _ in ge_file.donations] != [*range(ge_file.outputs, wanted)]:
+        declared = f"{ge_file.outputs} results and donations {ge_file.donations}"
+        breaches.append(f"NetOutput has {counts} inputs for {declared}; legal is one for each, results first")
     return breaches
 
 
@@ -219,18 +223,18 @@ def _lengths(ops: list[Any]) -> list[str]:
     ]
 
 
-def _donation(ops: list[Any], container: Container, signature: Signature) -> list[str]:
+def _donation(ops: list[Any], ge_file: GeFile, signature: Signature) -> list[str]:
     first = len(signature.params)
     state = {first + i: leaf for i, leaf in enumerate(signature.state)}
-    data = {f"{op.name}:0": container.data[op.attr["index"].i] for op in ops if op.type == "Data"}
-    flow = follow(ops, {tensor: operand for tensor, operand in data.items() if operand in state})
+    data = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in ops if op.type == "Data"}
+    flow = follow_memory(ops, {tensor: operand for tensor, operand in data.items() if operand in state})
     outputs = next(op for op in ops if op.type == "NetOutput")
     results = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
-    given = {operand: results[output] for output, operand in container.donations}
+    donated = {operand: results[output] for output, operand in ge_file.donations}
     order = {op.name: i for i, op in enumerate(ops)}
     breaches = [*flow.breaches, *_copies(ops, flow, state), *_dead(ops, order, flow, state)]
     for operand in sorted(set(flow.latest) & set(state)):
-        leaf, value = state[operand], given.get(operand)
+        leaf, value = state[operand], donated.get(operand)
         writers = list(flow.writers.get(operand, ()))
         if not writers and value is None:
             breaches.append(f"{leaf.name} is not written in place, and no output is bound to its memory")
@@ -239,26 +243,26 @@ def _donation(ops: list[Any], container: Container, signature: Signature) -> lis
         for version, writer in enumerate(writers):
             readers = flow.readers.get((operand, version), [])
             breaches += _late(ops, order, leaf, writer, [op for op in readers if op.type not in VIEWS and op.name != writer.name])
-        if results[: container.outputs].count(flow.latest[operand]):
+        if results[: ge_file.outputs].count(flow.latest[operand]):
             breaches.append(f"{leaf.name} is a result of the program and its own next state")
-    strangers = sorted({*given, *container.bound, *flow.writers} - set(state))
-    breaches += [f"operand {operand} ({signature.operands[operand].name}) is written and is no state" for operand in strangers]
-    if claimed := sorted(set(container.bound) - set(flow.writers)):
+    illegal = sorted({*donated, *ge_file.bound, *flow.writers} - set(state))
+    breaches += [f"operand {operand} ({signature.operands[operand].name}) is written and is no state" for operand in illegal]
+    if claimed := sorted(set(ge_file.bound) - set(flow.writers)):
         breaches.append(f"operands {claimed} are said to be written in place, and no operator does")
     return breaches
 
 
-def _copies(ops: list[Any], flow: Flow, state: Mapping[int, Leaf]) -> list[str]:
-    found = []
+def _copies(ops: list[Any], flow: MemoryFlow, state: Mapping[int, Leaf]) -> list[str]:
+    breaches = []
     for op in ops:
         for tensor in op.input[: 2 if op.type == "Assign" else 1] if op.type in COPIES else ():
             if tensor in flow.operand:
                 leaf = state[flow.operand[tensor]]
-                found.append(f"{op.name} copies all {math.prod(leaf.aval.shape)} elements of {leaf.name}")
-    return found
+                breaches.append(f"{op.name} copies all {math.prod(leaf.aval.shape)} elements of {leaf.name}")
+    return breaches
 
 
-def _dead(ops: list[Any], order: Mapping[str, int], flow: Flow, state: Mapping[int, Leaf]) -> list[str]:
+def _dead(ops: list[Any], order: Mapping[str, int], flow: MemoryFlow, state: Mapping[int, Leaf]) -> list[str]:
     live = _before(ops, order, ops[-1], 0)
     return [
         f"{op.name} writes {state[operand].name}, but no result waits for it: GE drops it"
@@ -269,21 +273,21 @@ def _dead(ops: list[Any], order: Mapping[str, int], flow: Flow, state: Mapping[i
 
 
 def _before(ops: list[Any], order: Mapping[str, int], last: Any, floor: int) -> set[str]:
-    """Names of the operators for which `last` waits, itself included, from position `floor` on."""
-    seen, queue = {last.name}, [last]
+    """Names of the operators that `last` depends on, itself included, from position `floor` on."""
+    names, queue = {last.name}, [last]
     while queue:
         for tensor in queue.pop().input:
             name = tensor.rpartition(":")[0]
-            if name and name not in seen and order[name] >= floor:
-                seen.add(name)
+            if name and name not in names and order[name] >= floor:
+                names.add(name)
                 queue.append(ops[order[name]])
-    return seen
+    return names
 
 
 def _late(ops: list[Any], order: Mapping[str, int], leaf: Leaf, writer: Any, readers: list[Any]) -> list[str]:
-    """Readers of the old value on which the writer does not wait: GE may run them after it."""
+    """Readers of the old value that the writer does not depend on: GE may run them after it."""
     if not readers:
         return []
-    # Operators come after what they read, so nothing before the first reader can lead to one.
-    seen = _before(ops, order, writer, min(order[op.name] for op in readers))
-    return [f"{op.name} reads {leaf.name}, and {writer.name} overwrites it without waiting" for op in readers if op.name not in seen]
+    # Operators are in topological order, so nothing before the first reader depends on a reader.
+    earlier = _before(ops, order, writer, min(order[op.name] for op in readers))
+    return [f"{op.name} reads {leaf.name}, and {writer.name} overwrites it without waiting" for op in readers if op.name not in earlier]

@@ -1,4 +1,4 @@
-"""Turns a hierarchical graph into one GE graph: every body is converted once and copied for every call."""
+"""Links converted bodies into one GE graph: each body is converted once and copied for every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import fx
 from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
 from .convert import GE_DTYPES, Body, Port, convert_body, shape_of
-from .ge_file import Container, messages
+from .ge_file import GeFile, messages
 from .toolchain.harness import Torchair
 
 _LAYER = re.compile(r"\w+\.(?:(.+)\.)?layers\.(\d+)\.")
@@ -23,14 +23,18 @@ _NOT_EMPTY = "ge.exec.allTensorNotEmpty"
 
 
 @dataclass
-class _Stitch:
-    """The graph as far as it is made.
+class _Builder:
+    """A GE graph under construction.
 
     Attributes:
-        model: the message.
-        values: what each node of the main graph is by now: a port, or the ports of a call. A state operand is its newest value.
+        model: the `ModelDef` message.
+        values: port of each node of the main graph, or the ports of a call; of a state operand the port of its newest value.
         operand: placeholder -> its position.
-        written: state operand -> whether an output must carry its new value home.
+        written: state operand -> whether a GE output must be bound to its memory to carry the new value.
+        prefixes: how often each prefix of operator names has been used.
+        patches: (operator, attribute, kind) of what differs between ranks.
+        control: `name:-1` of operators that must run although nobody reads them.
+        options, engine: compile options of the graph and of the engine.
     """
 
     model: Any
@@ -48,24 +52,24 @@ class _Stitch:
         return self.model.graph[0].op
 
 
-def stitch(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = "graph") -> Container:
+def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = "graph") -> GeFile:
     """Makes one GE graph of a graph lowered for GE.
 
-    Constants are copied with their body, as torchair would have emitted them: a constant of two readers is treated
-    differently by GE's fusions, and constants cost no memory worth sharing.
+    Constants are copied with their body, as torchair would have emitted them: GE's fusions treat a constant with two readers
+    differently, and sharing constants saves hardly any memory.
 
     Args:
         graph: placeholders are `signature.operands`; then calls of bodies and getitem; results are `signature.outputs`, with or
             without the state operands behind them.
-        signature: its state is what bodies may write.
+        signature: of the program; bodies may write its state.
         ta: torchair, loaded.
         name: of the GE graph.
 
     Raises:
         LoweringError: the graph has another form, a body cannot be converted, or bodies disagree on options.
     """
-    s = _Stitch(messages().ModelDef())
-    s.model.graph.add().name = name
+    builder = _Builder(messages().ModelDef())
+    builder.model.graph.add().name = name
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     calls = [node for node in graph.graph.nodes if node.op == "call_module"]
     if len(placeholders) != len(signature.operands):
@@ -74,28 +78,28 @@ def stitch(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str 
     results = _results(graph, signature, placeholders)
     bodies = _bodies(graph, calls, ta)
     read = {node.args[operand] for node in calls for operand in bodies[node].feeds.values()}
-    feeds = _data(s, placeholders, read | set(results))
+    feeds = _data(builder, placeholders, read | set(results))
     for node in graph.graph.nodes:
         if node.op == "call_module":
-            _call(s, node, bodies[node], state)
+            _call(builder, node, bodies[node], state)
         elif node.op == "call_function" and node.target is operator.getitem:
-            s.values[node] = s.values[node.args[0]][node.args[1]]
+            builder.values[node] = builder.values[node.args[0]][node.args[1]]
         elif node.op not in ("placeholder", "output"):
             raise LoweringError(f"the main graph has {node.op} {node.name} ({node.target}); legal are calls of bodies and getitem")
-    carried = [node for node, carry in s.written.items() if carry]
-    _net_output(s, [*_distinct(s, results), *(s.values[node] for node in carried)])
-    donations = tuple((len(results) + i, s.operand[node]) for i, node in enumerate(carried))
-    _attributes(s, len(feeds))
-    return Container(
-        graph=s.model.SerializeToString(deterministic=True),
-        options=_options(s, [placeholders[i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds),
+    carried = [node for node, carry in builder.written.items() if carry]
+    _net_output(builder, [*_distinct(builder, results), *(builder.values[node] for node in carried)])
+    donations = tuple((len(results) + i, builder.operand[node]) for i, node in enumerate(carried))
+    _attributes(builder, len(feeds))
+    return GeFile(
+        graph=builder.model.SerializeToString(deterministic=True),
+        options=_options(builder, [placeholders[i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds),
         donations=donations,
-        bound=tuple(sorted(s.operand[node] for node, carry in s.written.items() if not carry)),
+        bound=tuple(sorted(builder.operand[node] for node, carry in builder.written.items() if not carry)),
         inputs=len(placeholders),
         outputs=len(results),
-        patches=tuple(s.patches),
+        patches=tuple(builder.patches),
         feeds=None if feeds == [*range(len(placeholders))] else tuple(feeds),
-        engine=s.engine,
+        engine=builder.engine,
     )
 
 
@@ -110,25 +114,25 @@ def _results(graph: fx.GraphModule, signature: Signature, placeholders: list[fx.
     return nodes
 
 
-def _data(s: _Stitch, placeholders: list[fx.Node], used: set[Any]) -> list[int]:
-    """Data ops for the operands that are read, as torchair keeps only those; their positions."""
+def _data(builder: _Builder, placeholders: list[fx.Node], used: set[Any]) -> list[int]:
+    """Adds Data operators for the operands that are read, the only ones that torchair keeps; returns their positions."""
     feeds: list[int] = []
-    taken: set[str] = set()
+    names: set[str] = set()
     for i, node in enumerate(placeholders):
-        s.operand[node] = i
+        builder.operand[node] = i
         if node not in used:
             continue
         name = re.sub(r"[^\w./-]", "_", str(node.meta.get("leaf", node.name)))
-        if name in taken:
+        if name in names:
             raise LoweringError(f"two operands are called {name}")
-        taken.add(name)
-        op = s.ops.add(name=name, type="Data")
+        names.add(name)
+        op = builder.ops.add(name=name, type="Data")
         op.attr["index"].i = len(feeds)
         _describe(op.input_desc.add(), node.meta["val"], "x", "NPU")
         _describe(op.output_desc.add(), node.meta["val"], "y", "NPU").attr["_meta"].s = shape_of(node.meta["val"]).encode()
         _normalise(op)
         feeds.append(i)
-        s.values[node] = Port(f"{name}:0", node.meta["val"])
+        builder.values[node] = Port(f"{name}:0", node.meta["val"])
     return feeds
 
 
@@ -140,117 +144,116 @@ def _describe(desc: Any, val: torch.Tensor, name: str, device: str = "") -> Any:
 
 
 def _normalise(op: Any) -> None:
-    """Names of inputs and outputs with their positions, which GE reads from attributes."""
+    """Adds the attributes from which GE reads the names of inputs and outputs and their positions."""
     for side, descs in (("input", op.input_desc), ("output", op.output_desc)):
         op.attr[f"_{side}_name_key"].list.s.extend(desc.name.encode() for desc in descs)
         op.attr[f"_{side}_name_value"].list.i.extend(range(len(descs)))
 
 
 def _bodies(graph: fx.GraphModule, calls: Sequence[fx.Node], ta: Torchair) -> dict[fx.Node, Body]:
-    """Body of each call; a module is converted once, under whatever names it is called."""
-    made: dict[int, Body] = {}
+    """Body of each call; a module is converted once, however many names it has."""
+    converted: dict[int, Body] = {}
     bodies: dict[fx.Node, Body] = {}
     for node in calls:
         module: Any = graph.get_submodule(str(node.target))
-        wanted = sum(inner.op == "placeholder" for inner in module.graph.nodes)
-        if len(node.args) != wanted or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
-            raise LoweringError(f"{node.name} is called with {node.args}, {dict(node.kwargs)}; legal are {wanted} nodes, one an operand")
-        if id(module) not in made:
-            made[id(module)] = convert_body(module, ta, str(node.target))
-        bodies[node] = made[id(module)]
+        operands = sum(inner.op == "placeholder" for inner in module.graph.nodes)
+        if len(node.args) != operands or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+            raise LoweringError(f"{node.name} is called with {node.args}, {dict(node.kwargs)}; legal are {operands} nodes, one an operand")
+        if id(module) not in converted:
+            converted[id(module)] = convert_body(module, ta, str(node.target))
+        bodies[node] = converted[id(module)]
     return bodies
 
 
-def _call(s: _Stitch, node: fx.Node, body: Body, state: set[fx.Node]) -> None:
-    _agree(s, body, str(node.target))
+def _call(builder: _Builder, node: fx.Node, body: Body, state: set[fx.Node]) -> None:
+    _merge_options(builder, body, str(node.target))
     args: list[Any] = list(node.args)
-    prefix = _prefix(s, node)
-    names = {tensor: s.values[args[operand]].tensor for tensor, operand in body.feeds.items()}
-    _copy(s.ops, body, prefix, names)
-    s.patches += [(prefix + op, attribute, kind) for op, attribute, kind in body.patches]
-    s.control += [prefix + tensor for tensor in body.control]
-    s.values[node] = [_named(port, prefix, names) for port in body.results]
+    prefix = _prefix(builder, node)
+    names = {tensor: builder.values[args[operand]].tensor for tensor, operand in body.feeds.items()}
+    _copy(builder.ops, body, prefix, names)
+    builder.patches += [(prefix + op, attribute, kind) for op, attribute, kind in body.patches]
+    builder.control += [prefix + tensor for tensor in body.control]
+    builder.values[node] = [_named(port, prefix, names) for port in body.results]
     for operand, port in body.written.items():
         if args[operand] not in state:
             raise LoweringError(f"{node.name} ({node.target}) writes {args[operand]}; legal are the state operands of the program")
-        # A later call reads what this one wrote, so that GE keeps their order.
-        s.values[args[operand]] = _named(port, prefix, names)
-        s.written[args[operand]] = s.written.get(args[operand], False) or operand in body.donated
+        # Later calls read this call's result instead of the operand: GE orders operators by data alone.
+        builder.values[args[operand]] = _named(port, prefix, names)
+        builder.written[args[operand]] = builder.written.get(args[operand], False) or operand in body.donated
 
 
 def _copy(ops: Any, body: Body, prefix: str, names: Mapping[str, str]) -> None:
-    known = dict(names)
     for op in body.ops:
         new = ops.add()
         new.CopyFrom(op)
         new.name = prefix + op.name
         for i, tensor in enumerate(op.input):
             if tensor:
-                new.input[i] = known.get(tensor) or prefix + tensor
+                new.input[i] = names.get(tensor) or prefix + tensor
 
 
 def _named(port: Port, prefix: str, names: Mapping[str, str]) -> Port:
     return replace(port, tensor=names.get(port.tensor) or prefix + port.tensor)
 
 
-def _prefix(s: _Stitch, node: fx.Node) -> str:
-    """`layer07_gated_deltanet/` where most operands are of that layer, else the name of the call; no two are equal."""
+def _prefix(builder: _Builder, node: fx.Node) -> str:
+    """`layer07_gated_deltanet/` where most operands belong to that layer, else the name of the call; made unique by a number."""
     leaves = (str(arg.meta.get("leaf", "")) for arg in node.args if isinstance(arg, fx.Node))
-    layers = Counter(found.groups() for leaf in leaves if (found := _LAYER.match(leaf))).most_common(2)
+    layers = Counter(match.groups() for leaf in leaves if (match := _LAYER.match(leaf))).most_common(2)
     prefix = node.name
-    # A layer may read the next one's norm as well; one that reads as much of both has no number.
+    # A layer may also read the norm of the next one; a call that reads as much of two layers gets no layer number.
     if layers and (len(layers) == 1 or layers[0][1] > layers[1][1]):
         part, number = layers[0][0]
         prefix = re.sub(r"\W", "_", f"{part + '_' if part else ''}layer{int(number):02d}_{node.target}")
-    s.prefixes[prefix] = s.prefixes.get(prefix, 0) + 1
-    return f"{prefix}/" if s.prefixes[prefix] == 1 else f"{prefix}.{s.prefixes[prefix]}/"
+    builder.prefixes[prefix] = builder.prefixes.get(prefix, 0) + 1
+    return f"{prefix}/" if builder.prefixes[prefix] == 1 else f"{prefix}.{builder.prefixes[prefix]}/"
 
 
-def _agree(s: _Stitch, body: Body, target: str) -> None:
-    for held, new in ((s.options, body.options), (s.engine, body.engine)):
+def _merge_options(builder: _Builder, body: Body, target: str) -> None:
+    for options, new in ((builder.options, body.options), (builder.engine, body.engine)):
         for key, value in new.items():
             if key == _NOT_EMPTY:
-                held[key] = min(held.get(key, value), value)
-            elif held.setdefault(key, value) != value:
-                raise LoweringError(f"option {key} is {value!r} for body {target} and {held[key]!r} for an earlier one; a graph has one")
+                options[key] = min(options.get(key, value), value)
+            elif options.setdefault(key, value) != value:
+                raise LoweringError(f"option {key} is {value!r} for body {target} and {options[key]!r} for an earlier one; a graph has one")
 
 
-def _distinct(s: _Stitch, results: Sequence[fx.Node]) -> list[Port]:
-    """A result that is an operand, or that is returned twice, gets memory of its own, as every caller expects."""
-    taken, ports = {s.values[node].tensor for node in s.operand if node in s.values}, []
+def _distinct(builder: _Builder, results: Sequence[fx.Node]) -> list[Port]:
+    """Copies results that are operands or that are returned twice: callers expect each result in memory of its own."""
+    in_use, ports = {builder.values[node].tensor for node in builder.operand if node in builder.values}, []
     for i, node in enumerate(results):
-        port: Port = s.values[node]
-        if port.tensor in taken:
-            op = s.ops.add(name=f"result{i}", type="Identity")
+        port: Port = builder.values[node]
+        if port.tensor in in_use:
+            op = builder.ops.add(name=f"result{i}", type="Identity")
             op.input.append(port.tensor)
             _describe(op.input_desc.add(), port.val, "x")
             _describe(op.output_desc.add(), port.val, "y").attr["_meta"].s = shape_of(port.val).encode()
             _normalise(op)
             port = Port(f"result{i}:0", port.val)
-        taken.add(port.tensor)
+        in_use.add(port.tensor)
         ports.append(port)
     return ports
 
 
-def _net_output(s: _Stitch, ports: Sequence[Port]) -> None:
-    op = s.ops.add(name="NetOutput", type="NetOutput")
+def _net_output(builder: _Builder, ports: Sequence[Port]) -> None:
+    op = builder.ops.add(name="NetOutput", type="NetOutput")
     for i, port in enumerate(ports):
         op.input.append(port.tensor)
         _describe(op.input_desc.add(), port.val, f"input{i}")
-    op.input.extend(s.control)
+    op.input.extend(builder.control)
     _normalise(op)
-    s.model.graph[0].attr["_output_dtypes"].list.i.extend(GE_DTYPES[port.val.dtype][1] for port in ports)
+    builder.model.graph[0].attr["_output_dtypes"].list.i.extend(GE_DTYPES[port.val.dtype][1] for port in ports)
 
 
-def _attributes(s: _Stitch, data: int) -> None:
-    attr = s.model.graph[0].attr
+def _attributes(builder: _Builder, data: int) -> None:
+    attr = builder.model.graph[0].attr
     attr["_input_placements"].list.i.extend([1] * data)
     attr["_executor_type"].i = 1
 
 
-def _options(s: _Stitch, vals: list[torch.Tensor], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
-    """Those of the bodies, and those that torchair would derive from all operands and results."""
-    options = dict(s.options)
+def _options(builder: _Builder, vals: list[torch.Tensor], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
+    """Compile options: those of the bodies, and those that torchair derives from all operands and results."""
+    options = dict(builder.options)
     index = {operand: i for i, operand in enumerate(feeds)}
     options["ge.exec.outputReuseMemIndexes"] = ",".join(map(str, range(results)))
     if carried:

@@ -1,4 +1,4 @@
-"""Turns a partitioned graph into calls of bodies of NPU operators, each kind of layer lowered once, its pools written in place."""
+"""Turns a partitioned graph into calls of bodies of NPU operators: each kind of layer is lowered once and writes its pools in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ...graphs.ir.record import record
 from ...graphs.primitive import of_target
 from ...graphs.types import Signature
 from ..lower import Lowered
-from .donation import Placed, Pools, place
-from .fuse import fuse
+from .donation import Donated, Donations, donations
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -32,17 +31,17 @@ def lower(partitioned: Partitioned) -> Lowered:
     """Lowers every body once; `npu` and `air` operators must be registered in this process.
 
     Raises:
-        LoweringError: a pool cannot be written where it is (pools.py).
+        LoweringError: a state pool cannot be updated in place (donation.py).
     """
     compile_count.record("trace")
     graph, signature = outline(partitioned.graph), partitioned.signature
-    pools = place(graph, signature)
-    lowered = {name: _lower_body(body, pools.bodies[name]) for name, body in bodies(graph).items()}
-    return Lowered(partitioned.program.bucket, BACKEND, _calls(graph, signature, pools, lowered), signature)
+    donated = donations(graph, signature)
+    lowered = {name: _lower_body(body, donated.bodies[name]) for name, body in bodies(graph).items()}
+    return Lowered(partitioned.program.bucket, BACKEND, _calls(graph, signature, donated, lowered), signature)
 
 
-class _Inliner(Interpreter):
-    """Runs a body on meta tensors with the lowerings of primitives in their place."""
+class _NpuInliner(Interpreter):
+    """Runs a body on meta tensors with primitives replaced by their lowerings."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         primitive = of_target(target)
@@ -51,43 +50,42 @@ class _Inliner(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _lower_body(body: GraphModule, pools: Pools) -> GraphModule:
+def _lower_body(body: GraphModule, donated: Donated) -> GraphModule:
     """The body in operators of the device; new values of pools are written into their operands and are no results."""
     operands = [n.meta["val"] for n in body.graph.nodes if n.op == "placeholder"]
-    written = set(pools.values())
+    new_values = set(donated.values())
 
     def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = _Inliner(body).run(*values)
-        for operand, result in pools.items():
-            # What was updated in place is the operand itself by now.
+        results = _NpuInliner(body).run(*values)
+        for operand, result in donated.items():
+            # An operator that updated the operand in place has returned the operand itself.
             if results[result] is not values[operand]:
                 values[operand].copy_(results[result])
-        return tuple(value for i, value in enumerate(results) if i not in written)
+        return tuple(value for i, value in enumerate(results) if i not in new_values)
 
     graph = record(run, operands, FakeTensorMode())
-    fuse(graph)
     graph.recompile()
     return graph
 
 
-def _calls(graph: GraphModule, signature: Signature, pools: Placed, lowered: Mapping[str, GraphModule]) -> GraphModule:
-    """The graph that calls the lowered bodies and returns outputs only; what reads a pool's new value reads the pool."""
-    made, values, root = Graph(), dict[Node, Node](), torch.nn.Module()
+def _calls(graph: GraphModule, signature: Signature, donated: Donations, lowered: Mapping[str, GraphModule]) -> GraphModule:
+    """The graph that calls the lowered bodies and returns outputs only; readers of a pool's new value read the pool."""
+    calls, values, root = Graph(), dict[Node, Node](), torch.nn.Module()
     for name, body in lowered.items():
         setattr(root, name, body)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue
-        if (home := pools.homes.get(node, node)) is not node:
-            values[node] = values[home]
+        if (pool := donated.pools.get(node, node)) is not node:
+            values[node] = values[pool]
             continue
-        values[node] = made.node_copy(node, values.__getitem__)
+        values[node] = calls.node_copy(node, values.__getitem__)
         values[node].meta = dict(node.meta)
         if node.target is operator.getitem:
-            written = pools.bodies[str(node.args[0].target)].values()
-            values[node].args = (values[node].args[0], node.args[1] - sum(i < node.args[1] for i in written))
+            new_values = donated.bodies[str(node.args[0].target)].values()
+            values[node].args = (values[node].args[0], node.args[1] - sum(i < node.args[1] for i in new_values))
         elif node.op == "call_module":
-            written = pools.bodies[str(node.target)].values()
-            values[node].meta["val"] = tuple(v for i, v in enumerate(node.meta["val"]) if i not in written)
-    made.output(tuple(values[node] for node in results_of(graph)[: len(signature.outputs)]))
-    return _make_graph_module(root, made)
+            new_values = donated.bodies[str(node.target)].values()
+            values[node].meta["val"] = tuple(v for i, v in enumerate(node.meta["val"]) if i not in new_values)
+    calls.output(tuple(values[node] for node in results_of(graph)[: len(signature.outputs)]))
+    return _make_graph_module(root, calls)

@@ -45,10 +45,10 @@ class Ge(Backend):
         """One GE graph for all ranks, in the container of lowering/ascend/ge_file.py."""
         from ..ascend import inspect_ge
         from ..ascend.ge_file import encode
-        from ..ascend.link import stitch
+        from ..ascend.link import link
 
-        container = stitch(lowered.graph, lowered.signature, self._torchair())
-        return Compiled(encode(container), inspect_ge.census(container.graph))
+        ge_file = link(lowered.graph, lowered.signature, self._torchair())
+        return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
         """Pools are written in place, no length is baked in, and collectives are those of the partitioned graph, in its order."""
@@ -56,9 +56,9 @@ class Ge(Backend):
         from ..ascend import inspect_ge
         from ..ascend.ge_file import decode
 
-        container = decode(compiled.data)
-        inspect_ge.check(container, partitioned.signature)
-        collectives_check.agree(partitioned.collectives, collectives_check.of_container(container, in_order=True))
+        ge_file = decode(compiled.data)
+        inspect_ge.check(ge_file, partitioned.signature)
+        collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
 
     def open(self, path: Path, place: Place) -> Executable:
         """The graph patched for a rank; GE compiles it at its first step."""

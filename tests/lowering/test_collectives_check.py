@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.ge_file import Container, messages, patched
-from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_container, of_rank
+from npucompile.lowering.ascend.ge_file import GeFile, messages, patched
+from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_ge_file, of_rank
 
 MESH = Mesh.parse("dp=2,tp=2")
 LAYER = [
@@ -24,7 +24,7 @@ GE = {"all_gather_into_tensor": "HcomAllGather", "reduce_scatter_tensor": "HcomR
 
 
 def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
-    """A container whose collectives follow each other, each behind a cast, as they would after torchair."""
+    """A GE file whose collectives follow each other, each behind a cast, as they would after torchair."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     last, patches = "x", []
@@ -46,16 +46,16 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
         op.output_desc.add().attr["_meta"].s = kind.encode()
         last = op.name if chained else "x"
     graph.op.add(name="NetOutput", type="NetOutput")
-    return Container(model.SerializeToString(), {}, (), (), 1, 0, tuple(patches))
+    return GeFile(model.SerializeToString(), {}, (), (), 1, 0, tuple(patches))
 
 
-def of_all(container, mesh=MESH):
-    """What the container of each rank says, patched as a loader would with communicators of its own."""
+def of_all(ge_file, mesh=MESH):
+    """What the GE file of each rank says, patched as a loader would with communicators of its own."""
     told = []
     for rank in range(mesh.size):
         mine = {name: mesh.group(name, rank) for name in mesh.groups()}
         names = {name: f"hccl_{name}_{ranks[0]}" for name, ranks in mine.items()}
-        told.append(of_rank(patched(container, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
+        told.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
     return told
 
 
@@ -82,7 +82,7 @@ def test_a_group_the_mesh_lacks_is_named():
 
 def test_a_shipped_graph_says_what_the_partitioned_one_does():
     wanted = (*LAYER * 3, ("all_to_all_single", "tp", "bf16[8,32]"), ("all_reduce", "dp", "i32[8]"))
-    found = of_container(shipped(wanted), in_order=True)
+    found = of_ge_file(shipped(wanted), in_order=True)
     assert found == wanted
     agree(wanted, found)
 
@@ -90,42 +90,29 @@ def test_a_shipped_graph_says_what_the_partitioned_one_does():
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
 def test_every_operator_that_communicates_is_read(kind):
     given_ = [(COLLECTIVES[kind], "tp", "bf16[4,64]")]
-    if not kind.startswith("AllGatherMatmul"):
-        assert of_container(shipped(given_, kinds={0: kind})) == tuple(given_)
-
-
-def test_a_gather_inside_a_product_has_the_type_of_what_it_gathers():
-    model = messages().ModelDef()
-    graph = model.graph.add(name="main")
-    graph.op.add(name="x", type="Data").output_desc.add().attr["_meta"].s = b"bf16[4,64]"
-    op = graph.op.add(name="fused", type="AllGatherMatmul")
-    op.input.extend(["x:0", "w:0"])
-    op.attr["group"].s, op.attr["rank_size"].i = b"tp", 2
-    op.output_desc.add().attr["_meta"].s = b"bf16[8,512]"
-    container = Container(model.SerializeToString(), {}, (), (), 1, 1, ())
-    assert of_container(container) == (("all_gather_into_tensor", "tp", "bf16[8,64]"),)
+    assert of_ge_file(shipped(given_, kinds={0: kind})) == tuple(given_)
 
 
 @pytest.mark.parametrize("kind", ["HcomSend", "AlltoAllMatmul"])
 def test_what_communicates_and_is_no_collective_of_ours_is_refused(kind):
-    with pytest.raises(LoweringError, match=f"talk0 is a {kind}, which communicates; legal are AllGatherMatmul"):
-        of_container(shipped([("all_reduce", "tp", "f32[4]")], kinds={0: kind}))
+    with pytest.raises(LoweringError, match=f"talk0 is a {kind}, which communicates; legal are HcomAllGather"):
+        of_ge_file(shipped([("all_reduce", "tp", "f32[4]")], kinds={0: kind}))
 
 
 def test_a_collective_in_a_called_graph_has_no_place_in_the_order():
-    container = shipped(LAYER)
+    ge_file = shipped(LAYER)
     model = messages().ModelDef()
-    model.ParseFromString(container.graph)
+    model.ParseFromString(ge_file.graph)
     model.graph.add(name="branch").op.add(name="hidden", type="HcomAllReduce").attr["group"].s = b"tp"
     with pytest.raises(LoweringError, match="hidden communicate in the called graph branch"):
-        of_container(Container(model.SerializeToString(), {}, (), (), 1, 0, ()))
+        of_ge_file(GeFile(model.SerializeToString(), {}, (), (), 1, 0, ()))
 
 
 def test_an_order_that_data_leave_open_is_refused_where_it_matters():
     loose = shipped(LAYER, chained=False)
-    assert of_container(loose) == tuple(LAYER)
+    assert of_ge_file(loose) == tuple(LAYER)
     with pytest.raises(LoweringError, match="talk1 does not wait for talk0"):
-        of_container(loose, in_order=True)
+        of_ge_file(loose, in_order=True)
 
 
 # --- the first difference ---
@@ -261,8 +248,8 @@ def test_any_one_rank_that_differs_is_caught_exactly_when_it_could_hang_or_mix(c
 @given(st.permutations(range(8)), st.integers(0, 7))
 @settings(deadline=None, max_examples=50)
 def test_a_permuted_patched_container_is_caught(order, rank):
-    container = shipped(LAYER * 2)
-    per_rank = of_all(container)
+    ge_file = shipped(LAYER * 2)
+    per_rank = of_all(ge_file)
     other = of_all(shipped([(LAYER * 2)[i] for i in order]))
     per_rank[rank % 4] = other[rank % 4]
     if finishes(per_rank):

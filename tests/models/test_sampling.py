@@ -13,7 +13,7 @@ from support import oracle, speculators
 from npucompile.graphs import ops
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
-from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import request_slots
 from npucompile.models.sampling import best, sample_tokens
 
@@ -316,7 +316,7 @@ def everywhere(fn, avals, values, mesh):
     found, tp = partition(program, Mesh.parse(mesh), ROWS), Mesh.parse(mesh).axis("tp")
     shards = values["logits"].chunk(tp, -1)
     operands = [[shards[rank], *(values[name] for name in avals), torch.tensor([0, rank], dtype=I32)] for rank in range(tp)]
-    return Lockstep(found.graph, found.mesh)(operands)
+    return RankEmulator(found.graph, found.mesh)(operands)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])

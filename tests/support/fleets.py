@@ -15,7 +15,7 @@ from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
-from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import qwen3_5, sharding_rules, step
 from npucompile.models import request_slots as seats
 from npucompile.models.params import initialise
@@ -130,7 +130,7 @@ class Fleet:
 
     Attributes:
         form: what is run of a partitioned graph; one that returns no new state has written it in place.
-        machine: what runs it: Lockstep a graph, GeInterpreter a container.
+        machine: what runs it: RankEmulator a graph, GeInterpreter a GE file.
         drafts: k.
         state: by rank, pools in the order of the signature.
     """
@@ -139,7 +139,7 @@ class Fleet:
     mesh: Mesh
     expert_parallel: bool = True
     form: Form = functional
-    machine: Machine = Lockstep
+    machine: Machine = RankEmulator
     emit_logits: bool = True
     drafts: int = 0
     max_logprobs: int = 0

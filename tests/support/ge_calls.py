@@ -1,4 +1,4 @@
-"""Single GE operators as torchair would serialise them, and functions that torchair has turned into whole containers."""
+"""Single GE operators as torchair would serialise them, and functions that torchair has turned into whole GE files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support import ge_bodies as gb
 from npucompile.lowering.ascend.convert import GE_DTYPES
 from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS
 from npucompile.lowering.ascend.emulator.ge_ops_common import Call, GeOp, Value, read
-from npucompile.lowering.ascend.ge_file import Container, messages
-from npucompile.lowering.ascend.link import stitch
+from npucompile.lowering.ascend.ge_file import GeFile, messages
+from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 
 
@@ -77,10 +77,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def shipped(
-    ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor], states: int = 0, calls: int = 1
-) -> tuple[Any, Container]:
-    """A main graph that calls a function, and its container; of the operands the first `states` are state.
+def shipped(ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor], states: int = 0, calls: int = 1) -> tuple[Any, GeFile]:
+    """A main graph that calls a function, and its GE file; of the operands the first `states` are state.
 
     With several calls every one has state of its own, and takes the first result of the one before as its first input.
     """
@@ -93,4 +91,4 @@ def shipped(
         results = main.call("body", *pools[c], *inputs)
         inputs = [results[0], *inputs[1:]] if c < calls - 1 else inputs
     graph, signature = main.done(*results)
-    return graph, stitch(graph, signature, ta)
+    return graph, link(graph, signature, ta)

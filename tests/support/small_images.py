@@ -19,7 +19,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
-from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
 from npucompile.tools.build import driver
@@ -90,7 +90,7 @@ def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: i
     made, small = {}, image(mesh, kinds, drafts=drafts).small
     for case in small.cases:
         lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
-        made[case] = Lockstep(lowered.graph, small.mesh), lowered.signature
+        made[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
     return made
 
 

@@ -11,7 +11,15 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.tools import doctor
 from npucompile.tools.doctor import ABSENT, MISSING, OK, Machine, examine, healthy, verdict
 
-VERSIONS = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0", "protobuf": "7.36.2", "packaging": "26.3", "PyYAML": "6.0", "numpy": "2.4"}
+VERSIONS = {
+    "torch": "2.13.0+cpu",
+    "torch_npu": "2.13.0",
+    "protobuf": "7.36.2",
+    "packaging": "26.3",
+    "PyYAML": "6.0",
+    "numpy": "2.4",
+    "pyelftools": "0.33",
+}
 
 LAPTOP = Machine(
     python="3.12.1",

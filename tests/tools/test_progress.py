@@ -20,13 +20,19 @@ def test_plain_output_has_one_line_a_step() -> None:
     assert out.getvalue() == "plan\ncompile 1/2 decode-b1-q1\ncompile 2/2 decode-b2-q1\n"
 
 
-def test_a_terminal_sees_one_bar_redrawn() -> None:
+def test_a_terminal_sees_one_bar_redrawn_below_the_lines() -> None:
     out = Terminal()
-    with Progress(out).bar("compile", 4) as bar:
-        bar.step("a", 2)
-    last = out.getvalue().split("\r\x1b[K")[-1]
-    assert last.startswith("compile [##############..............] 2/4")
-    assert out.getvalue().endswith("\n")
+    progress = Progress(out)
+    with progress.bar("compile", 4) as bar:
+        bar.step("first", 1)
+        progress.say("a line")
+        bar.step("second", 1)
+    assert "a line\n" in out.getvalue()
+    last = out.getvalue().split("\r")[-1]
+    assert last.startswith("compile:  50%|")
+    assert "2/4" in last
+    assert ", second]" in last
+    assert last.endswith("\n")
 
 
 def test_quiet_says_nothing() -> None:

@@ -13,7 +13,7 @@ from ...graphs.types import Mesh
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
-from ...lowering.ascend.ge_file import Container, decode
+from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.collectives_check import Collective
 from ..bench.roofline import Roofline, estimate, moved_bytes
 from ..build.memory import MemoryPlan
@@ -42,12 +42,12 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         SpecError: the bucket has none.
     """
-    container = _container(artifact, entry)
-    if container is None:
+    ge_file = _ge_file(artifact, entry)
+    if ge_file is None:
         made = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {made}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
-    text = inspect_ge.text(container.graph)
-    told = {name: getattr(container, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
+    text = inspect_ge.text(ge_file.graph)
+    told = {name: getattr(ge_file, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
     return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **told}, tuple(text.splitlines()))
 
 
@@ -61,8 +61,8 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if container := _container(artifact, entry):
-        collectives_check.agree(entry.collectives, collectives_check.of_container(container, in_order=True))
+    if ge_file := _ge_file(artifact, entry):
+        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
     told = {
@@ -78,8 +78,8 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operators of a bucket's GE graph, in all and by body; its cost; and the time that figures of its target allow."""
-    container, manifest = _container(artifact, entry), artifact.manifest
-    bodies = inspect_ge.census_by_body(container.graph) if container else {}
+    ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
+    bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = _roofline(manifest, entry, mesh)
@@ -143,7 +143,7 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
     return best
 
 
-def _container(artifact: Artifact, entry: GraphEntry) -> Container | None:
+def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
     if entry.compiled is None or entry.compiled.backend != GE:
         return None
     return decode((artifact.path / entry.compiled.file).read_bytes())

@@ -20,7 +20,7 @@ from ...graphs.types import Tree
 from ...models import qwen3_5
 from . import tiny_export, tiny_model
 from .corpus import parse_chapters, read_bible, split_chapters
-from .muon import Optimiser, Rates
+from .optimiser import Optimiser, Rates
 from .tiny_draft import DEPTH, acceptance, agreement, continue_texts, draft_losses, random_bases, rounded
 from .tiny_tokenizer import TokenStream, eos_id, train_tokenizer
 

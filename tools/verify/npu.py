@@ -21,9 +21,9 @@ from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend.emulator.emulator import Lockstep
+from ...lowering.ascend.emulator.emulator import RankEmulator
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from ...lowering.ascend.ge_file import Container, decode
+from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
 from ...models import step
@@ -97,7 +97,7 @@ class BuiltCase:
 
     partitioned: Partitioned
     lowered: Lowered
-    container: Container | None
+    ge_file: GeFile | None
 
     @property
     def signature(self) -> Signature:
@@ -172,8 +172,8 @@ class _Proof:
         for case in small.cases:
             with self.check(f"{case.bucket.name} small") as measured:
                 graphs[case] = built = self.build(small, case, self.dtype, emit_logits=False, convert=True)
-                assert built.container is not None
-                measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.container)
+                assert built.ge_file is not None
+                measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.ge_file)
         with self.check(f"GE {name} as lowered") as measured:
             lowered = ranks.run_steps(emulators(small, graphs), outputs.before)
             # GE respects data and control edges and no other order, so the order furthest from the file's must give the same.
@@ -210,17 +210,17 @@ def _fullness(trace_step: TraceStep) -> tuple[bool, int]:
     return cached, sum(sum(expected.valid) for _, expected in live)
 
 
-def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict[BucketCase, tuple[Lockstep, Signature]]:
+def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict[BucketCase, tuple[RankEmulator, Signature]]:
     """Runners of each case's lowered graph on all ranks."""
-    return {case: (Lockstep(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
+    return {case: (RankEmulator(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
 
 
 def interpreters(
     small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file"
 ) -> dict[BucketCase, tuple[GeInterpreter, Signature]]:
     """Runners of each case's GE graph on all ranks, with the operators in an order that GE may choose."""
-    containers = [(case, built.container, built.signature) for case, built in graphs.items() if built.container]
-    return {case: (GeInterpreter(container, small.mesh, order=order), signature) for case, container, signature in containers}
+    containers = [(case, built.ge_file, built.signature) for case, built in graphs.items() if built.ge_file]
+    return {case: (GeInterpreter(ge_file, small.mesh, order=order), signature) for case, ge_file, signature in containers}
 
 
 def describe(measured: Mapping[str, float]) -> str:

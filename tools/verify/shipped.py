@@ -14,7 +14,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature
 from ...lowering.ascend import inspect_ge
-from ...lowering.ascend.ge_file import GROUPS, Container, decode, patched
+from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
@@ -78,28 +78,28 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         VerifyError: naming the bucket and what is wrong.
     """
     try:
-        container = container_of(artifact, entry)
+        ge_file = ge_file_of(artifact, entry)
         signature = local_signature(artifact.manifest, entry)
-        inspect_ge.check(container, signature)
-        collectives_check.agree(entry.collectives, collectives_check.of_container(container))
+        inspect_ge.check(ge_file, signature)
+        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file))
     except NpucompileError as error:
         raise VerifyError(f"{entry.bucket.name} shipped: {error}") from None
-    census = inspect_ge.census(container.graph)
+    census = inspect_ge.census(ge_file.graph)
     if census != dict(entry.census):
         differ = sorted({*census.items()} ^ {*entry.census.items()})
         raise VerifyError(f"{entry.bucket.name} shipped: the graph and the manifest count other operators: {differ[:8]}")
-    if (container.inputs, container.outputs) != (len(signature.operands), len(signature.outputs)):
+    if (ge_file.inputs, ge_file.outputs) != (len(signature.operands), len(signature.outputs)):
         listed = f"{len(signature.operands)} and {len(signature.outputs)}"
-        actual = f"{container.inputs} operands and {container.outputs} results"
+        actual = f"{ge_file.inputs} operands and {ge_file.outputs} results"
         raise VerifyError(f"{entry.bucket.name} shipped: the graph has {actual}; the manifest has {listed}")
     return {
         "operators": sum(census.values()),
         "collectives": len(entry.collectives),
-        "pools": len(container.donations) + len(container.bound),
+        "pools": len(ge_file.donations) + len(ge_file.bound),
     }
 
 
-def container_of(artifact: Artifact, entry: GraphEntry) -> Container:
+def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile:
     """Reads the GE graph of a bucket from its file.
 
     Raises:
@@ -124,29 +124,29 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
     """
     mesh, entries, patched_buckets = Mesh.parse(artifact.manifest.mesh), artifact.manifest.graphs, 0
     for entry in sorted(entries, key=lambda entry: (artifact.path / entry.compiled.file).stat().st_size if entry.compiled else 0):
-        container = container_of(artifact, entry)
+        ge_file = ge_file_of(artifact, entry)
         try:
             collectives_check.check_ranks(collectives_check.expand(entry.collectives, mesh))
-            if not patched_buckets or len(container.graph) * mesh.size <= PATCHED_BYTES:
-                collectives_check.check_ranks(rank_collectives(container, artifact.manifest))
+            if not patched_buckets or len(ge_file.graph) * mesh.size <= PATCHED_BYTES:
+                collectives_check.check_ranks(rank_collectives(ge_file, artifact.manifest))
                 patched_buckets += 1
         except NpucompileError as error:
             raise VerifyError(f"{entry.bucket.name} on all ranks: {error}") from None
     return {"ranks": mesh.size, "buckets": len(entries), "patched": patched_buckets}
 
 
-def rank_collectives(container: Container, manifest: Manifest) -> list[list[collectives_check.Talk]]:
+def rank_collectives(ge_file: GeFile, manifest: Manifest) -> list[list[collectives_check.Talk]]:
     """Collectives of each rank, read from its patched graph."""
     collectives, mesh = [], Mesh.parse(manifest.mesh)
     for rank in range(mesh.size):
         members = {name: mesh.group(name, rank) for name in GROUPS}
         names = {name: f"{name}:{members[name][0]}" for name in GROUPS}
-        graph = patched(container, rank, names)
+        graph = patched(ge_file, rank, names)
         collectives.append(collectives_check.of_rank(graph, rank, {names[name]: members[name] for name in GROUPS}))
     return collectives
 
 
-def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, container: Container) -> dict[str, float]:
+def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, ge_file: GeFile) -> dict[str, float]:
     """Shipped graphs of a case's form have the collectives and operators of the small graph, with more and larger layers.
 
     Each kind of layer must have the same operators in the same numbers. In prefill only their types must be equal, because a longer
@@ -161,15 +161,15 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     layer_types = full_model(artifact.manifest).config.layer_types
     more = len(layer_types) - len(shrink_layers(layer_types))
     periods = more // period(layer_types) if more % period(layer_types) == 0 else more
-    collectives, small = partitioned.collectives, _kinds(container, case.form.kind == "decode")
+    collectives, small = partitioned.collectives, _kinds(ge_file, case.form.kind == "decode")
     try:
-        collectives_check.agree(collectives, collectives_check.of_container(container))
+        collectives_check.agree(collectives, collectives_check.of_ge_file(ge_file))
     except NpucompileError as error:
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
         what = f"{entry.bucket.name} shipped, {case.bucket.name} small"
         _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], periods)
-        shipped = _kinds(container_of(artifact, entry), case.form.kind == "decode")
+        shipped = _kinds(ge_file_of(artifact, entry), case.form.kind == "decode")
         if shipped != small:
             differ = [
                 f"{side} has {dict(sorted(kind))}"
@@ -180,9 +180,9 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     return {"buckets": len(case.stands_for), "kinds": len(small), "collectives": len(collectives)}
 
 
-def _kinds(container: Container, counted: bool) -> set[frozenset[tuple[str, int]]]:
+def _kinds(ge_file: GeFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Operators of every kind of body in a graph: (type, number of them), or (type, 1) where they are not counted."""
-    census = inspect_ge.census_by_body(container.graph)
+    census = inspect_ge.census_by_body(ge_file.graph)
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
 
 

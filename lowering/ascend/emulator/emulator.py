@@ -22,7 +22,7 @@ Values = list[dict[Node, Any]]
 _PLAIN = ("aten", NAMESPACE)
 
 
-class Lockstep:
+class RankEmulator:
     """Runs a graph on CPU tensors for every rank of a mesh: a collective is one call over the values of its group.
 
     The graph may call bodies (`call_module`); its nodes are aten operators, primitives, the operators of `npu_reference`, and

@@ -11,19 +11,16 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ..convert import shape_of
-from ..ge_file import Container, parse
-from ..inspect_ge import IN_PLACE, VIEWS, follow, shape
-from . import ge_ops_group
-from .ge_ops_common import Call, Function, GeOp, Results, Together, Value, read
+from ..ge_file import GeFile, parse
+from ..inspect_ge import IN_PLACE, VIEWS, follow_memory, shape
+from .ge_ops_common import Call, Function, GeOp, Results, Value, read
 from .ge_ops_fused import FUSED
-from .ge_ops_fused_collectives import FUSED_TOGETHER
+from .ge_ops_group import TOGETHER, group_of
 from .ge_ops_math import MATH
 from .ge_ops_shape import SHAPE
 
 FUNCTIONS: Mapping[str, Function] = {**MATH, **SHAPE, **FUSED}
 """What operators give on one rank, by type."""
-TOGETHER: Mapping[str, Together] = {**ge_ops_group.TOGETHER, **FUSED_TOGETHER}
-"""What operators that talk across ranks give to the members of a group, by type."""
 ORDERS = ("file", "reversed-ready")
 _BORDER = ("Data", "Const", "NetOutput")
 _ASSIGN = {"Assign": {0: 0}}
@@ -33,34 +30,34 @@ Known = dict[str, Value]
 
 
 class GeInterpreter:
-    """Runs the graph of a container on CPU tensors for every rank of a mesh; a collective is one call over the values of its group.
+    """Runs the graph of a GE file on CPU tensors for every rank of a mesh; a collective is one call over the values of its group.
 
     It does what GE does: operators that write in place write the tensor that they take, views share memory with what they view,
     everything else gets memory of its own. Each result is compared with the type and the sizes that the graph says it has.
 
     Args:
-        container: of all ranks, not patched: groups are named as those of the mesh.
-        mesh: of all ranks.
+        ge_file: of all ranks, not patched: groups are named "tp", "dp" and "world".
+        mesh: the axes `dp` and `tp`.
         order: "file" runs operators as they are listed; "reversed-ready" runs, of those that wait for nothing, the one listed last.
             GE promises no more than that data and control edges are kept, so every order must give the same.
 
     Raises:
-        LoweringError: the graph has an operator that is not known or reads what no operator gives, or it contradicts its container.
+        LoweringError: the graph has an operator that is not known or reads what no operator gives, or it contradicts its GE file.
     """
 
-    def __init__(self, container: Container, mesh: Mesh, *, order: str = "file") -> None:
+    def __init__(self, ge_file: GeFile, mesh: Mesh, *, order: str = "file") -> None:
         if order not in ORDERS:
             raise LoweringError(f"order is {order!r}; legal are {', '.join(ORDERS)}")
-        model = parse(container.graph)
+        model = parse(ge_file.graph)
         if len(model.graph) != 1:
             raise LoweringError(f"the model has {len(model.graph)} graphs; legal is one, without calls")
         ops = [read(op) for op in model.graph[0].op]
         _check_known(ops)
         waits = _waits(ops)
-        _check_writes(model.graph[0].op, container)
-        self._container, self._size, self._groups = container, mesh.size, mesh.groups()
+        _check_writes(model.graph[0].op, ge_file)
+        self._ge_file, self._size, self._groups = ge_file, mesh.size, mesh.groups()
         self._data = [op for op in ops if op.type == "Data"]
-        self._results = _results(model.graph[0].op, container)
+        self._results = _results(model.graph[0].op, ge_file)
         self._constants = {f"{op.name}:0": _constant(op) for op in ops if op.type == "Const"}
         inner = [op for op in ops if op.type not in _BORDER]
         self._ops = inner if order == "file" else _latest_first(inner, waits)
@@ -91,11 +88,11 @@ class GeInterpreter:
             return [self._finish(known, operands) for known, operands in zip(ranks, operands_per_rank, strict=True)]
 
     def _fed(self, rank: int, operands: Sequence[torch.Tensor]) -> Known:
-        if len(operands) != self._container.inputs:
-            raise LoweringError(f"rank {rank} has {len(operands)} operands, the graph takes {self._container.inputs}")
+        if len(operands) != self._ge_file.inputs:
+            raise LoweringError(f"rank {rank} has {len(operands)} operands, the graph takes {self._ge_file.inputs}")
         known: Known = dict(self._constants)
         for op in self._data:
-            operand = operands[self._container.data[op.attrs["index"]]]
+            operand = operands[self._ge_file.data[op.attrs["index"]]]
             if op.results[0] and shape_of(operand) != op.results[0]:
                 raise LoweringError(f"rank {rank} feeds {op.name} with {shape_of(operand)}; the graph takes {op.results[0]}")
             known[f"{op.name}:0"] = operand
@@ -115,7 +112,7 @@ class GeInterpreter:
         if op.type not in TOGETHER:
             function = FUNCTIONS[op.type]
             return [function(call) for call in calls]
-        (name,) = {ge_ops_group.group_of(call) for call in calls}
+        (name,) = {group_of(call) for call in calls}
         if name not in self._groups:
             raise LoweringError(f"{op} talks over group {name!r}; this mesh has {sorted(self._groups)}")
         results: dict[int, Results] = {}
@@ -130,9 +127,9 @@ class GeInterpreter:
         for value, (tensor, said) in zip(values, self._results.items(), strict=True):
             if not said.endswith("[?]") and shape_of(value) != said:
                 raise LoweringError(f"NetOutput takes {tensor}, {shape_of(value)}; the graph says {said}")
-        homes = [(operands[operand], values[output]) for output, operand in self._container.donations]
+        homes = [(operands[operand], values[output]) for output, operand in self._ge_file.donations]
         # Copies first: one value may be a view of another's home, and a result must not change with a later step.
-        results = [value.clone() for value in values[: self._container.outputs]]
+        results = [value.clone() for value in values[: self._ge_file.outputs]]
         for home, value in [(home, value.clone()) for home, value in homes if value is not home]:
             home.copy_(value)
         return results
@@ -163,21 +160,21 @@ def _waits(ops: list[GeOp]) -> dict[str, set[str]]:
     return waits
 
 
-def _check_writes(messages: Sequence[Any], container: Container) -> None:
-    """The operands that operators write must be those that the container says they write; constants are nobody's to write."""
-    memory = {f"{op.name}:0": container.data[op.attr["index"].i] for op in messages if op.type == "Data"}
+def _check_writes(messages: Sequence[Any], ge_file: GeFile) -> None:
+    """The operands that operators write must be those that the GE file says they write; constants are nobody's to write."""
+    memory = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in messages if op.type == "Data"}
     constants = [f"{op.name}:0" for op in messages if op.type == "Const"]
-    memory |= {tensor: container.inputs + i for i, tensor in enumerate(constants)}
-    flow = follow([_bare(op) for op in messages if op.type not in _BORDER], memory)
+    memory |= {tensor: ge_file.inputs + i for i, tensor in enumerate(constants)}
+    flow = follow_memory([_bare(op) for op in messages if op.type not in _BORDER], memory)
     written = {
         *flow.writers,
         *(flow.operand[op.input[0]] for op in map(_bare, messages) if op.type == "Assign" and op.input[0] in flow.operand),
     }
-    breaches = [f"an operator writes the constant {constants[i - container.inputs]}" for i in sorted(written) if i >= container.inputs]
-    donated = {operand for _, operand in container.donations}
-    if written - donated != set(container.bound) - donated:
-        held = f"{sorted(container.bound)} bound and {sorted(donated)} donated"
-        breaches.append(f"operators write operands {sorted(written)}, the container has {held}")
+    breaches = [f"an operator writes the constant {constants[i - ge_file.inputs]}" for i in sorted(written) if i >= ge_file.inputs]
+    donated = {operand for _, operand in ge_file.donations}
+    if written - donated != set(ge_file.bound) - donated:
+        held = f"{sorted(ge_file.bound)} bound and {sorted(donated)} donated"
+        breaches.append(f"operators write operands {sorted(written)}, the GE file has {held}")
     if breaches := [*flow.breaches, *breaches]:
         raise LoweringError("; ".join(breaches))
 
@@ -192,10 +189,10 @@ def _bare(op: Any) -> Any:
     return bare
 
 
-def _results(ops: Sequence[Any], container: Container) -> dict[str, str]:
+def _results(ops: Sequence[Any], ge_file: GeFile) -> dict[str, str]:
     """Tensors of the results, then of the donations, and what the graph says each one is."""
     found = [op for op in ops if op.type == "NetOutput"]
-    wanted = container.outputs + len(container.donations)
+    wanted = ge_file.outputs + len(ge_file.donations)
     tensors = [[tensor for tensor in op.input if not tensor.endswith(":-1")] for op in found]
     if [len(set(one)) for one in tensors] != [wanted] or len(tensors[0]) != wanted:
         raise LoweringError(f"NetOutput has {[len(one) for one in tensors]} inputs; legal is one with {wanted} of them, all different")

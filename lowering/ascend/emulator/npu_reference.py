@@ -7,7 +7,6 @@ from typing import Any
 
 from ....graphs.errors import LoweringError
 from . import kernels_dense as dense
-from . import kernels_fused as fused
 from . import kernels_group as group
 from . import kernels_moe as moe
 from . import kernels_state as state
@@ -57,7 +56,6 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Call]], list[Any]]] = {
         group.broadcast,
     ),
     **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
-    **_named("npu", fused.npu_mm_reduce_scatter_base, fused.npu_mm_all_reduce_base, fused.npu_all_gather_base_mm),
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
 
@@ -70,9 +68,6 @@ _GROUP_ARGUMENT: Mapping[str, tuple[int, str]] = {
     "_c10d_functional.broadcast.default": (2, "group_name"),
     "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
     "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
-    "npu.npu_mm_reduce_scatter_base.default": (2, "hcom"),
-    "npu.npu_mm_all_reduce_base.default": (2, "hcom"),
-    "npu.npu_all_gather_base_mm.default": (2, "hcom"),
 }
 
 

@@ -27,6 +27,8 @@ _ASSUMED_SOC = 250
 _FOREACH_DEVICES = ("cuda", "xpu", "mtia")
 # What torch_npu's and torchair's code imports, whatever their metadata says.
 DISTRIBUTIONS = ("torch_npu", "protobuf", "packaging", "PyYAML", "numpy")
+# What lowering imports besides; it leaves no trace in a graph.
+_OWN = ("pyelftools",)
 OLDEST_PROTOBUF = 4
 
 
@@ -81,7 +83,7 @@ def available(ascend_home: str | None = None) -> str | None:
 def installed() -> dict[str, str]:
     """Versions of what conversion imports, by distribution; what is not installed is not there."""
     found = {}
-    for name in (*DISTRIBUTIONS, "torch"):
+    for name in (*DISTRIBUTIONS, *_OWN, "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -89,7 +91,7 @@ def installed() -> dict[str, str]:
 
 def lacking(versions: Mapping[str, str]) -> str | None:
     """Why these versions, by distribution, cannot convert graphs together, or None."""
-    if missing := [name for name in DISTRIBUTIONS if name not in versions]:
+    if missing := [name for name in (*DISTRIBUTIONS, *_OWN) if name not in versions]:
         return f"lowering to Ascend needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; {INSTALL}"
     if int(versions["protobuf"].split(".")[0]) < OLDEST_PROTOBUF:
         return f"protobuf is {versions['protobuf']}, lowering to Ascend needs {OLDEST_PROTOBUF} or newer; {INSTALL}"

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import device
-from npucompile.lowering.ascend.ge_file import Container, encode, messages, parse
+from npucompile.lowering.ascend.ge_file import GeFile, encode, messages, parse
 from npucompile.lowering.ascend.toolchain import harness
 
 GRAPHS, BACKEND = "torchair.ge._ge_graph", "torchair.core._backend"
@@ -47,8 +47,8 @@ class Recorder:
         return [torch.full((1,), float(at)) if one is None else one for at, one in enumerate(assigned)]
 
 
-def recording(log) -> device.Engine:
-    return device.Engine(
+def recording(log) -> device.GeEngine:
+    return device.GeEngine(
         graph=lambda *args, **kwargs: Recorder(log, *args, **kwargs),
         initialize=lambda options=None: log.append(("initialize", options)),
         update_constants=lambda graph, inputs: log.append(("constants", [id(one) for one in inputs])),
@@ -85,9 +85,9 @@ FEEDS = (0, 2, 3, 4)
 
 
 @pytest.fixture(scope="module")
-def container(runner):
+def ge_file(runner):
     options, engine = runner._normalize_ge_option()
-    return Container(
+    return GeFile(
         graph=runner.graph.SerializeToString(),
         options=options,
         donations=tuple((output, FEEDS[data]) for output, data in runner._graph_output_ref_input.items()),
@@ -105,7 +105,7 @@ def operands():
     return [torch.zeros(2, 8), torch.zeros(3), torch.zeros(4, 8), torch.zeros(2, 8), torch.zeros(2, 1, dtype=torch.int64)]
 
 
-def test_calls_are_those_of_torchairs_own_generated_code(runner, container, operands, monkeypatch):
+def test_calls_are_those_of_torchairs_own_generated_code(runner, ge_file, operands, monkeypatch):
     theirs: list = []
     engine = recording(theirs)
     monkeypatch.setattr(importlib.import_module(GRAPHS), "GeGraph", engine.graph)
@@ -119,7 +119,7 @@ def test_calls_are_those_of_torchairs_own_generated_code(runner, container, oper
     module["kernel"](*operands)
 
     ours: list = []
-    executable = device.GeExecutable(container, recording(ours))
+    executable = device.GeExecutable(ge_file, recording(ours))
     executable(operands)
     executable(operands)
     # The file torchair writes may have its maps in another order.
@@ -151,40 +151,40 @@ def test_the_engine_is_torchairs_own(loaded):
     assert found.device == "npu"
 
 
-def test_without_cann_nothing_runs(loaded, container, tmp_path):
+def test_without_cann_nothing_runs(loaded, ge_file, tmp_path):
     with pytest.raises(LoweringError, match="needs CANN and an NPU"):
         device.engine(loaded)
     path = tmp_path / "one.ge"
-    path.write_bytes(encode(container))
+    path.write_bytes(encode(ge_file))
     with pytest.raises(LoweringError, match="needs CANN and an NPU"):
         device.load(path, loaded)
 
 
-def test_results_are_the_programs_and_state_is_assigned(container, operands):
+def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
     log: list = []
-    executable = device.GeExecutable(container, recording(log))
+    executable = device.GeExecutable(ge_file, recording(log))
     results = executable(operands)
     assert executable.backend == "ge"
     assert [one.tolist() for one in results] == [[0.0]]
     _, fed, assigned = log[-1]
     assert fed == [id(operands[index]) for index in FEEDS]
     # The pool's result is read by the sum, so its operator writes in place; the buffer is the memory of an output of its own.
-    assert (container.outputs, {operand for _, operand in container.donations}) == (1, {3})
-    assert 2 in container.bound
-    assert {(output, id(operands[operand])) for output, operand in container.donations} == {
+    assert (ge_file.outputs, {operand for _, operand in ge_file.donations}) == (1, {3})
+    assert 2 in ge_file.bound
+    assert {(output, id(operands[operand])) for output, operand in ge_file.donations} == {
         (output, one) for output, one in enumerate(assigned) if one is not None
     }
 
 
-def test_without_donations_no_outputs_are_assigned(container, operands):
+def test_without_donations_no_outputs_are_assigned(ge_file, operands):
     log: list = []
-    device.GeExecutable(replace(container, donations=()), recording(log))(operands)
+    device.GeExecutable(replace(ge_file, donations=()), recording(log))(operands)
     assert log[-1][2] == []
 
 
-def test_it_compiles_once_and_with_a_name_of_its_own(container, operands):
+def test_it_compiles_once_and_with_a_name_of_its_own(ge_file, operands):
     log: list = []
-    pair = [device.GeExecutable(container, recording(log)) for _ in range(2)]
+    pair = [device.GeExecutable(ge_file, recording(log)) for _ in range(2)]
     for executable in pair:
         executable(operands)
         executable(operands)
@@ -192,18 +192,18 @@ def test_it_compiles_once_and_with_a_name_of_its_own(container, operands):
     assert pair[0]._graph.name != pair[1]._graph.name
 
 
-def test_a_container_of_all_ranks_is_not_run(container):
-    shared = replace(container, patches=(("Data", "index", "ep_rank"),))
+def test_a_container_of_all_ranks_is_not_run(ge_file):
+    shared = replace(ge_file, patches=(("Data", "index", "ep_rank"),))
     with pytest.raises(LoweringError, match="1 attributes of this graph differ between ranks"):
         device.GeExecutable(shared, recording([]))
 
 
-def test_load_patches_for_the_rank(container, tmp_path, loaded, monkeypatch):
-    model = parse(container.graph)
+def test_load_patches_for_the_rank(ge_file, tmp_path, loaded, monkeypatch):
+    model = parse(ge_file.graph)
     op = model.graph[0].op.add(name="gather", type="HcomAllGather")
     op.attr["group"].s = b"world"
     path = tmp_path / "one.ge"
-    path.write_bytes(encode(replace(container, graph=model.SerializeToString(), patches=(("gather", "group", "group"),))))
+    path.write_bytes(encode(replace(ge_file, graph=model.SerializeToString(), patches=(("gather", "group", "group"),))))
     log: list = []
     monkeypatch.setattr(device, "engine", lambda torchair: recording(log))
     device.load(path, loaded, 3, {"world": "hccl_world"})
@@ -213,45 +213,45 @@ def test_load_patches_for_the_rank(container, tmp_path, loaded, monkeypatch):
         device.load(path, loaded)
 
 
-def test_operands_elsewhere_are_refused_before_anything_is_loaded(container, operands):
+def test_operands_elsewhere_are_refused_before_anything_is_loaded(ge_file, operands):
     log: list = []
-    executable = device.GeExecutable(container, replace(recording(log), device="npu"))
+    executable = device.GeExecutable(ge_file, replace(recording(log), device="npu"))
     with pytest.raises(LoweringError, match="operands are on cpu; legal is npu"):
         executable(operands)
     assert [call[0] for call in log] == ["initialize", "graph"]
 
 
-def test_another_number_of_operands_is_refused(container, operands):
+def test_another_number_of_operands_is_refused(ge_file, operands):
     with pytest.raises(LoweringError, match="6 operands, the graph has 5"):
-        device.GeExecutable(container, recording([]))([*operands, operands[0]])
+        device.GeExecutable(ge_file, recording([]))([*operands, operands[0]])
 
 
-def test_what_ge_says_is_passed_on(container, operands):
+def test_what_ge_says_is_passed_on(ge_file, operands):
     class Refusing(Recorder):
         def compile(self):
             raise RuntimeError("EZ9999: no kernel for FusedInferAttentionScore")
 
     engine = replace(recording([]), graph=lambda **kwargs: Refusing([], **kwargs))
     with pytest.raises(LoweringError, match="GE cannot compile the graph: EZ9999"):
-        device.GeExecutable(container, engine)(operands)
+        device.GeExecutable(ge_file, engine)(operands)
 
 
-def test_other_engine_options_than_the_processs_are_refused(container):
+def test_other_engine_options_than_the_processs_are_refused(ge_file):
     def initialize(options):
         raise ValueError("Unsupport twice initialtion with different options")
 
     with pytest.raises(LoweringError, match="other options than this graph's"):
-        device.GeExecutable(container, replace(recording([]), initialize=initialize))
+        device.GeExecutable(ge_file, replace(recording([]), initialize=initialize))
 
 
-def test_another_number_of_results_is_refused(container, operands):
+def test_another_number_of_results_is_refused(ge_file, operands):
     class Short(Recorder):
         def run(self, inputs, assigned_outputs=(), stream=None):
             return super().run(inputs, assigned_outputs)[:-1]
 
     engine = replace(recording([]), graph=lambda **kwargs: Short([], **kwargs))
     with pytest.raises(LoweringError, match="GE returned"):
-        device.GeExecutable(container, engine)(operands)
+        device.GeExecutable(ge_file, engine)(operands)
 
 
 def test_communicators_are_made_by_their_groups():
@@ -269,7 +269,7 @@ def test_communicators_are_made_by_their_groups():
 # --- weights in NZ ---
 
 
-def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> Container:
+def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> GeFile:
     """x @ w with w given twice: to the product, and where `second_reader` says; a GroupedMatmul with an absent bias."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
@@ -288,7 +288,7 @@ def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> Container:
         for name in inputs:
             op.input_desc.add(name=name)
         op.input.append("w:-1")
-    return Container(model.SerializeToString(), {}, (), (), 4, 1, (), feeds=(0, 3, 1))
+    return GeFile(model.SerializeToString(), {}, (), (), 4, 1, (), feeds=(0, 3, 1))
 
 
 def test_weights_of_matrix_products_are_found_by_operand():
@@ -320,7 +320,7 @@ def test_real_converters_name_their_weights_so(loaded):
         made = [torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 64), (32, 64), (4, 64, 32))]
         made.append(torch.empty(4, dtype=torch.int64, device="meta"))
         converted = loaded.get_compiler(loaded.CompilerConfig())(make_fx(products)(*made), made).runner
-    held = Container(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
+    held = GeFile(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
     assert device.weight_operands(held) == (1, 2)
 
 

@@ -15,7 +15,7 @@ from npucompile.graphs.ir.block import block
 from npucompile.graphs.ir.outline import outline
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.types import Aval, Bucket, Program, Signature, Tree
-from npucompile.lowering.ascend.donation import Placed, place
+from npucompile.lowering.ascend.donation import Donations, donations
 
 F32 = torch.float32
 POOL, ROWS = Aval((4, 2, 1, 3), F32), Aval((2, 1, 3), F32)
@@ -53,9 +53,9 @@ def graph_of(step: Step) -> tuple[GraphModule, Signature]:
     return outline(traced.graph), traced.signature
 
 
-def placed(step: Step) -> tuple[Placed, GraphModule]:
+def placed(step: Step) -> tuple[Donations, GraphModule]:
     graph, signature = graph_of(step)
-    return place(graph, signature), graph
+    return donations(graph, signature), graph
 
 
 def written(s: Tree, i: Tree, x: torch.Tensor) -> tuple[Tree, torch.Tensor]:
@@ -121,11 +121,11 @@ def test_values_of_a_pool_are_in_its_memory(step: Step) -> None:
     found, graph = placed(step)
     pools = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     values = {node for node in graph.graph.nodes if node.op != "output" and not isinstance(node.meta["val"], tuple)}
-    assert set(found.homes) == {node for node in values if node.meta["val"].shape == POOL.shape}
-    assert all(found.homes[pool] is pool for pool in pools)
-    for node in set(found.homes) - set(pools):
+    assert set(found.pools) == {node for node in values if node.meta["val"].shape == POOL.shape}
+    assert all(found.pools[pool] is pool for pool in pools)
+    for node in set(found.pools) - set(pools):
         # `write` gives its pools in the order in which it takes them.
-        assert found.homes[node] is pools[node.args[1]]
+        assert found.pools[node] is pools[node.args[1]]
 
 
 # --- what is refused ---
@@ -218,7 +218,7 @@ REFUSED: dict[Step, str] = {
 def test_what_nothing_puts_in_order_is_refused(step: Step) -> None:
     graph, signature = graph_of(step)
     with pytest.raises(LoweringError, match=REFUSED[step]):
-        place(graph, signature)
+        donations(graph, signature)
 
 
 def unpacked_again(graph: GraphModule, body: str) -> Any:
@@ -234,13 +234,13 @@ def unpacked_again(graph: GraphModule, body: str) -> Any:
 def test_a_value_that_is_unpacked_twice_is_one_value() -> None:
     graph, signature = graph_of(read_before)
     again, value = unpacked_again(graph, "look")
-    homes = place(graph, signature).homes
-    assert homes[again] is homes[value]
+    pools_of = donations(graph, signature).pools
+    assert pools_of[again] is pools_of[value]
     graph, signature = graph_of(read_between)
     unpacked_again(graph, "look")
     with pytest.raises(LoweringError, match=r"state.k is read by look, write_1 and made anew by write_1"):
-        place(graph, signature)
+        donations(graph, signature)
     graph, signature = graph_of(twice_again)
     unpacked_again(graph, "write")
     with pytest.raises(LoweringError, match=r"state.k ends as a result of write_1, which takes .*; legal is a call that takes .* once"):
-        place(graph, signature)
+        donations(graph, signature)

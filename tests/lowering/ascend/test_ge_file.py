@@ -1,4 +1,4 @@
-"""lowering/ascend/ge_file.py: a container survives its bytes, the same one has the same bytes, each rank gets its own."""
+"""lowering/ascend/ge_file.py: a GE file survives its bytes, the same one has the same bytes, each rank gets its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.ge_file import FORMAT, Container, canonical, decode, encode, messages, operators, parse, patched
+from npucompile.lowering.ascend.ge_file import FORMAT, GeFile, canonical, decode, encode, messages, operators, parse, patched
 
 
 def model(attributes=("group", "rank", "a", "b", "c", "d", "e")) -> bytes:
@@ -33,8 +33,8 @@ def model(attributes=("group", "rank", "a", "b", "c", "d", "e")) -> bytes:
 
 
 @pytest.fixture
-def container():
-    return Container(
+def ge_file():
+    return GeFile(
         graph=model(),
         options={"mode": "max-autotune", "ge.exec.outputReuseInputMemIndexes": "1,1"},
         donations=((1, 1),),
@@ -47,23 +47,23 @@ def container():
     )
 
 
-def test_bytes_give_the_container_back(container):
-    again = decode(encode(container))
-    assert replace(again, graph=b"") == replace(container, graph=b"")
-    assert parse(again.graph) == parse(container.graph)
-    assert decode(encode(replace(container, feeds=None))).data == (0, 1, 2, 3)
+def test_bytes_give_the_container_back(ge_file):
+    again = decode(encode(ge_file))
+    assert replace(again, graph=b"") == replace(ge_file, graph=b"")
+    assert parse(again.graph) == parse(ge_file.graph)
+    assert decode(encode(replace(ge_file, feeds=None))).data == (0, 1, 2, 3)
     assert again.data == (0, 1, 2)
 
 
-def test_order_of_maps_does_not_show(container):
+def test_order_of_maps_does_not_show(ge_file):
     turned = replace(
-        container,
+        ge_file,
         graph=model(attributes=("e", "d", "c", "b", "a", "rank", "group")),
-        options=dict(reversed(container.options.items())),
-        patches=container.patches[::-1],
+        options=dict(reversed(ge_file.options.items())),
+        patches=ge_file.patches[::-1],
     )
-    assert encode(turned) == encode(container)
-    assert encode(decode(encode(container))) == encode(container)
+    assert encode(turned) == encode(ge_file)
+    assert encode(decode(encode(ge_file))) == encode(ge_file)
 
 
 def test_another_process_writes_the_same_and_needs_no_torch_npu_to():
@@ -77,9 +77,9 @@ def test_another_process_writes_the_same_and_needs_no_torch_npu_to():
     assert ran.stdout.split() == [hashlib.sha256(canonical(model())).hexdigest(), "False"]
 
 
-def test_each_rank_gets_its_number_and_its_communicators(container):
+def test_each_rank_gets_its_number_and_its_communicators(ge_file):
     for rank, groups in ((0, {"tp": "hccl_a", "world": "hccl_w"}), (5, {"tp": "hccl_b", "world": "hccl_w", "dp": "hccl_d"})):
-        mine = patched(container, rank, groups)
+        mine = patched(ge_file, rank, groups)
         assert mine.patches == ()
         ops = {op.name: op for op in operators(parse(mine.graph))}
         assert ops["dispatch"].attr["ep_rank_id"].i == rank
@@ -88,23 +88,23 @@ def test_each_rank_gets_its_number_and_its_communicators(container):
         assert ops["reduce"].attr["a"].s == b"tp"
         assert patched(mine, 9, {}) is mine
     # What all ranks share is as it was.
-    assert parse(container.graph) == parse(model())
+    assert parse(ge_file.graph) == parse(model())
 
 
-def test_graphs_that_are_called_are_patched_too(container):
-    mine = patched(container, 3, {"tp": "t", "world": "w"})
+def test_graphs_that_are_called_are_patched_too(ge_file):
+    mine = patched(ge_file, 3, {"tp": "t", "world": "w"})
     assert [op.attr["ep_rank_id"].i for op in operators(parse(mine.graph)) if op.name == "dispatch"] == [3, 3]
 
 
-def test_a_group_the_rank_lacks_is_named(container):
+def test_a_group_the_rank_lacks_is_named(ge_file):
     with pytest.raises(LoweringError, match=r"dispatch\.group_ep is for group 'world', and this rank has tp"):
-        patched(container, 0, {"tp": "t"})
+        patched(ge_file, 0, {"tp": "t"})
 
 
 @pytest.mark.parametrize("patch", [("gone", "group", "group"), ("reduce", "gone", "group")])
-def test_a_patch_of_nothing_is_refused(container, patch):
+def test_a_patch_of_nothing_is_refused(ge_file, patch):
     with pytest.raises(LoweringError, match="no such operator"):
-        patched(replace(container, patches=(patch,)), 0, {"tp": "t"})
+        patched(replace(ge_file, patches=(patch,)), 0, {"tp": "t"})
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_patch_of_nothing_is_refused(container, patch):
         ({"graph": b""}, "without a graph"),
     ],
 )
-def test_contradictions_are_refused_before_they_are_written(container, change, said):
+def test_contradictions_are_refused_before_they_are_written(ge_file, change, said):
     with pytest.raises(LoweringError, match=said):
-        encode(replace(container, **change))
+        encode(replace(ge_file, **change))
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_contradictions_are_refused_before_they_are_written(container, change, s
     [b"", b"\xc1", b"PK\x03\x04" * 9, msgpack.packb([1]), msgpack.packb({"format": "npucompile.ge/0"}), msgpack.packb({"format": FORMAT})],
 )
 def test_other_bytes_are_refused(data):
-    with pytest.raises(LoweringError, match="not a GE container"):
+    with pytest.raises(LoweringError, match="not a GE file"):
         decode(data)
 
 
-def test_a_container_that_contradicts_itself_is_not_read(container):
-    read = msgpack.unpackb(encode(container))
+def test_a_container_that_contradicts_itself_is_not_read(ge_file):
+    read = msgpack.unpackb(encode(ge_file))
     with pytest.raises(LoweringError, match="donates operands"):
         decode(msgpack.packb({**read, "donations": [[1, 3]]}))

@@ -9,7 +9,7 @@ from support import ge_bodies as gb
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.ge_file import parse
 from npucompile.lowering.ascend.inspect_ge import census, census_by_body, check, text
-from npucompile.lowering.ascend.link import stitch
+from npucompile.lowering.ascend.link import link
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +25,24 @@ npu = torch.ops.npu
 @pytest.fixture(scope="module")
 def layers(ta):
     graph, signature = gb.two_kinds(2)
-    return stitch(graph, signature, ta), signature
+    return link(graph, signature, ta), signature
 
 
 def of_body(ta, fn, *, results=None):
-    """Container and signature of one body (x, pool, rows, new)."""
+    """GeFile and signature of one body (x, pool, rows, new)."""
     main = gb.Main()
     x, pool = main.operand("params.x", X), main.operand("state.pool", POOL)
     rows, new = main.operand("inputs.rows", ROWS), main.operand("inputs.new", NEW)
     main.body("body", fn, [X, POOL, ROWS, NEW])
     graph, signature = main.done(*main.call("body", x, pool, rows, new))
-    return stitch(graph, signature, ta), signature
+    return link(graph, signature, ta), signature
 
 
-def edited(container, edit):
+def edited(ge_file, edit):
     """It, after `edit(operators by name, graph)`."""
-    model = parse(container.graph)
+    model = parse(ge_file.graph)
     edit({op.name: op for op in model.graph[0].op}, model.graph[0])
-    return replace(container, graph=model.SerializeToString(deterministic=True))
+    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
 
 def test_what_the_lowering_makes_passes(layers):
@@ -50,21 +50,21 @@ def test_what_the_lowering_makes_passes(layers):
 
 
 def test_census(layers):
-    container, signature = layers
-    counts = census(container.graph)
+    ge_file, signature = layers
+    counts = census(ge_file.graph)
     assert counts["Data"] == len(signature.operands)
     assert counts["ScatterPaKvCache"] == counts["RecurrentGatedDeltaRule"] == counts["NetOutput"] == 1
     assert list(counts) == sorted(counts)
-    bodies = census_by_body(container.graph)
+    bodies = census_by_body(ge_file.graph)
     assert list(bodies) == ["", "layer00_attention", "layer01_deltanet"]
     assert sum(sum(found.values()) for found in bodies.values()) == sum(counts.values())
     assert bodies["layer00_attention"]["HcomAllReduce"] == 1
 
 
 def test_text_has_a_line_for_each_operator(layers):
-    container, _ = layers
-    lines = text(container.graph).splitlines()
-    assert len(lines) == sum(census(container.graph).values())
+    ge_file, _ = layers
+    lines = text(ge_file.graph).splitlines()
+    assert len(lines) == sum(census(ge_file.graph).values())
     assert "state.layers.0.k_pool = Data() 5 : bf16[8,128,2,64]" in lines
     found = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in lines}
     assert found["layer00_attention/RmsNorm"] == "RmsNorm(inputs.x:0, params.layers.0.gamma:0) epsilon=1e-06 : bf16[8,256], f32[8,1]"
@@ -149,24 +149,24 @@ FIA = "layer00_attention/FusedInferAttentionScore"
     ],
 )
 def test_each_breach_is_named(layers, edit, message):
-    container, signature = layers
+    ge_file, signature = layers
     with pytest.raises(LoweringError, match=message):
-        check(edited(container, edit), signature)
+        check(edited(ge_file, edit), signature)
 
 
 def test_all_breaches_are_listed(layers):
-    container, signature = layers
+    ge_file, signature = layers
 
     def edit(ops, graph):
         ops["layer01_deltanet/ScatterNdUpdate"].input[2] = "inputs.x:0"
         ops["layer00_attention/Reshape_2"].input[0] = "state.layers.0.k_pool:0"
 
     with pytest.raises(LoweringError, match=r"has 2 breaches: .*k_pool.*; .*conv"):
-        check(edited(container, edit), signature)
+        check(edited(ge_file, edit), signature)
 
 
 def test_two_writers_of_one_version_are_a_breach(layers):
-    container, signature = layers
+    ge_file, signature = layers
 
     def edit(ops, graph):
         second, last = graph.op.add(), graph.op.add()
@@ -176,14 +176,14 @@ def test_two_writers_of_one_version_are_a_breach(layers):
         del graph.op[-3]
 
     with pytest.raises(LoweringError, match=r"again overwrites state.layers.1.conv:0, which .* has overwritten before"):
-        check(edited(container, edit), signature)
+        check(edited(ge_file, edit), signature)
 
 
 def test_writing_what_is_no_state_is_a_breach(layers):
-    container, signature = layers
+    ge_file, signature = layers
     moved = replace(signature, params=(*signature.params, *signature.state[:1]), state=signature.state[1:])
     with pytest.raises(LoweringError, match=r"operand 5 \(state.layers.0.k_pool\) is written and is no state"):
-        check(container, moved)
+        check(ge_file, moved)
 
 
 def test_a_copy_that_torchair_leaves_is_found(ta):
@@ -211,15 +211,15 @@ def test_a_race_with_an_output_bound_to_the_memory_is_found(ta):
         pool.copy_(pool * 2 + 1)
         return (x + 1,)
 
-    container, signature = of_body(ta, racing)
-    check(container, signature)
+    ge_file, signature = of_body(ta, racing)
+    check(ge_file, signature)
 
     def edit(ops, graph):
         late = next(op for op in graph.op if op.name.startswith("body/Add") and op.input[0].startswith("params.x"))
         late.input[0] = "state.pool:0"
 
     with pytest.raises(LoweringError, match=r"body/Add_1 reads state.pool, and body/Add overwrites it without waiting"):
-        check(edited(container, edit), signature)
+        check(edited(ge_file, edit), signature)
 
 
 def test_a_state_that_is_read_and_never_written_is_a_breach(ta):
@@ -228,6 +228,6 @@ def test_a_state_that_is_read_and_never_written_is_a_breach(ta):
 
 
 def test_a_state_that_the_graph_does_not_take_stays_as_it_is(ta):
-    container, signature = of_body(ta, lambda x, pool, rows, new: (x + 1,))
-    assert container.feeds == (0,)
-    check(container, signature)
+    ge_file, signature = of_body(ta, lambda x, pool, rows, new: (x + 1,))
+    assert ge_file.feeds == (0,)
+    check(ge_file, signature)

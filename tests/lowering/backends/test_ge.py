@@ -65,14 +65,14 @@ def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_
     assert "npu.npu_scatter_pa_kv_cache_functional" in lowered.as_text()
     compiled = prepared.compile(lowered, cache_dir=tmp_path, threads=0)
     prepared.prove(compiled, partitioned)
-    container = decode(compiled.data)
-    assert container.inputs == len(lowered.signature.operands)
+    ge_file = decode(compiled.data)
+    assert ge_file.inputs == len(lowered.signature.operands)
     census = compiled.census
-    assert census == inspect_ge.census(container.graph)
+    assert census == inspect_ge.census(ge_file.graph)
     assert (census["ScatterPaKvCache"], census["HcomAllReduce"]) == (1, 1)
-    assert collectives_check.of_container(container) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
+    assert collectives_check.of_ge_file(ge_file) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
     first = len(lowered.signature.params)
-    assert {*container.bound, *(operand for _, operand in container.donations)} == {first, first + 1}
+    assert {*ge_file.bound, *(operand for _, operand in ge_file.donations)} == {first, first + 1}
 
 
 def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_path):
@@ -85,7 +85,7 @@ def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_
 def test_a_graph_that_breaks_what_it_must_hold_is_refused(prepared, partitioned, tmp_path, monkeypatch):
     compiled = prepared.compile(prepared.lower(partitioned), cache_dir=tmp_path, threads=0)
 
-    def refuse(container, signature):
+    def refuse(ge_file, signature):
         raise LoweringError("the GE graph has 1 breaches: it is not in place")
 
     monkeypatch.setattr(inspect_ge, "check", refuse)

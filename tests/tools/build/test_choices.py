@@ -1,4 +1,4 @@
-"""tools/build/choices.py: what a command line offers is what there is."""
+"""tools/build/choices.py: the command line offers the dtypes, targets and schemes that there are."""
 
 from __future__ import annotations
 

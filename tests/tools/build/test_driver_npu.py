@@ -71,11 +71,11 @@ def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, low
     assert [entry.bucket.name for entry in manifest.graphs] == NAMES
     for entry in manifest.graphs:
         assert (entry.eager, entry.backend, entry.verified) == (None, "ge", {})
-        container = decode((artifact.path / entry.compiled.file).read_bytes())
+        ge_file = decode((artifact.path / entry.compiled.file).read_bytes())
         assert entry.compiled.file.endswith(".ge")
-        assert collectives_check.of_container(container) == entry.collectives
+        assert collectives_check.of_ge_file(ge_file) == entry.collectives
         assert entry.inputs[-1].name == "inputs.coords"
-        assert container.inputs == len(manifest.signature(entry).operands)
+        assert ge_file.inputs == len(manifest.signature(entry).operands)
         # Four layers and the draft head.
         assert entry.census["MoeDistributeDispatchV2"] == 5
         assert set(stages.unpack_texts((artifact.path / entry.stages).read_bytes())) == {"partitioned", "lowered"}

@@ -39,7 +39,7 @@ FUSED = {
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """The smallest published decode bucket of the full-size model, at its default deployment: (plan, done, container)."""
+    """The smallest published decode bucket of the full-size model, at its default deployment: (plan, done, ge_file)."""
     cache = tmp_path_factory.mktemp("cache")
     made = plan.plan(plan.Options(BIG, buckets=(2,), max_num_seqs=54))
     done = tiny.quietly(pool.run, CompileJob(made, made.buckets[-1], cache))
@@ -119,10 +119,10 @@ def test_each_layer_gathers_and_scatters_once(census):
 
 
 def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
-    made, done, container = lowered
+    made, done, ge_file = lowered
     assert done.job.bucket == made.buckets[-1] == Bucket("decode", 2, 4)
-    assert done.compiled.census == inspect_ge.census(container.graph)
-    assert done.staged.collectives == collectives_check.of_container(container)
+    assert done.compiled.census == inspect_ge.census(ge_file.graph)
+    assert done.staged.collectives == collectives_check.of_ge_file(ge_file)
     collectives_check.check_ranks(collectives_check.expand(done.staged.collectives, made.mesh))
     assert {group for _, group, _ in done.staged.collectives} == {"tp", "world"}
     assert done.staged.memory["params_bytes"] == made.params_bytes
@@ -130,8 +130,8 @@ def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
     assert done.seconds > 0
     # Every pool is written where it lies, by an operator or through an output that is bound to it.
     pools = len(signature_of(step.program(made.model, made.buckets[-1], made.limits, made.dtype)).state)
-    first = container.inputs - len(done.staged.inputs) - pools
-    written = {*container.bound, *(operand for _, operand in container.donations)}
+    first = ge_file.inputs - len(done.staged.inputs) - pools
+    written = {*ge_file.bound, *(operand for _, operand in ge_file.donations)}
     assert written == set(range(first, first + pools))
 
 

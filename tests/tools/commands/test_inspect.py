@@ -11,7 +11,7 @@ from support import tiny
 
 from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact, Compiled
-from npucompile.lowering.ascend.ge_file import Container, encode, messages
+from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.build.stages import STAGES
 
@@ -152,7 +152,7 @@ def npu(own_artifact):
         op.input.append(f"{before}:0")
         op.attr["group"].s = b"tp"
         op.output_desc.add().attr["_meta"].s = b"bf16[4,64]"
-    data = encode(Container(model.SerializeToString(), {}, (), (), 1, 0, ()))
+    data = encode(GeFile(model.SerializeToString(), {}, (), (), 1, 0, ()))
 
     def change(manifest, writer):
         made = Compiled("ge", writer.add("graphs", data, "ge"), "key")

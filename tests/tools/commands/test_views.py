@@ -14,7 +14,7 @@ from support import tiny
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact, Compiled, GraphEntry
-from npucompile.lowering.ascend.ge_file import Container, encode, messages
+from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.commands import views
 
@@ -30,7 +30,7 @@ TALKS = (*LAYER * 3, LAST)
 PLAN = MemoryPlan("ascend-a3", "dp=2,tp=2", (Part("weights", 3 * GIB, "all of them"),), 64 * GIB, 1, 1, 1, Limits(128, 2, 2, 128))
 
 
-def container(talks: list[tuple[str, str, str]], *, chained: bool = True) -> Container:
+def ge_file(talks: list[tuple[str, str, str]], *, chained: bool = True) -> GeFile:
     """Three layers, the first of them of a kind of its own, and an epilogue; each collective behind the one before."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
@@ -47,7 +47,7 @@ def container(talks: list[tuple[str, str, str]], *, chained: bool = True) -> Con
         op.output_desc.add().attr["_meta"].s = kind.encode()
         last = op.name if chained else "x"
     graph.op.add(name="NetOutput", type="NetOutput").input.append(f"{last}:0")
-    return Container(model.SerializeToString(), {"mode": "m"}, (), (), 1, 1, ())
+    return GeFile(model.SerializeToString(), {"mode": "m"}, (), (), 1, 1, ())
 
 
 CENSUS = {"Const": 1, "Data": 1, "HcomAllGather": 4, "HcomReduceScatter": 3, "MoeDistributeCombineV2": 3, "MoeDistributeDispatchV2": 3}
@@ -58,7 +58,7 @@ def device(path: Path, **changes: Any) -> Artifact:
     """The tiny artifact, told to be one for NPUs; `changes` are fields of its decode-b4 bucket."""
 
     def change(manifest: Any, writer: Any) -> Any:
-        file = writer.add("graphs", encode(container(list(TALKS))), "ge")
+        file = writer.add("graphs", encode(ge_file(list(TALKS))), "ge")
         made = {"compiled": Compiled("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
         if callable(made["compiled"]):
             made["compiled"] = Compiled("ge", writer.add("graphs", encode(made["compiled"]()), "ge"), "key")
@@ -120,8 +120,8 @@ def test_without_a_ge_graph_ranks_alone_are_proved(own_artifact):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: container(list(TALKS[:-1])), "collective 12 .* of the shipped graph missing"),
-        (lambda: container(list(TALKS), chained=False), "does not wait for"),
+        (lambda: ge_file(list(TALKS[:-1])), "collective 12 .* of the shipped graph missing"),
+        (lambda: ge_file(list(TALKS), chained=False), "does not wait for"),
     ],
 )
 def test_a_shipped_graph_that_differs_is_not_called_proved(own_artifact, made, said):

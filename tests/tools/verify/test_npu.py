@@ -156,10 +156,10 @@ def spoiled(monkeypatch, change):
     """GE graphs that were changed between conversion and interpretation."""
 
     def read(data):
-        container = decode(data)
-        model = parse(container.graph)
+        ge_file = decode(data)
+        model = parse(ge_file.graph)
         change(list(operators(model)))
-        return replace(container, graph=model.SerializeToString(deterministic=True))
+        return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
     monkeypatch.setattr(npu, "decode", read)
 

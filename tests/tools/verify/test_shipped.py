@@ -27,23 +27,23 @@ def decode_entry(artifact):
     return found
 
 
-def container_of(artifact, entry):
-    return shipped.container_of(artifact, entry)
+def ge_file_of(artifact, entry):
+    return shipped.ge_file_of(artifact, entry)
 
 
-def edited(container, change):
-    """A container whose operators were changed by hand."""
-    model = parse(container.graph)
+def edited(ge_file, change):
+    """A GE file whose operators were changed by hand."""
+    model = parse(ge_file.graph)
     change({op.name: op for op in operators(model)}, model)
-    return replace(container, graph=model.SerializeToString(deterministic=True))
+    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
 
 
 def shipping(monkeypatch, change):
-    """The artifact's containers, changed."""
-    monkeypatch.setattr(shipped, "container_of", lambda artifact, entry: edited(container_of_file(artifact, entry), change))
+    """The artifact's GE files, changed."""
+    monkeypatch.setattr(shipped, "ge_file_of", lambda artifact, entry: edited(container_of_file(artifact, entry), change))
 
 
-container_of_file = shipped.container_of
+container_of_file = shipped.ge_file_of
 
 
 def test_what_was_built_is_accepted(artifact):
@@ -123,13 +123,13 @@ def test_a_bucket_without_a_graph_is_refused(artifact, decode_entry):
 
 
 def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, monkeypatch):
-    def patched(container, rank, groups):
+    def patched(ge_file, rank, groups):
         def swap(ops, model):
             talking = [op for op in ops.values() if op.type.startswith("Hcom")]
             for op in talking[:1] if rank == 2 else ():
                 op.attr["group"].s = groups["dp"].encode()
 
-        return edited(real(container, rank, groups), swap)
+        return edited(real(ge_file, rank, groups), swap)
 
     real = shipped.patched
     monkeypatch.setattr(shipped, "patched", patched)
@@ -139,13 +139,13 @@ def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, mo
 
 def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
     real = shipped.patched
-    monkeypatch.setattr(shipped, "patched", lambda container, rank, groups: real(container, 0, groups))
+    monkeypatch.setattr(shipped, "patched", lambda ge_file, rank, groups: real(ge_file, 0, groups))
     with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'world:0' is 1"):
         shipped.check_patched(artifact)
 
 
 def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
-    read = shipped.rank_collectives(container_of(artifact, decode_entry), artifact.manifest)
+    read = shipped.rank_collectives(ge_file_of(artifact, decode_entry), artifact.manifest)
     assert read == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
 
 
@@ -169,12 +169,12 @@ def test_more_layers_repeat_the_middle():
 
 
 def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, decode_entry, monkeypatch):
-    container = container_of(artifact, decode_entry)
+    ge_file = ge_file_of(artifact, decode_entry)
     form = SimpleNamespace(kind="decode")
     case = shipped.BucketCase(decode_entry.bucket, form, (decode_entry,))
     monkeypatch.setattr(shipped, "shrink_layers", lambda kinds: kinds)
     small = SimpleNamespace(collectives=decode_entry.collectives)
-    told = shipped.check_small_bucket(artifact, case, small, container)
+    told = shipped.check_small_bucket(artifact, case, small, ge_file)
     # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
     assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
 
@@ -184,6 +184,6 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
     with pytest.raises(
         VerifyError, match=r"decode-b4-q2 shipped, decode-b4-q2 small: kinds of layers have other operators: small has .*GeGlu"
     ):
-        shipped.check_small_bucket(artifact, case, small, edited(container, change))
+        shipped.check_small_bucket(artifact, case, small, edited(ge_file, change))
     with pytest.raises(VerifyError, match="decode-b4-q2 small: collective"):
-        shipped.check_small_bucket(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), container)
+        shipped.check_small_bucket(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), ge_file)

@@ -14,7 +14,7 @@ from npucompile.graphs import ops as ops
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.primitive import TABLE, Primitive
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MESHES = ["", "tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=4,tp=2", "dp=3,tp=5", "dp=2,tp=8", "tp=3,dp=2"]
@@ -47,7 +47,7 @@ def built(*names: str, fn: Callable[..., Any], **bodies: GraphModule) -> GraphMo
 
 def run(graph: GraphModule, mesh: str, operands: Callable[[int], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     where = Mesh.parse(mesh)
-    return Lockstep(graph, where)([operands(rank) for rank in range(where.size)])
+    return RankEmulator(graph, where)([operands(rank) for rank in range(where.size)])
 
 
 def waited(g: Graph, op: Any, *args: Any) -> Node:
@@ -302,9 +302,9 @@ def test_unknown_groups_are_named() -> None:
 def test_operands_are_counted() -> None:
     graph = built("x", "y", fn=lambda g, x, y: [x])
     with pytest.raises(LoweringError, match="operands of 1 ranks, the mesh has 2"):
-        Lockstep(graph, Mesh.parse("tp=2"))([[torch.zeros(1)]])
+        RankEmulator(graph, Mesh.parse("tp=2"))([[torch.zeros(1)]])
     with pytest.raises(LoweringError, match="rank 1 has 1 operands, the graph takes 2"):
-        Lockstep(graph, Mesh.parse("tp=2"))([[torch.zeros(1)] * 2, [torch.zeros(1)]])
+        RankEmulator(graph, Mesh.parse("tp=2"))([[torch.zeros(1)] * 2, [torch.zeros(1)]])
 
 
 def test_only_operands_are_read() -> None:

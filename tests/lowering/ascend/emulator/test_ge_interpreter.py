@@ -16,13 +16,13 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.emulator import ge_interpreter
-from npucompile.lowering.ascend.emulator.emulator import Lockstep
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS, ORDERS, GeInterpreter
-from npucompile.lowering.ascend.ge_file import Container, messages, parse
+from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
 from npucompile.lowering.ascend.inspect_ge import census, check
-from npucompile.lowering.ascend.link import stitch
+from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
-from npucompile.lowering.collectives_check import of_container
+from npucompile.lowering.collectives_check import of_ge_file
 from npucompile.models.variant import Variant
 
 gb = gc.gb
@@ -47,20 +47,20 @@ def equal(one: Operands, other: Operands) -> bool:
     return all(same(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def agree(graph: Any, container: Container, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
+def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
     """Results of the last step, which are those of the graph in every order; the state is too, after each of the steps."""
     where = Mesh.parse(mesh)
     before, found = copied(ranks), []
     for _ in range(steps):
-        want = Lockstep(graph, where)(before)
+        want = RankEmulator(graph, where)(before)
     for order in ORDERS:
-        mine, interpreter = copied(ranks), GeInterpreter(container, where, order=order)
+        mine, interpreter = copied(ranks), GeInterpreter(ge_file, where, order=order)
         for _ in range(steps):
             found = interpreter(mine)
         for one, other in zip([*found, *mine], [*want, *before], strict=True):
             for a, b in zip(one, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert not equal(before, ranks) or container.bound == container.donations == ()
+    assert not equal(before, ranks) or ge_file.bound == ge_file.donations == ()
     return found
 
 
@@ -96,9 +96,9 @@ def two_kinds(layers: int, ranks: int) -> tuple[Any, Any, Operands]:
 def test_layers_of_two_kinds_twice_each_with_pools_of_their_own(ta: Any, mesh: str) -> None:
     size = Mesh.parse(mesh).size
     graph, signature, ranks = two_kinds(4, size)
-    container = stitch(graph, signature, ta)
-    assert {"ScatterPaKvCache": 2, "RecurrentGatedDeltaRule": 2, "FusedInferAttentionScore": 2}.items() <= census(container.graph).items()
-    results = agree(graph, container, mesh, ranks, steps=2)
+    ge_file = link(graph, signature, ta)
+    assert {"ScatterPaKvCache": 2, "RecurrentGatedDeltaRule": 2, "FusedInferAttentionScore": 2}.items() <= census(ge_file.graph).items()
+    results = agree(graph, ge_file, mesh, ranks, steps=2)
     assert results[0][0].isfinite().all()
     assert not torch.equal(results[0][0], results[1][0])
 
@@ -110,13 +110,13 @@ def dense(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def test_a_donated_output_comes_home(ta: Any) -> None:
     operands = [gc.draw(4, 3), gc.draw(2, 3, seed=1)]
-    graph, container = gc.shipped(ta, dense, operands, states=1)
-    assert len(container.donations) == 1
-    agree(graph, container, "", [operands])
+    graph, ge_file = gc.shipped(ta, dense, operands, states=1)
+    assert len(ge_file.donations) == 1
+    agree(graph, ge_file, "", [operands])
     operands = [gc.draw(4, 3), gc.draw(4, 3, seed=2), gc.draw(2, 3, seed=1)]
-    graph, container = gc.shipped(ta, dense, [operands[0], operands[2]], states=1, calls=2)
-    assert len(container.donations) == 2
-    agree(graph, container, "", [operands], steps=3)
+    graph, ge_file = gc.shipped(ta, dense, [operands[0], operands[2]], states=1, calls=2)
+    assert len(ge_file.donations) == 2
+    agree(graph, ge_file, "", [operands], steps=3)
 
 
 def scatter(pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,9 +127,9 @@ def scatter(pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[to
 
 def test_what_was_read_before_a_write_in_place_stays(ta: Any) -> None:
     operands = [gc.draw(5, 3), gc.draw(2, 3, seed=1), gc.i32([3], [1])]
-    graph, container = gc.shipped(ta, scatter, operands, states=1)
-    assert container.bound == (0,)
-    ((_, old),) = agree(graph, container, "", [operands], steps=2)
+    graph, ge_file = gc.shipped(ta, scatter, operands, states=1)
+    assert ge_file.bound == (0,)
+    ((_, old),) = agree(graph, ge_file, "", [operands], steps=2)
     assert torch.equal(old, operands[0][[3, 1]] + operands[1])
 
 
@@ -141,10 +141,10 @@ def across(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def test_groups_are_those_of_the_mesh(ta: Any) -> None:
     ranks = [[gc.draw(2, 3, seed=r)] for r in range(4)]
-    graph, container = gc.shipped(ta, across, ranks[0])
-    agree(graph, container, "dp=2,tp=2", ranks)
+    graph, ge_file = gc.shipped(ta, across, ranks[0])
+    agree(graph, ge_file, "dp=2,tp=2", ranks)
     with pytest.raises(LoweringError, match="all_gather_into_tensor: the node says 2 members, the group of this mesh has 1"):
-        GeInterpreter(container, Mesh())(ranks[:1])
+        GeInterpreter(ge_file, Mesh())(ranks[:1])
 
 
 # --- a graph by hand ---
@@ -169,13 +169,13 @@ class Hand:
         self.model.graph[0].op.append(made)
         return f"{name}:0"
 
-    def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> Container:
+    def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> GeFile:
         self.op("NetOutput", {f"input{i}": tensor for i, tensor in enumerate(results)}, "NetOutput", [])
         graph = self.model.SerializeToString()
-        return Container(graph, {}, tuple(donations), tuple(bound), inputs, len(results) - len(donations), (), feeds)
+        return GeFile(graph, {}, tuple(donations), tuple(bound), inputs, len(results) - len(donations), (), feeds)
 
 
-def racing(after: Sequence[str] = ()) -> Container:
+def racing(after: Sequence[str] = ()) -> GeFile:
     """A reader of a pool and a writer of it; the writer waits for `after`."""
     hand = Hand()
     pool, rows, new = hand.data(0), hand.data(1), hand.data(2)
@@ -185,9 +185,9 @@ def racing(after: Sequence[str] = ()) -> Container:
     return hand.done(read, size, inputs=3, bound=[0])
 
 
-def raced(container: Container) -> list[torch.Tensor]:
+def raced(ge_file: GeFile) -> list[torch.Tensor]:
     operands = [torch.zeros(3, 2), gc.i32([1]), torch.ones(1, 2)]
-    return [GeInterpreter(container, Mesh(), order=order)(copied([operands]))[0][0] for order in ORDERS]
+    return [GeInterpreter(ge_file, Mesh(), order=order)(copied([operands]))[0][0] for order in ORDERS]
 
 
 def test_an_order_that_only_the_file_keeps_is_found_by_the_other_order() -> None:
@@ -206,9 +206,9 @@ def test_views_share_memory_and_all_else_has_its_own() -> None:
     copy = hand.op("Identity", {"x": pool}, "copy")
     written = hand.op("ScatterNdUpdate", {"var": pool, "indices": rows, "updates": new}, "write", after=["copy", "moved"])
     late = hand.op("Neg", {"x": view}, "late", after=["write"])
-    container = hand.done(late, moved, copy, written, inputs=3, bound=[0])
+    ge_file = hand.done(late, moved, copy, written, inputs=3, bound=[0])
     operands = [torch.arange(4.0), gc.i32([1]), torch.tensor([9.0])]
-    late, moved, copy, written = GeInterpreter(container, Mesh())([operands])[0]
+    late, moved, copy, written = GeInterpreter(ge_file, Mesh())([operands])[0]
     assert late.tolist() == [[0, -9], [-2, -3]]
     assert moved.tolist() == [[0, 2], [1, 3]]
     assert copy.tolist() == [0, 1, 2, 3]
@@ -223,25 +223,25 @@ def test_donations_may_exchange_two_operands() -> None:
     one, other = hand.data(0), hand.data(1)
     shape = hand.op("Const", {}, "shape", value=gc.i64(2))
     views = [hand.op("Reshape", {"x": x, "shape": shape}, f"view{i}") for i, x in enumerate((other, one))]
-    container = hand.done(*views, inputs=2, donations=[(0, 0), (1, 1)])
+    ge_file = hand.done(*views, inputs=2, donations=[(0, 0), (1, 1)])
     operands = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
-    assert GeInterpreter(container, Mesh())([operands]) == [[]]
+    assert GeInterpreter(ge_file, Mesh())([operands]) == [[]]
     assert [x.tolist() for x in operands] == [[3, 4], [1, 2]]
 
 
 def test_operands_that_nobody_reads_are_not_fed() -> None:
     hand = Hand()
-    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "neg"), inputs=3, feeds=(2,))
-    ((found,),) = GeInterpreter(container, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
+    ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "neg"), inputs=3, feeds=(2,))
+    ((found,),) = GeInterpreter(ge_file, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
     assert found.tolist() == [-5]
 
 
 def test_assign_writes_what_it_is_given() -> None:
     hand = Hand()
     pool, new = hand.data(0), hand.data(1)
-    container = hand.done(hand.op("Assign", {"ref": pool, "value": new}, "assign"), inputs=2, bound=[0])
+    ge_file = hand.done(hand.op("Assign", {"ref": pool, "value": new}, "assign"), inputs=2, bound=[0])
     operands = [torch.zeros(2), torch.ones(2)]
-    GeInterpreter(container, Mesh())([operands])
+    GeInterpreter(ge_file, Mesh())([operands])
     assert operands[0].tolist() == [1, 1]
 
 
@@ -279,47 +279,47 @@ def test_float32_is_kept_where_a_fused_operator_says_bfloat16() -> None:
 # --- what is refused ---
 
 
-def unknown(hand: Hand) -> Container:
+def unknown(hand: Hand) -> GeFile:
     return hand.done(hand.op("Teleport", {"x": hand.data(0)}, "op"))
 
 
-def unread(hand: Hand) -> Container:
+def unread(hand: Hand) -> GeFile:
     return hand.done(hand.op("Neg", {"x": "later:0"}, "op"), inputs=1)
 
 
-def beyond(hand: Hand) -> Container:
+def beyond(hand: Hand) -> GeFile:
     return hand.done(hand.op("Neg", {"x": hand.data(0)[:-1] + "1"}, "op"))
 
 
-def twice(hand: Hand) -> Container:
+def twice(hand: Hand) -> GeFile:
     x = hand.data(0)
     hand.op("Neg", {"x": x}, "op")
     return hand.done(hand.op("Neg", {"x": x}, "op"))
 
 
-def waiting(hand: Hand) -> Container:
+def waiting(hand: Hand) -> GeFile:
     return hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", after=["nobody"]))
 
 
-def two_graphs(hand: Hand) -> Container:
+def two_graphs(hand: Hand) -> GeFile:
     hand.model.graph.add(name="other")
     return hand.done(hand.data(0))
 
 
-def writes(hand: Hand, target: str, **more: Any) -> Container:
+def writes(hand: Hand, target: str, **more: Any) -> GeFile:
     hand.op("ScatterNdUpdate", {"var": target, "indices": hand.data(1), "updates": hand.data(2)}, "op")
     return hand.done("op:0", inputs=3, **more)
 
 
-CONTRADICTIONS: list[tuple[Callable[[Hand], Container], str]] = [
+CONTRADICTIONS: list[tuple[Callable[[Hand], GeFile], str]] = [
     (unknown, r"op \(Teleport\) is of a type that the interpreter does not know; it knows Abs, Add, .*Hcom.*NetOutput"),
     (unread, r"op \(Neg\) reads later:0, which no operator before it gives"),
     (beyond, r"op \(Neg\) reads x0:1, which no operator before it gives"),
     (twice, "two operators are called op"),
     (waiting, "waits for nobody, which no operator before it is called"),
     (two_graphs, "the model has 2 graphs; legal is one"),
-    (lambda hand: writes(hand, hand.data(0)), r"operators write operands \[0\], the container has \[\] bound and \[\] donated"),
-    (lambda hand: writes(hand, hand.data(0), bound=[0, 1]), r"write operands \[0\], the container has \[0, 1\] bound"),
+    (lambda hand: writes(hand, hand.data(0)), r"operators write operands \[0\], the GE file has \[\] bound and \[\] donated"),
+    (lambda hand: writes(hand, hand.data(0), bound=[0, 1]), r"write operands \[0\], the GE file has \[0, 1\] bound"),
     (lambda hand: writes(hand, hand.op("Const", {}, "c", value=torch.zeros(3))), "an operator writes the constant c:0"),
     (lambda hand: hand.done(hand.data(0), "x0:0"), "NetOutput has .2. inputs; legal is one with 2 of them, all different"),
     (lambda hand: replace(hand.done(hand.data(0)), outputs=2), "NetOutput has .1. inputs; legal is one with 2"),
@@ -327,7 +327,7 @@ CONTRADICTIONS: list[tuple[Callable[[Hand], Container], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), CONTRADICTIONS, ids=range(len(CONTRADICTIONS)))
-def test_a_graph_that_contradicts_itself_is_refused(make: Callable[[Hand], Container], message: str) -> None:
+def test_a_graph_that_contradicts_itself_is_refused(make: Callable[[Hand], GeFile], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         GeInterpreter(make(Hand()), Mesh())
 
@@ -370,20 +370,20 @@ def test_results_of_another_number_or_kind_are_refused() -> None:
     with pytest.raises(LoweringError, match="op:0 is Int4; legal is a tensor"):
         GeInterpreter(hand.done(packed), Mesh())([[gc.i32(1)]])
     hand = Hand()
-    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op"))
-    model = parse(container.graph)
+    ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op"))
+    model = parse(ge_file.graph)
     desc = model.graph[0].op[-1].input_desc[0]
     desc.dtype, desc.shape.dim[:] = messages().DataType.Value("DT_INT32"), [2]
-    container = replace(container, graph=model.SerializeToString())
+    ge_file = replace(ge_file, graph=model.SerializeToString())
     with pytest.raises(LoweringError, match=r"NetOutput takes op:0, f32\[2\]; the graph says i32\[2\]"):
-        GeInterpreter(container, Mesh())([[torch.ones(2)]])
+        GeInterpreter(ge_file, Mesh())([[torch.ones(2)]])
 
 
 def test_attributes_that_mean_nothing_here_are_refused() -> None:
     hand = Hand()
-    container = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", rounding="up"))
+    ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "op", rounding="up"))
     with pytest.raises(LoweringError, match=r"op \(Neg\) has rounding, which the interpreter does not know; it knows x"):
-        GeInterpreter(container, Mesh())([[torch.ones(2)]])
+        GeInterpreter(ge_file, Mesh())([[torch.ones(2)]])
 
 
 # --- a whole model ---
@@ -419,18 +419,18 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
     """Bit by bit in every order that GE may take, over prompts and steps that accept all drafts, some or none."""
     case = WHOLE[name]
     mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
-    made: dict[Bucket, tuple[Any, Container]] = {}
+    made: dict[Bucket, tuple[Any, GeFile]] = {}
 
-    def both(found: Partitioned) -> tuple[Any, Container]:
+    def both(found: Partitioned) -> tuple[Any, GeFile]:
         """The graph before torchair, and after it; made once for a bucket."""
         bucket = found.program.bucket
         if bucket not in made:
             lowered = lower(found)
-            container = stitch(lowered.graph, lowered.signature, ta)
-            check(container, lowered.signature)
-            assert of_container(container, in_order=True) == found.collectives
-            assert set(types[bucket.kind]) <= set(census(container.graph))
-            made[bucket] = lowered.graph, container
+            ge_file = link(lowered.graph, lowered.signature, ta)
+            check(ge_file, lowered.signature)
+            assert of_ge_file(ge_file, in_order=True) == found.collectives
+            assert set(types[bucket.kind]) <= set(census(ge_file.graph))
+            made[bucket] = lowered.graph, ge_file
         return made[bucket]
 
     model = fleets.model(Variant(experts="grouped"), experts=case.experts)

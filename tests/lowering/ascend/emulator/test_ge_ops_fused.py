@@ -133,9 +133,9 @@ def test_what_torchair_makes_of_an_operator_is_its_kernel(ta: Any, kind: str, na
         args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(value, torch.Tensor) else value for value in flat], spec)
         return told(getattr(getattr(torch.ops, namespace), op)(*args, **kwargs))
 
-    _, container = gc.shipped(ta, lambda *xs: tuple(x for x in body(*xs) if x.numel()), operands)
-    assert kind in census(container.graph)
-    ((*results,),) = GeInterpreter(container, Mesh())([[x.clone() for x in operands]])
+    _, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in body(*xs) if x.numel()), operands)
+    assert kind in census(ge_file.graph)
+    ((*results,),) = GeInterpreter(ge_file, Mesh())([[x.clone() for x in operands]])
     # Clones: int4 kernels destroy their rows.
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, case)
     wanted = [want for want in told(KERNELS[f"{name}.default"](*args, **kwargs)) if want.numel()]

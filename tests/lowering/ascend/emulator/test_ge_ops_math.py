@@ -109,9 +109,9 @@ def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, f
         found = fn(*xs)
         return tuple(found) if isinstance(found, tuple) else (found,)
 
-    _, container = gc.shipped(ta, body, operands)
-    assert kind in census(container.graph)
-    ((*results,),) = GeInterpreter(container, Mesh())([operands])
+    _, ge_file = gc.shipped(ta, body, operands)
+    assert kind in census(ge_file.graph)
+    ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
     plain = (lambda x, w: functional.linear(x, w)) if operands[0].dtype is BF16 and kind == "MatMul" else fn
     wanted = plain(*operands)
     for found, want in zip(results, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):

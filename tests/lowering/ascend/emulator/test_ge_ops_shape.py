@@ -73,9 +73,9 @@ def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, f
         found = fn(*xs)
         return tuple(found) if isinstance(found, tuple | list) else (found,)
 
-    _, container = gc.shipped(ta, body, operands)
-    assert kind in census(container.graph)
-    ((*results,),) = GeInterpreter(container, Mesh())([operands])
+    _, ge_file = gc.shipped(ta, body, operands)
+    assert kind in census(ge_file.graph)
+    ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
     with torch.device("cpu"):
         wanted = body(*operands) if kind not in ("Fill", "Range") else (_on_cpu(kind, operands[0]),)
     for found, want in zip(results, wanted, strict=True):

@@ -148,10 +148,6 @@ GROUP_CASES: list[tuple[str, Callable[[int], Call]]] = [
         "npu.npu_moe_distribute_combine_v2.default",
         lambda r: ((sent(r)[0], dispatch()[0][1], sent(r)[2], sent(r)[4], t(4, 2, d=f32), "world", 2, 0, 8), {"shared_expert_x": t(4, 16)}),
     ),
-    ("npu.npu_mm_reduce_scatter_base.default", lambda r: ((t(4, 6), t(6, 3), "tp", 2), {"reduce_op": "sum"})),
-    ("npu.npu_mm_all_reduce_base.default", lambda r: ((t(4, 6), t(6, 3), "tp"), {"reduce_op": "sum"})),
-    ("npu.npu_all_gather_base_mm.default", lambda r: ((t(4, 6), t(6, 3), "tp", 2), {"gather_index": 0, "gather_output": True})),
-    ("npu.npu_all_gather_base_mm.default", lambda r: ((t(4, 6), t(6, 3), "tp", 2), {"gather_output": False})),
 ]
 
 

@@ -16,6 +16,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.toolchain import harness
 
 HERE = {"torch_npu": "2.13.0", "torch": "2.13.0+cpu", "protobuf": "7.36.2", "packaging": "26.3", "PyYAML": "6.0", "numpy": "2.4"}
+HERE |= {"pyelftools": "0.33"}
 
 CHILD = r"""
 import json, signal, sys
@@ -195,7 +196,7 @@ def test_without_a_compiler_it_would_not_work(monkeypatch):
 def test_a_missing_package_refuses_before_anything_is_made(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "_LOADED", {})
     monkeypatch.setattr(harness, "installed", lambda: {"torch": "2.13.0"})
-    with pytest.raises(LoweringError, match="torch_npu, protobuf, packaging, PyYAML, numpy, which are not installed"):
+    with pytest.raises(LoweringError, match="torch_npu, protobuf, packaging, PyYAML, numpy, pyelftools, which are not installed"):
         harness.load(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

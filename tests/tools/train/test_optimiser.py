@@ -1,23 +1,27 @@
+"""Matrices follow Muon, vectors and tables Adam; a resumed run goes on as if it had not stopped."""
+
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
-from npucompile.tools.train.muon import Optimiser, Rates, is_matrix, orthogonalise
+from npucompile.tools.train.optimiser import Optimiser, Rates, is_matrix
 
 
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (3, 2, 24, 40)])
-def test_orthogonalised_singular_values_are_near_one(shape):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(x))
-    assert values.min() > 0.3
-    assert values.max() < 1.3
-
-
-def test_the_direction_is_that_of_the_nearest_orthogonal_matrix():
-    x = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
-    u, _, vh = torch.linalg.svd(x)
-    assert torch.nn.functional.cosine_similarity(orthogonalise(x).flatten(), (u @ vh).flatten(), 0) > 0.97
+def test_a_stack_is_updated_as_its_matrices_are():
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 2, 24, 40, generator=generator)
+    grads = torch.randn(stack.shape, generator=generator)
+    alone = {str(i): matrix.clone() for i, matrix in enumerate(stack.flatten(0, 1))}
+    before = stack.clone()
+    with ThreadPoolExecutor(2) as pool:
+        Optimiser({"w": stack}, Rates()).update([grads], 0.5, pool)
+        Optimiser(alone, Rates()).update(grads.flatten(0, 1), 0.5, pool)
+    assert torch.equal(stack.flatten(0, 1), torch.stack(list(alone.values())))
+    # The step is the nearest orthogonal matrix, whose singular values Muon gets to within 0.7 to 1.2, times the step size.
+    rates = Rates()
+    step = (before * (1 - 0.5 * rates.matrix * rates.decay) - stack) / (0.5 * rates.matrix)
+    values = torch.linalg.svdvals(step)
+    assert 0.3 < values.min() < values.max() < 1.3
 
 
 def test_vectors_and_tables_follow_adam():

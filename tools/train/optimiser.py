@@ -1,4 +1,4 @@
-"""Turns gradients into updates: orthogonalised momentum for matrices, Adam for everything else."""
+"""The optimiser of the bundled model: Muon for matrices, Adam for everything else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Rates:
     """Settings of the optimiser.
 
     Attributes:
-        matrix: step of an orthogonalised update, in units of its spectral norm.
+        matrix: Muon's step size, in units of a matrix's spectral norm.
         other: Adam's step size.
         decay: weight decay of matrices, relative to `matrix`.
-        momentum, betas, eps: as in the papers.
+        momentum: Muon's.
+        betas, eps: Adam's.
     """
 
     matrix: float = 0.02
@@ -33,20 +34,6 @@ class Rates:
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-10
-
-
-def orthogonalise(x: torch.Tensor) -> torch.Tensor:
-    """Nearest semi-orthogonal matrices, roughly (singular values within 0.7 to 1.2), of x [..., R, C].
-
-    Five Newton-Schulz steps with the quintic of Muon (K. Jordan et al., 2024, kellerjordan.github.io/posts/muon).
-    """
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if tall else x
 
 
 def is_matrix(path: str, value: torch.Tensor) -> bool:
@@ -64,21 +51,21 @@ class Optimiser:
     """
 
     def __init__(self, params: Tree, rates: Rates, only: str = "") -> None:
-        self.rates = rates
         self.leaves = {path: leaf for path, leaf in tree.flatten(params) if path.startswith(only)}
-        self.step_count = 0
-        self._first = {path: torch.zeros_like(leaf) for path, leaf in self.leaves.items()}
-        self._second = {path: torch.zeros_like(leaf) for path, leaf in self.leaves.items() if not is_matrix(path, leaf)}
+        # Muon takes single matrices only; those of a stack are views of its memory.
+        self._parts = {path: matrices(leaf) if is_matrix(path, leaf) else [leaf.detach()] for path, leaf in self.leaves.items()}
+        # An optimiser a leaf, so that leaves can be updated in several threads.
+        self._optimisers = {path: _optimiser(is_matrix(path, self.leaves[path]), parts, rates) for path, parts in self._parts.items()}
 
     def state(self) -> dict[str, Any]:
         """What `load` restores."""
-        return {"step": self.step_count, "first": self._first, "second": self._second}
+        return {path: optimiser.state_dict() for path, optimiser in self._optimisers.items()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restores a `state`."""
-        self.step_count, self._first, self._second = state["step"], state["first"], state["second"]
+        for path, optimiser in self._optimisers.items():
+            optimiser.load_state_dict(state[path])
 
-    @torch.no_grad()
     def update(self, gradients: Iterable[torch.Tensor], factor: float, pool: Executor) -> None:
         """One step.
 
@@ -87,23 +74,27 @@ class Optimiser:
             factor: multiplies every step size.
             pool: leaves are updated in its threads.
         """
-        self.step_count += 1
         jobs = [pool.submit(self._update, path, grad, factor) for path, grad in zip(self.leaves, gradients, strict=True)]
         for job in jobs:
             job.result()
 
-    @torch.no_grad()
     def _update(self, path: str, grad: torch.Tensor, factor: float) -> None:
-        leaf, first, rates = self.leaves[path], self._first[path], self.rates
-        if path not in self._second:
-            first.lerp_(grad, 1 - rates.momentum)
-            rows, columns = leaf.shape[-2:]
-            rate = rates.matrix * factor
-            direction = orthogonalise(grad.lerp(first, rates.momentum))
-            leaf.mul_(1 - rate * rates.decay).sub_(direction, alpha=rate * max(1.0, rows / columns) ** 0.5)
-            return
-        second, (beta1, beta2) = self._second[path], rates.betas
-        first.lerp_(grad, 1 - beta1)
-        second.lerp_(grad * grad, 1 - beta2)
-        mean, square = first / (1 - beta1**self.step_count), second / (1 - beta2**self.step_count)
-        leaf.sub_(mean / (square.sqrt() + rates.eps), alpha=rates.other * factor)
+        parts, optimiser = self._parts[path], self._optimisers[path]
+        for part, its_grad in zip(parts, matrices(grad) if len(parts) > 1 else [grad.view_as(parts[0])], strict=True):
+            part.grad = its_grad
+        (group,) = optimiser.param_groups
+        group["lr"] = group["initial_lr"] * factor
+        optimiser.step()
+
+
+def matrices(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """The matrices of a stack [..., R, C], as views."""
+    return list(leaf.detach().reshape(-1, *leaf.shape[-2:]).unbind())
+
+
+def _optimiser(matrix: bool, parts: list[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
+    lr = rates.matrix if matrix else rates.other
+    groups = [{"params": parts, "initial_lr": lr}]
+    if matrix:
+        return torch.optim.Muon(groups, lr=lr, weight_decay=rates.decay, momentum=rates.momentum)
+    return torch.optim.Adam(groups, lr=lr, betas=rates.betas, eps=rates.eps)
