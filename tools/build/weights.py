@@ -23,7 +23,7 @@ BAR_STEPS = 20
 MB = 10**6
 
 
-def store_weights(plan: Plan, leaves: Sequence[Leaf], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
+def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
     """Writes the parameters of a plan's checkpoint into the artifact, unless the previous build left the same ones there.
 
     At any time the tensors on disk of one parameter and the parameter itself are in memory; each tensor is read once.

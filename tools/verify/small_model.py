@@ -125,7 +125,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
-    # Three requests; one of them is at the end of its context and verifies fewer drafts than the others.
+    # Of three requests one has too little room left to accept all drafts; the others must show every count.
     fewest = min((max(1, min(requests, bucket.batch - 1, 2)) for bucket in decode), default=1)
     steps = max(steps, -(-(width + 1) // fewest))
     decoded = width * (1 + steps) * len(decode)
