@@ -40,45 +40,25 @@ STEP_INPUTS = (
     StepInput("starts", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),
     StepInput("lengths", "B", _I32, "valid tokens of the row; 0 in a row of padding", kind="prefill"),
     StepInput("read_slots", "B", _I32, "state slot to start from; not read where starts is 0", kind="prefill"),
-    StepInput(
-        "next_tokens",
-        "B",
-        _I32,
-        "the prompt's token after the row's last one, for the draft head; -1 where that token is sampled in this step",
-        padding=-1,
-        kind="prefill",
-        needs="drafts",
-    ),
+    StepInput("next_tokens", "B", _I32, "prompt token after the row's last one; -1 where it is sampled", -1, "prefill", "drafts"),
     StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to k", kind="decode"),
-    StepInput("base", "B", _I32, "the smallest position at which the row can start, for all the host knows", kind="decode"),
-    StepInput(
-        "seats", "B", _I32, "where the device keeps what the request's next decode step starts from; 0, the null seat, in a row of padding"
-    ),
+    StepInput("base", "B", _I32, "smallest position at which the row can start, for all the host knows", kind="decode"),
+    StepInput("seats", "B", _I32, "request slot (models/request_slots.py); 0, the null slot, in a row of padding"),
     StepInput("page_table", "BN", _I32, "the request's pages in order of position; unused entries hold the null page 0"),
-    StepInput(
-        "write_slots",
-        "BW",
-        _I32,
-        "state slots to fill. Decode: all slots of the request, in the same order at every step, one after every token. "
-        "Prefill: one, after the row's last token",
-    ),
+    # In decode all slots of the request, in the same order at every step.
+    StepInput("write_slots", "BW", _I32, "state slots to write: one after each token (decode), or one after the last (prefill)"),
     StepInput("temperature", "B", _F32, "sampling, as in graphs.ops.sample; 0 is greedy"),
     StepInput("top_k", "B", _I32, "sampling; 0 keeps all tokens"),
     StepInput("top_p", "B", _F32, "sampling; 1 keeps all tokens", padding=1),
     StepInput("min_p", "B", _F32, "sampling; 0 keeps all tokens"),
     StepInput("logprobs", "B", _I32, "1 where the row wants log probabilities", needs="logprobs"),
-    StepInput(
-        "uniform",
-        "BU",
-        _F32,
-        "random numbers in [0, 1). Decode: of the tokens that are sampled after positions base, base + 1, ... Prefill: of the one "
-        "token that is sampled",
-    ),
+    # In decode of the tokens that are sampled after positions base, base + 1, ..., in prefill of the one that is sampled.
+    StepInput("uniform", "BU", _F32, "random numbers in [0, 1)"),
 )
 """All inputs, in the order of a graph's leaves."""
 
 LAYER_INPUTS = ("tokens", "page_table", "starts", "lengths", "read_slots", "write_slots")
-"""What the layers of a model read; a decode step takes those that it is not given from the request's seat."""
+"""The inputs that a model's layers read. A decode step reads tokens, starts, lengths and read_slots from the request slots."""
 
 
 @dataclass(frozen=True)

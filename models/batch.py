@@ -1,4 +1,4 @@
-"""Turns the inputs of a step into what every layer of it shares: flat tokens, rotary angles and where state lies."""
+"""Values that all layers of a step share: flat tokens, rotary angles, and where each row's state lies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..graphs.types import Tree
 
 @dataclass(frozen=True)
 class Batch:
-    """What all layers of a step read besides their weights and state.
+    """Operands of every layer besides its weights and state.
 
     Attributes:
         size, q_len: B and Q.
         tokens: [T] ids.
         cos, sin: [T, R/2] f32 rotary angles.
-        page_table, starts, lengths, read_slots, write_slots: as in graphs/step_inputs.py; in decode of the candidates.
+        page_table, starts, lengths, read_slots, write_slots: as in graphs/step_inputs.py; in decode they are those of the candidates.
     """
 
     size: int
@@ -35,7 +35,7 @@ class Batch:
 
     @staticmethod
     def of(inputs: Tree, rotary_dim: int, rope_theta: float) -> Batch:
-        """Derives the shared values from a step's inputs."""
+        """The batch of a step whose layers read `inputs` (LAYER_INPUTS)."""
         B, Q = inputs["tokens"].shape
         cos, sin = ops.rope_angles(ops.positions(inputs["starts"], Q), rotary_dim, rope_theta)
         names = ("page_table", "starts", "lengths", "read_slots", "write_slots")
@@ -44,7 +44,7 @@ class Batch:
 
 _TENSORS = ("tokens", "cos", "sin", "page_table", "starts", "lengths", "read_slots", "write_slots")
 
-# A batch is an operand of a layer's body: its tensors are leaves, its sizes are part of what the body is.
+# A batch is an operand of a layer's body: its tensors are leaves, and its sizes are static.
 pytree.register_pytree_node(
     Batch,
     lambda batch: ([getattr(batch, name) for name in _TENSORS], (batch.size, batch.q_len)),

@@ -1,4 +1,4 @@
-"""Turns the fields of a config.json into typed values, refusing what is missing or malformed by name."""
+"""Typed access to the fields of a config.json; a missing or malformed field is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..graphs.errors import ConfigError
 
 T = TypeVar("T", int, float, bool, str)
 _REQUIRED = object()
-_LARGEST = 2**53  # above it a float no longer tells integers apart; NaN and infinity fail the comparison too
+_LARGEST = 2**53  # above it floats cannot represent every integer; NaN and infinity fail the comparison too
 
 
 class Fields:
@@ -19,7 +19,7 @@ class Fields:
 
     Args:
         values: the object.
-        where: what it is called in errors, e.g. `config.json: text_config`.
+        where: its name in errors, e.g. `config.json: text_config`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -35,8 +35,8 @@ class Fields:
             value = self.values.get(name)
             if value is None:
                 continue
-            number = kind is float and isinstance(value, int) and not isinstance(value, bool)
-            if not (number or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_integer if kind is int else isinstance(value, kind) or (kind is float and is_integer)):
                 raise ConfigError(f"{self.where}: {name} is {value!r}; expected {kind.__name__}")
             if not isinstance(value, str) and not abs(value) <= _LARGEST:
                 raise ConfigError(f"{self.where}: {name} is {value!r}; expected a number of at most {_LARGEST}")
@@ -48,7 +48,7 @@ class Fields:
         return default  # type: ignore[no-any-return]
 
     def only(self, name: str, *legal: bool | str) -> None:
-        """Accepts an absent field, or one that holds a value this code implements.
+        """Accepts an absent field, or one that holds a supported value.
 
         Raises:
             ConfigError: for any other value.
@@ -59,7 +59,7 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} is {value!r}; supported is {choices}")
 
     def sub(self, name: str) -> Fields:
-        """A nested object; an absent one is empty.
+        """A nested object; an absent one is an empty one.
 
         Raises:
             ConfigError: when the value is not an object.
@@ -70,7 +70,7 @@ class Fields:
         return Fields(value or {}, f"{self.where}: {name}")
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Whether a field is present and not null."""
         return self.values.get(name) is not None
 
 
@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        ConfigError: when the file is missing, is not JSON, or holds something else than an object.
+        ConfigError: when the file is missing, is not JSON, or does not hold an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -31,8 +31,8 @@ class Sizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
-    """Parameters of one layer; `at` is its prefix in a checkpoint. Query rows are q then gate, head by head."""
+def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+    """Parameters of one layer; `prefix` begins their names in a checkpoint. Query rows are q then gate, head by head."""
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     copies, quantise = cfg.variant.kv_repeat, quant.LINEAR[cfg.variant.attention]
 
@@ -44,14 +44,14 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
     def split(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(part.reshape(G * D, M) for part in kv.view(G, copies, 2, D, M)[:, 0].unbind(1))
 
-    q = Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((at + "q_proj.weight",), ((2 * H * D, M),)))
-    kv_source = Source((at + "k_proj.weight", at + "v_proj.weight"), ((G * D, M),) * 2, join, split)
+    q = Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((prefix + "q_proj.weight",), ((2 * H * D, M),)))
+    kv_source = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join, split)
     return {
         "q": quantise(q),
         "kv": quantise(Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv_source)),
-        "q_norm": Param(Aval((D,), dtype), Source((at + "q_norm.weight",), ((D,),)), "zeros"),
-        "k_norm": Param(Aval((D,), dtype), Source((at + "k_norm.weight",), ((D,),)), "zeros"),
-        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((at + "o_proj.weight",), ((M, H * D),))),
+        "q_norm": Param(Aval((D,), dtype), Source((prefix + "q_norm.weight",), ((D,),)), "zeros"),
+        "k_norm": Param(Aval((D,), dtype), Source((prefix + "k_norm.weight",), ((D,),)), "zeros"),
+        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),))),
     }
 
 

@@ -49,8 +49,8 @@ def rows_per_key_head(cfg: Sizes) -> tuple[int, int, int, int]:
     return cfg.linear_key_head_dim, cfg.linear_key_head_dim, values, values
 
 
-def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
-    """Parameters of one layer; `at` is its prefix in a checkpoint. Rows of `qkvz`, `ba` and `conv` are ordered by key head."""
+def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvz`, `ba` and `conv` are ordered by key head."""
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
     qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
@@ -73,7 +73,7 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
         "qkvz": Param(
             Aval((qkv + z, M), dtype, heads),
             Source(
-                (at + "in_proj_qkv.weight", at + "in_proj_z.weight"),
+                (prefix + "in_proj_qkv.weight", prefix + "in_proj_z.weight"),
                 ((qkv, M), (z, M)),
                 lambda qkv, z: group(*by_part(qkv), z),
                 split_qkvz,
@@ -81,21 +81,25 @@ def params(cfg: Sizes, dtype: torch.dtype, at: str) -> dict[str, Param]:
         ),
         "ba": Param(
             Aval((2 * Hv, M), dtype, heads),
-            Source((at + "in_proj_b.weight", at + "in_proj_a.weight"), ((Hv, M),) * 2, group, lambda x: ungroup(x, (Hv // Hk,) * 2)),
+            Source(
+                (prefix + "in_proj_b.weight", prefix + "in_proj_a.weight"), ((Hv, M),) * 2, group, lambda x: ungroup(x, (Hv // Hk,) * 2)
+            ),
         ),
         "conv": Param(
             Aval((qkv, taps), dtype, heads),
             Source(
-                (at + "conv1d.weight",),
+                (prefix + "conv1d.weight",),
                 ((qkv, 1, taps),),
                 lambda w: group(*by_part(w.flatten(1))),
                 lambda x: (torch.cat(ungroup(x, rows[:3])).unsqueeze(1),),
             ),
         ),
-        "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "A_log",), ((Hv,),)), "zeros"),
-        "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((at + "dt_bias",), ((Hv,),)), "ones"),
-        "norm": Param(Aval((cfg.linear_value_head_dim,), dtype), Source((at + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"),
-        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((at + "out_proj.weight",), ((M, z),))),
+        "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "A_log",), ((Hv,),)), "zeros"),
+        "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "dt_bias",), ((Hv,),)), "ones"),
+        "norm": Param(
+            Aval((cfg.linear_value_head_dim,), dtype), Source((prefix + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
+        ),
+        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, z),))),
     }
 
 

@@ -1,4 +1,4 @@
-"""Turns the declaration of a parameter into its abstract value, its random initialisation and its place in a checkpoint."""
+"""Declarations of parameters: abstract value, random initialisation, and where a checkpoint has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..graphs import tree
 from ..graphs.types import Aval, Tree
 
 
-def _same(*tensors: torch.Tensor) -> torch.Tensor:
+def _single(*tensors: torch.Tensor) -> torch.Tensor:
     (tensor,) = tensors
     return tensor
 
@@ -22,18 +22,18 @@ def _alone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter lies in a Hugging Face checkpoint.
+    """The tensors of a Hugging Face checkpoint that a parameter is made from.
 
     Attributes:
-        names: tensors it is made of.
+        names: the tensors.
+        shapes: their shapes on disk.
         join: those tensors -> the parameter.
         split: the parameter -> those tensors; the inverse of join.
-        shapes: the tensors' shapes on disk.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    join: Callable[..., torch.Tensor] = _same
+    join: Callable[..., torch.Tensor] = _single
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _alone
 
 
@@ -43,8 +43,9 @@ class Param:
 
     Attributes:
         aval: shape, dtype and logical axes.
-        source: its place in a checkpoint.
-        init: "normal" (scaled by its last dimension), "zeros", "ones", or "embedding".
+        source: the tensors of a checkpoint it is made from.
+        init: "normal" (standard deviation 1 / sqrt(last dimension)), "embedding" (0.02), "zeros", "ones", or "quantised", which
+            is never drawn.
     """
 
     aval: Aval
@@ -53,24 +54,23 @@ class Param:
 
 
 def avals(params: Tree) -> Tree:
-    """The abstract values of a tree of Param."""
+    """Tree of Param -> tree of their abstract values."""
     return tree.map_leaves(lambda p: p.aval, params)
 
 
-def initialise(params: Tree, generator: torch.Generator, dtype: torch.dtype | None = None) -> Tree:
+def initialise(params: Tree, generator: torch.Generator) -> Tree:
     """Random tensors for a tree of Param, in declaration order from one generator.
 
     Args:
         params: tree of Param.
         generator: CPU generator; its state advances.
-        dtype: overrides every floating dtype; None keeps the declared ones.
     """
 
     def draw(param: Param) -> torch.Tensor:
-        shape, kind = param.aval.shape, dtype or param.aval.dtype
+        shape, dtype = param.aval.shape, param.aval.dtype
         if param.init in ("zeros", "ones"):
-            return torch.full(shape, float(param.init == "ones"), dtype=kind)
+            return torch.full(shape, float(param.init == "ones"), dtype=dtype)
         std = 0.02 if param.init == "embedding" else shape[-1] ** -0.5
-        return (torch.randn(shape, generator=generator) * std).to(kind)
+        return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     return tree.map_leaves(draw, params)

@@ -1,4 +1,4 @@
-"""Turns the names of published models into their config.json fields, so that graphs can be built without a checkpoint."""
+"""The config.json fields of published models by name, so that graphs can be built without a checkpoint."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 64,
     },
     "qwen3.5-27b": _QWEN3_5_27B,
-    # The published file carries a key that transformers does not read: the attention gate stays a sigmoid.
+    # transformers does not read this key of the published file: the attention gate stays a sigmoid.
     "qwen3.6-27b": {**_QWEN3_5_27B, "output_gate_type": "swish"},
 }
 """Text fields of the published config.json files, by preset name."""
 
 BUNDLED = ("qwen3.5-tiny",)
-"""Presets that come with their checkpoint, in `bundled/<name>` beside this file."""
+"""Presets whose checkpoint is part of the package, in `bundled/<name>` beside this file."""

@@ -1,4 +1,4 @@
-"""Turns the declaration of a float matrix into those of its quantised form, and reads either form in a forward."""
+"""Quantised matrices: their declarations, derived from those of the float matrices, and the products that read either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Quantise = Callable[[Param], Tree]
 
 
 def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
-    """`x @ weight.T` for a weight as it is held: a tensor [N, K], or `{"weight": int8 [K, N], "scale": f32 [N]}`."""
+    """`x @ weight.T` for either format of a weight: a tensor [N, K], or `{"weight": int8 [K, N], "scale": f32 [N]}`."""
     if isinstance(weight, Mapping):
         product: torch.Tensor = ops.quant_linear(x, weight["weight"], weight["scale"])
         return product
@@ -32,17 +32,17 @@ def _w8a8(param: Param) -> Tree:
     (rows, columns), (out, contracted) = param.aval.shape, param.aval.axes
     join = param.source.join
     return {
-        "weight": _made(param, Aval((columns, rows), torch.int8, (contracted, out)), lambda *t: quantise_w8(join(*t).t())[0]),
-        "scale": _made(param, Aval((rows,), torch.float32, (out,)), lambda *t: quantise_w8(join(*t).t())[1]),
+        "weight": _derived(param, Aval((columns, rows), torch.int8, (contracted, out)), lambda *t: quantise_w8(join(*t).t())[0]),
+        "scale": _derived(param, Aval((rows,), torch.float32, (out,)), lambda *t: quantise_w8(join(*t).t())[1]),
     }
 
 
 LINEAR: dict[str, Quantise] = {"plain": _plain, "w8a8": _w8a8}
-"""How a matrix [N, K] is held, by the format of `Variant.attention`."""
+"""How a matrix [N, K] is declared, by the format of `Variant.attention`."""
 
 
 def grouped(param: Param, form: str) -> dict[str, Param]:
-    """Holds the experts' matrices [E, K, N] in a format of `Variant.experts` for grouped products.
+    """Declares the experts' matrices [E, K, N] in a format of `Variant.experts` for grouped products.
 
     Args:
         param: declaration of the float matrices, contraction before output channels.
@@ -55,19 +55,19 @@ def grouped(param: Param, form: str) -> dict[str, Param]:
         return {"weight": param}
     if form == "w8a8":
         return {
-            "weight": _made(param, Aval((E, K, N), torch.int8, axes), lambda *t: quantise_w8(join(*t))[0]),
-            "scale": _made(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w8(join(*t))[1]),
+            "weight": _derived(param, Aval((E, K, N), torch.int8, axes), lambda *t: quantise_w8(join(*t))[0]),
+            "scale": _derived(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w8(join(*t))[1]),
         }
     return {
-        "weight": _made(param, Aval((E, K, N // 8), torch.int32, axes), lambda *t: quantise_w4(join(*t))[0]),
-        "scale": _made(param, Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])), lambda *t: quantise_w4(join(*t))[1]),
-        "assist": _made(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w4(join(*t))[2]),
+        "weight": _derived(param, Aval((E, K, N // 8), torch.int32, axes), lambda *t: quantise_w4(join(*t))[0]),
+        "scale": _derived(param, Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])), lambda *t: quantise_w4(join(*t))[1]),
+        "assist": _derived(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w4(join(*t))[2]),
     }
 
 
-def _made(param: Param, aval: Aval, join: Callable[..., torch.Tensor]) -> Param:
+def _derived(param: Param, aval: Aval, join: Callable[..., torch.Tensor]) -> Param:
     return Param(aval, Source(param.source.names, param.source.shapes, join, _one_way), "quantised")
 
 
 def _one_way(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    raise ModelError("a quantised parameter does not say which floats it was made from; save the model it was quantised from")
+    raise ModelError("a quantised parameter cannot be turned back into the floats of a checkpoint; save the model it was quantised from")

@@ -1,8 +1,8 @@
-"""Turns a Qwen3.5 text model, dense or MoE, into pure functions over trees of tensors: forward, head and draft.
+"""The Qwen3.5 text models, dense and MoE: configuration, parameters, state, forward pass and draft head.
 
 Layers alternate: three gated DeltaNet layers (a recurrent state), then one gated full-attention layer (paged keys and
-values). Layouts group what one device needs: key-value rows by kv head, DeltaNet projections by key head, SwiGLU halves in a
-dimension of their own; so a shard of any parameter is a smaller model.
+values). Rows of a parameter that belong on one device are adjacent: key-value rows by kv head, DeltaNet projections by key head, SwiGLU
+halves in a dimension of their own. A shard of the parameters is then the parameters of a smaller model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,23 @@ DRAFT = "mtp"
 FULL, LINEAR = "full_attention", "linear_attention"
 MOST_LAYERS = 1024
 
-# Switches of config.json with one meaning here. `output_gate_type` does not reach the attention gate, which is a sigmoid
-# whatever it says (as in transformers 5.23); the norm's gate is the swish.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "max_position_embeddings",
+)
+_MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+# Fields of config.json of which only these values are implemented. `output_gate_type` has no effect on the attention gate, which is
+# always a sigmoid (as in transformers 5.23); the gate of DeltaNet's norm is a swish.
 _LEGAL: dict[str, tuple[bool | str, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -44,8 +59,8 @@ _LEGAL: dict[str, tuple[bool | str, ...]] = {
 class Config:
     """Sizes of a Qwen3.5 text model; field names follow its config.json.
 
-    num_experts == 0 is the dense model (intermediate_size counts), else MoE (moe_ and shared_ sizes count). `variant` is not of
-    the file: it says how a deployment holds the parameters.
+    With num_experts == 0 the model is dense and has an intermediate_size; otherwise it is MoE and has the moe_ and shared_ sizes.
+    `variant` is not in the file: it is how a deployment stores parameters and state.
     """
 
     vocab_size: int
@@ -105,24 +120,13 @@ class Config:
             scaling.only("type", "default", "mrope")
         for name, legal in _LEGAL.items():
             text.only(name, *legal)
-        heads = text.get(int, "num_attention_heads", minimum=1)
-        hidden = text.get(int, "hidden_size", minimum=1)
-        head_dim = text.get(int, "head_dim", minimum=1)
-        partial = text.get(float, "partial_rotary_factor", default=0.25)
         experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
-        sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in ("vocab_size", "num_key_value_heads")}
-        for name in ("key_heads", "value_heads"):
-            sizes[f"linear_num_{name}"] = text.get(int, f"linear_num_{name}", minimum=1)
-        for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "max_position_embeddings"):
-            sizes[name] = text.get(int, name, minimum=1)
-        wanted = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size") if experts else ("intermediate_size",)
-        sizes.update({name: text.get(int, name, minimum=1) for name in wanted})
+        required = _SIZES + (_MOE_SIZES if experts else ("intermediate_size",))
+        sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
+        partial = text.get(float, "partial_rotary_factor", default=0.25)
         return Config(
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            head_dim=head_dim,
             layer_types=_layer_types(text),
-            rotary_dim=int(head_dim * rope.get(float, "partial_rotary_factor", default=partial)),
+            rotary_dim=int(sizes["head_dim"] * rope.get(float, "partial_rotary_factor", default=partial)),
             rope_theta=rope.get(float, "rope_theta", minimum=1),
             rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
             tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
@@ -148,7 +152,7 @@ def _layer_types(text: Fields) -> tuple[str, ...]:
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     """Tree of Param: shapes, dtypes, logical axes, initialisation and checkpoint sources.
 
-    Keys: `embed`, `layers`, `norm`, `head` (absent when tied), `mtp` (when the model has one).
+    Keys: `embed`, `layers`, `norm`, `head` (absent when tied to `embed`), `mtp` (the draft head, where the model has one).
     """
 
     def plain(name: str, *shape: int, axes: tuple[str | None, ...] = (), init: str = "normal") -> Param:
@@ -174,29 +178,29 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 
 def _unquantised(cfg: Config) -> Config:
-    """The configuration of the draft head's layer: no published recipe quantises it."""
+    """The configuration of the draft head's layer, which no published recipe quantises."""
     grouped = cfg.variant.experts != PLAIN.experts
     return replace(cfg, variant=replace(cfg.variant, attention="plain", experts="grouped" if grouped else "plain"))
 
 
-def _layer_params(cfg: Config, dtype: torch.dtype, at: str, kind: str) -> dict[str, Any]:
+def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Any]:
     norm = Aval((cfg.hidden_size,), dtype)
     if kind == FULL:
-        mixer = gated_attention.params(cfg, dtype, at + "self_attn.")
+        mixer = gated_attention.params(cfg, dtype, prefix + "self_attn.")
     else:
-        mixer = gated_deltanet.params(cfg, dtype, at + "linear_attn.")
+        mixer = gated_deltanet.params(cfg, dtype, prefix + "linear_attn.")
     return {
-        "input_norm": Param(norm, Source((at + "input_layernorm.weight",), (norm.shape,)), "zeros"),
+        "input_norm": Param(norm, Source((prefix + "input_layernorm.weight",), (norm.shape,)), "zeros"),
         "mixer": mixer,
-        "post_norm": Param(norm, Source((at + "post_attention_layernorm.weight",), (norm.shape,)), "zeros"),
-        "mlp": (feed_forward.moe_params if cfg.num_experts else feed_forward.dense_params)(cfg, dtype, at + "mlp."),
+        "post_norm": Param(norm, Source((prefix + "post_attention_layernorm.weight",), (norm.shape,)), "zeros"),
+        "mlp": (feed_forward.moe_params if cfg.num_experts else feed_forward.dense_params)(cfg, dtype, prefix + "mlp."),
     }
 
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
-    """Tree of Aval: per layer its pools, and `mtp` (one full-attention layer) when the model has the head."""
-    blocks = [(gated_attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
-    state: dict[str, Any] = {"layers": [block.state(cfg, limits, dtype) for block in blocks]}
+    """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its one full-attention layer (`mtp`)."""
+    mixers = [(gated_attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
+    state: dict[str, Any] = {"layers": [mixer.state(cfg, limits, dtype) for mixer in mixers]}
     if cfg.mtp_num_hidden_layers:
         state[DRAFT] = gated_attention.state(cfg, limits, dtype)
     return state
@@ -208,11 +212,11 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
     Args:
         params: tree of `abstract_params`; `head` and `mtp` are not read.
         state: tree of `abstract_state`; `mtp` passes through.
-        inputs: tokens, starts, lengths, page_table, read_slots and write_slots of a step (batch.py).
+        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
 
     Returns:
-        hidden [T, M] after the final norm, laid out as the stream (rows.py), the new state, and intermediate values;
-        the draft head reads the same hidden states.
+        hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
+        values, of which the draft head's features are the same hidden states.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
@@ -231,16 +235,16 @@ def _layer(
     cfg: Config, kind: str, layer: Tree, pool: Tree, batch: Batch, x: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Tree, list[torch.Tensor]]:
     """One layer from its normalised input to the next layer's: each residual add is fused with the norm that follows it."""
-    block = gated_attention if kind == FULL else gated_deltanet
-    mixed, pool = block.apply(cfg, layer["mixer"], pool, batch, x)
-    x, stream, routers = _fed(cfg, layer, batch.size * batch.q_len, mixed, stream, next_norm)
+    mixer = gated_attention if kind == FULL else gated_deltanet
+    mixed, pool = mixer.apply(cfg, layer["mixer"], pool, batch, x)
+    x, stream, routers = _feed_forward(cfg, layer, batch.size * batch.q_len, mixed, stream, next_norm)
     return x, stream, pool, routers
 
 
-def _fed(
+def _feed_forward(
     cfg: Config, layer: Tree, tokens: int, mixed: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The layer after its mixer, on so many tokens."""
+    """The layer after its mixer: residual add and norm, feed-forward, residual add and the next layer's norm."""
     x, stream = ops.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, 1.0)
     routers = []
     if cfg.num_experts:
@@ -261,43 +265,43 @@ def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
 def extend_draft_cache(
     cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool
 ) -> tuple[torch.Tensor, Tree]:
-    """The multi-token-prediction head takes in tokens: from the hidden state of token i and the id of token i+1, its keys and values.
+    """Writes the multi-token-prediction head's keys and values, from the hidden state of token i and the id of token i+1.
 
     Args:
         params: tree of `abstract_params` with `embed` and `mtp`.
         state: tree of `abstract_state` with `mtp`.
-        inputs: as for forward, `tokens` shifted left by one: row (b, t) holds the token after the one `hidden` saw.
-        hidden: [T, M], laid out as the stream: from forward, or from `draft`.
-        first: whether it is from forward; this head treats both alike.
+        inputs: as for forward, `tokens` shifted left by one: entry (b, t) is the token after that of row (b, t) of `hidden`.
+        hidden: [T, M], laid out as the residual stream: from `forward`, or from `draft`.
+        first: whether it is from `forward`; this head treats both alike.
 
     Returns:
-        the residual stream [T, M] that `draft` goes on with, whole, and the new state.
+        the head's residual stream [T, M], all of it on every device, that `draft` continues from; and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
-    seen = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
-    stream = sequence_parallel.whole(ops.linear(torch.cat([token, seen], -1), mtp["fc"]), batch.size * batch.q_len)
+    hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
+    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
     pool = gated_attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return stream, {**state, DRAFT: pool}
 
 
-def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, taken: torch.Tensor) -> torch.Tensor:
-    """The multi-token-prediction head's layer on tokens that it took in, towards the token after each.
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: torch.Tensor) -> torch.Tensor:
+    """Runs the multi-token-prediction head's layer over tokens that are in its cache already.
 
     Args:
         params, state: as for `extend_draft_cache`.
-        inputs: of those tokens, all of a row's or some at its end; of `tokens` the shape is read.
-        taken: their rows of what `extend_draft_cache` returned, [T, M].
+        inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
+        rows: their rows of what `extend_draft_cache` returned, [T, M].
 
     Returns:
-        hidden [T, M] (feed it to `head`, and to the next `extend_draft_cache`), laid out as the stream.
+        hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     cfg, mtp = _unquantised(cfg), params[DRAFT]
-    x = ops.rms_norm(taken, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
+    x = ops.rms_norm(rows, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
     mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
-    return _fed(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(taken), mtp["norm"])[0]
+    return _feed_forward(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows), mtp["norm"])[0]
 
 
 FAMILY = Family(

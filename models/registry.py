@@ -1,4 +1,4 @@
-"""Turns the name of a preset or the path of a checkpoint directory into a model."""
+"""Looks up the model of a preset name or of a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Found:
-    """A model and what lies beside its weights.
+    """A model, and the files and facts that its preset or checkpoint directory has of it.
 
     Attributes:
         name: what users call it: the preset, or the directory's name.
         model: the family's functions with this configuration.
-        checkpoint_dir: where the weights are; None for a preset that comes without them.
+        checkpoint_dir: directory of the weights; None for a preset without weights.
         tokenizer: its tokenizer.json, or None where there is none.
-        eos_ids: token ids that end an answer; empty where nothing says so.
-        text: the config.json that was read, as JSON with sorted keys: `from_config(name, json.loads(text))` is `model`.
+        eos_ids: token ids that end a response; empty where no file names any.
+        text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Found:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Most tokens, prompt and output together, that the model was made for."""
+        """Most tokens, prompt and output together, that the model supports."""
         return int(self.model.config.max_position_embeddings)
 
 
 def presets() -> tuple[str, ...]:
-    """Names that `find` knows without a directory."""
+    """Names that `find` accepts beside directories."""
     return (*PRESETS, *BUNDLED)
 
 
@@ -83,10 +83,11 @@ def from_config(name: str, values: Mapping[str, Any], where: str = "config.json"
     """
     config = Fields(values, where)
     by_type = {model_type: family for family in families() for model_type in family.model_types}
-    wanted = config.get(str, "model_type") if config.has("model_type") else _type_of_class(config, by_type)
-    if wanted not in by_type:
-        raise UnknownModel(f"{where}: model_type {wanted!r} is not supported; legal are {', '.join(by_type)}")
-    return Model(name, by_type[wanted], by_type[wanted].read_config(values, where))
+    model_type = config.get(str, "model_type") if config.has("model_type") else _type_of_class(config, by_type)
+    if model_type not in by_type:
+        raise UnknownModel(f"{where}: model_type {model_type!r} is not supported; legal are {', '.join(by_type)}")
+    family = by_type[model_type]
+    return Model(name, family, family.read_config(values, where))
 
 
 def families() -> tuple[Family[Any], ...]:
@@ -97,7 +98,7 @@ def families() -> tuple[Family[Any], ...]:
 
 
 def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
-    """The model type of a file that has none: its class up to `For`, as `Qwen3_5Moe` is qwen3_5_moe; if unknown, as it stands."""
+    """The model type of a file without one, from its class name up to `For`: `Qwen3_5Moe` is qwen3_5_moe; an unknown one unchanged."""
     classes = config.values.get("architectures")
     if not isinstance(classes, list | tuple) or not classes or not isinstance(classes[0], str):
         raise ConfigError(f"{config.where}: model_type is missing, and architectures is {classes!r}; one of them must name the model")
@@ -113,7 +114,7 @@ def _from_directory(name: str, directory: Path) -> Found:
 
 
 def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json decides, else config.json, else its text_config; each may hold one id or a list."""
+    """From the first of generation_config.json, config.json and its text_config that has any; each may hold one id or a list."""
     sources = [Fields(values, str(directory / "config.json"))]
     sources.append(sources[0].sub("text_config"))
     path = directory / "generation_config.json"

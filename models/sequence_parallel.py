@@ -1,8 +1,8 @@
-"""Turns the residual stream from whole to split by tokens and back, where a layout splits it.
+"""Sequence parallelism: the residual stream split by tokens between products, where a layout splits it.
 
-Where experts are spread over all devices, each device sends tokens of its own to them. Between a row-parallel and the next
-column-parallel product it then needs its share of the tokens alone: a reduce-scatter before the experts and a gather after them,
-where an all-reduce before and a gather after would move half as much again.
+With expert parallelism each device dispatches its own share of the tokens, so between a row-parallel and the next column-parallel
+product it needs that share alone. A reduce-scatter before the experts and an all-gather after them then suffice; an all-reduce before
+and an all-gather after would move half as many bytes again.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from ..graphs.spmd.region import Sum, axis_index, shard_map
 
 
 def padded(tokens: int) -> int:
-    """Rows of the stream: tokens, rounded up to what the layout splits evenly."""
+    """Rows of the stream: tokens, rounded up to a multiple of the devices that share them."""
     share = num_shards("tokens")
     return -(-tokens // share) * share
 
 
 def whole(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """All `tokens` rows of the stream on every device of the group: what a column-parallel product reads."""
+    """All `tokens` rows of the stream on every device of the group, as a column-parallel product reads them."""
     x = constrain(x, None, None)
     return x if x.shape[0] == tokens else x[:tokens]
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
-    """Rows that every device has, laid out as the stream: [T, M] -> [padded(T), M]."""
-    short = padded(x.shape[0]) - x.shape[0]
-    return constrain(torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x, "tokens", None)
+    """Lays out as the stream what every device has all of: [T, M] -> [padded(T), M]."""
+    missing = padded(x.shape[0]) - x.shape[0]
+    return constrain(torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x, "tokens", None)
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A row-parallel product, its sum laid out as the stream: [T, K] -> [padded(T), M]."""
-    short = padded(x.shape[0]) - x.shape[0]
-    x = torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x
+    """A row-parallel product whose sum is laid out as the stream: [T, K] -> [padded(T), M]."""
+    missing = padded(x.shape[0]) - x.shape[0]
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
     return constrain(ops.linear(x, weight), "tokens", None)
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rows of an embedding table that may be split over the vocabulary, laid out as the stream.
+    """Looks up tokens in an embedding table that may be split over the vocabulary.
 
     Args:
         tokens: [T] ids.
         table: [V, M].
 
     Returns:
-        [padded(T), M].
+        [padded(T), M], laid out as the stream.
     """
-    short = padded(tokens.shape[0]) - tokens.shape[0]
-    tokens = torch.nn.functional.pad(tokens, (0, short)) if short else tokens
+    missing = padded(tokens.shape[0]) - tokens.shape[0]
+    tokens = torch.nn.functional.pad(tokens, (0, missing)) if missing else tokens
     if num_shards("vocab") == 1:
         return constrain(ops.embed(tokens, table), "tokens", None)
-    x = shard_map(_own_rows, [(tokens, (None,)), (table, ("vocab", None))], Sum("vocab"))
+    x = shard_map(_local_rows, [(tokens, (None,)), (table, ("vocab", None))], Sum("vocab"))
     return constrain(x, "tokens", None)
 
 
-def _own_rows(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rows this device has, zeros for those it has not."""
+def _local_rows(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of this device's part of the table, zeros for tokens of other parts."""
     index = tokens - axis_index("vocab") * table.shape[0]
-    mine = (index >= 0) & (index < table.shape[0])
-    rows: torch.Tensor = ops.embed(torch.where(mine, index, 0), table)
-    return torch.where(mine[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    is_local = (index >= 0) & (index < table.shape[0])
+    rows: torch.Tensor = ops.embed(torch.where(is_local, index, 0), table)
+    return torch.where(is_local[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))

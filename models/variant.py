@@ -1,4 +1,4 @@
-"""Turns a deployment's choices into how one model holds its parameters: repeated key heads, quantised matrices, state types."""
+"""How a deployment stores a model's parameters and state: copies of key-value heads, quantised formats, dtype of recurrent state."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import torch
 
 from ..graphs.errors import SpecError
 
-# Which matrices a published recipe quantises; everything else stays in the computing type.
+# Only matrices that published recipes quantise; all others keep the compute dtype.
 SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a8", "w8a8"), "w4a8": ("w8a8", "w4a8")}
-"""Quantisation name to the formats of the attention projections (query, key, value) and of the routed experts."""
-
+"""Name of a quantisation -> formats of the attention projections (query, key, value) and of the routed experts."""
 
 MOST_DISPATCHED = 256
-"""Above the largest decode step of a device in any published deployment, and below any prefill chunk: the exchange window grows with it
-(9 GiB at 512 tokens for 512 experts of width 4096). The NPU's operator takes at most 512 (aclnnMoeDistributeDispatchV2, constraints)."""
+"""More tokens than a device decodes per step in any published deployment, and fewer than any prefill chunk has. The exchange window grows
+with it: 9 GiB at 512 tokens for 512 experts of width 4096. The NPU's operator takes at most 512 (aclnnMoeDistributeDispatchV2)."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How parameters and state are held. It changes layouts and, where it quantises, digits; never what a model computes.
+    """How parameters and state are stored. Apart from rounding, where it quantises, it never changes what a model computes.
 
     Attributes:
-        kv_repeat: copies of each key-value head, side by side: more devices than heads each hold one.
+        kv_repeat: adjacent copies of each key-value head, so that each of more devices than heads has one.
         attention: "plain", or "w8a8": int8 matrices [K, N] with f32 scales [N], int8 activations scaled per token.
         experts: "plain" ([E, 2, F, M], fused for one device), "grouped" ([E, M, 2F], as grouped products read them),
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
-        recurrent: type of the recurrent state pools.
-        most_dispatched: tokens a device may send in one dispatch to the experts' devices; more are gathered instead. 0 never
-            dispatches.
+        recurrent: dtype of the recurrent state pools.
+        most_dispatched: most tokens that a device dispatches to the experts' devices in one step; where it has more, tokens are gathered
+            instead. 0 never dispatches.
     """
 
     kv_repeat: int = 1
@@ -40,7 +39,7 @@ class Variant:
 
     @staticmethod
     def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
-        """The variant of a named scheme; `grouped` says that experts are spread over devices.
+        """The variant of a named scheme; `grouped`: experts are spread over devices.
 
         Raises:
             SpecError: there is no such scheme.
@@ -52,4 +51,4 @@ class Variant:
 
 
 PLAIN = Variant()
-"""Parameters as a checkpoint holds them."""
+"""Parameters as a checkpoint stores them."""

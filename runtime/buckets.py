@@ -1,4 +1,4 @@
-"""Turns rows of live work into the padded arrays of one bucket."""
+"""Choice of the bucket that a step runs in, and the padded input arrays of that step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DTYPES = {torch.int32: np.int32, torch.float32: np.float32}
 
 
 class PrefillRow(NamedTuple):
-    """One request's share of a prefill step, with the pages, slot and seat it uses.
+    """One request's chunk in a prefill step, with the pages and slots that it reads and writes.
 
     Attributes:
-        tokens: its new tokens, 1 to q_len of them.
-        start: position of the first new token = tokens of the request already in the cache.
-        pages: ids of its pages, in order of position; they hold start + len(tokens) tokens at least.
-        slot: state slot to start from, and where the state after the last token goes.
-        seat: what the request's first decode step starts from is left there.
-        next_token: the known token after the last new one; -1 where that one is sampled.
-        sampling: how it is picked.
-        uniform: random number in [0, 1) that picks it; greedy needs none.
-        logprobs: whether log probabilities are wanted.
+        tokens: the chunk, 1 to q_len tokens.
+        start: position of the first of them: how many tokens of the request are in the cache already.
+        pages: ids of its pages in order of position, at least enough for start + len(tokens) tokens.
+        slot: state slot to start from, and to write the state after the last token to.
+        seat: request slot that its first decode step starts from.
+        next_token: the prompt's token after the chunk; -1 where that token is sampled.
+        sampling: parameters of the sampled token.
+        uniform: random number in [0, 1) of the sampled token; greedy sampling needs none.
+        logprobs: whether the request asked for log probabilities.
     """
 
     tokens: Sequence[int]
@@ -47,17 +47,18 @@ class PrefillRow(NamedTuple):
 
 
 class DecodeRow(NamedTuple):
-    """One request's share of a decode step, with the pages and slots it uses; tokens and position are in its seat.
+    """One request in a decode step, with the pages and slots that it reads and writes; its request slot holds tokens and position.
 
     Attributes:
-        seat: where the step starts from.
-        base: smallest position at which it can start.
-        pages: ids of its pages, in order of position; they hold all that is written from `base` on, at least.
+        seat: request slot that the step starts from.
+        base: smallest position at which it can start, for all the host knows.
+        pages: ids of its pages in order of position, at least enough for every token that can be written from `base` on.
         slots: all state slots of the request, in the same order at every step.
         drafts: how many of its drafts are verified, 0 to k.
-        sampling: how its tokens are picked.
-        uniforms: random numbers in [0, 1) of the 2Q-1 tokens that can be sampled after positions base, base + 1, ...; greedy needs none.
-        logprobs: whether log probabilities are wanted.
+        sampling: parameters of the sampled tokens.
+        uniforms: random numbers in [0, 1) of the 2Q-1 tokens that can be sampled after positions base, base + 1, ...; greedy sampling
+            needs none.
+        logprobs: whether the request asked for log probabilities.
     """
 
     seat: int
@@ -80,14 +81,14 @@ def of_kind(buckets: Iterable[Bucket], kind: str) -> tuple[Bucket, ...]:
     Raises:
         SpecError: when there is none.
     """
-    found = tuple(sorted(b for b in buckets if b.kind == kind))
-    if not found:
+    matching = tuple(sorted(b for b in buckets if b.kind == kind))
+    if not matching:
         raise SpecError(f"no {kind} bucket among {[b.name for b in buckets]}; serving needs at least one of each kind")
-    return found
+    return matching
 
 
 def choose(buckets: Iterable[Bucket], live: int) -> Bucket:
-    """The decode bucket with the smallest batch that holds `live` rows; the largest when none does, and the caller splits.
+    """The decode bucket with the smallest batch that holds `live` rows; the largest when none does, and the caller splits the rows.
 
     Raises:
         SpecError: when there is no decode bucket, or `live` is below 1.
@@ -178,11 +179,11 @@ def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limi
     Q, live = bucket.q_len, slice(0, len(rows))
     for i, row in enumerate(rows):
         if len(row.slots) != Q or len(row.uniforms) not in (0, 2 * Q - 1):
-            given = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
-            raise SpecError(f"a row of {given} for {bucket.name}; legal is {Q} slots, and {2 * Q - 1} uniforms or none")
+            sizes = f"{len(row.slots)} slots and {len(row.uniforms)} uniforms"
+            raise SpecError(f"a row of {sizes} for {bucket.name}; legal is {Q} slots, and {2 * Q - 1} uniforms or none")
         if not 0 <= row.drafts < Q:
             raise SpecError(f"a row of {row.drafts} drafts for {bucket.name}; legal is 0 to {Q - 1}")
-        # From base on: all candidates, and the drafts after the last of them.
+        # From base on the step writes Q candidates, and the draft head the drafts after the last of them.
         _check_pages(row.pages, min(row.base + 2 * Q - 1, limits.max_model_len), limits)
         arrays["write_slots"][i] = row.slots
         arrays["uniform"][i, : len(row.uniforms)] = row.uniforms

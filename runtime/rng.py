@@ -1,4 +1,4 @@
-"""Random numbers of a request: each depends on the request's seed and the index of the token alone."""
+"""Counter-based random numbers: a request's seed and the index of a token give a number, whatever batch the token is sampled in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def splitmix64(value: int) -> int:
 
 
 def random_number(seed: int, index: int) -> float:
-    """The uniform number in [0, 1) that picks generated token `index` of a request with this seed.
+    """The random number in [0, 1) that token `index` of the output of a request with this seed is sampled with.
 
-    It has 24 bits, so it is exact in float32 and never rounds to 1. Seeds that agree modulo 2**64 are the same seed.
+    It has 24 bits: exact in float32, which would round some longer ones to 1. Seeds count modulo 2**64.
     """
-    # Mix the seed first; otherwise the streams of two seeds would be shifted copies of each other.
+    # Without mixing the seed first, the streams of two seeds could be shifted copies of each other.
     bits = splitmix64((splitmix64(seed & MASK) + index * GOLDEN) & MASK) >> (64 - BITS)
     return bits / (1 << BITS)

@@ -98,5 +98,5 @@ def test_experts_held_whole_are_not_split():
     params = avals(feed_forward.moe_params(config, torch.float32, "at."))
     x = {"x": Aval((4, config.hidden_size), torch.float32)}
     program = Program("mlp", Bucket("prefill", 1, 4), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
-    with pytest.raises(ModelError, match=r"experts are held 'grouped', each whole; the layout splits each in 2: legal is 'plain'"):
+    with pytest.raises(ModelError, match=r"experts are stored as 'grouped', each whole; the layout splits each in 2: legal is 'plain'"):
         partition(program, Mesh.parse("tp=2"), Rules.of({"expert_ffn": "tp", "shared_ffn": "tp"}))

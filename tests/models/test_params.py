@@ -37,8 +37,3 @@ def test_one_seed_gives_one_model():
     other = initialise(PARAMS, torch.Generator().manual_seed(6))
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tree.flatten(first), tree.flatten(again), strict=True))
     assert not torch.equal(first["a"][0], other["a"][0])
-
-
-def test_dtype_can_be_overridden_for_all():
-    drawn = initialise(PARAMS, torch.Generator().manual_seed(0), torch.float64)
-    assert {tensor.dtype for _, tensor in tree.flatten(drawn)} == {torch.float64}

@@ -198,5 +198,5 @@ def sampled(given: Sequence[dict[str, torch.Tensor]], batch: int) -> list[dict[s
 def test_quantised_experts_are_not_split() -> None:
     """Their products are not: each device would hold all of them, and the sum would count them once a device."""
     fleet = fleets.Fleet(fleets.model(W8), Mesh.parse("tp=2"), expert_parallel=False)
-    with pytest.raises(ModelError, match=r"experts are held 'w8a8', each whole; the layout splits each in 2: legal is 'plain'"):
+    with pytest.raises(ModelError, match=r"experts are stored as 'w8a8', each whole; the layout splits each in 2: legal is 'plain'"):
         fleet.partitioned(fleets.Bucket("decode", 2, 1))

@@ -75,7 +75,7 @@ def test_of_how_many_tokens_log_probabilities_are_told_is_what_the_outputs_hold(
 
 
 DEVICE_ENTRY = replace(
-    ENTRY, eager=None, compiled=Compiled("ge", "graphs/c.ge", "k" * 64), verified={}, plan="p" * 64, census={"MatMul": 3, "Add": 1}
+    ENTRY, eager=None, compiled=Compiled("ge", "graphs/c.ge", "k" * 64), verified={}, stamp="p" * 64, census={"MatMul": 3, "Add": 1}
 )
 DEVICE = replace(
     MANIFEST,
