@@ -65,8 +65,8 @@ class _Step:
         Q, start = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
         step = {**inputs, **start._asdict()}
         hidden, state, intermediates = self._forward(params, state, step)
-        uniforms = request_slots.uniforms(inputs, start.starts, Q)
-        sampled = self._sample(params, sequence_parallel.whole(hidden, self.bucket.tokens), inputs, uniforms)
+        hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
+        sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.starts, Q))
         counts = ops.accept(sampled["tokens"], start.tokens, start.lengths)
         accepted = (counts - 1).clamp(min=0)
         last = sampled["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
