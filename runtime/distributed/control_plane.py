@@ -26,7 +26,7 @@ STALLED_S = 5 * HEARTBEAT_S
 
 
 class RankError(NpucompileError):
-    """Raised when the ranks do not fit each other, or one of them is lost; no step can run after that."""
+    """Raised when the ranks do not match, or one of them is lost; no step can run after that."""
 
 
 class FailureReport(NamedTuple):
@@ -98,11 +98,11 @@ class ControlPlane:
                 self.fail(missing[0], f"no {kind} from rank {late} within {timeout_s:g} s", lost=False)
                 answer = None
             if answer is None:
-                raise self.wait_failure()
+                raise self.concluded_failure()
             rank, message = answer
             if message.kind != kind or rank in messages or rank not in ranks:
                 self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", lost=False)
-                raise self.wait_failure()
+                raise self.concluded_failure()
             messages[rank] = message
         return messages
 
@@ -121,7 +121,7 @@ class ControlPlane:
         self._failed.wait(timeout_s)
         return self.failure
 
-    def wait_failure(self) -> RankError:
+    def concluded_failure(self) -> RankError:
         """The failure that was just reported, once its cause is concluded."""
         self._failed.wait()
         assert self.failure is not None
@@ -134,7 +134,7 @@ class ControlPlane:
             RankError: the failure.
         """
         if self._reports:
-            raise self.wait_failure()
+            raise self.concluded_failure()
 
     def close(self) -> None:
         """Sends "stop" to all ranks and closes the connections."""

@@ -186,7 +186,7 @@ def _mismatch(
         return None
     unknown = "not known"
     values = [f"{name} is {other.get(name, unknown)} on rank {rank} and {identity.get(name, unknown)} on rank 0" for name in different]
-    return f"the ranks do not fit each other: {'; '.join(values)}; all must run the same artifact with the same versions"
+    return f"the ranks do not match: {'; '.join(values)}; all must run the same artifact with the same versions"
 
 
 def _late(connections: Mapping[int, socket.socket], config: RendezvousConfig, deadline: float) -> str | None:

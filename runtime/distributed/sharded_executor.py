@@ -123,5 +123,5 @@ class ShardedExecutor:
         failure = self.control_plane.wait_for_failure()
         if failure is None:
             self.control_plane.fail(0, f"{bucket.name}: {error_text(error)}", lost=False)
-            failure = self.control_plane.wait_failure()
+            failure = self.control_plane.concluded_failure()
         return failure

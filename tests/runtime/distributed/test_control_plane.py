@@ -81,21 +81,21 @@ def test_the_dead_are_blamed_before_those_who_noticed(world):
     one.far[1].sendall(encode("failed", message="connection closed by peer"))
     time.sleep(0.05)
     one.far[3].close()
-    assert "rank 3 of mesh dp=2,tp=2 was lost" in str(one.control_plane.wait_failure())
+    assert "rank 3 of mesh dp=2,tp=2 was lost" in str(one.control_plane.concluded_failure())
 
 
 def test_who_says_why_it_ends_is_believed(world):
     one = world()
     one.far[1].sendall(encode("failed", message="decode: no memory"))
     one.far[1].close()
-    assert str(one.control_plane.wait_failure()) == "rank 1 of mesh dp=2,tp=2 failed: decode: no memory; all ranks end"
+    assert str(one.control_plane.concluded_failure()) == "rank 1 of mesh dp=2,tp=2 failed: decode: no memory; all ranks end"
 
 
 def test_who_stands_still_is_blamed_before_those_who_waited(world, monkeypatch):
     one = world()
     monkeypatch.setattr(one.control_plane._peers[2], "_received_s", time.monotonic() - 42)
     one.control_plane.fail(0, "decode: timed out", lost=False)
-    assert "rank 2 of mesh dp=2,tp=2 was lost: it has been silent for 42 s" in str(one.control_plane.wait_failure())
+    assert "rank 2 of mesh dp=2,tp=2 was lost: it has been silent for 42 s" in str(one.control_plane.concluded_failure())
 
 
 def test_a_rank_may_be_late(world):

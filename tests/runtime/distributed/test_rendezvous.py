@@ -69,7 +69,7 @@ def test_ranks_that_fit_are_connected(first):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"artifact": "xyz"}, "the ranks do not fit each other: artifact is xyz on rank 2 and abc on rank 0; all must run the same"),
+        ({"artifact": "xyz"}, "the ranks do not match: artifact is xyz on rank 2 and abc on rank 0; all must run the same"),
         ({"torch version": "3", "mesh": "tp=4"}, "mesh is tp=4 on rank 2 and tp=3 on rank 0; torch version is 3 on rank 2 and 2 on rank 0"),
         ({"extra": "1"}, "extra is 1 on rank 2 and not known on rank 0"),
     ],

@@ -152,7 +152,7 @@ def test_what_cannot_be_run_is_refused_and_nobody_is_asked(cluster):
 def test_a_rank_that_is_not_ready_ends_the_wait(cluster):
     one = cluster("tp=2")
     one.far[1].sendall(encode("failed", message="getting ready: no weights"))
-    assert "rank 1 of mesh tp=2 failed: getting ready: no weights" in str(one.control_plane.wait_failure())
+    assert "rank 1 of mesh tp=2 failed: getting ready: no weights" in str(one.control_plane.concluded_failure())
     with pytest.raises(RankError, match="no weights"):
         one.executor()
 
