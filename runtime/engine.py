@@ -64,7 +64,7 @@ class Engine:
         self._run_ahead = allowed if run_ahead is None else run_ahead
         if not 0 <= self._run_ahead <= min(allowed, 1):
             raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
-        self._executor, self._clock = executor, clock
+        self.executor, self._clock = executor, clock
         self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
         self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
@@ -87,8 +87,8 @@ class Engine:
         Raises:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
-        limits = self._executor.limits
-        admission.check(request, limits, self._executor.vocab_size, self._executor.max_logprobs)
+        limits = self.executor.limits
+        admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:
@@ -206,10 +206,10 @@ class Engine:
         return {
             "num_requests_running": running,
             "num_requests_waiting": live - running,
-            "kv_cache_usage_perc": sum(group.used_pages for group in groups) / (len(groups) * (self._executor.limits.num_pages - 1)),
+            "kv_cache_usage_perc": sum(group.used_pages for group in groups) / (len(groups) * (self.executor.limits.num_pages - 1)),
             **counters,
-            "compiles_after_ready_total": self._executor.compiles(),
-            "backends": dict(self._executor.backends),
+            "compiles_after_ready_total": self.executor.compiles(),
+            "backends": dict(self.executor.backends),
         }
 
     def check(self) -> None:
@@ -243,7 +243,7 @@ class Engine:
             return
         self._refreshed_s = now_s
         try:
-            if self._executor.refresh():
+            if self.executor.refresh():
                 log.info("new executables were loaded")
         except RankError:
             raise
@@ -263,7 +263,7 @@ class Engine:
             self._state = state
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
         try:
-            self._in_flight.append((step, self._executor.launch(step.bucket, inputs)))
+            self._in_flight.append((step, self.executor.launch(step.bucket, inputs)))
         except RankError:
             raise
         except Exception as error:
@@ -275,7 +275,7 @@ class Engine:
         """Waits for the oldest step in flight, commits its results and sends the events."""
         step, pending = self._in_flight.popleft()
         try:
-            results = step_outputs.read_outputs(pending.result(), step, self._state, self._executor.vocab_size)
+            results = step_outputs.read_outputs(pending.result(), step, self._state, self.executor.vocab_size)
         except RankError:
             raise
         except Exception as error:

@@ -62,7 +62,7 @@ class Request:
 
 
 class ExecutionRecord(NamedTuple):
-    """Where the time of one request went.
+    """How one request was served: its times, steps and drafts.
 
     Attributes:
         queue_ms: from submission to first step.

@@ -1,1 +1,1 @@
-"""Ranks of one job: rendezvous, process groups, control plane, workers."""
+"""Serving on several ranks: rendezvous, process groups, control plane, workers."""

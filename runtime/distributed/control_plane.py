@@ -1,7 +1,8 @@
-"""Turns the links of rank 0 to all other ranks into one job: what they answer, and the first reason why it cannot go on.
+"""Rank 0's control plane: messages to and from all other ranks, and the failure that ends them.
 
-One rank that ends brings others down with it, so what is told first need not be the cause: for a moment after the first bad news
-more is gathered, and a rank that ended without a word is blamed before one that reports an error, which may be that it lost the other.
+One rank that ends brings others down with it, so the first failure reported need not be the cause. For a moment after the first
+report more are gathered; a rank that ended without a report is blamed before one that reports an error, because that error may be the
+loss of the other rank.
 """
 
 from __future__ import annotations
@@ -15,178 +16,178 @@ from typing import NamedTuple
 
 from ...graphs.errors import NpucompileError
 from ...graphs.types import Mesh
-from .messages import Message, encode
-from .peer import BEAT_S, SILENCE_S, Link
+from .messages import RankMessage, encode
+from .peer import HEARTBEAT_S, SILENCE_S, Peer
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.4
-STILL_S = 5 * BEAT_S
+STALLED_S = 5 * HEARTBEAT_S
 
 
 class RankError(NpucompileError):
-    """Raised when the ranks of a job do not fit each other, or one of them is lost; no step can run after that."""
+    """Raised when the ranks do not match, or one of them is lost; no step can run after that."""
 
 
-class News(NamedTuple):
-    """Something that ends the job.
+class FailureReport(NamedTuple):
+    """A reason why the ranks cannot continue.
 
     Attributes:
-        gone: the rank ended, or fell silent, without saying why.
+        lost: the rank ended, or fell silent, without a report of its own.
     """
 
     rank: int
     text: str
-    gone: bool
+    lost: bool
 
 
-class Job:
-    """Rank 0's end of every link. Any thread may call it.
+class ControlPlane:
+    """Rank 0's connections to all other ranks. Any thread may call it.
 
     Args:
         mesh: of all ranks.
-        peers: a connected socket for every rank but 0.
-        how_it_ended: for a rank that is gone, what its process left ("killed by SIGKILL"); None when that is not known.
-        on_failure: called once, from a thread of the job, with what ended it.
+        connections: a connected socket for every rank but 0.
+        exit_reason: how the process of a lost rank ended ("killed by SIGKILL"); None if that is not known.
+        on_failure: called once, from a thread of the control plane, with the failure.
         silence_s: how long a rank may be silent.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        peers: Mapping[int, socket.socket],
+        connections: Mapping[int, socket.socket],
         *,
-        how_it_ended: Callable[[int], str | None] = lambda _: None,
+        exit_reason: Callable[[int], str | None] = lambda _: None,
         on_failure: Callable[[RankError], None] = lambda _: None,
         silence_s: float = SILENCE_S,
     ) -> None:
         self.mesh = mesh
         self.failure: RankError | None = None
-        self._how_it_ended, self._on_failure = how_it_ended, on_failure
-        self._answers: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
-        self._news: list[News] = []
+        self._exit_reason, self._on_failure = exit_reason, on_failure
+        self._answers: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
+        self._reports: list[FailureReport] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._closing = False
-        self._links = {rank: self._link(rank, stream, silence_s) for rank, stream in peers.items()}
-        for link in self._links.values():
-            link.start()
+        self._peers = {rank: self._peer(rank, stream, silence_s) for rank, stream in connections.items()}
+        for peer in self._peers.values():
+            peer.start()
 
     @property
     def ranks(self) -> Sequence[int]:
         """All ranks but 0."""
-        return tuple(self._links)
+        return tuple(self._peers)
 
     def send(self, rank: int, frame: bytes) -> None:
-        """Sends a frame of `wire.encode` to one rank."""
-        self._links[rank].send_frame(frame)
+        """Sends a frame of `messages.encode` to one rank."""
+        self._peers[rank].send_frame(frame)
 
-    def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None) -> dict[int, Message]:
+    def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None) -> dict[int, RankMessage]:
         """Waits for one message of this kind from each of these ranks.
 
         Raises:
-            RankError: when the job fails meanwhile, a rank says something else, or the time is over.
+            RankError: when the ranks fail meanwhile, a rank sends another message, or the time is over.
         """
-        found: dict[int, Message] = {}
-        while missing := [rank for rank in ranks if rank not in found]:
+        messages: dict[int, RankMessage] = {}
+        while missing := [rank for rank in ranks if rank not in messages]:
             self.check()
             try:
                 answer = self._answers.get(timeout=timeout_s)
             except queue.Empty:
                 late = ", ".join(map(str, missing))
-                self.fail(missing[0], f"no {kind} from rank {late} within {timeout_s:g} s", gone=False)
+                self.fail(missing[0], f"no {kind} from rank {late} within {timeout_s:g} s", lost=False)
                 answer = None
             if answer is None:
-                raise self.wait_failure()
+                raise self.concluded_failure()
             rank, message = answer
-            if message.kind != kind or rank in found or rank not in ranks:
-                self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", gone=False)
-                raise self.wait_failure()
-            found[rank] = message
-        return found
+            if message.kind != kind or rank in messages or rank not in ranks:
+                self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", lost=False)
+                raise self.concluded_failure()
+            messages[rank] = message
+        return messages
 
-    def fail(self, rank: int, text: str, *, gone: bool) -> None:
-        """Records what ends the job; the first call starts the end."""
+    def fail(self, rank: int, text: str, *, lost: bool) -> None:
+        """Reports a failure; the first report starts the shutdown."""
         with self._lock:
             if self._closing:
                 return
-            self._news.append(News(rank, text, gone))
-            first = len(self._news) == 1
+            self._reports.append(FailureReport(rank, text, lost))
+            first = len(self._reports) == 1
         if first:
-            threading.Thread(target=self._conclude, name="npucompile-job", daemon=True).start()
+            threading.Thread(target=self._conclude, name="npucompile-control-plane", daemon=True).start()
 
-    def failing(self, settle_s: float = 2 * SETTLE_S) -> RankError | None:
-        """The failure, if there is one or news of one comes within this time."""
-        self._failed.wait(settle_s)
+    def wait_for_failure(self, timeout_s: float = 2 * SETTLE_S) -> RankError | None:
+        """The failure, if there is one or one is concluded within this time."""
+        self._failed.wait(timeout_s)
         return self.failure
 
-    def wait_failure(self) -> RankError:
-        """The failure that was just recorded, once it is known whose it is."""
+    def concluded_failure(self) -> RankError:
+        """The failure that was just reported, once its cause is concluded."""
         self._failed.wait()
         assert self.failure is not None
         return self.failure
 
     def check(self) -> None:
-        """Returns while the job can go on.
+        """Returns while no failure is reported.
 
         Raises:
-            RankError: what ended it.
+            RankError: the failure.
         """
-        if self._news:
-            raise self.wait_failure()
+        if self._reports:
+            raise self.concluded_failure()
 
     def close(self) -> None:
-        """Tells all ranks to end, and lets go of them."""
+        """Sends "stop" to all ranks and closes the connections."""
         with self._lock:
             self._closing = True
-        for link in self._links.values():
-            link.send("stop")
-        for link in self._links.values():
-            link.close()
+        for peer in self._peers.values():
+            peer.send("stop")
+        for peer in self._peers.values():
+            peer.close()
 
-    def _link(self, rank: int, stream: socket.socket, silence_s: float) -> Link:
+    def _peer(self, rank: int, stream: socket.socket, silence_s: float) -> Peer:
         def lost(reason: str) -> None:
-            self.fail(rank, reason, gone=True)
+            self.fail(rank, reason, lost=True)
 
-        def arrived(message: Message) -> None:
+        def received(message: RankMessage) -> None:
             if message.kind == "failed":
-                self.fail(rank, str(message.fields.get("message")), gone=False)
+                self.fail(rank, str(message.fields.get("message")), lost=False)
             else:
                 self._answers.put((rank, message))
 
-        return Link(stream, arrived, lost, silence_s=silence_s)
+        return Peer(stream, received, lost, silence_s=silence_s)
 
     def _conclude(self) -> None:
         threading.Event().wait(SETTLE_S)
         with self._lock:
-            news = list(self._news)
-        said = {one.rank for one in news if not one.gone}
-        # A rank that stands still closes nothing: the others only tell that they waited for too long.
-        still = [
-            News(rank, f"it has been silent for {link.silent_s:.0f} s", True)
-            for rank, link in self._links.items()
-            if rank not in said and link.silent_s > STILL_S
+            reports = list(self._reports)
+        reported = {report.rank for report in reports if not report.lost}
+        # A stalled rank closes nothing: the others only report that they waited too long.
+        stalled = [
+            FailureReport(rank, f"it has been silent for {peer.silent_s:.0f} s", True)
+            for rank, peer in self._peers.items()
+            if rank not in reported and peer.silent_s > STALLED_S
         ]
-        cause = next((one for one in (*news, *still) if one.gone and one.rank not in said), news[0])
-        self.failure = RankError(self._told(cause))
+        cause = next((report for report in (*reports, *stalled) if report.lost and report.rank not in reported), reports[0])
+        self.failure = RankError(self._describe(cause))
         abort = encode("abort", message=str(self.failure))
-        for rank, link in self._links.items():
+        for rank, peer in self._peers.items():
             if rank != cause.rank:
-                link.send_frame(abort)
+                peer.send_frame(abort)
         self._failed.set()
         self._answers.put(None)
         try:
             self._on_failure(self.failure)
         except Exception:
-            log.exception("the end of the job could not be told")
+            log.exception("the callback for the failure raised")
 
-    def _told(self, cause: News) -> str:
-        if not cause.gone:
+    def _describe(self, cause: FailureReport) -> str:
+        if not cause.lost:
             return f"rank {cause.rank} of mesh {self.mesh} failed: {cause.text}; all ranks end"
-        how = self._how_it_ended(cause.rank)
-        return f"rank {cause.rank} of mesh {self.mesh} {f'died: {how}' if how else f'was lost: {cause.text}'}; all ranks end"
+        reason = self._exit_reason(cause.rank)
+        return f"rank {cause.rank} of mesh {self.mesh} {f'died: {reason}' if reason else f'was lost: {cause.text}'}; all ranks end"
 
 
-def plain(error: BaseException) -> str:
-    """An error as one rank tells it to another."""
+def error_text(error: BaseException) -> str:
+    """An error as one rank reports it to another."""
     return str(error) if isinstance(error, NpucompileError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Turns a connected socket into messages both ways, and its end into one call that says why.
+"""The connection to one other rank: messages both ways, and one callback with the reason when it is lost.
 
-A thread reads, so that a peer's end is seen while this process waits for something else: a collective, or a request. It also
-sends a beat every second, so that a peer whose machine or network is gone, and that closes nothing, is missed too.
+A thread reads, so that the end of the other rank is seen while this process waits in a collective or for a request. The thread also
+sends a heartbeat every second; a rank whose machine or network is gone closes nothing, and is lost when its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -15,73 +15,74 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .messages import Frames, Message, encode
+from .messages import FrameDecoder, RankMessage, encode
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
-"""How long a peer may send nothing, not even a beat, before it counts as lost."""
+"""How long a peer may send nothing, not even a heartbeat, before it counts as lost."""
 
 READ_BYTES = 1 << 18
-BEAT = "beat"
+HEARTBEAT = "heartbeat"
+"""Kind of the message that keeps a connection alive."""
 
 
-class Link:
-    """One peer. `send` may be called from any thread; both callbacks come from the reading thread.
+class Peer:
+    """Another rank. `send` may be called from any thread; both callbacks come from the reading thread.
 
     Args:
-        stream: connected; the link closes it.
-        on_message: called with every message but beats, in order.
-        on_lost: called at most once, with what happened, when the peer is gone and `close` was not called.
-        silence_s: how long the peer may be silent.
-        beat_s: how often a beat is sent.
+        stream: connected; closed by `close`.
+        on_message: called with every message but heartbeats, in order.
+        on_lost: called at most once, with the reason, when the other rank is gone and `close` was not called.
+        silence_s: how long the other rank may be silent.
+        heartbeat_s: time between two heartbeats sent.
     """
 
     def __init__(
         self,
         stream: socket.socket,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[RankMessage], None],
         on_lost: Callable[[str], None],
         *,
         silence_s: float = SILENCE_S,
-        beat_s: float = BEAT_S,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._stream, self._on_message, self._on_lost = stream, on_message, on_lost
-        self._silence_s, self._beat_s = silence_s, beat_s
+        self._silence_s, self._heartbeat_s = silence_s, heartbeat_s
         self._sending = threading.Lock()
-        self._ended = threading.Lock()
-        self._over = False
-        self._heard = time.monotonic()
+        self._state = threading.Lock()
+        self._ended = False
+        self._received_s = time.monotonic()
         stream.settimeout(None)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Sending blocks when a peer no longer reads; that is silence as well.
+        # A send blocks while the other rank does not read; that counts as silence as well.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6)))
-        self._thread = threading.Thread(target=self._read, name="npucompile-link", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="npucompile-peer", daemon=True)
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come, not even a beat."""
-        return time.monotonic() - self._heard
+        """Seconds since anything was received."""
+        return time.monotonic() - self._received_s
 
     def start(self) -> None:
-        """Begins to read; nothing is called before."""
+        """Starts to read; no callback is called before."""
         self._thread.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends one message; a peer that is gone is told to `on_lost`, not raised."""
+        """Sends one message; a lost connection is reported to `on_lost`, not raised."""
         self.send_frame(encode(kind, **fields))
 
     def send_frame(self, frame: bytes) -> None:
-        """Sends what `wire.encode` made, as `send` does."""
+        """Sends a frame of `messages.encode`, as `send` does."""
         try:
             with self._sending:
                 self._stream.sendall(frame)
         except OSError as error:
-            self._end(_said(error, self._silence_s))
+            self._end(_reason(error, self._silence_s))
 
     def close(self) -> None:
-        """Ends the link from this side; `on_lost` is not called for it."""
-        with self._ended:
-            self._over = True
+        """Closes the connection; `on_lost` is not called for it."""
+        with self._state:
+            self._ended = True
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -89,53 +90,53 @@ class Link:
         self._stream.close()
 
     def _end(self, reason: str) -> None:
-        with self._ended:
-            first, self._over = not self._over, True
+        with self._state:
+            first, self._ended = not self._ended, True
         if first:
             self._on_lost(reason)
 
     def _read(self) -> None:
         try:
-            self._read_until_the_end()
+            self._read_until_end()
         except Exception as error:
-            # Whatever it is, a link that no longer reads must not look alive.
-            self._end(_said(error, self._silence_s))
+            # Whatever the error, a connection that is no longer read must not look alive.
+            self._end(_reason(error, self._silence_s))
 
-    def _read_until_the_end(self) -> None:
-        frames, ready = Frames(), select.poll()
-        ready.register(self._stream, select.POLLIN)
-        self._heard = beaten = time.monotonic()
-        while not self._over:
-            arrived = ready.poll(self._beat_s * 1e3)
-            if arrived:
+    def _read_until_end(self) -> None:
+        decoder, poll = FrameDecoder(), select.poll()
+        poll.register(self._stream, select.POLLIN)
+        self._received_s = sent_s = time.monotonic()
+        while not self._ended:
+            readable = poll.poll(self._heartbeat_s * 1e3)
+            if readable:
                 data = self._stream.recv(READ_BYTES)
                 if not data:
                     self._end("it closed its connection")
                     return
-                for message in frames.feed(data):
-                    if message.kind != BEAT:
+                for message in decoder.feed(data):
+                    if message.kind != HEARTBEAT:
                         self._on_message(message)
             now = time.monotonic()
-            # Read first: after a pause of this process itself, what the peer sent lies there.
-            if arrived:
-                self._heard = now
+            # Check for silence only after reading: if this process itself was paused, data is waiting in the socket.
+            if readable:
+                self._received_s = now
             elif self.silent_s > self._silence_s:
                 self._end(f"it has been silent for {self.silent_s:.0f} s")
                 return
-            if now - beaten >= self._beat_s:
-                beaten = now
-                self._beat()
+            if now - sent_s >= self._heartbeat_s:
+                sent_s = now
+                self._send_heartbeat()
 
-    def _beat(self) -> None:
-        # Whoever is sending proves as much; waiting for them would stop the reading.
+    def _send_heartbeat(self) -> None:
+        # A send in progress proves life just as well, and waiting for it would stop the reading.
         if self._sending.acquire(blocking=False):
             try:
-                self._stream.sendall(encode(BEAT))
+                self._stream.sendall(encode(HEARTBEAT))
             finally:
                 self._sending.release()
 
 
-def _said(error: Exception, silence_s: float) -> str:
+def _reason(error: Exception, silence_s: float) -> str:
     if isinstance(error, BlockingIOError):
         return f"it has read nothing for {silence_s:g} s"
     return f"its connection failed: {error}"

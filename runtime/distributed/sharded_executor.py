@@ -1,7 +1,7 @@
-"""Turns the ranks of a job into one executor for the engine of rank 0.
+"""The executor of rank 0 over all ranks of a mesh.
 
-A step is one message to every other rank: the bucket, and the inputs of the rank's dp group. The ranks of a tp group hold the same
-outputs, so only the first of each group answers, and only with what the engine reads.
+A step is one message to every other rank: the bucket, and the inputs of the rank's dp group. The ranks of a tp group compute the same
+outputs, so only the first rank of each group returns them, and only those that the engine reads.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from collections.abc import Mapping, Sequence
 
 from ...graphs.types import Bucket, Limits
 from ..executor import Executor, FinishedStep, Inputs, Outputs, check_step
-from .control_plane import Job, RankError, plain
+from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
 OUTPUTS = ("tokens", "counts")
-"""What the engine reads of a step, where its bucket has it."""
+"""Outputs that the engine reads of every step, if its bucket has them."""
 
-LOGPROBS = ("chosen_logprobs", "top_ids", "top_logprobs")
-"""What it reads besides when a row asked for log probabilities."""
+LOGPROB_OUTPUTS = ("chosen_logprobs", "top_ids", "top_logprobs")
+"""Outputs that it also reads when a row asks for log probabilities."""
 
 
-def told(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
-    """Of the outputs of one dp group those that rank 0 wants to know: what has one of these names, and log probabilities where asked."""
-    asked = "logprobs" in inputs and inputs["logprobs"].any()
-    return {name: outputs[name] for name in (*names, *(LOGPROBS if asked else ())) if name in outputs}
+def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
+    """The outputs of one dp group that rank 0 reads: those of these names, and log probabilities if a row asks for them."""
+    asks = "logprobs" in inputs and inputs["logprobs"].any()
+    return {name: outputs[name] for name in (*names, *(LOGPROB_OUTPUTS if asks else ())) if name in outputs}
 
 
 class ShardedExecutor:
-    """All ranks of a job, rank 0 being this process.
+    """All ranks of a mesh; this process is rank 0.
 
     Args:
         local: of rank 0.
-        job: whose other ranks have, or are about to have, an executor each.
-        step_timeout_s: how long the ranks of other dp groups may take longer for a step than this one.
-        outputs: names of what steps return, where their bucket has it; log probabilities are returned wherever a row asks.
+        control_plane: of all other ranks; each of them loads an executor.
+        step_timeout_s: how much longer the ranks of other dp groups may take for a step than this one.
+        outputs: names of the outputs that steps return, if their bucket has them; log probabilities are returned if a row asks.
 
     Raises:
         RankError: another rank could not get ready.
@@ -41,15 +41,15 @@ class ShardedExecutor:
 
     run_ahead = 0
 
-    def __init__(self, local: Executor, job: Job, *, step_timeout_s: float, outputs: Sequence[str] = OUTPUTS) -> None:
-        self.job, self._local, self._step_timeout_s, self._outputs = job, local, step_timeout_s, tuple(outputs)
-        mesh = job.mesh
+    def __init__(self, local: Executor, control_plane: ControlPlane, *, step_timeout_s: float, outputs: Sequence[str] = OUTPUTS) -> None:
+        self.control_plane, self._local, self._step_timeout_s, self._outputs = control_plane, local, step_timeout_s, tuple(outputs)
+        mesh = control_plane.mesh
         self.groups = mesh.axis("dp")
         self._group = {rank: mesh.coordinates(rank)["dp"] for rank in range(mesh.size)}
-        self._first = {group: min(rank for rank, own in self._group.items() if own == group) for group in range(self.groups)}
+        self._first_rank = [min(rank for rank, group in self._group.items() if group == i) for i in range(self.groups)]
         self._steps = 0
-        # Loading may take long; a rank that ends meanwhile, or falls silent, ends the wait.
-        job.gather(job.ranks, "ready", None)
+        # No timeout, because loading may take long; a rank that ends or falls silent meanwhile ends the wait.
+        control_plane.gather(control_plane.ranks, "ready", None)
 
     @property
     def limits(self) -> Limits:
@@ -58,7 +58,7 @@ class ShardedExecutor:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What steps run; B is the number of rows of one dp group."""
+        """What `launch` takes; B is the number of rows of one dp group."""
         return self._local.buckets
 
     @property
@@ -68,7 +68,7 @@ class ShardedExecutor:
 
     @property
     def max_logprobs(self) -> int:
-        """Of how many of the most likely tokens log probabilities are told; 0: none are."""
+        """Number of most likely tokens whose log probabilities steps return; 0 if they return none."""
         return self._local.max_logprobs
 
     @property
@@ -81,46 +81,46 @@ class ShardedExecutor:
 
         Args:
             bucket: one of `buckets`, for all groups.
-            inputs: of every dp group, as `buckets.pack` makes them.
+            inputs: of every dp group, as `buckets.pack` returns them.
 
         Returns:
             The outputs of every dp group.
 
         Raises:
-            SpecError: for a bucket the artifact does not have, or inputs for another number of groups.
+            SpecError: for a bucket that the artifact does not have, or inputs for another number of groups.
             RankError: when a rank failed or is lost, this one included; the ranks end then.
         """
         check_step(self, bucket, inputs)
-        self.job.check()
+        self.control_plane.check()
         self._steps += 1
         frames = [encode("step", step=self._steps, bucket=bucket.name, inputs=dict(arrays)) for arrays in inputs]
-        for rank in self.job.ranks:
-            self.job.send(rank, frames[self._group[rank]])
+        for rank in self.control_plane.ranks:
+            self.control_plane.send(rank, frames[self._group[rank]])
         try:
             (own,) = self._local.launch(bucket, inputs[:1]).result()
         except Exception as error:
-            raise self._failed(bucket, error) from error
-        outputs: list[Outputs] = [told(self._outputs, inputs[0], own)]
-        answers = self.job.gather([self._first[group] for group in range(1, self.groups)], "outputs", self._step_timeout_s)
-        return FinishedStep([*outputs, *(answers[self._first[group]].fields["outputs"] for group in range(1, self.groups))])
+            raise self._failure(bucket, error) from error
+        others = self._first_rank[1:]
+        answers = self.control_plane.gather(others, "outputs", self._step_timeout_s)
+        return FinishedStep([select_outputs(self._outputs, inputs[0], own), *(answers[rank].fields["outputs"] for rank in others)])
 
     def refresh(self) -> bool:
-        """Changes nothing: all ranks keep the executables they started with.
+        """Changes nothing: all ranks keep the executables that they started with.
 
         Raises:
-            RankError: a rank was lost while there was nothing to do.
+            RankError: a rank was lost since the last step.
         """
-        self.job.check()
+        self.control_plane.check()
         return False
 
     def compiles(self) -> int:
         """Of this process."""
         return self._local.compiles()
 
-    def _failed(self, bucket: Bucket, error: Exception) -> RankError:
-        """What made a step fail here: mostly the end of another rank, which a collective noticed first."""
-        found = self.job.failing()
-        if found is None:
-            self.job.fail(0, f"{bucket.name}: {plain(error)}", gone=False)
-            found = self.job.wait_failure()
-        return found
+    def _failure(self, bucket: Bucket, error: Exception) -> RankError:
+        """The cause of an error in a local step: usually the end of another rank, which a collective noticed first."""
+        failure = self.control_plane.wait_for_failure()
+        if failure is None:
+            self.control_plane.fail(0, f"{bucket.name}: {error_text(error)}", lost=False)
+            failure = self.control_plane.concluded_failure()
+        return failure

@@ -133,8 +133,8 @@ def _live(state: SchedulerState) -> list[RequestState]:
 def _drop(
     state: SchedulerState, arrivals: Collection[int], reason: str, now_ms: float, message: str | None = None
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
-    def kept(requests: tuple[RequestState, ...]) -> tuple[RequestState, ...]:
+    def remaining(requests: tuple[RequestState, ...]) -> tuple[RequestState, ...]:
         return tuple(request for request in requests if request.arrival not in arrivals)
 
     events = tuple(request.finish_event(reason, now_ms, message) for request in _live(state) if request.arrival in arrivals)
-    return replace(state, groups=tuple(GroupState(kept(g.waiting), kept(g.running)) for g in state.groups)), events
+    return replace(state, groups=tuple(GroupState(remaining(g.waiting), remaining(g.running)) for g in state.groups)), events

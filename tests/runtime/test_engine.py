@@ -158,13 +158,13 @@ def check_world(toy, world):
             assert pool.free_count == pool.size - 1
     failures = world.device["fail_at"] | world.device["refuse_at"]
     for visit, (request, sink) in zip(world.visits, found, strict=True):
-        compare_with_alone(toy, request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
+        compare_with_reference(toy, request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
     reconcile(served, [sink for _, sink in found])
     served.device.check_order(world.device["run_ahead"])
 
 
-def compare_with_alone(toy, request, sink, limits, *, cancelled=False, failed=False):
-    expected, end = toy.alone(request, limits.max_model_len), sink.end
+def compare_with_reference(toy, request, sink, limits, *, cancelled=False, failed=False):
+    expected, end = toy.reference_run(request, limits.max_model_len), sink.end
     assert end.prompt_tokens == len(request.prompt)
     assert sink.logprobs == expected.logprobs[: len(sink.tokens)]
     if end.reason in ("cancelled", "error"):
@@ -230,7 +230,7 @@ def test_preemption_really_happens_and_changes_nothing(toy, drafts, run_ahead):
     requests = [ask(f"r{i}", (i, 1, 2), max_tokens=18, seed=i, temperature=1.0) for i in range(4)]
     sinks = [served.submit(request) for request in requests]
     served.drain()
-    assert [sink.tokens for sink in sinks] == [toy.alone(request, 24).tokens for request in requests]
+    assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 24).tokens for request in requests]
     assert served.engine.stats()["preemptions_total"] > 0
     assert sinks[0].end.record.preemptions == 0
     assert max(len(sink.end.record.prefill_chunks) for sink in sinks) > 1
@@ -254,7 +254,7 @@ def test_a_record_to_the_letter(toy):
 def test_greedy_needs_no_randomness_and_seeds_matter(toy):
     def tokens(**kinds):
         served = toy.serving()
-        sink = toy.Collect()
+        sink = toy.Collector()
         served.engine.submit(ask(max_tokens=20, **kinds), sink)
         served.drain()
         return sink.tokens
@@ -286,7 +286,7 @@ def test_each_request_has_its_own_number_of_drafts(toy):
     requests = [ask(f"r{i}", (i, 5), 13, speculative_tokens=most) for i, most in enumerate([0, 1, 2, None])]
     sinks = [served.submit(request) for request in requests]
     served.drain()
-    assert [sink.tokens for sink in sinks] == [toy.alone(request, 32).tokens for request in requests]
+    assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 32).tokens for request in requests]
     assert [sink.end.record.acceptance_length for sink in sinks] == [None, 2.0, 3.0, 4.0]
     assert [dict(sink.end.record.decode_steps).get("decode-b4-q4", 0) > 0 for sink in sinks] == [True] * 4
     # Alone, a step gives as many tokens as it verifies and one.
@@ -299,12 +299,12 @@ def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(toy, run_ahe
     for wanted in range(1, 20):
         served = toy.serving(toy.limits_of(4, 40, 4, 32, 7), right=1.0, run_ahead=run_ahead, max_logprobs=2)
         base = ask("length", max_tokens=wanted, logprobs=1)
-        everything = toy.alone(ask(max_tokens=40), 32).tokens
+        everything = toy.reference_run(ask(max_tokens=40), 32).tokens
         requests = [base, ask("stop", max_tokens=40, stop=(everything[wanted],), logprobs=2), ask("context", (1,) * (31 - wanted), 40)]
         sinks = [served.submit(request) for request in requests]
         served.drain()
         for request, sink in zip(requests, sinks, strict=True):
-            compare_with_alone(toy, request, sink, served.device.limits)
+            compare_with_reference(toy, request, sink, served.device.limits)
         assert [sink.end.reason for sink in sinks] == ["length", "stop", "length"]
         reconcile(served, sinks)
 
@@ -343,7 +343,7 @@ def test_nothing_is_launched_for_a_request_that_surely_ends(toy):
 
 def test_what_a_step_says_of_a_request_that_has_ended_is_dropped(toy):
     served = toy.serving(drafts=1, refresh_every_s=None)
-    token = toy.alone(ask(max_tokens=20), 32).tokens[3]
+    token = toy.reference_run(ask(max_tokens=20), 32).tokens[3]
     stopped, cancelled, other = ask("a", max_tokens=20, stop=(token,)), ask("b", (4, 4), 20), ask("c", (5,), 20)
     sinks = [served.submit(request) for request in (stopped, cancelled, other)]
     while len(sinks[1].tokens) < 3:
@@ -354,10 +354,10 @@ def test_what_a_step_says_of_a_request_that_has_ended_is_dropped(toy):
     # Its pages and slots are free at once, and its id may be used again, while a step of it is in flight.
     again = served.submit(ask("b", (7, 8), 6))
     served.drain()
-    assert again.tokens == toy.alone(ask("b", (7, 8), 6), 32).tokens
+    assert again.tokens == toy.reference_run(ask("b", (7, 8), 6), 32).tokens
     assert sinks[0].end.reason == "stop"
-    assert sinks[0].tokens == toy.alone(stopped, 32).tokens
-    assert sinks[2].tokens == toy.alone(other, 32).tokens
+    assert sinks[0].tokens == toy.reference_run(stopped, 32).tokens
+    assert sinks[2].tokens == toy.reference_run(other, 32).tokens
     assert served.engine.stats()["discarded_rows_total"] > 0
     reconcile(served, [*sinks, again])
 
@@ -373,7 +373,7 @@ def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only
     ends = Counter(sink.end.reason for sink in sinks)
     assert ends == {"error": 1, "length": 2}
     for request, sink in zip(requests, sinks, strict=True):
-        compare_with_alone(toy, request, sink, served.device.limits, failed=True)
+        compare_with_reference(toy, request, sink, served.device.limits, failed=True)
     reconcile(served, sinks)
     assert f"run {number} was told to fail" in caplog.text
 
@@ -406,7 +406,7 @@ def test_log_probabilities_are_told_to_whom_asked(toy):
     requests = [ask("none", (1,), 9), ask("chosen", (2,), 9, logprobs=0), ask("some", (3,), 9, logprobs=5, temperature=1.0)]
     sinks = [served.submit(request) for request in requests]
     served.drain()
-    assert [sink.logprobs for sink in sinks] == [toy.alone(request, 32).logprobs for request in requests]
+    assert [sink.logprobs for sink in sinks] == [toy.reference_run(request, 32).logprobs for request in requests]
     assert [len(sink.logprobs) for sink in sinks] == [0, 9, 9]
     assert {len(one.top) for one in sinks[1].logprobs} == {0}
     assert {len(one.top) for one in sinks[2].logprobs} == {5}
@@ -427,8 +427,8 @@ def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy)
     last = served.submit(ask("alone", (5,), 3))
     served.drain()
     assert [memory.rows.total() - had for memory, had in zip(served.device.memories, before, strict=True)] == [3, 0, 0]
-    assert last.tokens == toy.alone(ask("alone", (5,), 3), 32).tokens
-    assert [sink.tokens for sink in sinks] == [toy.alone(ask(f"r{i}", (i, 1), 4, seed=i), 32).tokens for i in range(4)]
+    assert last.tokens == toy.reference_run(ask("alone", (5,), 3), 32).tokens
+    assert [sink.tokens for sink in sinks] == [toy.reference_run(ask(f"r{i}", (i, 1), 4, seed=i), 32).tokens for i in range(4)]
 
 
 def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(toy, caplog):
@@ -439,7 +439,7 @@ def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(
     assert served.engine.stats()["steps_failed_total"] == 1
     last = served.submit(ask("c"))
     served.drain()
-    assert last.tokens == toy.alone(ask("c"), 32).tokens
+    assert last.tokens == toy.reference_run(ask("c"), 32).tokens
 
 
 class Lost:
@@ -474,7 +474,7 @@ def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_
     assert [(sink.end.reason, sink.end.message) for sink in sinks] == [("error", "rank 1 died")] * 2
     assert served.engine.stats()["num_requests_running"] == 0
     with pytest.raises(RequestError, match="takes no new requests: rank 1 died"):
-        served.engine.submit(ask("c"), toy.Collect())
+        served.engine.submit(ask("c"), toy.Collector())
     served.engine.stop()
 
 
@@ -507,11 +507,11 @@ def test_a_lost_rank_is_raised_to_whoever_steps_by_hand(toy):
 def test_a_bad_request_is_refused_and_the_engine_serves_on(toy, request_, param):
     served = toy.serving(drafts=3)
     with pytest.raises(RequestError) as caught:
-        served.engine.submit(request_, toy.Collect())
+        served.engine.submit(request_, toy.Collector())
     assert caught.value.param == (param or "speculative_tokens")
     sink = served.submit(ask())
     served.drain()
-    assert sink.tokens == toy.alone(ask(), 32).tokens
+    assert sink.tokens == toy.reference_run(ask(), 32).tokens
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
@@ -571,13 +571,13 @@ def test_cancel_before_the_first_step_while_decoding_and_when_unknown(toy):
     assert (early.end.reason, early.tokens, early.end.record.prefill_chunks) == ("cancelled", [], ())
     assert late.end.reason == "cancelled"
     assert 0 < len(late.tokens) < 20
-    assert late.tokens == toy.alone(ask("late", max_tokens=20), 32).tokens[: len(late.tokens)]
+    assert late.tokens == toy.reference_run(ask("late", max_tokens=20), 32).tokens[: len(late.tokens)]
     assert not served.engine.cancel("late")
 
 
 def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id(toy):
     served = toy.serving()
-    first, second = toy.Collect(), toy.Collect()
+    first, second = toy.Collector(), toy.Collector()
 
     def sink(event):
         if isinstance(event, TokenEvent):
@@ -601,7 +601,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(toy, caplog, r
     assert bad.end.reason == "error"
     assert bad.end.message == "decode-b4-q1: Failed: run 2 was told to fail"
     assert bad.end.completion_tokens == len(bad.tokens) == 1
-    assert good.tokens == toy.alone(ask("good"), 32).tokens
+    assert good.tokens == toy.reference_run(ask("good"), 32).tokens
     assert served.engine.stats()["steps_failed_total"] == 1
     assert "decode-b4-q1 failed" in caplog.text
     reconcile(served, [bad, good])
@@ -625,7 +625,7 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
     served.drain()
     assert [sink.end.reason for sink in sinks] == ["error", "length"]
     assert sinks[1].end.record.preemptions == 1
-    assert sinks[1].tokens == toy.alone(requests[1], 8).tokens
+    assert sinks[1].tokens == toy.reference_run(requests[1], 8).tokens
     reconcile(served, sinks)
     assert "was told to fail" in caplog.text
 
@@ -652,7 +652,7 @@ def test_a_sink_that_raises_loses_its_request_only(toy, caplog):
     served.submit(ask("broken", max_tokens=20), broken)
     good = served.submit(ask("good"))
     served.drain()
-    assert good.tokens == toy.alone(ask("good"), 32).tokens
+    assert good.tokens == toy.reference_run(ask("good"), 32).tokens
     assert served.engine.stats()["requests_finished_cancelled"] == 1
     assert "the sink of 'broken' raised" in caplog.text
 
@@ -677,7 +677,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
     assert (a.end.reason, b.end.reason) == ("error", "error")
     assert "SpecError" in a.end.message
     with pytest.raises(RequestError, match="takes no new requests: SpecError") as caught:
-        served.engine.submit(ask("c"), toy.Collect())
+        served.engine.submit(ask("c"), toy.Collector())
     assert caught.value.code == "engine_stopped"
 
 
@@ -719,7 +719,7 @@ def test_a_failing_refresh_changes_nothing(toy, caplog):
     served.device.refresh = refresh
     sink = served.submit(ask())
     served.drain()
-    assert sink.tokens == toy.alone(ask(), 32).tokens
+    assert sink.tokens == toy.reference_run(ask(), 32).tokens
     assert "refresh failed" in caplog.text
 
 
@@ -731,7 +731,7 @@ def test_requests_from_many_threads_are_served_and_stop_drains(toy, lazy):
     served = toy.serving(drafts=2, lazy=lazy)
     served.engine.start()
     requests = {f"r{i}": ask(f"r{i}", (i, i, 1), 12, seed=i, temperature=1.0) for i in range(8)}
-    sinks = {name: toy.Collect() for name in requests}
+    sinks = {name: toy.Collector() for name in requests}
 
     def client(names):
         for name in names:
@@ -744,10 +744,10 @@ def test_requests_from_many_threads_are_served_and_stop_drains(toy, lazy):
         thread.join(WAIT_S)
     served.engine.stop()
     for name, request in requests.items():
-        assert sinks[name].tokens == toy.alone(request, 32).tokens
+        assert sinks[name].tokens == toy.reference_run(request, 32).tokens
     reconcile(served, list(sinks.values()))
     with pytest.raises(RequestError, match="takes no new requests: it is stopping"):
-        served.engine.submit(ask(), toy.Collect())
+        served.engine.submit(ask(), toy.Collector())
     served.engine.stop()
 
 
@@ -758,7 +758,7 @@ def test_an_idle_engine_wakes_for_a_request(toy):
         for name in "abc":
             events = queue.Queue()
             served.submit(ask(name, max_tokens=1), events.put)
-            assert events.get(timeout=WAIT_S).token_ids == tuple(toy.alone(ask(name, max_tokens=1), 32).tokens)
+            assert events.get(timeout=WAIT_S).token_ids == tuple(toy.reference_run(ask(name, max_tokens=1), 32).tokens)
             assert events.get(timeout=WAIT_S).reason == "length"
     finally:
         served.engine.stop()
@@ -863,7 +863,7 @@ def test_the_toy_catches(toy, spoil, caplog):
         served.drain()
     except (AssertionError, IndexError):
         return
-    assert [sink.tokens for sink in sinks] != [toy.alone(request, 32).tokens for request in requests]
+    assert [sink.tokens for sink in sinks] != [toy.reference_run(request, 32).tokens for request in requests]
 
 
 def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
@@ -876,14 +876,14 @@ def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
         return device
 
     engine = Engine.from_loader(load)
-    device.serve(engine)
+    device.attach(engine)
     finished = threading.Event()
     tokens = []
     request = ask(max_tokens=4)
     engine.submit(request, lambda event: tokens.extend(event.token_ids) if isinstance(event, TokenEvent) else finished.set())
     assert finished.wait(60)
     engine.stop()
-    assert tokens == toy.alone(request, device.limits.max_model_len).tokens
+    assert tokens == toy.reference_run(request, device.limits.max_model_len).tokens
     assert len(threads) == 1
     assert threading.current_thread() not in threads
     assert not threads.pop().is_alive()

@@ -134,7 +134,7 @@ def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) ->
 
 def _served(artifact: Artifact, load: TextLoad) -> Run:
     """A round through a server of its own: with two at once there would be more workers than cores."""
-    running = services.start(artifact)
+    running = services.start_service(artifact)
     try:
         with serving(running.service) as url:
             # The first request of a server finds nothing warm.

@@ -24,8 +24,8 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..serve.launch import Settings, follow, leading, named, place_of
-from ..serve.offline import Completion, complete
+from ..serve.launch import RankSettings, launcher_config, lead_ranks, open_named_artifact, run_rank
+from ..serve.offline import OfflineCompletion, complete
 
 
 @click.command("generate")
@@ -74,19 +74,20 @@ def command(
         raise SpecError("--logprobs is told with --json only; legal is both, or neither")
     asked = parse_ids(token_ids) if token_ids is not None else None
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    settings, place = Settings(), place_of(home.environment)
+    settings = RankSettings()
+    config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
-        if place and place.rank:
-            follow(named(home, artifact_or_model), place, settings)
+        if config and config.rank:
+            run_rank(open_named_artifact(home, artifact_or_model), config, settings)
             return
-        artifact = named(home, artifact_or_model) if place else stack.enter_context(opened(home, artifact_or_model, dtype))
+        artifact = open_named_artifact(home, artifact_or_model) if config else stack.enter_context(opened(home, artifact_or_model, dtype))
         manifest = artifact.manifest
         codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
-        team = stack.enter_context(leading(artifact, place, settings, home.environment))
-        executor = team.executor() if team else CpuExecutor(artifact)
+        cluster = stack.enter_context(lead_ranks(artifact, config, settings, home.environment))
+        executor = cluster.load_executor() if cluster else CpuExecutor(artifact)
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
         asked_for = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
         (done,) = complete(executor, [ids], sampling, max_tokens, stop, **asked_for)
@@ -99,7 +100,7 @@ def command(
     click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
 
 
-def as_dict(done: Completion, text: str, artifact: Artifact, backends: Mapping[str, str]) -> dict[str, Any]:
+def as_dict(done: OfflineCompletion, text: str, artifact: Artifact, backends: Mapping[str, str]) -> dict[str, Any]:
     """What `--json` prints; `backends` are the executor's."""
     manifest = artifact.manifest
     return {
@@ -121,7 +122,7 @@ def as_dict(done: Completion, text: str, artifact: Artifact, backends: Mapping[s
     }
 
 
-def logprobs_of(done: Completion, codec: TextCodec | None) -> list[dict[str, Any]]:
+def logprobs_of(done: OfflineCompletion, codec: TextCodec | None) -> list[dict[str, Any]]:
     """Log probabilities of the generated tokens, an object each as a server sends them; without a tokenizer their texts are empty."""
     nothing = Spelling("", b"")
     return token_objects(codec.spell if codec else lambda _: nothing, done.token_ids, done.logprobs)

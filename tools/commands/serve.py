@@ -19,8 +19,8 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, newest_runnable
 from ..progress import Progress
-from ..serve.launch import Settings, follow, leading, named, place_of
-from ..serve.serving import Builder, Running, incomplete, start
+from ..serve.launch import RankSettings, launcher_config, lead_ranks, open_named_artifact, run_rank
+from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
 
 HOST, PORT = "127.0.0.1", 8000
 
@@ -57,23 +57,27 @@ def command(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
         torch.set_num_threads(threads)
-    progress, settings, place = Progress(), Settings(threads, join_timeout, step_timeout), place_of(home.environment)
+    progress, settings = Progress(), RankSettings(threads, join_timeout, step_timeout)
+    config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
-        if place and place.rank:
-            follow(named(home, artifact_or_model), place, settings)
+        if config and config.rank:
+            run_rank(open_named_artifact(home, artifact_or_model), config, settings)
             return
-        artifact, builder = (named(home, artifact_or_model), None) if place else find_or_build(home, artifact_or_model, no_build, progress)
-        if builder:
-            stack.callback(builder.stop)
-        team = stack.enter_context(leading(artifact, place, settings, home.environment))
-        running = start(artifact, team)
+        if config:
+            artifact, build = open_named_artifact(home, artifact_or_model), None
+        else:
+            artifact, build = find_or_build(home, artifact_or_model, no_build, progress)
+        if build:
+            stack.callback(build.stop)
+        cluster = stack.enter_context(lead_ranks(artifact, config, settings, home.environment))
+        running = start_service(artifact, cluster)
         stack.callback(running.engine.stop, drain=False)
-        serve(running.service, host, port, on_ready=announce(running, artifact, builder is not None, progress))
+        serve(running.service, host, port, on_ready=announce(running, artifact, build is not None, progress))
 
 
-def announce(running: Running, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
+def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
     """What to say once connections are accepted: what is served, and how to talk to it."""
-    backends = running.executor.backends
+    backends = running.engine.executor.backends
     waiting = [name for name, backend in backends.items() if backend == "eager"]
     ranks = Mesh.parse(artifact.manifest.mesh).size
 
@@ -90,7 +94,7 @@ def announce(running: Running, artifact: Artifact, building: bool, progress: Pro
     return ready
 
 
-def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, Builder | None]:
+def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, BackgroundBuild | None]:
     """The artifact to serve, and the build that goes on behind it, if one does.
 
     Raises:
@@ -118,17 +122,17 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
     plan = planning.plan(planning.Options(name))
     if plan.found.tokenizer is None:
         raise ModelError(f"{plan.found.checkpoint_dir} has no tokenizer.json, and serving text needs one")
-    builder = Builder([name], planning.default_out(home.artifacts, plan.found), home.environment)
+    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.found), home.environment)
     try:
-        return builder.wait_servable(), builder
+        return build.wait_servable(), build
     except BaseException:
-        builder.stop()
+        build.stop()
         raise
 
 
-def _go_on(home: Home, artifact: Artifact, no_build: bool) -> Builder | None:
+def _go_on(home: Home, artifact: Artifact, no_build: bool) -> BackgroundBuild | None:
     """The build that adds what an earlier, interrupted one did not compile; none where ranks could come to differ by it."""
     manifest = artifact.manifest
     if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
         return None
-    return Builder(manifest.build_arguments, artifact.path, home.environment)
+    return BackgroundBuild(manifest.build_arguments, artifact.path, home.environment)

@@ -1,1 +1,1 @@
-"""From an artifact to processes that serve it."""
+"""Processes that serve an artifact."""

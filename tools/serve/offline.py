@@ -1,8 +1,7 @@
-"""Turns prompts and an artifact into completions, with the serving engine and no server."""
+"""Completes prompts with the serving engine, without a server."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,13 +12,13 @@ from ...runtime.request import Event, ExecutionRecord, FinishEvent, Request, Sam
 
 
 @dataclass(frozen=True)
-class Completion:
+class OfflineCompletion:
     """One finished prompt.
 
     Attributes:
-        token_ids: what was generated, without the token that stopped it.
+        token_ids: the generated tokens, without a stop token.
         reason: "stop" or "length".
-        logprobs: of each of the tokens, where they were asked for.
+        logprobs: of each token, if they were asked for.
     """
 
     prompt_tokens: int
@@ -31,7 +30,7 @@ class Completion:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a decode step that verifies drafts; 1 without such steps, as every other one gives one."""
+        """Mean tokens of the decode steps that verified drafts; 1 without such steps, because every other step produces one token."""
         return self.record.acceptance_length or 1.0
 
 
@@ -44,8 +43,8 @@ def complete(
     *,
     logprobs: int | None = None,
     speculative_tokens: int | None = None,
-) -> list[Completion]:
-    """Runs prompts to their ends, batched together as a server would.
+) -> list[OfflineCompletion]:
+    """Completes prompts, batched together as by a server.
 
     Args:
         logprobs, speculative_tokens: as in `Request`.
@@ -55,34 +54,33 @@ def complete(
         NpucompileError: a step failed.
     """
     engine = Engine(executor, refresh_every_s=None)
-    collected = [_Collector() for _ in prompts]
-    for i, (prompt, sink) in enumerate(zip(prompts, collected, strict=True)):
+    collectors = [_Collector() for _ in prompts]
+    for i, (prompt, sink) in enumerate(zip(prompts, collectors, strict=True)):
         engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens), sink)
-    while not all(sink.done.is_set() for sink in collected):
+    while not all(sink.finish for sink in collectors):
         engine.step()
-    return [sink.result() for sink in collected]
+    return [sink.result() for sink in collectors]
 
 
 class _Collector:
-    """Sink of one request."""
+    """Sink that collects the events of one request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.end: FinishEvent | None = None
-        self.done = threading.Event()
+        self.finish: FinishEvent | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self.tokens.extend(event.token_ids)
             self.logprobs.extend(event.logprobs)
         else:
-            self.end = event
-            self.done.set()
+            self.finish = event
 
-    def result(self) -> Completion:
-        end = self.end
-        assert end is not None
-        if end.reason == "error":
-            raise NpucompileError(f"generation failed: {end.message}")
-        return Completion(end.prompt_tokens, tuple(self.tokens), end.completion_tokens, end.reason, end.record, tuple(self.logprobs))
+    def result(self) -> OfflineCompletion:
+        finish = self.finish
+        assert finish is not None
+        if finish.reason == "error":
+            raise NpucompileError(f"generation failed: {finish.message}")
+        token_ids, logprobs = tuple(self.tokens), tuple(self.logprobs)
+        return OfflineCompletion(finish.prompt_tokens, token_ids, finish.completion_tokens, finish.reason, finish.record, logprobs)

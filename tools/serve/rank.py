@@ -1,4 +1,4 @@
-"""Turns a command line that another rank wrote into one rank of its job; nobody types it."""
+"""The process of one rank that rank 0 starts; nobody types its command line."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import click
 
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
-from .launch import LOCALHOST, Place, Settings, follow
+from ...runtime.distributed.rendezvous import RendezvousConfig
+from .launch import LOCALHOST, RankSettings, run_rank
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--rank", type=click.IntRange(1), required=True)
-@click.option("--world", type=click.IntRange(2), required=True)
+@click.option("--world-size", type=click.IntRange(2), required=True)
 @click.option("--port", type=click.IntRange(1, 65535), required=True)
 @click.option("--threads", type=click.IntRange(1), required=True)
 @click.option("--join-timeout", type=float, required=True)
 @click.option("--step-timeout", type=float, required=True)
-def main(path: Path, rank: int, world: int, port: int, threads: int, join_timeout: float, step_timeout: float) -> None:
-    """Run one rank of a job that rank 0 started on this machine."""
+def main(path: Path, rank: int, world_size: int, port: int, threads: int, join_timeout: float, step_timeout: float) -> None:
+    """Run one rank that rank 0 started on this machine."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
     try:
-        # Rank 0 has compared the files with the manifest; that both have the same manifest is compared when they meet.
+        # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
-        follow(artifact, Place(rank, world, LOCALHOST, port, world), Settings(threads, join_timeout, step_timeout))
+        config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout)
+        run_rank(artifact, config, RankSettings(threads, join_timeout, step_timeout))
     except NpucompileError as error:
-        said = str(error)
-        print(said if said.startswith(f"rank {rank} ") else f"rank {rank}: {said}", file=sys.stderr, flush=True)
+        text = str(error)
+        print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Turns an artifact into a running service, while a build in a process of its own goes on adding executables to it."""
+"""Starts the service of an artifact, and the background build that adds executables to it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from typing import Any
 from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.cpu_executor import CpuExecutor
-from ...runtime.distributed.sharded_executor import ShardedExecutor
 from ...runtime.engine import Engine
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextCodec
-from .launch import Team
+from .launch import Cluster
 
 POLL_S = 0.1
-NICE = 10
-"""Niceness of compilers that run beside a server."""
+BUILD_NICENESS = 10
+"""Of compilers that run beside a server."""
 
 
 @dataclass(frozen=True)
-class Running:
-    """A service and what it runs on."""
+class RunningService:
+    """A service and the engine under it."""
 
     service: Service
     engine: Engine
-    executor: CpuExecutor | ShardedExecutor
 
 
-def start(artifact: Artifact, team: Team | None = None) -> Running:
-    """Loads an artifact and starts its engine; from here on this process traces and compiles nothing.
+def start_service(artifact: Artifact, cluster: Cluster | None = None) -> RunningService:
+    """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
     Args:
-        team: the other ranks, for an artifact of several.
+        cluster: the ranks of an artifact for several devices.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -47,14 +45,7 @@ def start(artifact: Artifact, team: Team | None = None) -> Running:
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     codec = TextCodec.load(artifact.path / manifest.tokenizer)
-    loaded: list[CpuExecutor | ShardedExecutor] = []
-
-    def load() -> CpuExecutor | ShardedExecutor:
-        loaded.append(team.executor() if team else CpuExecutor(artifact))
-        return loaded[0]
-
-    engine = Engine.from_loader(load)
-    (executor,) = loaded
+    engine = Engine.from_loader(cluster.load_executor if cluster else lambda: CpuExecutor(artifact))
     model = ServedModel(
         name=str(manifest.model["name"]),
         max_model_len=manifest.limits.max_model_len,
@@ -65,49 +56,50 @@ def start(artifact: Artifact, team: Team | None = None) -> Running:
     )
 
     def readiness() -> Mapping[str, Any]:
-        compiled = sum(name != "eager" for name in executor.backends.values())
-        return {"status": "ok", "buckets": len(executor.backends), "compiled_buckets": compiled}
+        backends = engine.executor.backends
+        compiled = sum(name != "eager" for name in backends.values())
+        return {"status": "ok", "buckets": len(backends), "compiled_buckets": compiled}
 
-    return Running(Service(engine, codec, model, readiness=readiness), engine, executor)
+    return RunningService(Service(engine, codec, model, readiness=readiness), engine)
 
 
-class Builder:
-    """`npucompile build`, one graph at a time and patiently, in a process of its own.
+class BackgroundBuild:
+    """`npucompile build` in a process of its own, one graph at a time and at low priority.
 
     Args:
-        arguments: of the build command, but for those that say where and how.
+        arguments: of the build command, without its output directory and scheduling options.
         out: the artifact's directory.
         environment: of that process.
     """
 
     def __init__(self, arguments: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-        self.out, self._before = out, stamp(out)
+        self.out, self._stamp_before = out, stamp(out)
         command = [sys.executable, "-m", "npucompile.tools.cli", "build", *arguments]
-        command += ["--out", str(out), "--jobs", "1", "--nice", str(NICE)]
+        command += ["--out", str(out), "--jobs", "1", "--nice", str(BUILD_NICENESS)]
         self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
 
     def wait_servable(self) -> Artifact:
-        """The artifact, as soon as the build has published it; one that was there before does not count.
+        """Waits until the build has published an artifact; one that existed before does not count.
 
         Raises:
-            NpucompileError: the build ended without one; what it said is on standard error.
+            NpucompileError: the build ended without one; its errors are on standard error.
         """
         while True:
-            ended = self.process.poll()
-            if stamp(self.out) not in (None, self._before):
+            status = self.process.poll()
+            if stamp(self.out) not in (None, self._stamp_before):
                 return Artifact.open(self.out)
-            if ended is not None:
-                raise NpucompileError(f"the build ended with status {ended} before there was anything to serve; it said why above")
+            if status is not None:
+                raise NpucompileError(f"the build ended with status {status} before there was anything to serve; it said why above")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ends the build if it is still running; what it finished stays, and the next one goes on from there."""
+        """Ends the build if it is still running; the next build continues from the executables that it finished."""
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait()
 
 
 def incomplete(artifact: Artifact) -> bool:
-    """Whether buckets of an artifact still wait for their executables."""
+    """Whether some buckets of an artifact have no executable yet."""
     manifest = artifact.manifest
     return manifest.backend not in ("eager", "null") and any(entry.compiled is None for entry in manifest.graphs)

@@ -10,7 +10,7 @@ import pytest
 from support import ranks
 
 from npucompile.graphs.types import Mesh
-from npucompile.runtime.distributed.control_plane import Job, RankError, plain
+from npucompile.runtime.distributed.control_plane import ControlPlane, RankError, error_text
 from npucompile.runtime.distributed.messages import encode, receive
 
 MESH = Mesh.parse("dp=2,tp=2")
@@ -18,7 +18,7 @@ WAIT_S = 20
 
 
 class World:
-    """A job of four, whose other ranks are sockets of the test."""
+    """A control plane of four ranks, whose other ranks are sockets of the test."""
 
     def __init__(self, **options):
         pairs = {rank: ranks.connected() for rank in (1, 2, 3)}
@@ -26,15 +26,15 @@ class World:
         for far in self.far.values():
             far.settimeout(WAIT_S)
         self.told = queue.Queue()
-        self.job = Job(MESH, {rank: near for rank, (near, _) in pairs.items()}, on_failure=self.told.put, **options)
+        self.control_plane = ControlPlane(MESH, {rank: near for rank, (near, _) in pairs.items()}, on_failure=self.told.put, **options)
 
     def close(self):
-        self.job.close()
+        self.control_plane.close()
         for far in self.far.values():
             far.close()
 
     def hears(self, rank):
-        while (message := receive(self.far[rank])).kind == "beat":
+        while (message := receive(self.far[rank])).kind == "heartbeat":
             pass
         return message
 
@@ -56,24 +56,24 @@ def test_answers_are_gathered_by_rank(world):
     one = world()
     for rank in (3, 1):
         one.far[rank].sendall(encode("outputs", x=rank))
-    found = one.job.gather([1, 3], "outputs", WAIT_S)
+    found = one.control_plane.gather([1, 3], "outputs", WAIT_S)
     assert {rank: message.fields["x"] for rank, message in found.items()} == {1: 1, 3: 3}
-    assert one.job.gather([], "outputs", 0.0) == {}
-    one.job.check()
-    assert one.job.failing(0) is None
+    assert one.control_plane.gather([], "outputs", 0.0) == {}
+    one.control_plane.check()
+    assert one.control_plane.wait_for_failure(0) is None
 
 
 @pytest.mark.parametrize(("how", "said"), [(None, "was lost: it closed its connection"), ("killed by SIGKILL", "died: killed by SIGKILL")])
 def test_a_rank_that_ends_is_named_and_the_others_hear_it(world, how, said):
-    one = world(how_it_ended=lambda rank: how if rank == 2 else None)
+    one = world(exit_reason=lambda rank: how if rank == 2 else None)
     one.far[2].close()
     with pytest.raises(RankError, match=f"rank 2 of mesh dp=2,tp=2 {said}; all ranks end") as caught:
-        one.job.gather([2], "outputs", WAIT_S)
-    assert one.told.get(timeout=WAIT_S) is one.job.failure
+        one.control_plane.gather([2], "outputs", WAIT_S)
+    assert one.told.get(timeout=WAIT_S) is one.control_plane.failure
     for rank in (1, 3):
         assert one.hears(rank) == ("abort", {"message": str(caught.value)})
     with pytest.raises(RankError, match="rank 2"):
-        one.job.check()
+        one.control_plane.check()
 
 
 def test_the_dead_are_blamed_before_those_who_noticed(world):
@@ -81,34 +81,34 @@ def test_the_dead_are_blamed_before_those_who_noticed(world):
     one.far[1].sendall(encode("failed", message="connection closed by peer"))
     time.sleep(0.05)
     one.far[3].close()
-    assert "rank 3 of mesh dp=2,tp=2 was lost" in str(one.job.wait_failure())
+    assert "rank 3 of mesh dp=2,tp=2 was lost" in str(one.control_plane.concluded_failure())
 
 
 def test_who_says_why_it_ends_is_believed(world):
     one = world()
     one.far[1].sendall(encode("failed", message="decode: no memory"))
     one.far[1].close()
-    assert str(one.job.wait_failure()) == "rank 1 of mesh dp=2,tp=2 failed: decode: no memory; all ranks end"
+    assert str(one.control_plane.concluded_failure()) == "rank 1 of mesh dp=2,tp=2 failed: decode: no memory; all ranks end"
 
 
 def test_who_stands_still_is_blamed_before_those_who_waited(world, monkeypatch):
     one = world()
-    monkeypatch.setattr(one.job._links[2], "_heard", time.monotonic() - 42)
-    one.job.fail(0, "decode: timed out", gone=False)
-    assert "rank 2 of mesh dp=2,tp=2 was lost: it has been silent for 42 s" in str(one.job.wait_failure())
+    monkeypatch.setattr(one.control_plane._peers[2], "_received_s", time.monotonic() - 42)
+    one.control_plane.fail(0, "decode: timed out", lost=False)
+    assert "rank 2 of mesh dp=2,tp=2 was lost: it has been silent for 42 s" in str(one.control_plane.concluded_failure())
 
 
 def test_a_rank_may_be_late(world):
     one = world()
     with pytest.raises(RankError, match=r"no outputs from rank 1, 3 within 0.05 s"):
-        one.job.gather([1, 3], "outputs", 0.05)
+        one.control_plane.gather([1, 3], "outputs", 0.05)
 
 
 def test_an_answer_that_was_not_asked_for_is_a_failure(world):
     one = world()
     one.far[1].sendall(encode("ready"))
     with pytest.raises(RankError, match=r"rank 1 sent 'ready' where 'outputs' of ranks \[1\] was due"):
-        one.job.gather([1], "outputs", WAIT_S)
+        one.control_plane.gather([1], "outputs", WAIT_S)
 
 
 def test_a_failure_wakes_who_waits(world):
@@ -116,7 +116,7 @@ def test_a_failure_wakes_who_waits(world):
 
     def wait():
         try:
-            one.job.gather([1], "ready", None)
+            one.control_plane.gather([1], "ready", None)
         except RankError as error:
             found.put(error)
 
@@ -130,13 +130,13 @@ def test_a_failure_wakes_who_waits(world):
 
 def test_closing_says_stop_and_is_no_failure(world):
     one = world()
-    one.job.close()
+    one.control_plane.close()
     for rank in (1, 2, 3):
         assert one.hears(rank) == ("stop", {})
     assert one.told.empty()
-    assert one.job.failing(0.1) is None
+    assert one.control_plane.wait_for_failure(0.1) is None
 
 
 def test_errors_are_told_in_their_own_words():
-    assert plain(RankError("as it is")) == "as it is"
-    assert plain(ZeroDivisionError("no")) == "ZeroDivisionError: no"
+    assert error_text(RankError("as it is")) == "as it is"
+    assert error_text(ZeroDivisionError("no")) == "ZeroDivisionError: no"

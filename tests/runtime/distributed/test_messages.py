@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support import ranks
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.runtime.distributed import messages as wire
-from npucompile.runtime.distributed.messages import HEADER, Frames, decode, encode, receive
+from npucompile.runtime.distributed import messages as module
+from npucompile.runtime.distributed.messages import HEADER, FrameDecoder, decode, encode, receive
 
 DTYPES = ["int32", "float32", "int64", "uint8"]
 
@@ -37,7 +37,7 @@ fields = st.dictionaries(st.sampled_from("abcd"), values)
 def test_messages_survive_however_the_bytes_are_cut(messages, data):
     stream = b"".join(encode(kind, **values) for kind, values in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    frames, found = Frames(), []
+    frames, found = FrameDecoder(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += frames.feed(stream[start:end])
     assert len(found) == len(messages)
@@ -47,7 +47,7 @@ def test_messages_survive_however_the_bytes_are_cut(messages, data):
 
 
 def test_arrays_are_new_and_may_be_written():
-    (message,) = Frames().feed(encode("step", x=np.zeros((2, 3), np.int32)))
+    (message,) = FrameDecoder().feed(encode("step", x=np.zeros((2, 3), np.int32)))
     message.fields["x"][0, 0] = 7
     assert message.fields["x"].flags.writeable
 
@@ -62,18 +62,18 @@ def test_what_is_no_message_is_refused(packed):
 
 
 def test_a_pickled_array_is_refused():
-    packed = msgpack.packb(["a", {"x": msgpack.ExtType(wire.ARRAY, msgpack.packb(["|O", [1], b"12345678"]))}])
+    packed = msgpack.packb(["a", {"x": msgpack.ExtType(module.ARRAY_CODE, msgpack.packb(["|O", [1], b"12345678"]))}])
     with pytest.raises(ProtocolError, match="no message of a rank"):
         decode(packed)
 
 
 def test_an_absurd_length_is_refused_before_anything_is_allocated():
     with pytest.raises(ProtocolError, match="legal is up to"):
-        Frames().feed(HEADER.pack(1 << 60))
+        FrameDecoder().feed(HEADER.pack(1 << 60))
     near, far = ranks.connected()
     with near, far:
-        near.sendall(HEADER.pack(wire.MOST_HELLO_BYTES + 1))
-        with pytest.raises(ProtocolError, match=f"legal is up to {wire.MOST_HELLO_BYTES}"):
+        near.sendall(HEADER.pack(module.MAX_HELLO_BYTES + 1))
+        with pytest.raises(ProtocolError, match=f"legal is up to {module.MAX_HELLO_BYTES}"):
             receive(far)
 
 

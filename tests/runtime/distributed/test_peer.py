@@ -13,28 +13,28 @@ import numpy as np
 import pytest
 from support import ranks
 
-from npucompile.runtime.distributed.messages import Frames, encode
-from npucompile.runtime.distributed.peer import Link
+from npucompile.runtime.distributed.messages import FrameDecoder, encode
+from npucompile.runtime.distributed.peer import Peer
 
 WAIT_S = 20
 
 
 class Ends:
-    """A link, and what it told."""
+    """A peer, and what it reported."""
 
     def __init__(self, stream, **options):
         self.messages, self.lost = queue.Queue(), queue.Queue()
-        self.link = Link(stream, self.messages.put, self.lost.put, **options)
-        self.link.start()
+        self.peer = Peer(stream, self.messages.put, self.lost.put, **options)
+        self.peer.start()
 
 
 @pytest.fixture
 def both():
-    """Two links that talk to each other."""
-    pair = [Ends(stream, beat_s=0.05) for stream in ranks.connected()]
+    """Two peers of each other."""
+    pair = [Ends(stream, heartbeat_s=0.05) for stream in ranks.connected()]
     yield pair
     for end in pair:
-        end.link.close()
+        end.peer.close()
 
 
 def test_messages_arrive_in_order_from_many_threads(both):
@@ -43,7 +43,7 @@ def test_messages_arrive_in_order_from_many_threads(both):
 
     def send(name):
         for i in range(20):
-            near.link.send(name, i=i, big=big)
+            near.peer.send(name, i=i, big=big)
 
     threads = [threading.Thread(target=send, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -60,7 +60,7 @@ def test_messages_arrive_in_order_from_many_threads(both):
 
 def test_both_may_send_more_than_the_kernel_holds_at_once(both):
     big = np.zeros(4_000_000, np.int32)
-    threads = [threading.Thread(target=end.link.send, args=("big",), kwargs={"x": big}) for end in both]
+    threads = [threading.Thread(target=end.peer.send, args=("big",), kwargs={"x": big}) for end in both]
     for thread in threads:
         thread.start()
     for end in both:
@@ -71,11 +71,11 @@ def test_both_may_send_more_than_the_kernel_holds_at_once(both):
 
 def test_a_peer_that_closes_is_told_once(both):
     near, far = both
-    far.link.close()
+    far.peer.close()
     assert near.lost.get(timeout=WAIT_S) == "it closed its connection"
-    near.link.send("late")
-    near.link.send("later")
-    near.link.close()
+    near.peer.send("late")
+    near.peer.send("later")
+    near.peer.close()
     assert near.lost.empty()
     assert far.lost.empty()
 
@@ -86,36 +86,36 @@ def test_a_peer_that_resets_is_told():
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
     assert "reset" in end.lost.get(timeout=WAIT_S)
-    end.link.close()
+    end.peer.close()
 
 
-def test_a_peer_that_is_silent_is_told_and_beats_are_not_silence():
+def test_a_peer_that_is_silent_is_reported_and_heartbeats_are_not_silence():
     near, far = ranks.connected()
-    end = Ends(near, beat_s=0.02, silence_s=0.4)
-    other = Ends(far, beat_s=0.02, silence_s=60)
+    end = Ends(near, heartbeat_s=0.02, silence_s=0.4)
+    other = Ends(far, heartbeat_s=0.02, silence_s=60)
     with pytest.raises(queue.Empty):
         end.lost.get(timeout=0.8)
-    assert end.link.silent_s < 0.4
+    assert end.peer.silent_s < 0.4
     assert end.messages.empty()
-    other.link._over = True
+    other.peer._ended = True
     assert end.lost.get(timeout=WAIT_S).startswith("it has been silent for")
-    end.link.close()
-    other.link.close()
+    end.peer.close()
+    other.peer.close()
 
 
-def test_it_beats_by_itself():
+def test_it_sends_heartbeats_by_itself():
     near, far = ranks.connected()
-    end = Ends(near, beat_s=0.02)
+    end = Ends(near, heartbeat_s=0.02)
     with far:
         far.settimeout(WAIT_S)
-        assert Frames().feed(far.recv(1000))[0] == ("beat", {})
-    end.link.close()
+        assert FrameDecoder().feed(far.recv(1000))[0] == ("heartbeat", {})
+    end.peer.close()
 
 
 def test_a_peer_that_reads_nothing_is_told():
     frame = encode("big", x=np.zeros(8_000_000, np.int32))
     near, far = ranks.connected()
-    end = Ends(near, silence_s=1.5, beat_s=0.1)
+    end = Ends(near, silence_s=1.5, heartbeat_s=0.1)
     began = time.monotonic()
     with far:
         # The peer proves to be alive all the while, and takes nothing.
@@ -124,37 +124,37 @@ def test_a_peer_that_reads_nothing_is_told():
         def alive():
             with contextlib.suppress(OSError):
                 while not stop.wait(0.05):
-                    far.sendall(encode("beat"))
+                    far.sendall(encode("heartbeat"))
 
         thread = threading.Thread(target=alive, daemon=True)
         thread.start()
-        threading.Thread(target=end.link.send_frame, args=(frame,), daemon=True).start()
+        threading.Thread(target=end.peer.send_frame, args=(frame,), daemon=True).start()
         assert end.lost.get(timeout=WAIT_S) == "it has read nothing for 1.5 s"
         stop.set()
         thread.join(WAIT_S)
     assert time.monotonic() - began < WAIT_S
-    end.link.close()
+    end.peer.close()
 
 
-def test_nonsense_ends_the_link():
+def test_nonsense_ends_the_connection():
     near, far = ranks.connected()
     end = Ends(near)
     with far:
         far.sendall(b"\xff" * 8)
         assert "a frame of" in end.lost.get(timeout=WAIT_S)
-    end.link.close()
+    end.peer.close()
 
 
-def test_a_handler_that_raises_ends_the_link_and_is_told():
+def test_a_handler_that_raises_ends_the_connection_and_is_reported():
     lost = queue.Queue()
 
     def broken(message):
         raise ValueError("no such thing")
 
     near, far = ranks.connected()
-    link = Link(near, broken, lost.put)
-    link.start()
+    peer = Peer(near, broken, lost.put)
+    peer.start()
     with far:
         far.sendall(encode("x"))
         assert "no such thing" in lost.get(timeout=WAIT_S)
-    link.close()
+    peer.close()

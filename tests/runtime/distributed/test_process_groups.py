@@ -11,20 +11,20 @@ from support import ranks
 
 from npucompile.graphs.types import Mesh
 from npucompile.runtime.distributed.control_plane import RankError
-from npucompile.runtime.distributed.process_groups import Groups
-from npucompile.runtime.distributed.rendezvous import Seat, open_store
+from npucompile.runtime.distributed.process_groups import ProcessGroups
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig, open_store
 
 RUN = """
 import json, sys, torch
 from npucompile.graphs.types import Mesh
-from npucompile.runtime.distributed.rendezvous import Seat, keys, open_store
-from npucompile.runtime.distributed.process_groups import Groups
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig, open_store, substore
+from npucompile.runtime.distributed.process_groups import ProcessGroups
 torch.set_num_threads(1)
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-seat = Seat(rank, 4, "127.0.0.1", port, 90, hosts_store=rank == 0)
-store = open_store(seat)
+config = RendezvousConfig(rank, 4, "127.0.0.1", port, 4, 90, hosts_store=rank == 0)
+store = open_store(config)
 ops = torch.ops._c10d_functional
-with Groups(Mesh.parse("dp=2,tp=2"), rank, keys(store, seat, "gloo"), "127.0.0.1", 90):
+with ProcessGroups(Mesh.parse("dp=2,tp=2"), rank, substore(store, config, "gloo"), "127.0.0.1", 90):
     x = torch.tensor([10.0 ** rank])
     said = {n: ops.wait_tensor(ops.all_reduce(x, "sum", n)).item() for n in ("tp", "dp", "world")}
     said["gathered"] = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "dp")).tolist()
@@ -56,8 +56,8 @@ def test_real_ranks_reach_each_other_by_the_names_of_graphs():
 
 
 def test_ranks_that_do_not_connect_are_named_and_no_name_stays_bound():
-    store = open_store(Seat(0, 2, "127.0.0.1", 0, 5, hosts_store=True))
+    store = open_store(RendezvousConfig(0, 2, "127.0.0.1", 0, 2, 5, hosts_store=True))
     with pytest.raises(RankError, match=r"rank 0 cannot connect to ranks \[0, 1\] of its group 'tp'"):
-        Groups(Mesh.parse("tp=2"), 0, store, "127.0.0.1", 0.5)
+        ProcessGroups(Mesh.parse("tp=2"), 0, store, "127.0.0.1", 0.5)
     with pytest.raises(RuntimeError):
         torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "world")

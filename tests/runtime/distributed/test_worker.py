@@ -63,7 +63,7 @@ class Running:
         self.say("step", step=number, bucket=BUCKET.name, inputs={"tokens": np.full((2, 1), token, np.int32), **inputs})
 
     def hears(self):
-        while (message := receive(self.stream)).kind == "beat":
+        while (message := receive(self.stream)).kind == "heartbeat":
             pass
         return message
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from npucompile.graphs.errors import NpucompileError, SpecError
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.executor import FinishedStep, Inputs
 from npucompile.runtime.request import Sampling
 from npucompile.tools.bench import streams as bench_streams
 from npucompile.tools.bench.report import as_text
@@ -23,7 +24,7 @@ QUIET = Progress(quiet=True)
 class Steps:
     """An executor whose every step takes 8 s, 5 of them inside its executable; it counts as it generates, and accepts every draft."""
 
-    vocab_size = 50
+    vocab_size, max_logprobs, groups, run_ahead = 50, 0, 1, 0
 
     def __init__(self, *, drafts: int = 0, fails: bool = False) -> None:
         self.limits = Limits(16, 33, 1 + 4 * (drafts + 1), 128, drafts + 1, drafts)
@@ -31,19 +32,20 @@ class Steps:
         self.now = 0.0
         self.fails = fails
         self.calls: list[tuple[str, float]] = []
+        self.backends: dict[str, str] = {}
 
     def clock(self) -> float:
         return self.now
 
-    def run(self, bucket: Bucket, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
         if self.fails and bucket.kind == "decode":
             raise RuntimeError("no")
         self.now += 8.0
         self.calls.append((bucket.kind, 5.0))
         if bucket.kind == "prefill":
-            return {"tokens": np.full((1, 1), len(self.calls), np.int32)}
-        counts = np.where(inputs["seats"] > 0, inputs["drafts"] + 1, 0).astype(np.int32)
-        return {"tokens": np.full((bucket.batch, bucket.q_len), len(self.calls), np.int32), "counts": counts}
+            return FinishedStep([{"tokens": np.full((1, 1), len(self.calls), np.int32)}])
+        counts = np.where(inputs[0]["seats"] > 0, inputs[0]["drafts"] + 1, 0).astype(np.int32)
+        return FinishedStep([{"tokens": np.full((bucket.batch, bucket.q_len), len(self.calls), np.int32), "counts": counts}])
 
     def refresh(self) -> bool:
         return False

@@ -13,12 +13,12 @@ from npucompile.runtime.request import Sampling
 from npucompile.server.run import serving, websocket_url
 from npucompile.server.tokenizer import TextCodec
 from npucompile.tools.serve.offline import complete
-from npucompile.tools.serve.serving import start
+from npucompile.tools.serve.serving import start_service
 
 
 @pytest.fixture(scope="module")
 def server(tiny_artifact):
-    running = start(Artifact.open(tiny_artifact))
+    running = start_service(Artifact.open(tiny_artifact))
     with serving(running.service) as url:
         yield running, url
     running.engine.stop(drain=False)

@@ -56,7 +56,7 @@ def builder(monkeypatch, tiny_artifact):
         made = Artifact.open(tiny_artifact)
         latest = None
 
-    monkeypatch.setattr(serve, "Builder", Mine)
+    monkeypatch.setattr(serve, "BackgroundBuild", Mine)
     return Mine
 
 
@@ -166,7 +166,8 @@ def test_a_build_behind_what_cannot_be_served_is_stopped(tmp_path, own_artifact,
 
 def announced(backends, building, host, port, mesh="1"):
     said = io.StringIO()
-    running = SimpleNamespace(executor=SimpleNamespace(backends=backends), service=SimpleNamespace(model=SimpleNamespace(name="m")))
+    engine, model = SimpleNamespace(executor=SimpleNamespace(backends=backends)), SimpleNamespace(name="m")
+    running = SimpleNamespace(engine=engine, service=SimpleNamespace(model=model))
     announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(said))(host, port)
     return said.getvalue().splitlines()
 

@@ -20,10 +20,19 @@ from npucompile.graphs.errors import ArtifactError, ArtifactMissing, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig
 from npucompile.runtime.request import Sampling
 from npucompile.tools.cli import Home
 from npucompile.tools.serve import launch as module
-from npucompile.tools.serve.launch import Children, Place, Settings, check_world, facts, leading, named, place_of
+from npucompile.tools.serve.launch import (
+    RankProcesses,
+    RankSettings,
+    check_world_size,
+    launcher_config,
+    lead_ranks,
+    open_named_artifact,
+    rank_identity,
+)
 from npucompile.tools.serve.offline import complete
 
 PROMPTS = [[1, 2, 3], [9] * 11, list(range(20)), [0], [255]]
@@ -42,17 +51,18 @@ def threads():
 # --- what a launcher says ---
 
 
-def test_a_process_by_itself_has_no_place():
-    assert place_of({}) is None
-    assert place_of({"RANK": "3"}) is None
+def test_a_process_by_itself_has_no_launcher():
+    assert launcher_config({}, RankSettings()) is None
+    assert launcher_config({"RANK": "3"}, RankSettings()) is None
 
 
-def test_a_place_of_torchrun():
-    assert place_of(TORCHRUN) == Place(1, 4, "node0", 29500, 4, "npucompile//0", hosts_store=False)
-    own = place_of(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"})
-    assert (own.hosts_store, own.local_world) == (True, 2)
+def test_the_configuration_of_torchrun():
+    settings = RankSettings(join_timeout_s=7)
+    assert launcher_config(TORCHRUN, settings) == RendezvousConfig(1, 4, "node0", 29500, 4, 7, "npucompile//0", hosts_store=False)
+    own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
+    assert (own.hosts_store, own.local_world_size) == (True, 2)
     agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
-    again = place_of(TORCHRUN | agent)
+    again = launcher_config(TORCHRUN | agent, settings)
     assert (again.hosts_store, again.prefix) == (False, "npucompile/job/2")
 
 
@@ -65,73 +75,73 @@ def test_a_place_of_torchrun():
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(changes, message):
+def test_a_launcher_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(SpecError, match=message):
-        place_of(TORCHRUN | changes)
+        launcher_config(TORCHRUN | changes, RankSettings())
 
 
 def test_another_number_of_ranks_than_the_mesh_has_is_refused(sharded):
     artifact = Artifact.open(sharded("tp=2"))
-    assert check_world(artifact, None).size == 2
+    assert check_world_size(artifact, None).size == 2
     with pytest.raises(SpecError, match=r"is for mesh tp=2, 2 ranks; the launcher started 4"):
-        check_world(artifact, place_of(TORCHRUN))
+        check_world_size(artifact, launcher_config(TORCHRUN, RankSettings()))
     with pytest.raises(SpecError, match=r"is for mesh 1, 1 ranks; the launcher started 4"):
-        check_world(Artifact.open(sharded("")), place_of(TORCHRUN))
+        check_world_size(Artifact.open(sharded("")), launcher_config(TORCHRUN, RankSettings()))
 
 
 def test_what_a_launcher_runs_is_named_and_there(tmp_path, sharded):
     home = Home(tmp_path, {})
     with pytest.raises(SpecError, match="name an artifact"):
-        named(home, None)
+        open_named_artifact(home, None)
     with pytest.raises(ArtifactMissing):
-        named(home, str(tmp_path / "nothing"))
-    assert named(home, str(sharded("tp=2"))).manifest.mesh == "tp=2"
+        open_named_artifact(home, str(tmp_path / "nothing"))
+    assert open_named_artifact(home, str(sharded("tp=2"))).manifest.mesh == "tp=2"
 
 
 # --- processes of this one ---
 
 
-def started(children, *codes):
+def started(processes, *codes):
     for rank, code in enumerate(codes, start=1):
-        children._processes[rank] = subprocess.Popen([sys.executable, "-S", "-c", code])
-    return children
+        processes._processes[rank] = subprocess.Popen([sys.executable, "-S", "-c", code])
+    return processes
 
 
 def test_how_a_rank_ended_is_known():
-    children = started(Children(), "import time; time.sleep(60)", "raise SystemExit(3)")
-    assert children.how(2) == f"process {children._processes[2].pid} ended with status 3"
-    assert children.ended() == f"rank 2 ended before it was ready: {children.how(2)}; it says why above, if it could"
-    children._processes[1].kill()
-    assert children.how(1) == f"process {children._processes[1].pid} was killed by signal 9 (SIGKILL)"
-    assert children.how(7) is None
+    processes = started(RankProcesses(), "import time; time.sleep(60)", "raise SystemExit(3)")
+    assert processes.exit_reason(2) == f"process {processes._processes[2].pid} ended with status 3"
+    assert processes.first_exit() == f"rank 2 ended before it was ready: {processes.exit_reason(2)}; it says why above, if it could"
+    processes._processes[1].kill()
+    assert processes.exit_reason(1) == f"process {processes._processes[1].pid} was killed by signal 9 (SIGKILL)"
+    assert processes.exit_reason(7) is None
 
 
 def test_a_rank_that_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr(module, "EXIT_S", 0.2)
-    monkeypatch.setattr(module, "GONE_S", 0.05)
-    children = started(Children(), "import time; time.sleep(60)", "pass")
-    assert children.how(1) is None
-    children.stop()
-    assert children._processes[1].returncode == -signal.SIGKILL
-    assert children._processes[2].returncode == 0
+    monkeypatch.setattr(module, "EXIT_STATUS_S", 0.05)
+    processes = started(RankProcesses(), "import time; time.sleep(60)", "pass")
+    assert processes.exit_reason(1) is None
+    processes.stop()
+    assert processes._processes[1].returncode == -signal.SIGKILL
+    assert processes._processes[2].returncode == 0
 
 
 # --- ranks ---
 
 
 @contextmanager
-def team_of(artifact, **settings):
-    with leading(artifact, None, Settings(threads=1, **settings), ranks.environment()) as team:
-        yield team
+def cluster_of(artifact, **settings):
+    with lead_ranks(artifact, None, RankSettings(threads=1, **settings), ranks.environment()) as cluster:
+        yield cluster
 
 
 def tokens(executor, count=6):
     return [one.token_ids for one in complete(executor, PROMPTS, Sampling(), count, frozenset())]
 
 
-def test_one_device_needs_no_team(sharded):
-    with leading(Artifact.open(sharded("")), None, Settings(), {}) as team:
-        assert team is None
+def test_one_device_needs_no_other_ranks(sharded):
+    with lead_ranks(Artifact.open(sharded("")), None, RankSettings(), {}) as cluster:
+        assert cluster is None
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
@@ -139,9 +149,9 @@ def test_ranks_say_what_one_device_says_and_a_killed_one_ends_them_all(sharded, 
     """Five prompts: over two groups that is one too many for an even share, and in the end one of them is idle."""
     alone = tokens(CpuExecutor(Artifact.open(sharded(""))))
     processes = {}
-    with pytest.raises(RankError) as caught, team_of(Artifact.open(sharded(mesh))) as team:  # noqa: PT012
+    with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded(mesh))) as cluster:  # noqa: PT012
         processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.serve.rank" in command_of(pid)}
-        executor = team.executor()
+        executor = cluster.load_executor()
         assert tokens(executor) == alone
         assert executor.compiles() == 0
         victim = max(processes)
@@ -150,7 +160,8 @@ def test_ranks_say_what_one_device_says_and_a_killed_one_ends_them_all(sharded, 
         while True:
             tokens(executor)
     assert time.monotonic() - began < 10
-    assert f"rank {team.job.mesh.size - 1} of mesh {mesh} died: process {victim} was killed by signal 9 (SIGKILL)" in str(caught.value)
+    last = cluster.control_plane.mesh.size - 1
+    assert f"rank {last} of mesh {mesh} died: process {victim} was killed by signal 9 (SIGKILL)" in str(caught.value)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in processes)
 
 
@@ -165,9 +176,9 @@ def command_of(pid):
 def test_ranks_with_other_artifacts_are_refused(sharded, tmp_path, monkeypatch, capfd):
     other = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
     artifact = Artifact.open(sharded("tp=2"))
-    start = Children.start
-    monkeypatch.setattr(Children, "start", lambda self, path, *rest: start(self, other.path, *rest))
-    with pytest.raises(RankError) as caught, team_of(artifact):
+    start = RankProcesses.start
+    monkeypatch.setattr(RankProcesses, "start", lambda self, path, *rest: start(self, other.path, *rest))
+    with pytest.raises(RankError) as caught, cluster_of(artifact):
         pass
     assert f"artifact is {other.digest} on rank 1 and {artifact.digest} on rank 0" in str(caught.value)
     assert f"rank 1: {caught.value}" in capfd.readouterr().err
@@ -177,23 +188,23 @@ def test_ranks_with_other_versions_are_refused():
     class Opened:
         digest, manifest = "d", type("M", (), {"mesh": "tp=2"})
 
-    told = facts(Opened)
-    assert (told["artifact"], told["mesh"]) == ("d", "tp=2")
-    assert torch.__version__ in told.values()
+    identity = rank_identity(Opened)
+    assert (identity["artifact"], identity["mesh"]) == ("d", "tp=2")
+    assert torch.__version__ in identity.values()
 
 
 def test_a_rank_that_cannot_start_is_told(sharded, monkeypatch, tmp_path, capfd):
-    start = Children.start
-    monkeypatch.setattr(Children, "start", lambda self, path, *rest: start(self, tmp_path / "gone", *rest))
-    with pytest.raises(RankError) as caught, team_of(Artifact.open(sharded("tp=2"))):
+    start = RankProcesses.start
+    monkeypatch.setattr(RankProcesses, "start", lambda self, path, *rest: start(self, tmp_path / "gone", *rest))
+    with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded("tp=2"))):
         pass
     assert re.search(r"rank 1 ended before it was ready: process \d+ ended with status 1; it says why above", str(caught.value))
     assert "rank 1: " in capfd.readouterr().err
 
 
 def test_ranks_that_do_not_come_are_named(sharded, monkeypatch):
-    monkeypatch.setattr(Children, "start", lambda *_: None)
-    with pytest.raises(RankError) as caught, team_of(Artifact.open(sharded("tp=2")), join_timeout_s=0.5):
+    monkeypatch.setattr(RankProcesses, "start", lambda *_: None)
+    with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded("tp=2")), join_timeout_s=0.5):
         pass
     assert "ranks 1 of 2 did not come to 127.0.0.1 within 0.5 s" in str(caught.value)
 
@@ -202,14 +213,14 @@ def test_nothing_is_started_for_what_has_no_weights(sharded, tmp_path, monkeypat
     def start(*_):
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(Children, "start", start)
+    monkeypatch.setattr(RankProcesses, "start", start)
     bare = tiny.published(tiny.copied(sharded("tp=2"), tmp_path / "bare"), lambda manifest, _: replace(manifest, weights=None))
-    with pytest.raises(ArtifactError, match="built without weights"), leading(bare, None, Settings(), {}):
+    with pytest.raises(ArtifactError, match="built without weights"), lead_ranks(bare, None, RankSettings(), {}):
         pass
 
 
-def test_cores_are_shared_out(monkeypatch):
+def test_cores_are_divided(monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(8))
-    for settings, world_size, expected in ((Settings(), 3, 2), (Settings(), 16, 1), (Settings(threads=5), 3, 5)):
-        module._share_threads(settings, world_size)
+    for settings, world_size, expected in ((RankSettings(), 3, 2), (RankSettings(), 16, 1), (RankSettings(threads=5), 3, 5)):
+        module._divide_threads(settings, world_size)
         assert torch.get_num_threads() == expected

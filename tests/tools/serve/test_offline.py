@@ -12,7 +12,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import ExecutionRecord, Sampling
-from npucompile.tools.serve.offline import Completion, complete
+from npucompile.tools.serve.offline import OfflineCompletion, complete
 
 GREEDY, NO_STOP = Sampling(), frozenset()
 
@@ -110,7 +110,7 @@ def test_a_step_that_fails_is_told(executor, caplog):
 @pytest.mark.parametrize(("steps", "accepted", "length"), [(0, (), 1.0), (0, (0, 0), 1.0), (3, (2, 1), 2.0), (4, (0, 0), 1.0)])
 def test_acceptance_length_is_that_of_steps_that_verify_drafts(steps, accepted, length):
     record = ExecutionRecord(0.0, 1.0, 2.0, (), (("a", 9),), 0, 0, verify_steps=steps, accepted_per_position=accepted)
-    assert Completion(3, (), 7, "length", record).acceptance_length == length
+    assert OfflineCompletion(3, (), 7, "length", record).acceptance_length == length
 
 
 def test_outputs_are_plain_numbers(executor):

@@ -16,11 +16,11 @@ from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import pack
 from npucompile.runtime.cpu_executor import CpuExecutor
-from npucompile.runtime.distributed.control_plane import Job
+from npucompile.runtime.distributed.control_plane import ControlPlane
 from npucompile.runtime.distributed.messages import encode
-from npucompile.runtime.distributed.process_groups import Groups
-from npucompile.runtime.distributed.rendezvous import Seat, gather, keys, open_store
-from npucompile.tools.serve.launch import GROUPS, check_world, facts
+from npucompile.runtime.distributed.process_groups import ProcessGroups
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, open_store, substore
+from npucompile.tools.serve.launch import GLOO, check_world_size, rank_identity
 
 DECODE = Bucket("decode", 1, 4)
 
@@ -30,22 +30,22 @@ class Rank1:
 
     def __init__(self, path, step_timeout_s=30.0):
         self.ranks, self.artifact = ranks, Artifact.open(path)
-        mesh = check_world(self.artifact, None)
-        seat = Seat(0, 2, "127.0.0.1", 0, ranks.TIMEOUT_S, hosts_store=True)
-        self.store = open_store(seat)
-        options = {"rank": 1, "world": 2, "port": self.store.port, "threads": 1, "join-timeout": 60, "step-timeout": step_timeout_s}
+        mesh = check_world_size(self.artifact, None)
+        config = RendezvousConfig(0, 2, "127.0.0.1", 0, 2, ranks.TIMEOUT_S, hosts_store=True)
+        self.store = open_store(config)
+        options = {"rank": 1, "world-size": 2, "port": self.store.port, "threads": 1, "join-timeout": 60, "step-timeout": step_timeout_s}
         words = [f"--{name}={value}" for name, value in options.items()]
         self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.serve.rank", path, *words], ranks.environment())
-        peers = gather(replace(seat, port=self.store.port), self.store, facts(self.artifact))
-        self.job = Job(mesh, peers)
-        self.groups = Groups(mesh, 0, keys(self.store, seat, GROUPS), "127.0.0.1", step_timeout_s)
-        self.job.gather([1], "ready", ranks.TIMEOUT_S)
+        connections = accept_ranks(replace(config, port=self.store.port), self.store, rank_identity(self.artifact))
+        self.control_plane = ControlPlane(mesh, connections)
+        self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GLOO), "127.0.0.1", step_timeout_s)
+        self.control_plane.gather([1], "ready", ranks.TIMEOUT_S)
 
     def ended(self):
         return self.ranks.finished(self.process, 15)
 
     def close(self):
-        self.job.close()
+        self.control_plane.close()
         self.groups.close()
         self.process.kill()
         self.process.communicate()
@@ -70,23 +70,23 @@ def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1
     executor = CpuExecutor(one.artifact, rank=0)
     inputs = pack(DECODE, [], executor.limits, max_logprobs=executor.max_logprobs)
     for number in range(3):
-        one.job.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
+        one.control_plane.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
         assert executor.launch(DECODE, [inputs]).result()[0]["tokens"].dtype == np.int32
     one.process.send_signal(signal.SIGINT)
     one.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert one.process.poll() is None
-    one.job.close()
+    one.control_plane.close()
     assert one.ended() == (0, "", "")
 
 
 def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(rank1):
     one = rank1()
     inputs = pack(DECODE, [], one.artifact.manifest.limits, max_logprobs=one.artifact.manifest.graphs[0].max_logprobs)
-    one.job.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
+    one.control_plane.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
     time.sleep(0.3)
     began = time.monotonic()
-    one.job._links[1]._stream.shutdown(2)
+    one.control_plane._peers[1]._stream.shutdown(2)
     status, _, said = one.ended()
     assert status == 1
     assert "lost rank 0: it closed its connection" in said

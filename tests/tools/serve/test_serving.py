@@ -28,7 +28,7 @@ from npucompile.server.run import serving
 from npucompile.tools.build import driver
 from npucompile.tools.build.pool import run_all
 from npucompile.tools.serve import serving as module
-from npucompile.tools.serve.serving import Builder, incomplete, start
+from npucompile.tools.serve.serving import BackgroundBuild, incomplete, start_service
 
 COMPILED = "decode-b1-q3"
 PROMPT = "In the"
@@ -37,7 +37,7 @@ PROMPT = "In the"
 @contextmanager
 def served(artifact):
     """A running server over an artifact: the service, and the URL of its websocket."""
-    running = start(artifact)
+    running = start_service(artifact)
     try:
         with serving(running.service) as url:
             yield running, url
@@ -93,7 +93,7 @@ def swapped(tiny_checkpoint, tmp_path_factory):
         after = ask(url).token_ids
         while health(url)["compiled_buckets"] == 0:
             after = ask(url).token_ids
-        return Swapped(out, before, (after, ask(url).token_ids), health_before, health(url), dict(running.executor.backends), report)
+        return Swapped(out, before, (after, ask(url).token_ids), health_before, health(url), dict(running.engine.executor.backends), report)
 
 
 def test_a_compiled_bucket_is_swapped_in_while_serving_and_answers_stay_equal(swapped):
@@ -236,7 +236,7 @@ def test_what_is_served_is_said(tiny_artifact):
 def test_text_needs_a_tokenizer(own_artifact):
     artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
     with pytest.raises(ArtifactError, match=r"has no tokenizer; serving text needs a checkpoint directory with tokenizer\.json"):
-        start(artifact)
+        start_service(artifact)
 
 
 TARGETS = [("stub", (), True), ("stub", None, False), ("eager", (), False), ("null", (), False)]
@@ -291,12 +291,12 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
         tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="new"))
 
     started.process = Process(None, None, publish, None)
-    artifact = Builder(["model"], own_artifact, {"A": "b"}).wait_servable()
+    artifact = BackgroundBuild(["model"], own_artifact, {"A": "b"}).wait_servable()
     assert artifact.manifest.source_digest == "new"
     assert artifact.digest != before.digest
     assert started.environment == {"A": "b"}
     assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
-    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.NICE)]
+    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]
 
 
 def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
@@ -305,27 +305,27 @@ def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
         return 0
 
     started.process = Process(publish, 0)
-    assert Builder(["model"], own_artifact, {}).wait_servable().path == own_artifact
+    assert BackgroundBuild(["model"], own_artifact, {}).wait_servable().path == own_artifact
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_build_that_fails_is_told(own_artifact, tmp_path, started, there):
     started.process = Process(None, 1)
     with pytest.raises(NpucompileError, match="the build ended with status 1 before there was anything to serve"):
-        Builder(["model"], own_artifact if there else tmp_path / "out", {}).wait_servable()
+        BackgroundBuild(["model"], own_artifact if there else tmp_path / "out", {}).wait_servable()
 
 
 def test_stopping_ends_a_build_that_runs_and_leaves_one_that_ended(tmp_path, started):
     for status, signals in ((None, ["terminate", "wait"]), (0, ["wait"])):
         started.process = Process(status)
-        Builder(["model"], tmp_path, {}).stop()
+        BackgroundBuild(["model"], tmp_path, {}).stop()
         assert started.process.signals == signals
 
 
 def test_a_real_build_in_a_real_process(tiny_checkpoint, tmp_path, capfd):
     out = tmp_path / "out"
     arguments = ["--buckets", "1", "--prefill", "4", "--max-model-len", "16", "--backend", "eager", "--dtype", "float32"]
-    builder = Builder([str(tiny_checkpoint), *arguments], out, os.environ)
+    builder = BackgroundBuild([str(tiny_checkpoint), *arguments], out, os.environ)
     try:
         artifact = builder.wait_servable()
     finally:
