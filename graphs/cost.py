@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from .invariants import results_of
 from .ir.alias import is_view, owner, shares
 from .ir.flatten import bodies
-from .primitive import Cost, nbytes, of_target
+from .primitive import Cost, nbytes, of_inplace, of_target
 from .types import Signature
 
 
@@ -49,12 +49,12 @@ def cost(graph: GraphModule) -> Cost:
 
 
 def node_cost(node: Node) -> Cost:
-    """Cost of one node; views and unpacking are free."""
+    """Cost of one node; views and unpacking are free, an in-place variant costs what its primitive does."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_view(target):
         return Cost()
     args = [_value(a) for a in node.args]
-    primitive = of_target(target)
+    primitive = of_target(target) or of_inplace(target)
     if primitive is not None:
         result: Cost = primitive.rule("cost")(*args)
         return result

@@ -264,6 +264,11 @@ class Primitive(Generic[Operands]):
 
 def of_target(target: object) -> Primitive[Any] | None:
     """The primitive behind an FX node's target, or None for any other operator."""
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
-        return TABLE.get(target._schema.name.split("::")[1])
+    return TABLE.get(target._opname) if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE else None
+
+
+def of_inplace(target: object) -> Primitive[Any] | None:
+    """The primitive whose in-place variant an FX node calls, or None for any other operator."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname.endswith("_"):
+        return TABLE.get(target._opname[:-1])
     return None

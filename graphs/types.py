@@ -289,12 +289,32 @@ class Limits:
         return (self.num_slots - 1) // self.slots_per_request + 1
 
 
+def leaf_name(part: str, path: str) -> str:
+    """Name of a leaf: `leaf_name("params", "layers.0.w")` is `params.layers.0.w`.
+
+    Args:
+        part: params, state, inputs or outputs.
+        path: dotted path in that tree.
+    """
+    return f"{part}.{path}"
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """One flat operand or result of a graph: its dotted path in the tree and its abstract value."""
+    """One flat operand or result of a graph: its name, as `leaf_name` joins it, and its abstract value."""
 
     name: str
     aval: Aval
+
+    @property
+    def part(self) -> str:
+        """The tree it belongs to: params, state, inputs or outputs."""
+        return self.name.partition(".")[0]
+
+    @property
+    def path(self) -> str:
+        """Its dotted path in that tree."""
+        return self.name.partition(".")[2]
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ class Executor:
         self._own = {COORDS: mesh.coords(rank or 0)}
         self._entries = {entry.bucket: entry for entry in artifact.manifest.graphs}
         self._signatures = {bucket: local_signature(artifact.manifest, entry) for bucket, entry in self._entries.items()}
-        self._names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}
-        self._outputs = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.outputs] for bucket, s in self._signatures.items()}
+        self._names = {bucket: [leaf.path for leaf in s.inputs] for bucket, s in self._signatures.items()}
+        self._outputs = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
         self._modules = self._compilers_loaded()
         self._counted = compile_count.count()

@@ -14,4 +14,4 @@ def run(graph: GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-PASS = Pass("drop_dead", run, changes_numerics=False)
+PASS = Pass("drop_dead", run)

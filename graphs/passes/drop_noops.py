@@ -34,4 +34,4 @@ def run(graph: GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-PASS = Pass("drop_noops", run, changes_numerics=False)
+PASS = Pass("drop_noops", run)

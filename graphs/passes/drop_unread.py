@@ -32,4 +32,4 @@ def _keep(call: Node, kept: list[int]) -> None:
     call.meta["val"] = tuple(call.meta["val"][i] for i in kept)
 
 
-PASS = Pass("drop_unread", run, changes_numerics=False)
+PASS = Pass("drop_unread", run)

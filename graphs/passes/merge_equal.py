@@ -44,4 +44,4 @@ def run(graph: GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-PASS = Pass("merge_equal", run, changes_numerics=False)
+PASS = Pass("merge_equal", run)

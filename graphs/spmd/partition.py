@@ -21,7 +21,8 @@ from ..errors import PartitionError
 from ..ir.flatten import bodies
 from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace, traced_graph
 from ..primitive import of_target
-from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature
+from ..stage import Stage
+from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature, leaf_name
 from .layout import Place, assembled, local_of, partitioning, placements
 from .sharding import register_all
 
@@ -33,7 +34,7 @@ _TORCH, _GRAPHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 
 
 @dataclass(frozen=True)
-class Partitioned:
+class Partitioned(Stage):
     """The graph of one device: local shapes, explicit collectives. Its signature holds local avals."""
 
     program: Program
@@ -41,6 +42,10 @@ class Partitioned:
     signature: Signature
     mesh: Mesh
     rules: Rules
+
+    @property
+    def title(self) -> str:
+        return f"{self.program.bucket.name} partitioned over mesh {self.mesh}"
 
     @property
     def collectives(self) -> tuple[tuple[str, str, str], ...]:
@@ -119,7 +124,7 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
         _name_groups(graph, devices.get_group().group_name)
     leaves = [Leaf(leaf.name, aval) for leaf, aval in zip(signature.operands, local, strict=True)]
     params, state = len(signature.params), len(signature.state)
-    inputs = (*leaves[params + state :], Leaf(f"inputs.{COORDS}", _COORDS_AVAL))
+    inputs = (*leaves[params + state :], Leaf(leaf_name("inputs", COORDS), _COORDS_AVAL))
     result = Signature(tuple(leaves[:params]), tuple(leaves[params : params + state]), inputs, tuple(outputs))
     name_placeholders(graph, result)
     return Partitioned(program, graph, result, mesh, rules)

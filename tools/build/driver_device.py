@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...graphs import cost
 from ...graphs.ir.trace import signature_of
-from ...graphs.types import DTYPE_NAMES, Bucket, Leaf
+from ...graphs.types import DTYPE_NAMES, Bucket, Leaf, leaf_name
 from ...lowering.artifact.artifact import ArtifactWriter, Compiled, GraphEntry, Manifest, graph_key
 from ...lowering.backend import backend
 from ...lowering.collectives_check import check_ranks, expand
@@ -141,7 +141,7 @@ def _memory(plan: Plan, described: Manifest, entries: tuple[GraphEntry, ...]) ->
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
         communicators=memory.communicators(plan.mesh, groups, window),
-        draft=f"params.{plan.model.family.DRAFT}.",
+        draft=leaf_name("params", f"{plan.model.family.DRAFT}."),
     )
 
 

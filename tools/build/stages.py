@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...graphs import cost as report
 from ...graphs.ir.trace import Traced, trace
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
-from ...graphs.text import as_text
 from ...graphs.types import Bucket
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
@@ -62,13 +60,10 @@ def stage(plan: Plan, bucket: Bucket) -> Staged:
     target = backend(plan.backend).lower(partitioned) if plan.backend != "eager" else None
     lowered = target or eager
     assert lowered is not None
-    cost, memory = report.cost(partitioned.graph), report.memory(partitioned.graph, partitioned.signature)
-    texts = {
-        "partitioned": as_text(partitioned.graph, f"{bucket.name} partitioned over mesh {plan.mesh}"),
-        "lowered": lowered.as_text(),
-    }
+    cost, memory = partitioned.cost(), partitioned.memory()
+    texts = {"partitioned": partitioned.as_text(), "lowered": lowered.as_text()}
     if traced:
-        texts["traced"] = as_text(traced.graph, f"{bucket.name} traced")
+        texts["traced"] = traced.as_text()
     return Staged(
         bucket,
         partitioned,

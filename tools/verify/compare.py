@@ -115,7 +115,7 @@ def scene(
                 pool[one.seat, request_slots.START], pool[one.seat, request_slots.ACCEPTED] = one.start, one.slots.index(one.read)
                 pool[one.seat, request_slots.TOKENS :] = tokens[one.row]
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
-    return Scene([*params, *state, *(inputs[_short(leaf)] for leaf in signature.inputs)], rows)
+    return Scene([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
 def _rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[Live]:
@@ -195,7 +195,7 @@ def force(reference: Executable, one: Scene, signature: Signature) -> None:
     """
     at = next(i for i, leaf in enumerate(signature.state) if is_seats(leaf))
     pool = one.operands[len(signature.params) + at]
-    names = [_short(leaf) for leaf in signature.outputs]
+    names = [leaf.path for leaf in signature.outputs]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
         sampled = dict(zip(names, reference(_copy_state(one, signature)), strict=True))["tokens"]
         for i, live in enumerate(one.live):
@@ -212,7 +212,7 @@ def compare(
 ) -> Verdict:
     """Runs both on copies of each scene's state and measures every live value; by `difference` unless said otherwise."""
     first, last = len(signature.params), len(signature.params) + len(signature.state)
-    names = [_short(leaf) for leaf in signature.outputs]
+    names = [leaf.path for leaf in signature.outputs]
     found = Verdict()
     for one in scenes:
         ours, theirs = _copy_state(one, signature), _copy_state(one, signature)
@@ -286,7 +286,7 @@ def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _is_models(leaf: Leaf) -> bool:
     """Whether a pool is of the model's own layers: filled with all candidates of a step, whichever of them count."""
-    return leaf.name.split(".")[1] == "layers"
+    return leaf.path.startswith("layers.")
 
 
 def _live_values(leaf: Leaf, live: Sequence[Live], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -307,10 +307,6 @@ def _copy_state(one: Scene, signature: Signature) -> list[torch.Tensor]:
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.split(".", 1)[1]
 
 
 TOLERANCES = {

@@ -110,7 +110,7 @@ class Cast:
 
     def _forgive(self, number: int, said: Sequence[Outputs], state: States) -> None:
         """Rows that sampled another token, as they may, go on with the draft head's cache of the script, as with its tokens."""
-        turn, prefix, page = self.script.turns[number], f"state.{self.small.model.family.DRAFT}.", self.small.limits.page_size
+        turn, prefix, page = self.script.turns[number], f"{self.small.model.family.DRAFT}.", self.small.limits.page_size
         for rank, pools in enumerate(state):
             group = self.group(rank)
             expected = turn.expected[group]
@@ -123,7 +123,7 @@ class Cast:
                 at = start(turn, group, row) + torch.arange(expected.taken[place])
                 pages, offsets = turn.inputs[group]["page_table"][row, at // page], at % page
                 for leaf, pool, kept in zip(self.leaves, pools, right, strict=True):
-                    if leaf.name.startswith(prefix):
+                    if leaf.path.startswith(prefix):
                         pool[pages, offsets] = kept[pages, offsets]
 
     def excerpt(self, graphs: Graphs, before: Mapping[int, States]) -> Heard:
@@ -139,8 +139,8 @@ class Cast:
         run, signature = graphs[turn.case]
         for rank, pools in enumerate(state):
             given = {**turn.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
-            operands.append([*self.params[rank], *pools, *(given[_short(leaf)] for leaf in signature.inputs)])
-        said = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
+            operands.append([*self.params[rank], *pools, *(given[leaf.path] for leaf in signature.inputs)])
+        said = [dict(zip((leaf.path for leaf in signature.outputs), results, strict=True)) for results in run(operands)]
         seats = seat_pool(self.leaves)
         return tuple({**outputs, SEATS: pools[seats].clone()} for outputs, pools in zip(said, state, strict=True))
 
@@ -310,7 +310,3 @@ def _refuse(value: float, limit: float, what: str) -> None:
 def _named(rank: int, mesh: Mesh) -> str:
     """`rank 3 (dp 1, tp 1)`."""
     return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in mesh.coordinates(rank).items())})"
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.partition(".")[2]

@@ -10,7 +10,7 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.types import COORDS, DTYPES, Leaf, Mesh, Rules, Signature
+from ...graphs.types import COORDS, DTYPES, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -105,23 +105,19 @@ def _compare(
             pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
             for leaf, pool in zip(manifest.state, one.operands[first:last], strict=True)
         ]
-        given = dict(zip(map(_short, signature.inputs), one.operands[last:], strict=True))
+        given = dict(zip((leaf.path for leaf in signature.inputs), one.operands[last:], strict=True))
         given[COORDS] = mesh.coords(rank)
-        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(given[_short(leaf)] for leaf in entry.inputs)])
+        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(given[leaf.path] for leaf in entry.inputs)])
     results = ours(operands)
     whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(one.operands)] for one in scenes]
-    expected = [dict(zip(map(_short, signature.outputs), reference(each), strict=True)) for each in whole]
+    expected = [dict(zip((leaf.path for leaf in signature.outputs), reference(each), strict=True)) for each in whole]
     found = Verdict()
     for rank, given_back in enumerate(results):
         group = mesh.coordinates(rank)["dp"]
-        told = dict(zip(map(_short, entry.outputs), given_back, strict=True))
+        told = dict(zip((leaf.path for leaf in entry.outputs), given_back, strict=True))
         pools = [
             (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], operands[rank][first + i])
             for i, leaf in enumerate(manifest.state)
         ]
         found = found.worse(verdict(scenes[group], expected[group], told, pools, tolerance.measure))
     return found
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.partition(".")[2]

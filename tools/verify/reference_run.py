@@ -50,7 +50,7 @@ class Alone:
         self._family.heard.clear()
         with torch.no_grad():
             flat, told = call_flat(program, signature_of(program), [*self._params, *state, *(inputs[name] for name in program.inputs)])
-        outputs = dict(zip((leaf.name.partition(".")[2] for leaf in told), flat, strict=False))
+        outputs = dict(zip((leaf.path for leaf in told), flat, strict=False))
         if self._limits.drafts:
             outputs[THOUGHT] = torch.stack(self._family.heard, 1)
         return outputs, flat[len(told) :]

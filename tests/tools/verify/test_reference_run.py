@@ -46,10 +46,10 @@ def test_a_step_is_that_of_the_traced_graph(image, kind):
     given = [pool.clone() for pool in pools]
     outputs, new = alone(image).step(one.case.bucket, pools, one.inputs[0])
     lowered = lower_eager(partition(trace(step.program(image.small.reference, one.case.bucket, image.small.limits, F32)), Mesh(), Rules()))
-    names = [leaf.name.partition(".")[2] for leaf in lowered.signature.inputs]
+    names = [leaf.path for leaf in lowered.signature.inputs]
     params = held_params(image.small.reference, image.checkpoint)
     found = EagerExecutable(lowered.graph)([*params, *given, *(one.inputs[0][name] for name in names)])
-    told = dict(zip((leaf.name.partition(".")[2] for leaf in lowered.signature.outputs), found, strict=True))
+    told = dict(zip((leaf.path for leaf in lowered.signature.outputs), found, strict=True))
     assert set(outputs) - {THOUGHT} == set(told)
     rows = list(one.expected[0].rows)
     for name, value in told.items():
