@@ -1,4 +1,4 @@
-"""Turns trees of leaves into flat lists with dotted names, and back."""
+"""Trees of leaves as flat lists with dotted names, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a program into its traced graph: flat, functional, static, on global shapes."""
+"""Turns a program into its traced graph: functional, static, on global shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Traced(Stage):
 
 
 def trace(program: Program) -> Traced:
-    """Traces a program on tensors without values; nothing is allocated.
+    """Traces a program on tensors without values, so nothing is allocated.
 
     Raises:
         GraphError: when the program returns no outputs and state, or a new state of another structure, shape or dtype.
@@ -60,7 +60,7 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
     """Calls a program on flat operands; returns flat results and the leaves of the outputs among them.
 
     Raises:
-        GraphError: when forward returns something else than a pair of trees of tensors, or a new state unlike the state.
+        GraphError: when forward returns anything but a pair of trees of tensors, or a new state unlike the state.
     """
     params, state = len(signature.params), len(signature.state)
     result: object = program.forward(

@@ -1,4 +1,4 @@
-"""Turns a graph with nodes nobody reads into one without; operands stay, they are the calling convention."""
+"""Dead code: removes nodes that nothing reads; operands stay, they are the calling convention."""
 
 from __future__ import annotations
 

@@ -283,12 +283,12 @@ def test_axes_that_collide_are_refused() -> None:
     [
         (
             lambda p, s, i: ({"y": ops.linear(i["x"], p["up"])}, s),
-            r"outputs.y ends as \(Shard\(dim=1\),\), its place is \(Replicate\(\),\)",
+            r"outputs.y ends as \(Shard\(dim=1\),\), its layout must be \(Replicate\(\),\)",
         ),
         (lambda p, s, i: ({"y": ops.linear(i["x"], p["up"]).sum()}, s), r"toy: outputs.y ends as \(Partial\(sum\),\)"),
         (
             lambda p, s, i: ({}, {**s, "pool": constrain(s["pool"], None, None, None, None)}),
-            r"toy: state.pool ends as \(Replicate\(\),\), its place is \(Shard\(dim=2\),\)",
+            r"toy: state.pool ends as \(Replicate\(\),\), its layout must be \(Shard\(dim=2\),\)",
         ),
     ],
 )
