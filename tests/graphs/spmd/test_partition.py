@@ -190,7 +190,7 @@ def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
 # --- groups with requests of their own ---
 
 
-def test_groups_do_not_talk_unless_told_to() -> None:
+def test_groups_do_not_communicate_without_a_region() -> None:
     """dp is manual: what is split over tp is split the same, whatever dp is."""
     assert split(mlp, "dp=3,tp=2").collectives == split(mlp).collectives
     alone = split(mlp, "dp=3")
