@@ -1,4 +1,4 @@
-"""Turns traces and compiles into a count, so that a serving process can prove that it makes none."""
+"""Count of traces and compiles, by which a serving process proves that it makes none."""
 
 from __future__ import annotations
 

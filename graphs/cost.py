@@ -1,4 +1,4 @@
-"""Turns a graph into what it costs: arithmetic, bytes moved, and the memory it needs."""
+"""Cost of a graph: arithmetic, bytes moved, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from .invariants import results_of
 from .ir.alias import is_view, owner, shares
 from .ir.flatten import bodies
-from .primitive import Cost, nbytes, of_target
+from .primitive import Cost, nbytes, of_inplace, of_target
 from .types import Signature
 
 
@@ -21,9 +21,9 @@ class Memory:
 
     Attributes:
         params_bytes: parameters.
-        state_bytes: donated pools, counted once: results take the operands' place.
+        state_bytes: donated pools, counted once: a result is written to its operand.
         inputs_bytes: inputs of a step.
-        peak_bytes: largest sum of live intermediate values, results included; views count nothing and keep alive what they view.
+        peak_bytes: largest sum of live intermediate values, results included; a view has no bytes of its own and keeps its base alive.
     """
 
     params_bytes: int
@@ -37,7 +37,7 @@ class Memory:
 
 
 def cost(graph: GraphModule) -> Cost:
-    """Sum over all nodes: a primitive's own rule; matrix products by torch's formulas; else one operation per result element."""
+    """Sum over all nodes: primitives by their own rule, matrix products by torch's formulas, others one operation per result element."""
     inner = {name: cost(body) for name, body in bodies(graph).items()}
     total = Cost()
     for node in graph.graph.nodes:
@@ -49,12 +49,12 @@ def cost(graph: GraphModule) -> Cost:
 
 
 def node_cost(node: Node) -> Cost:
-    """Cost of one node; views and unpacking are free."""
+    """Cost of one node; views and unpacking are free, an in-place variant costs what its primitive does."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_view(target):
         return Cost()
     args = [_value(a) for a in node.args]
-    primitive = of_target(target)
+    primitive = of_target(target) or of_inplace(target)
     if primitive is not None:
         result: Cost = primitive.rule("cost")(*args)
         return result
@@ -72,7 +72,7 @@ def memory(graph: GraphModule, signature: Signature) -> Memory:
 
 
 def _peak(graph: GraphModule, donated: set[Node]) -> int:
-    """Largest sum of values that live at the same time; a call needs what its body needs, and then holds its results."""
+    """Largest sum of values that live at the same time; a call needs the peak of its body, then holds the bytes of its results."""
     sizes = {node: _own_bytes(node, donated) for node in graph.graph.nodes if node.op == "call_function"}
     inside: dict[Node, int] = {}
     for name, body in bodies(graph).items():
@@ -80,11 +80,11 @@ def _peak(graph: GraphModule, donated: set[Node]) -> int:
         pools = {int(str(n.args[1])) for n in donated if n.args and n.args[0] in calls}
         results = results_of(body)
         peak = _peak(body, {results[i] for i in pools})
-        kept = sum(nbytes(results[i].meta["val"]) for i in range(len(results)) if i not in pools)
-        sizes.update(dict.fromkeys(calls, kept))
+        own = sum(nbytes(results[i].meta["val"]) for i in range(len(results)) if i not in pools)
+        sizes.update(dict.fromkeys(calls, own))
         inside.update(dict.fromkeys(calls, peak))
-    # A value lives as long as anything that looks into it; one that nobody reads ends where it begins. What replaces a pool lives
-    # there, and does not keep alive what was made beside it.
+    # A value lives until the last reader of any view of it; an unread one is freed at once. The new value of a pool lies in the
+    # pool itself, so reading it does not keep the other results of its node alive.
     last = {node: node for node in sizes}
     for node in graph.graph.nodes:
         last.update({owner(source): node for source in node.all_input_nodes if source not in donated})

@@ -1,4 +1,4 @@
-"""Turns every refusal of the system into one tree of exceptions.
+"""The exceptions of the system, as one tree.
 
     NpucompileError
     +-- SpecError            a value the user typed (bucket list, mesh, dtype, option) is not legal

@@ -1,4 +1,4 @@
-"""Turns a factor string into the letters of each operand and result of a primitive."""
+"""Factor strings: the sharding rule of a primitive as one letter per dimension of its operands and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Factors:
 
         Raises:
             PrimitiveError: when the arrow is missing; when a letter is repeated in a group, or carried by no operand; or when
-                it lacks in a result without being declared `sum`: such a dimension stays whole and is written `_`.
+                a result lacks it and it is not declared `sum`: such a dimension stays whole and is written `_`.
         """
         body, _, tail = text.partition(";")
         left, arrow, right = body.partition("->")
@@ -46,7 +46,7 @@ class Factors:
         return Factors(operands, results, sums)
 
     def ranked(self, ranks: list[int]) -> Factors:
-        """The same factors with `...` spelled out for operands of these ranks: leading dimensions, shared by all that write it.
+        """The same factors with `...` spelled out for operands of these ranks: leading dimensions, the same in every group with `...`.
 
         Raises:
             PrimitiveError: when a rank does not fit its group.
@@ -65,5 +65,4 @@ class Factors:
     @property
     def letters(self) -> list[str]:
         """Letters that may be sharded, in order of appearance."""
-        found = dict.fromkeys(x for group in (*self.operands, *self.results) for x in group if x != WHOLE)
-        return list(found)
+        return list(dict.fromkeys(x for group in (*self.operands, *self.results) for x in group if x != WHOLE))

@@ -1,4 +1,4 @@
-"""Turns a graph into the list of stated invariants it breaks."""
+"""Invariants of legal graphs, checked after every stage and pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .types import Signature
 Invariant = Callable[[GraphModule, Signature], Iterator[str]]
 
 NAMESPACES = ("aten", NAMESPACE, "_c10d_functional")
-# torch tags this as dynamic for the sake of boolean masks; with integers its result is as static as they are.
+# torch tags this as dynamic because its index may be a boolean mask; with an integer index its result is static.
 INDEXING = (torch.ops.aten.index.Tensor,)
 
 
@@ -25,22 +25,22 @@ def operands_follow_signature(graph: GraphModule, signature: Signature) -> Itera
     if len(nodes) != len(signature.operands):
         yield f"{len(nodes)} placeholders, the signature has {len(signature.operands)} operands"
     for node, leaf in zip(nodes, signature.operands, strict=False):
-        if (found := _aval(node)) != (*leaf.aval.shape, leaf.aval.dtype):
-            yield f"placeholder {leaf.name} is {found}, the signature says {leaf.aval}"
+        if (aval := _aval(node)) != (*leaf.aval.shape, leaf.aval.dtype):
+            yield f"placeholder {leaf.name} is {aval}, the signature says {leaf.aval}"
 
 
 def results_follow_signature(graph: GraphModule, signature: Signature) -> Iterator[str]:
-    """Results are the signature's: same number, shape and dtype."""
+    """Results follow the signature: same number, shape and dtype."""
     results = results_of(graph)
     if len(results) != len(signature.results):
         yield f"{len(results)} results, the signature has {len(signature.results)}"
     for node, leaf in zip(results, signature.results, strict=False):
-        if (found := _aval(node) if isinstance(node, Node) else node) != (*leaf.aval.shape, leaf.aval.dtype):
-            yield f"result {leaf.name} is {found}, the signature says {leaf.aval}"
+        if (aval := _aval(node) if isinstance(node, Node) else node) != (*leaf.aval.shape, leaf.aval.dtype):
+            yield f"result {leaf.name} is {aval}, the signature says {leaf.aval}"
 
 
 def nothing_from_the_air(graph: GraphModule, signature: Signature) -> Iterator[str]:
-    """Everything a graph reads is an operand: no captured tensor, no module but the bodies of blocks."""
+    """Everything a graph reads is an operand: no captured tensor, no module except the bodies of blocks."""
     for node in graph.graph.nodes:
         if node.op in ("get_attr", "call_method") or (node.op == "call_module" and not _is_body(graph, node)):
             yield f"{node.name} is a {node.op} of {node.target!r}; everything a graph reads must be an operand"
@@ -101,24 +101,24 @@ INVARIANTS: tuple[Invariant, ...] = (
     nothing_is_mutated,
     state_is_replaced,
 )
-"""What a legal partitioned graph looks like, as data."""
+"""What a partitioned graph must satisfy."""
 
 OF_BODIES = INVARIANTS[2:7]
-"""Those that hold for every body as well, which has a calling convention of its own."""
+"""Those that every body satisfies too; the others are about the signature, which a body does not have."""
 
 
 def check(graph: GraphModule, signature: Signature, after: str) -> None:
     """Checks every invariant.
 
     Args:
-        after: the stage or pass that made the graph; named in the error.
+        after: the stage or pass that the graph comes from; named in the error.
 
     Raises:
         InvariantError: listing every breach.
     """
     broken = [f"{rule.__name__}: {what}" for rule in INVARIANTS for what in rule(graph, signature)]
     for name, body in bodies(graph).items():
-        # What is no body, `nothing_from_the_air` has said by now.
+        # A called module that is not a body is reported by `nothing_from_the_air` already.
         rules = OF_BODIES if hasattr(body, "graph") else ()
         broken += [f"{rule.__name__}: in {name}: {what}" for rule in rules for what in rule(body, signature)]
     if broken:

@@ -1,4 +1,4 @@
-"""Turns the name of a kernel that is compiled code into an operator of graphs; packages call the code itself, not the operator."""
+"""Native operators: graph nodes for compiled kernels, which packages call directly without going through torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMESPACE = "npuc_native"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 FEW_ROWS = 64
-"""Most rows for which kernels of our own serve products: with more, arithmetic and not memory decides, and torch's are as good."""
+"""Largest number of rows for which products use our own kernels: beyond it compute and not memory is the bound, and torch's are as good."""
 
 TABLE: dict[str, Native] = {}
 """Every native operator by name; filled when `graphs.ops` is imported."""
@@ -22,7 +22,7 @@ TABLE: dict[str, Native] = {}
 class Native:
     """One operator, `torch.ops.npuc_native.<name>`: the meaning of a primitive, run by compiled code.
 
-    An operator of its own, so that a reference graph in the same process still runs the reference.
+    It is separate from the primitive's own operator, so that a reference graph in the same process still runs the reference.
 
     Args:
         name: of the operator; unique among all C functions that torch's packages call.
@@ -45,7 +45,7 @@ class Native:
         TABLE[name] = self
 
     def bind(self, kernel: Callable[..., Any] | None) -> None:
-        """Makes `kernel` what the operator calls on CPU tensors, for who runs a lowered graph node by node; None unbinds it."""
+        """Makes the operator call `kernel` on CPU tensors, so that a lowered graph can run node by node; None unbinds it."""
         self._kernel = kernel
 
     def _call(self, *args: Any) -> Any:

@@ -166,8 +166,8 @@ class Primitive(Generic[Operands]):
         return fn
 
     def _without_donated(self, results: Sequence[Any]) -> Any:
-        kept = tuple(results[i] for i in self.kept_results)
-        return kept[0] if len(kept) == 1 else kept or None
+        others = tuple(results[i] for i in self.kept_results)
+        return others[0] if len(others) == 1 else others or None
 
     @property
     def inplace_op(self) -> torch._ops.OpOverload:
@@ -226,11 +226,11 @@ class Primitive(Generic[Operands]):
         return self._rules.get(f"lowering:{backend}") or self.rule("reference")
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the node; differentiates through the reference where a gradient is wanted.
+        """Calls the operator; goes through the reference where a gradient is wanted.
 
         Raises:
             PrimitiveError: naming the primitive, its schema and the operands, when these do not fit the schema, the ranks of
-                the factors, or each other where they share a letter (there one size may be a multiple: grouped heads).
+                the factors, or each other where they share a letter (one size may be a multiple of the other: grouped heads).
         """
         self._check(args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -264,6 +264,11 @@ class Primitive(Generic[Operands]):
 
 def of_target(target: object) -> Primitive[Any] | None:
     """The primitive behind an FX node's target, or None for any other operator."""
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
-        return TABLE.get(target._schema.name.split("::")[1])
+    return TABLE.get(target._opname) if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE else None
+
+
+def of_inplace(target: object) -> Primitive[Any] | None:
+    """The primitive whose in-place variant an FX node calls, or None for any other operator."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname.endswith("_"):
+        return TABLE.get(target._opname[:-1])
     return None

@@ -1,4 +1,4 @@
-"""Turns float activations and weights into the integers that quantised primitives multiply, and int4 back."""
+"""Quantisation of activations and weights to int8 and int4, and unpacking of int4."""
 
 import torch
 
@@ -29,7 +29,7 @@ def quantise_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a weight to int8, one scale an output channel.
 
     Args:
-        weight: [..., K, N], contraction first; a checkpoint's [N, K] is transposed before.
+        weight: [..., K, N], contraction first; the caller transposes a checkpoint's [N, K].
 
     Returns:
         [..., K, N] int8 and the scales [..., N] f32.
@@ -45,7 +45,7 @@ def quantise_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
         weight: [..., K, N], contraction first, N a multiple of 8.
 
     Returns:
-        what `pack_w4` gives, `scale_bits` of the scales, and their `assist_w4`.
+        the packed weight as `pack_w4` gives it, `scale_bits` of the scales, and their `assist_w4`.
 
     Raises:
         CheckpointError: N is not a multiple of 8.
@@ -101,7 +101,7 @@ def bits_scale(bits: torch.Tensor) -> torch.Tensor:
 
 
 def assist_w4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What int4 kernels add: they multiply the halves `x // 16` and `x % 16 - 8` of an int8 x, so 8 times every weight is missing.
+    """The correction that int4 kernels add: they multiply `x // 16` and `x % 16 - 8` of an int8 x, which loses 8 times every weight.
 
     Args:
         values: [..., K, N] int8 in [-8, 7].

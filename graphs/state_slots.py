@@ -1,4 +1,4 @@
-"""Turns slot indices into the recurrent states a step starts from and the token counts after which it stores them."""
+"""Reads and writes of recurrent states in their slots."""
 
 import torch
 
@@ -9,7 +9,7 @@ def read_slots(pool: torch.Tensor, read: torch.Tensor, starts: torch.Tensor) -> 
     Args:
         pool: [S, ...].
         read: [B] slot of each row.
-        starts: [B] tokens before this step; a row at 0 starts from zeros whatever its slot holds.
+        starts: [B] tokens before this step; a row with 0 starts from zeros whatever its slot holds.
 
     Returns:
         [B, ...], dtype of the pool.
@@ -19,7 +19,7 @@ def read_slots(pool: torch.Tensor, read: torch.Tensor, starts: torch.Tensor) -> 
 
 
 def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> torch.Tensor:
-    """How many of a row's tokens each written state has consumed.
+    """Number of a row's tokens that each written state has consumed.
 
     Args:
         write: [B, W]; W == q_len stores the state after every token, W == 1 after the last valid token.
@@ -37,7 +37,7 @@ def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> t
 def write_slots_npu(pool: torch.Tensor, write: torch.Tensor, states: torch.Tensor) -> None:
     """Stores states in their slots, in place, by an operator of the NPU.
 
-    GE orders it after the reads of the pool that the states were computed from, and after no other.
+    GE orders it after the reads of the pool that the states depend on, and after no other read.
 
     Args:
         pool: [S, ...].

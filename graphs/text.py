@@ -1,4 +1,4 @@
-"""Turns a graph into stable text: the same program gives the same lines, whatever names FX chose."""
+"""Stable text of a graph: the same program gives the same lines, whatever names FX chose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .types import DTYPE_NAMES, Aval
 def as_text(graph: GraphModule, title: str) -> str:
     """One line a node: `%7 = npuc.linear(%5, %2) : bf16[4,64]`; operands carry their leaf names.
 
-    Bodies that the graph calls follow it, each once.
+    The bodies that the graph calls follow, each once.
 
     Args:
         graph: a traced, partitioned or lowered graph.
@@ -35,10 +35,10 @@ def _lines(graph: GraphModule, title: str) -> list[str]:
         if node.op == "placeholder":
             lines.append(f"  {numbers[node]} = operand {node.meta.get('leaf', node.name)} : {_type(node)}")
             continue
-        given = [_argument(a, numbers) for a in node.args]
-        given += [f"{k}={_argument(v, numbers)}" for k, v in sorted(node.kwargs.items())]
-        called = f"call {node.target}" if node.op == "call_module" else target_name(node.target)
-        lines.append(f"  {numbers[node]} = {called}({', '.join(given)}) : {_type(node)}")
+        arguments = [_argument(a, numbers) for a in node.args]
+        arguments += [f"{k}={_argument(v, numbers)}" for k, v in sorted(node.kwargs.items())]
+        target = f"call {node.target}" if node.op == "call_module" else target_name(node.target)
+        lines.append(f"  {numbers[node]} = {target}({', '.join(arguments)}) : {_type(node)}")
     return lines
 
 

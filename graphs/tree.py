@@ -1,4 +1,4 @@
-"""Turns trees of leaves into flat lists with dotted names, and back."""
+"""Trees of leaves as flat lists with dotted names, and back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from .types import Tree
+from .types import Leaf, Tree, leaf_name
 
 
 def flatten(tree: Tree) -> list[tuple[str, Any]]:
     """(dotted path, leaf) pairs in tree order: `{"a": [x, y]}` gives `a.0`, `a.1`."""
     pairs, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(_part(key) for key in path), leaf) for path, leaf in pairs]
+
+
+def leaves(part: str, avals: Tree) -> tuple[Leaf, ...]:
+    """The leaves of a tree of abstract values, named as those of a part: params, state or inputs."""
+    return tuple(Leaf(leaf_name(part, path), aval) for path, aval in flatten(avals))
 
 
 def unflatten(like: Tree, leaves: Iterable[Any]) -> Tree:

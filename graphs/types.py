@@ -1,4 +1,4 @@
-"""Turns the words of the house into frozen records: Aval, Mesh, Rules, Bucket, Limits, Signature, Program.
+"""The records that all stages share: Aval, Mesh, Rules, Bucket, Limits, Signature, Program.
 
 Shape letters, the same in every comment, docstring and einsum of this project:
 
@@ -34,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 @dataclass(frozen=True)
 class Aval:
-    """An abstract value: what is known of a tensor before it exists.
+    """An abstract value: shape and dtype of a tensor that does not exist yet.
 
     Attributes:
         shape: sizes, global (unsharded) unless a stage says otherwise.
@@ -212,10 +212,10 @@ class Rules:
         coordinates = mesh.coordinates(rank)
         slices = []
         for size, logical in zip(self.local_aval(aval, mesh).shape, aval.axes, strict=True):
-            part = 0
+            index = 0
             for name in self.mesh_axes(logical):
-                part = part * mesh.axis(name) + coordinates.get(name, 0)
-            slices.append(slice(part * size, (part + 1) * size))
+                index = index * mesh.axis(name) + coordinates.get(name, 0)
+            slices.append(slice(index * size, (index + 1) * size))
         return tuple(slices)
 
 
@@ -285,16 +285,36 @@ class Limits:
 
     @property
     def num_seats(self) -> int:
-        """Requests in flight, and the null seat 0 beside them."""
+        """Requests in flight, plus the null seat 0."""
         return (self.num_slots - 1) // self.slots_per_request + 1
+
+
+def leaf_name(part: str, path: str) -> str:
+    """Name of a leaf: `leaf_name("params", "layers.0.w")` is `params.layers.0.w`.
+
+    Args:
+        part: params, state, inputs or outputs.
+        path: dotted path in that tree.
+    """
+    return f"{part}.{path}"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One flat operand or result of a graph: its dotted path in the tree and its abstract value."""
+    """One flat operand or result of a graph: its name, as `leaf_name` joins it, and its abstract value."""
 
     name: str
     aval: Aval
+
+    @property
+    def part(self) -> str:
+        """The tree it belongs to: params, state, inputs or outputs."""
+        return self.name.partition(".")[0]
+
+    @property
+    def path(self) -> str:
+        """Its dotted path in that tree."""
+        return self.name.partition(".")[2]
 
 
 @dataclass(frozen=True)

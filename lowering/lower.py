@@ -18,7 +18,7 @@ from ..graphs.ir.flatten import flatten
 from ..graphs.ir.record import record
 from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
-from ..graphs.text import as_text
+from ..graphs.stage import Stage
 from ..graphs.types import Bucket, Signature
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class Lowered(Stage):
     """What a backend compiles: `graph(*operands) -> outputs`; state operands are written in place.
 
     Placeholders follow `signature.operands`, results `signature.outputs`.
+    The digest of the text keys the compiled graph.
     """
 
     bucket: Bucket
@@ -38,9 +39,9 @@ class Lowered:
     graph: GraphModule
     signature: Signature
 
-    def as_text(self) -> str:
-        """Stable text; the digest of it keys the compiled graph."""
-        return as_text(self.graph, f"{self.bucket.name} lowered for {self.backend}")
+    @property
+    def title(self) -> str:
+        return f"{self.bucket.name} lowered for {self.backend}"
 
 
 def lower_eager(partitioned: Partitioned) -> Lowered:

@@ -62,8 +62,8 @@ class CpuExecutor:
         self._coords = mesh.coords(rank or 0)
         self._entries = {entry.bucket: entry for entry in manifest.graphs}
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
-        self._input_names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.inputs] for bucket, s in self._signatures.items()}
-        self._output_names = {bucket: [leaf.name.split(".", 1)[1] for leaf in s.outputs] for bucket, s in self._signatures.items()}
+        self._input_names = {bucket: [leaf.path for leaf in s.inputs] for bucket, s in self._signatures.items()}
+        self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
         self._compiles_before_ready = self._compile_evidence()
 

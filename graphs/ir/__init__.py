@@ -1,1 +1,1 @@
-"""The graph itself: recorded from a program, made of bodies, flattened, outlined."""
+"""Graphs of programs: recording, bodies, flattening, outlining."""

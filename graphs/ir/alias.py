@@ -1,4 +1,4 @@
-"""Turns a node into the node whose memory its value lies in."""
+"""Aliasing: which nodes of a graph share memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-# Their schemas do not say that they return their operand: autograd must not know, or need not.
+# These return their operand, but their schemas do not declare it.
 UNDECLARED = (torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default)
 
 
@@ -22,7 +22,7 @@ def owner(node: Node) -> Node:
 
 
 def shares(target: Any) -> bool:
-    """Whether an operator's results lie in the memory of its first operand: a view, or an update in place."""
+    """Whether an operator's results share the memory of its first operand: a view, or an update in place."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return target in UNDECLARED or any(result.alias_info is not None for result in target._schema.returns)

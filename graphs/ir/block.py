@@ -1,8 +1,8 @@
-"""Turns a part of a program that repeats, such as a layer, into one traced body that the graph calls.
+"""Blocks: parts of a program that repeat, such as layers, traced once as a body that the graph calls.
 
-Tracing sixty equal layers costs sixty times one; here the first call of each kind is traced, and every later call with operands
-of the same shapes and layouts becomes one node: `call_module`, whose target is the body's name in the graph. Whoever wants a
-flat graph takes `flatten` (graphs/ir/flatten.py).
+Tracing sixty equal layers costs sixty times as much as tracing one. So the first call of each kind is traced, and every later call
+with operands of the same shapes and layouts becomes one node: `call_module`, whose target is the body's name in the graph.
+`flatten` (graphs/ir/flatten.py) gives the flat graph.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from ..errors import GraphError
-from ..spmd.layout import partitioning, place
+from ..spmd.layout import partition_context, partitioning
 from .record import Recorder, record, recording
 
-# Attributes that every module has, such as `half`, would hide a body of that name.
+# A body is an attribute of the graph module; it must not take the name of one that every module has, such as `half`.
 _ATTRIBUTES = frozenset([*dir(GraphModule), *dir(torch.nn.Module())])
 
 
@@ -54,7 +54,7 @@ _BODIES: ContextVar[_Bodies | None] = ContextVar("bodies", default=None)
 
 @contextmanager
 def collecting(*, bodies: bool = True) -> Iterator[None]:
-    """While open, `block` traces bodies, or with `bodies=False` calls what it is given; only the tracer opens it."""
+    """While open, `block` traces bodies, or with `bodies=False` calls its function directly; only the tracer opens it."""
     token = _BODIES.set(_Bodies() if bodies else None)
     try:
         yield
@@ -65,28 +65,28 @@ def collecting(*, bodies: bool = True) -> Iterator[None]:
 def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands: Any) -> Any:
     """`fn(*statics, *operands)`; in a traced graph, a call of a body that equal calls share.
 
-    A block that a body calls is a part of that body.
+    A block inside a body becomes part of that body.
 
     Args:
-        name: what the body is called in graphs.
-        fn: a function of a module; it must read nothing but its arguments, or two calls would not be equal.
-        statics: hashable arguments that are part of what the body is: configurations, sizes.
+        name: name of the body in graphs.
+        fn: a module-level function; it must read nothing but its arguments, or equal calls could differ.
+        statics: hashable arguments that tell bodies apart: configurations, sizes.
         operands: trees of tensors.
 
     Returns:
         The tree of tensors that `fn` returns.
 
     Raises:
-        GraphError: when `fn` is no plain function or closes over something, or returns something else than a tree of tensors.
+        GraphError: when `fn` is not a plain function, is a closure, or returns anything but a tree of tensors.
     """
     bodies, recorder = _BODIES.get(), recording()
     if bodies is None or recorder is None:
         return fn(*statics, *operands)
     if not isinstance(fn, FunctionType) or fn.__closure__:
-        raise GraphError(f"block {name!r}: {fn} carries values of its own; legal is a function that is given them, as statics or operands")
+        raise GraphError(f"block {name!r}: {fn} carries values of its own; legal is a function that takes them as statics or operands")
     flat, structure = pytree.tree_flatten(operands)
-    if (here := place()) is not None:
-        flat = [*flat, here.coords]  # a body reads the device's position as it reads anything: as an operand
+    if (context := partition_context()) is not None:
+        flat = [*flat, context.coords]  # a body reads the device's coordinates as an operand too
     # 2, 2.0 and True are equal and hash alike; they are different statics.
     key = (fn, statics, repr(statics), structure, tuple(_layout(value) for value in flat))
     body = bodies.by_key.get(key)
@@ -97,7 +97,7 @@ def block(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], *operands
 
 
 def _layout(value: Any) -> object:
-    """What decides how an operand is traced."""
+    """The properties of an operand that the traced body depends on."""
     local = _local(value)
     placements = (value.shape, tuple(value.placements)) if isinstance(value, DTensor) else None
     return tuple(local.shape), tuple(local.stride()), local.dtype, placements
@@ -110,25 +110,25 @@ def _local(value: Any, what: str = "operands") -> torch.Tensor:
 
 
 def _trace_body(name: str, fn: Callable[..., Any], statics: tuple[Any, ...], flat: Sequence[Any], structure: pytree.TreeSpec) -> _Body:
-    """Traces `fn` on values of its own, so that whatever else it reads shows as a node without an operand."""
-    here = place()
-    told: list[tuple[pytree.TreeSpec, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = []
+    """Traces `fn` on fresh values, so that reading any other tensor is an error of the recorder."""
+    context = partition_context()
+    structures: list[tuple[pytree.TreeSpec, tuple[Callable[[torch.Tensor], torch.Tensor], ...]]] = []
 
     def inner(*values: torch.Tensor) -> list[torch.Tensor]:
         wrapped = [_like(old)(new) for old, new in zip(flat, values, strict=True)]
-        with partitioning(replace(here, coords=wrapped.pop())) if here else nullcontext():
+        with partitioning(replace(context, coords=wrapped.pop())) if context else nullcontext():
             results, spec = pytree.tree_flatten(fn(*statics, *pytree.tree_unflatten(wrapped, structure)))
         locals_ = [_local(value, "results") for value in results]
-        told.append((spec, tuple(_like(value) for value in results)))
+        structures.append((spec, tuple(_like(value) for value in results)))
         return locals_
 
     with collecting(bodies=False):
         graph = record(inner, [_local(value) for value in flat], FakeTensorMode(), "cpu")
-    return _Body(name, graph, *told[0])
+    return _Body(name, graph, *structures[0])
 
 
 def _like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes a local tensor into what `value` is: itself, or a DTensor of its layout."""
+    """A function that gives a local tensor the form of `value`: itself, or a DTensor of its layout."""
     if not isinstance(value, DTensor):
         return _itself
     spec = value._spec
@@ -140,7 +140,7 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 
 
 def _call(recorder: Recorder, body: _Body, flat: Sequence[Any]) -> Any:
-    """Writes down the call and returns results that later nodes can read."""
+    """Records the call and returns results that later nodes can read."""
     (output,) = (n for n in body.graph.graph.nodes if n.op == "output")
     values = recorder.call(body.name, body.graph, [_local(value) for value in flat], [node.meta["val"] for node in output.args[0]])
     return pytree.tree_unflatten([wrap(value) for wrap, value in zip(body.wraps, values, strict=True)], body.structure)

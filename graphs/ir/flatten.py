@@ -1,4 +1,4 @@
-"""Turns a graph that calls bodies into the flat graph it stands for, and names the bodies of one."""
+"""Bodies of a graph, and the flat graph with every call replaced by its body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bodies(graph: GraphModule) -> dict[str, GraphModule]:
 
 
 def flatten(graph: GraphModule) -> GraphModule:
-    """A new graph without calls: every call is a copy of its body's nodes."""
+    """A new graph in which every call is replaced by a copy of its body's nodes."""
     flat, values = Graph(), dict[Node, Node]()
     unpacked: dict[Node, tuple[Node, ...]] = {}
     for node in graph.graph.nodes:
@@ -45,6 +45,6 @@ def _inline(flat: Graph, body: GraphModule, given: list[Node]) -> tuple[Node, ..
 
 
 def _copy(flat: Graph, node: Node, values: dict[Node, Node]) -> Node:
-    made = flat.node_copy(node, values.__getitem__)
-    made.meta = dict(node.meta)
-    return made
+    copy = flat.node_copy(node, values.__getitem__)
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,4 +1,4 @@
-"""Turns what lies between a graph's calls into bodies of its own, so that the graph is calls and nothing else."""
+"""Turns the nodes between a graph's calls into bodies of their own, so that the graph consists of calls alone."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def outline(graph: GraphModule) -> GraphModule:
     """A new graph that computes the same with nodes of four kinds: operand, call, unpacking of a call, output.
 
     Nodes before the first call become the body `prologue`, those after the last one `epilogue`; between two calls they are
-    `between_1` and so on. Operands that a result is made of without computing stay results.
+    `between_1` and so on. An operand that is returned as it is stays a result.
     """
     runs = _runs(graph)
-    made, values = Graph(), dict[Node, Node]()
+    outlined, values = Graph(), dict[Node, Node]()
     root = torch.nn.Module()
     for name, body in bodies(graph).items():
         setattr(root, name, body)
     names = iter(_names(runs, set(bodies(graph))))
     for run in runs:
         if isinstance(run, Node):
-            values[run] = _copy(made, run, values)
+            values[run] = _copy(outlined, run, values)
         else:
-            _call(made, root, next(names), run, values)
+            _call(outlined, root, next(names), run, values)
     (output,) = (n for n in graph.graph.nodes if n.op == "output")
-    made.output(tuple(values[node] for node in output.args[0]))
-    return _make_graph_module(root, made)
+    outlined.output(tuple(values[node] for node in output.args[0]))
+    return _make_graph_module(root, outlined)
 
 
 def _is_call(node: Node) -> bool:
@@ -42,7 +42,7 @@ def _is_call(node: Node) -> bool:
 
 
 def _runs(graph: GraphModule) -> list[Node | list[Node]]:
-    """The nodes in order, neighbours that are no calls together. Operands come first and unpackings follow their calls."""
+    """The nodes in order, with consecutive nodes that are not calls grouped into lists."""
     runs: list[Node | list[Node]] = []
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -57,7 +57,7 @@ def _runs(graph: GraphModule) -> list[Node | list[Node]]:
 
 
 def _names(runs: list[Node | list[Node]], taken: set[str]) -> list[str]:
-    """Of the runs that become bodies, in order; none is the name of a body there is."""
+    """Names of the runs that become bodies, in order; none is the name of an existing body."""
     calls = [i for i, run in enumerate(runs) if isinstance(run, Node) and run.op == "call_module"]
     first, last = (calls[0], calls[-1]) if calls else (len(runs), len(runs))
     names, between = [], 0
@@ -69,7 +69,7 @@ def _names(runs: list[Node | list[Node]], taken: set[str]) -> list[str]:
     return names
 
 
-def _call(made: Graph, root: torch.nn.Module, name: str, run: list[Node], values: dict[Node, Node]) -> None:
+def _call(outlined: Graph, root: torch.nn.Module, name: str, run: list[Node], values: dict[Node, Node]) -> None:
     inside = set(run)
     reads = list(dict.fromkeys(source for node in run for source in node.all_input_nodes if source not in inside))
     results = [node for node in run if any(user not in inside for user in node.users)]
@@ -81,14 +81,14 @@ def _call(made: Graph, root: torch.nn.Module, name: str, run: list[Node], values
         local[node] = _copy(body, node, local)
     body.output(tuple(local[node] for node in results))
     setattr(root, name, _make_graph_module(torch.nn.Module(), body))
-    call = made.call_module(name, tuple(values[source] for source in reads))
+    call = outlined.call_module(name, tuple(values[source] for source in reads))
     call.meta["val"] = tuple(node.meta["val"] for node in results)
     for i, node in enumerate(results):
-        values[node] = made.call_function(operator.getitem, (call, i))
+        values[node] = outlined.call_function(operator.getitem, (call, i))
         values[node].meta["val"] = node.meta["val"]
 
 
 def _copy(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
-    made = graph.node_copy(node, values.__getitem__)
-    made.meta = dict(node.meta)
-    return made
+    copy = graph.node_copy(node, values.__getitem__)
+    copy.meta = dict(node.meta)
+    return copy

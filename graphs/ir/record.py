@@ -1,7 +1,7 @@
-"""Turns a function of tensors that have no values into its graph: the operators that torch calls, in their order.
+"""Recording: a function of tensors without values becomes a graph of the operators that torch calls, in order.
 
-What `make_fx` over fake tensors does in general is done here for what needs no more than shapes: the function runs on plain meta
-tensors, which torch's own C++ knows how to step through, and that takes less than half of the time.
+`make_fx` over fake tensors does this in general. Here only shapes matter, so the function runs on plain meta tensors, whose
+operators torch implements in C++; that takes less than half the time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _CURRENT: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def recording() -> Recorder | None:
-    """The recorder of the function that is being recorded."""
+    """The recorder that is open; None when nothing is being recorded."""
     return _CURRENT.get()
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down each operator that runs while it is open.
+    """Records each operator that runs while it is open.
 
     Attributes:
-        graph: what it wrote.
+        graph: the recorded nodes.
         root: the bodies that the graph calls.
     """
 
@@ -46,12 +46,12 @@ class Recorder(TorchDispatchMode):
         self.graph, self.root = Graph(), torch.nn.Module()
         self.graph.owning_module = self.root  # type: ignore[assignment]
         self._mode, self._device, self._paused = mode, torch.device(device), False
-        # Tensors are kept: another one could take the place, and so the id, of one that is gone.
+        # Tensors are kept alive: the id of a freed one could be given to another.
         self._known: dict[int, tuple[torch.Tensor, Node]] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, operators run and are not written down."""
+        """While open, operators run without being recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -64,43 +64,43 @@ class Recorder(TorchDispatchMode):
         return self._new(like, node)
 
     def call(self, name: str, body: GraphModule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Writes down a call of a body, and gives its results, laid out as the given ones."""
+        """Records a call of a body and returns its results, with the layouts of `results`."""
         if not hasattr(self.root, name):
             setattr(self.root, name, body)
         call = self.graph.call_module(name, tuple(map(self.node, operands)))
-        found = [self._new(like, self.graph.call_function(operator.getitem, (call, i))) for i, like in enumerate(results)]
-        call.meta["val"] = tuple(self.node(value).meta["val"] for value in found)
-        return found
+        values = [self._new(like, self.graph.call_function(operator.getitem, (call, i))) for i, like in enumerate(results)]
+        call.meta["val"] = tuple(self.node(value).meta["val"] for value in values)
+        return values
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor; anything else as it is, but that device meta is where the graph will run.
+        """The node of a tensor; any other argument unchanged, except that device meta becomes the device of the graph.
 
         Raises:
-            GraphError: the tensor is none of this graph's.
+            GraphError: the tensor does not belong to this graph.
         """
         if isinstance(value, torch.Tensor):
             if id(value) not in self._known:
-                told = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device} is neither an operand nor computed from one"
-                raise GraphError(f"{told}; legal is a function that reads its operands alone")
+                tensor = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device} is neither an operand nor computed from one"
+                raise GraphError(f"{tensor}; legal is a function that reads its operands alone")
             return self._known[id(value)][1]
         return self._device if value == META and isinstance(value, torch.device) else value
 
     def _new(self, like: torch.Tensor, node: Node) -> torch.Tensor:
         with no_dispatch():
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        self._know(made, node)
-        return made
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        self._know(tensor, node)
+        return tensor
 
     def _know(self, tensor: torch.Tensor, node: Node) -> None:
         with no_dispatch():
-            held = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        node.meta["val"] = FakeTensor(self._mode, held, self._device)
+            storage = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        node.meta["val"] = FakeTensor(self._mode, storage, self._device)
         self._known[id(tensor)] = tensor, node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a DTensor takes itself apart
+            return NotImplemented  # DTensor dispatches to its local tensors
         if self._paused or FakeTensor in types:
             return func(*args, **kwargs)
         if isinstance(kwargs.get("device"), torch.device):
@@ -108,9 +108,9 @@ class Recorder(TorchDispatchMode):
         given = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         result = func(*args, **kwargs)
         if isinstance(result, FakeTensor):
-            return result  # somebody else's question, such as what DTensor would make of it
+            return result  # torch asks for a shape, e.g. DTensor when it propagates a sharding; it is not part of the function
         if func is torch.ops.aten.detach.default:
-            # Torch does it here and there where gradients might have been; without any it is nothing.
+            # Torch inserts detach where gradients may be tracked; none are, so the result is the operand itself.
             self._known[id(result)] = result, given[0][0]
             return result
         node = self.graph.call_function(func, *given)
@@ -129,21 +129,21 @@ def record(
     """The graph of a function of meta tensors with the layouts of `operands`.
 
     Args:
-        fn: takes as many tensors and returns a sequence of tensors; what it writes in place is written in place in the graph.
-        operands: only shapes, strides and dtypes are read.
-        mode: of which every node's `meta["val"]` is a fake tensor. Not open: plain tensors are stepped through.
-        device: of these fake tensors, and wherever the graph names one.
+        fn: takes as many tensors and returns a sequence of tensors; its writes in place stay writes in place in the graph.
+        operands: only their shapes, strides and dtypes are read.
+        mode: mode of the fake tensors in every node's `meta["val"]`; it need not be active.
+        device: of these fake tensors, and of every node that names a device.
 
     Returns:
-        a graph of a tuple of results, without what nothing reads.
+        a graph that returns a tuple of results, without nodes that nothing reads.
 
     Raises:
-        GraphError: the function reads a tensor that it was not given.
+        GraphError: the function reads a tensor that is not an operand.
     """
     outer, recorder = _CURRENT.get(), Recorder(mode, device)
     values = [recorder.operand(like) for like in operands]
     token, tracing = _CURRENT.set(recorder), collectives._are_we_tracing
-    # Or each collective would come back as a tensor that waits for itself when it is read.
+    # Without this flag functional collectives return `AsyncCollectiveTensor`, whose lazy wait would be recorded at the first read.
     collectives._are_we_tracing = lambda: True
     try:
         if outer is None:

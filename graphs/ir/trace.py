@@ -1,10 +1,9 @@
-"""Turns a program into its traced graph: flat, functional, static, on global shapes."""
+"""Turns a program into its traced graph: functional, static, on global shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,22 +12,27 @@ from torch.fx import GraphModule
 from .. import compile_count, tree
 from .. import ops as ops
 from ..errors import GraphError
-from ..types import Aval, Leaf, Program, Signature
+from ..stage import Stage
+from ..types import Aval, Leaf, Program, Signature, leaf_name
 from .block import collecting
 from .record import record
 
 
 @dataclass(frozen=True)
-class Traced:
+class Traced(Stage):
     """A program as a graph over global shapes. Placeholders follow `signature.operands`, results `signature.results`."""
 
     program: Program
     graph: GraphModule
     signature: Signature
 
+    @property
+    def title(self) -> str:
+        return f"{self.program.bucket.name} traced"
+
 
 def trace(program: Program) -> Traced:
-    """Traces a program on tensors without values; nothing is allocated.
+    """Traces a program on tensors without values, so nothing is allocated.
 
     Raises:
         GraphError: when the program returns no outputs and state, or a new state of another structure, shape or dtype.
@@ -49,18 +53,14 @@ def trace(program: Program) -> Traced:
 
 def signature_of(program: Program) -> Signature:
     """Signature of a program's operands; outputs are known after tracing."""
-
-    def leaves(prefix: str, values: Any) -> tuple[Leaf, ...]:
-        return tuple(Leaf(f"{prefix}.{name}", aval) for name, aval in tree.flatten(values))
-
-    return Signature(leaves("params", program.params), leaves("state", program.state), leaves("inputs", program.inputs), ())
+    return Signature(tree.leaves("params", program.params), tree.leaves("state", program.state), tree.leaves("inputs", program.inputs), ())
 
 
 def call_flat(program: Program, signature: Signature, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Leaf]]:
     """Calls a program on flat operands; returns flat results and the leaves of the outputs among them.
 
     Raises:
-        GraphError: when forward returns something else than a pair of trees of tensors, or a new state unlike the state.
+        GraphError: when forward returns anything but a pair of trees of tensors, or a new state unlike the state.
     """
     params, state = len(signature.params), len(signature.state)
     result: object = program.forward(
@@ -75,14 +75,14 @@ def call_flat(program: Program, signature: Signature, values: Sequence[torch.Ten
         for name, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise GraphError(f"{program.name}: {kind} {name or '(the whole)'} is {leaf!r}; every leaf is a tensor")
-    old = [(leaf.name.removeprefix("state."), leaf.aval) for leaf in signature.state]
+    old = [(leaf.path, leaf.aval) for leaf in signature.state]
     new = [(name, Aval(tuple(t.shape), t.dtype)) for name, t in stored]
     for (a, was), (b, now) in zip(old, new, strict=False):
         if a != b or was.shape != now.shape or was.dtype != now.dtype:
             raise GraphError(f"{program.name}: state {a} is {was}, the new state returns {b} as {now}; they must be equal")
     if len(old) != len(new):
         raise GraphError(f"{program.name}: state has {len(old)} tensors, the new state {len(new)}; they must be equal")
-    outputs = [Leaf(f"outputs.{name}", Aval(tuple(t.shape), t.dtype)) for name, t in named]
+    outputs = [Leaf(leaf_name("outputs", name), Aval(tuple(t.shape), t.dtype)) for name, t in named]
     return [t for _, t in (*named, *stored)], outputs
 
 

@@ -12,9 +12,6 @@ from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_slots, write_slots_npu
 
-Parts = tuple[Tensor, ...]
-Carry = Callable[[Parts, Tensor], tuple[Tensor, Tensor]]
-
 
 class GatedDelta(NamedTuple):
     """Operands of `gated_delta`; key head j serves value heads j*r .. j*r+r-1, r = H / Hk."""
@@ -63,10 +60,10 @@ def _recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     for t in range(q.shape[2]):
         qt, kt, vt = q[:, :, t], k[:, :, t], v[:, :, t]
         decay = g[:, :, t].exp()[..., None]
-        seen_k = (state * kt[..., None, :]).sum(-1)
-        seen_q = (state * qt[..., None, :]).sum(-1)
-        delta = beta[:, :, t, None] * (vt - decay * seen_k)
-        outs.append(decay * seen_q + (qt * kt).sum(-1, keepdim=True) * delta)
+        state_k = (state * kt[..., None, :]).sum(-1)
+        state_q = (state * qt[..., None, :]).sum(-1)
+        delta = beta[:, :, t, None] * (vt - decay * state_k)
+        outs.append(decay * state_q + (qt * kt).sum(-1, keepdim=True) * delta)
         state = state * decay[..., None] + delta[..., None] * kt[..., None, :]
         states.append(state)
     return torch.stack(outs, 2), torch.stack(states, 1)
@@ -94,13 +91,26 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
-def _chunk_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Parts:
-    """All of the chunked rule that no state enters, at once for N chunks of C tokens; Q a multiple of C, shapes as _recurrent.
+class Chunks(NamedTuple):
+    """The state-free part of the chunked rule (WY form, arXiv:2412.06464) for N chunks of C tokens, all f32.
 
-    Returns:
-        value [B,H,N,C,Dv], seen, reach and keep [B,H,N,C,Dk], attend [B,H,N,C,C] and decay [B,H,N,1,1]: with the state S before a
-        chunk and d = value - seen S', its outputs are reach S' + attend d, and the state after it is decay S + d' keep.
+    With the state S before a chunk and d = u - w S', its outputs are q S' + attn d, and the state after it is decay S + d' k.
     """
+
+    u: Tensor  # [B, H, N, C, Dv]
+    w: Tensor  # [B, H, N, C, Dk]
+    q: Tensor  # [B, H, N, C, Dk], decayed from the start of the chunk
+    k: Tensor  # [B, H, N, C, Dk], decayed to the end of the chunk
+    attn: Tensor  # [B, H, N, C, C]
+    decay: Tensor  # [B, H, N, 1, 1]
+
+
+Carry = Callable[[Chunks, Tensor], tuple[Tensor, Tensor]]
+"""Passes a state [B, H, Dv, Dk] through all chunks: the outputs [B, H, Q, Dv] and the last state."""
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Chunks:
+    """All chunks at once; Q is a multiple of C, shapes as in `_recurrent`."""
     row = torch.arange(chunk, device=q.device)
     visible, before = row[:, None] >= row[None, :], row[:, None] > row[None, :]
     qc, kc, vc, bc = (x.unflatten(2, (-1, chunk)) for x in (q, k, v, beta[..., None]))
@@ -109,49 +119,47 @@ def _chunk_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk
     keys = kc.transpose(-1, -2)
     identity = (row[:, None] == row[None, :]).to(q.dtype)
     solve = _unit_lower_inverse(torch.where(before, (kc * bc) @ keys * fade, 0.0) + identity)
-    grown = total.exp()[..., None]
-    left = (total[..., -1:] - total).exp()[..., None]
-    return solve @ (vc * bc), solve @ (kc * bc * grown), qc * grown, kc * left, qc @ keys * fade, total[..., -1:, None].exp()
+    from_start = total.exp()[..., None]
+    to_end = (total[..., -1:] - total).exp()[..., None]
+    return Chunks(
+        solve @ (vc * bc), solve @ (kc * bc * from_start), qc * from_start, kc * to_end, qc @ keys * fade, total[..., -1:, None].exp()
+    )
 
 
-def _in_turn(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes the state [B, H, Dv, Dk] from chunk to chunk.
-
-    Returns:
-        o [B, H, Q, Dv] and the last state.
-    """
+def _sequential(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk after the other."""
     outs = []
-    for value, seen, reach, keep, attend, decay in zip(*(part.unbind(2) for part in parts), strict=True):
-        turned = state.transpose(-1, -2)
-        delta = value - seen @ turned
-        outs.append(reach @ turned + attend @ delta)
-        state = state * decay + delta.transpose(-1, -2) @ keep
+    for u, w, q, k, attn, decay in zip(*(part.unbind(2) for part in chunks), strict=True):
+        transposed = state.transpose(-1, -2)
+        delta = u - w @ transposed
+        outs.append(q @ transposed + attn @ delta)
+        state = state * decay + delta.transpose(-1, -2) @ k
     return torch.cat(outs, 2), state
 
 
-def _at_once(parts: Parts, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in log2(N) rounds over all chunks, for a machine whose products are large or late.
+def _prefix_scan(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """All chunks in log2(N) rounds, for a machine on which a few large products are faster than many that wait for each other.
 
-    A chunk turns S into `S turn + grow`; two such steps after each other are one. Round by round each chunk takes in twice as many
-    chunks before it, until it has them all.
+    A chunk maps S to `S transition + increment`, and two such maps compose to one. Each round composes the map of every chunk with
+    that of the chunks before it, twice as many as in the round before, until it covers all of them.
     """
-    value, seen, reach, keep, attend, decay = parts
-    row = torch.arange(keep.shape[-1], device=keep.device)
-    turn = torch.where(row[:, None] == row[None, :], decay, 0.0) - seen.transpose(-1, -2) @ keep
-    grow = value.transpose(-1, -2) @ keep
+    u, w, q, k, attn, decay = chunks
+    row = torch.arange(k.shape[-1], device=k.device)
+    transition = torch.where(row[:, None] == row[None, :], decay, 0.0) - w.transpose(-1, -2) @ k
+    increment = u.transpose(-1, -2) @ k
     state = state[:, :, None]
-    grow = torch.cat([state @ turn[:, :, :1] + grow[:, :, :1], grow[:, :, 1:]], 2)
-    taken = 1
-    while taken < keep.shape[2]:
-        grow = torch.cat([grow[:, :, :taken], grow[:, :, :-taken] @ turn[:, :, taken:] + grow[:, :, taken:]], 2)
-        turn = torch.cat([turn[:, :, :taken], turn[:, :, :-taken] @ turn[:, :, taken:]], 2)
-        taken *= 2
-    turned = torch.cat([state, grow[:, :, :-1]], 2).transpose(-1, -2)
-    out = reach @ turned + attend @ (value - seen @ turned)
-    return out.flatten(2, 3), grow[:, :, -1]
+    increment = torch.cat([state @ transition[:, :, :1] + increment[:, :, :1], increment[:, :, 1:]], 2)
+    span = 1
+    while span < k.shape[2]:
+        increment = torch.cat([increment[:, :, :span], increment[:, :, :-span] @ transition[:, :, span:] + increment[:, :, span:]], 2)
+        transition = torch.cat([transition[:, :, :span], transition[:, :, :-span] @ transition[:, :, span:]], 2)
+        span *= 2
+    transposed = torch.cat([state, increment[:, :, :-1]], 2).transpose(-1, -2)
+    out = q @ transposed + attn @ (u - w @ transposed)
+    return out.flatten(2, 3), increment[:, :, -1]
 
 
-def _step(args: GatedDelta, carry: Carry = _in_turn) -> tuple[Tensor, Tensor]:
+def _step(args: GatedDelta, carry: Carry = _sequential) -> tuple[Tensor, Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
     q, k, v, g, beta, state, read, _, starts, lengths, chunk = args
     Q, H = g.shape[1:]
@@ -164,7 +172,7 @@ def _step(args: GatedDelta, carry: Carry = _in_turn) -> tuple[Tensor, Tensor]:
     q, k = _per_value_head(q.float(), H), _per_value_head(k.float(), H)
     wide, g, beta = v.float().transpose(1, 2), g.float().transpose(1, 2), beta.float().transpose(1, 2)
     if chunk:
-        out, after = carry(_chunk_parts(q, k, wide, g, beta, chunk), first)
+        out, after = carry(_chunks(q, k, wide, g, beta, chunk), first)
     else:
         out, states = _recurrent(q, k, wide, g, beta, first)
         after = states.flatten(0, 1)
@@ -227,7 +235,7 @@ def _npu(args: GatedDelta) -> Any:
     """
     q, k, v, g, beta, state, read, write, _, _, chunk = args
     if chunk:
-        out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _at_once)
+        out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _prefix_scan)
         write_slots_npu(state, write, after)
         return out, state
     B, Q, H = g.shape

@@ -33,7 +33,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, sc
     """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `starts[b] + t`.
 
     Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a
-    row's last visible key are replaced by zero, since 0 * NaN from a page nobody wrote would be NaN.
+    row's last visible key are replaced by zero, since 0 * NaN from a page that was never written would be NaN.
     """
     B, Q, H, D = q.shape
     K, G = k.shape[1], k.shape[2]

@@ -1,4 +1,4 @@
-"""Turns a graph rewrite into a named record that says whether it may change numbers."""
+"""A graph rewrite and its name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ class Pass:
     """One rewrite, in place.
 
     Attributes:
-        name: said when the graph is illegal after it.
-        run: rewrites the graph; recompiling is the driver's.
-        changes_numerics: whether results may differ in the last bits.
+        name: named in the error when the graph is illegal after it.
+        run: rewrites the graph; `optimise` recompiles it.
     """
 
     name: str
     run: Callable[[GraphModule], None]
-    changes_numerics: bool

@@ -1,4 +1,4 @@
-"""Turns a graph with nodes nobody reads into one without; operands stay, they are the calling convention."""
+"""Dead code: removes nodes that nothing reads; operands stay, they are the calling convention."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ def run(graph: GraphModule) -> None:
             graph.graph.erase_node(node)
 
 
-PASS = Pass("drop_dead", run, changes_numerics=False)
+PASS = Pass("drop_dead", run)

@@ -1,4 +1,4 @@
-"""Turns a graph with operators that do nothing (aliases, views to the same shape, casts to the same type) into one without."""
+"""No-ops: removes aliases, views to the same shape and casts to the same type."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _does_nothing(node: Node) -> bool:
 
 
 def run(graph: GraphModule) -> None:
-    """Forwards each such node's operand to its users."""
+    """Replaces each no-op by its operand."""
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
 
 
-PASS = Pass("drop_noops", run, changes_numerics=False)
+PASS = Pass("drop_noops", run)

@@ -1,4 +1,4 @@
-"""Turns nodes that compute the same value into one node (common subexpressions)."""
+"""Common subexpressions: nodes that compute the same value become one node."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _key(value: Any) -> Hashable:
 def run(graph: GraphModule) -> None:
     """Keeps the first of equal pure nodes.
 
-    Collectives stay, each is one rendezvous of the certificate; so do equal results, each pool needs a value of its own.
+    Collectives stay, since all ranks must run the same list of them; so do equal results, since each pool needs a value of its own.
     """
     (output,) = (n for n in graph.graph.nodes if n.op == "output")
-    seen: dict[Hashable, Node] = {}
+    first_of: dict[Hashable, Node] = {}
     for node in list(graph.graph.nodes):
         if not _pure(node):
             continue
         key = (str(node.target), _key(node.args), _key(node.kwargs))
-        first = seen.setdefault(key, node)
+        first = first_of.setdefault(key, node)
         if first is not node and not (output in first.users and output in node.users):
             node.replace_all_uses_with(first)
             graph.graph.erase_node(node)
 
 
-PASS = Pass("merge_equal", run, changes_numerics=False)
+PASS = Pass("merge_equal", run)

@@ -1,4 +1,4 @@
-"""Turns a partitioned graph into a smaller equal one: every pass in order, every invariant after each."""
+"""Runs every pass in order on a partitioned graph and checks every invariant after each."""
 
 from __future__ import annotations
 

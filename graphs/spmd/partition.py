@@ -1,4 +1,4 @@
-"""Turns a traced program into the graph one device of a mesh runs, by tracing it again through DTensor."""
+"""Turns a program into the graph that one device of a mesh runs, by tracing it through DTensor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from ..errors import PartitionError
 from ..ir.flatten import bodies
 from ..ir.trace import Traced, call_flat, name_placeholders, signature_of, trace, traced_graph
 from ..primitive import of_target
-from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature
-from .layout import Place, assembled, local_of, partitioning, placements
+from ..stage import Stage
+from ..types import COORDS, MANUAL_AXIS, MESH_AXES, Aval, Leaf, Mesh, Program, Rules, Signature, leaf_name
+from .layout import PartitionContext, assembled, local_of, partitioning, placements
 from .sharding import register_all
 
 DEVICE_AXIS = "tp"
@@ -33,7 +34,7 @@ _TORCH, _GRAPHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 
 
 @dataclass(frozen=True)
-class Partitioned:
+class Partitioned(Stage):
     """The graph of one device: local shapes, explicit collectives. Its signature holds local avals."""
 
     program: Program
@@ -41,6 +42,10 @@ class Partitioned:
     signature: Signature
     mesh: Mesh
     rules: Rules
+
+    @property
+    def title(self) -> str:
+        return f"{self.program.bucket.name} partitioned over mesh {self.mesh}"
 
     @property
     def collectives(self) -> tuple[tuple[str, str, str], ...]:
@@ -60,7 +65,7 @@ def _collectives(graph: GraphModule) -> Iterator[tuple[str, str, str]]:
 
 
 def collective_group(node: Node) -> str | None:
-    """The group a node communicates over; None when it does not communicate."""
+    """Name of the group a node communicates over; None when it does not communicate."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -82,7 +87,7 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
     a device is an input, `inputs.coords` [2] i32 (its indices on `dp` and `tp`): one graph serves all ranks.
 
     Args:
-        source: a program, or what was traced of it: only a mesh of one device has use for that.
+        source: a program or its traced graph, which only a mesh of one device uses.
 
     Raises:
         PartitionError: when the mesh has an unknown axis, sizes do not divide, axes collide, an operator has no sharding
@@ -100,18 +105,18 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
     full = Mesh(tuple((name, mesh.axis(name)) for name in MESH_AXES))
     groups = Mesh(((MANUAL_AXIS, mesh.axis(MANUAL_AXIS)),))
     with _fake_devices(full) as devices:
-        held = [rules.local_aval(leaf.aval, groups) for leaf in signature.operands]
+        grouped = [rules.local_aval(leaf.aval, groups) for leaf in signature.operands]
         local = [rules.local_aval(leaf.aval, full) for leaf in signature.operands]
-        layouts = [placements(aval.axes, devices, rules) for aval in held]
-        kept = [*zip(signature.state, layouts[len(signature.params) : len(signature.params) + len(signature.state)], strict=True)]
+        layouts = [placements(aval.axes, devices, rules) for aval in grouped]
+        state_layouts = [*zip(signature.state, layouts[len(signature.params) : len(signature.params) + len(signature.state)], strict=True)]
         outputs: list[Leaf] = []
 
         def flat(*values: torch.Tensor) -> list[torch.Tensor]:
             wrapped = [assembled(v, devices, layout) for v, layout in zip(values, layouts, strict=False)]
-            with partitioning(Place(rules, full, devices, values[-1])):
+            with partitioning(PartitionContext(rules, full, devices, values[-1])):
                 results, leaves = call_flat(program, signature, wrapped)
             outputs.extend(leaves)
-            ends = [*((leaf, placements((None,) * len(leaf.aval.shape), devices, rules)) for leaf in leaves), *kept]
+            ends = [*((leaf, placements((None,) * len(leaf.aval.shape), devices, rules)) for leaf in leaves), *state_layouts]
             return [_unwrap(r, end, leaf, program) for r, (leaf, end) in zip(results, ends, strict=True)]
 
         with implicit_replication(), _refusals(program), ExplicitRedistributionContext():
@@ -119,7 +124,7 @@ def partition(source: Traced | Program, mesh: Mesh, rules: Rules) -> Partitioned
         _name_groups(graph, devices.get_group().group_name)
     leaves = [Leaf(leaf.name, aval) for leaf, aval in zip(signature.operands, local, strict=True)]
     params, state = len(signature.params), len(signature.state)
-    inputs = (*leaves[params + state :], Leaf(f"inputs.{COORDS}", _COORDS_AVAL))
+    inputs = (*leaves[params + state :], Leaf(leaf_name("inputs", COORDS), _COORDS_AVAL))
     result = Signature(tuple(leaves[:params]), tuple(leaves[params : params + state]), inputs, tuple(outputs))
     name_placeholders(graph, result)
     return Partitioned(program, graph, result, mesh, rules)
@@ -145,13 +150,13 @@ def _unwrap(value: torch.Tensor, layout: Sequence[Placement], leaf: Leaf, progra
         return value
     if tuple(value.placements) != tuple(layout):
         raise PartitionError(
-            f"{program.name}: {leaf.name} ends as {value.placements}, its place is {tuple(layout)}; constrain it in the model"
+            f"{program.name}: {leaf.name} ends as {value.placements}, its layout must be {tuple(layout)}; constrain it in the model"
         )
     return local_of(value)
 
 
 def _name_groups(graph: GraphModule, device_group: str) -> None:
-    """Gives the group that DTensor communicates over its name, in the graph and its bodies."""
+    """Replaces the name of DTensor's process group by the symbolic one, in the graph and its bodies."""
     for part in (graph, *bodies(graph).values()):
         for node in part.graph.nodes:
             target = node.target
@@ -162,7 +167,7 @@ def _name_groups(graph: GraphModule, device_group: str) -> None:
 
 @contextmanager
 def _refusals(program: Program) -> Iterator[None]:
-    """Says which line of the model DTensor could not shard, or would have moved data for without being told to."""
+    """Names the line of the model that DTensor cannot shard, or where it would redistribute a value that no `constrain` asks for."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Turns a primitive's factor string into the DTensor strategies its node may be sharded by."""
+"""DTensor's sharding strategies of primitives, from their factor strings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def placement(group: tuple[str, ...], letter: str, sums: frozenset[str], *, resu
 def strategies(primitive: Primitive[Any], ranks: list[int]) -> list[tuple[list[Placement], list[Placement]]]:
     """(results, operands) placements on one mesh axis for operands of these ranks: all whole, then one strategy per letter."""
     factors = primitive.factors.ranked(ranks)
-    found: list[tuple[list[Placement], list[Placement]]] = [
+    legal: list[tuple[list[Placement], list[Placement]]] = [
         ([Replicate() for _ in factors.results], [Replicate() for _ in factors.operands])
     ]
     for letter in factors.letters:
         results = [placement(g, letter, factors.sums, result=True) for g in factors.results]
-        found.append((results, [placement(g, letter, factors.sums, result=False) for g in factors.operands]))
-    return found
+        legal.append((results, [placement(g, letter, factors.sums, result=False) for g in factors.operands]))
+    return legal
 
 
 def register(primitive: Primitive[Any]) -> None:
@@ -35,11 +35,11 @@ def register(primitive: Primitive[Any]) -> None:
 
     def rule(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
         ranks = [len(arg.shape) for arg, tensor in zip(args, is_tensor, strict=False) if tensor]
-        found = []
+        legal = []
         for results, operands in strategies(primitive, ranks):
             rest = iter(operands)
-            found.append((results, [next(rest) if tensor else None for tensor in is_tensor]))
-        return found
+            legal.append((results, [next(rest) if tensor else None for tensor in is_tensor]))
+        return legal
 
     register_sharding(primitive.op)(rule)
 

@@ -101,7 +101,7 @@ class GraphEntry:
     @property
     def max_logprobs(self) -> int:
         """Of how many most likely tokens the step tells log probabilities; 0 tells none at all."""
-        return next((leaf.aval.shape[-1] for leaf in self.outputs if leaf.name == "outputs.top_ids"), 0)
+        return next((leaf.aval.shape[-1] for leaf in self.outputs if leaf.path == "top_ids"), 0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
-from npucompile.graphs.primitive import NAMESPACE, TABLE, Cost, Primitive, nbytes, of_target
+from npucompile.graphs.primitive import NAMESPACE, TABLE, Cost, Primitive, nbytes, of_inplace, of_target
 
 Define = Callable[..., Primitive[Any]]
 
@@ -169,6 +169,9 @@ def test_of_target_finds_primitives_only() -> None:
     assert of_target(ops.linear.op) is ops.linear
     for other in (torch.ops.aten.add.Tensor, ops.cache_write.inplace_op, len, None):
         assert of_target(other) is None
+    assert of_inplace(ops.cache_write.inplace_op) is ops.cache_write
+    for other in (torch.ops.aten.add_.Tensor, ops.cache_write.op, len, None):
+        assert of_inplace(other) is None
     assert ops.linear.op.namespace == NAMESPACE
 
 

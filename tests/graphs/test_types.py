@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import PartitionError, SpecError
-from npucompile.graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Mesh, Rules, Signature
+from npucompile.graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Mesh, Rules, Signature, leaf_name
 
 F32 = torch.float32
 
@@ -228,3 +228,8 @@ def test_a_request_has_a_slot_for_each_candidate_and_a_seat() -> None:
     for slots, drafts in ((2, 3), (4, 0), (1, -1)):
         with pytest.raises(SpecError, match=f"{slots} slots per request and {drafts} drafts; legal are at least 0 drafts"):
             Limits(page_size=16, num_pages=9, num_slots=9, max_model_len=64, slots_per_request=slots, drafts=drafts)
+
+
+def test_a_leaf_has_a_part_and_a_path() -> None:
+    leaf = Leaf(leaf_name("params", "layers.0.w"), Aval((1,), F32))
+    assert (leaf.name, leaf.part, leaf.path) == ("params.layers.0.w", "params", "layers.0.w")

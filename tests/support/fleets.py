@@ -169,11 +169,11 @@ class Fleet:
         found = self.partitioned(bucket)
         if bucket not in self.graphs:
             self.graphs[bucket] = self.machine(self.form(found), self.mesh)
-        names = [leaf.name.removeprefix("outputs.") for leaf in found.signature.outputs]
+        names = [leaf.path for leaf in found.signature.outputs]
         operands = []
         for rank in range(self.mesh.size):
             inputs = {**given[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
-            own = [inputs[leaf.name.removeprefix("inputs.")].clone() for leaf in found.signature.inputs]
+            own = [inputs[leaf.path].clone() for leaf in found.signature.inputs]
             operands.append([*self.params[rank], *self.state[rank], *own])
         results = self.graphs[bucket](operands)
         outputs = []

@@ -102,8 +102,8 @@ def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
     for node in lowered.graph.graph.nodes:
         if node.op == "call_function":
             node.target = target(node)
-    run, names = EagerExecutable(lowered.graph), [leaf.name.split(".", 1)[1] for leaf in lowered.signature.outputs]
-    wanted = [leaf.name.split(".", 1)[1] for leaf in lowered.signature.inputs]
+    run, names = EagerExecutable(lowered.graph), [leaf.path for leaf in lowered.signature.outputs]
+    wanted = [leaf.path for leaf in lowered.signature.inputs]
 
     def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(names, run([*weights, *state, *(given[name] for name in wanted)]), strict=True))

@@ -89,7 +89,7 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
         executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
     operands, rows = step_operands(manifest, params, entry, context)
     check_operands(operands, manifest.signature(entry))
-    at = len(params) + [leaf.name for leaf in manifest.state].index("state.seats")
+    at = len(params) + [leaf.path for leaf in manifest.state].index("seats")
     kept = (operands[at], operands[at].clone())
     return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), kept)
 
@@ -115,13 +115,13 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
     state = [_filled(leaf.aval, generator) for leaf in manifest.state]
-    held = state[[leaf.name for leaf in manifest.state].index("state.seats")]
+    held = state[[leaf.path for leaf in manifest.state].index("seats")]
     if bucket.kind == "decode":
         for i in range(live):
             held[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=held.dtype)
-    told = any(leaf.name == "inputs.logprobs" for leaf in entry.inputs)
+    told = any(leaf.path == "logprobs" for leaf in entry.inputs)
     inputs = pack(bucket, rows, limits, max_logprobs=int(told))
-    return [*params, *state, *(torch.from_numpy(inputs[leaf.name.split(".", 1)[1]]) for leaf in entry.inputs)], live
+    return [*params, *state, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live
 
 
 def _filled(aval: Aval, generator: torch.Generator) -> torch.Tensor:
@@ -137,7 +137,7 @@ def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
     """
     limits, bucket = manifest.limits, entry.bucket
     # The draft head reads its pool once a draft.
-    reads = {leaf.name: 1 if leaf.name.startswith("state.layers.") else limits.drafts for leaf in manifest.state}
+    reads = {leaf.name: 1 if leaf.path.startswith("layers.") else limits.drafts for leaf in manifest.state}
     pools = sum(reads[leaf.name] * leaf.aval.nbytes for leaf in manifest.state if leaf.aval.axes[0] == "pages")
     per_token = pools // (limits.num_pages * limits.page_size)
     beyond = limits.max_model_len - min(limits.max_model_len, context + bucket.q_len)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -86,11 +86,16 @@ class CompileResult:
 
 def record_of(plan: Plan, staged: Staged) -> StagedRecord:
     """What the artifact keeps of a staged bucket."""
-    signature, texts = staged.partitioned.signature, staged.texts
-    chosen = backend(plan.backend)
+    partitioned, texts, chosen = staged.partitioned, staged.texts, backend(plan.backend)
     key = graph_key(texts["lowered"], chosen.name, chosen.options(THREADS), {**toolchain(), **chosen.versions()})
     return StagedRecord(
-        signature.inputs, signature.outputs, key, pack_texts(texts), staged.cost(), staged.memory(), staged.partitioned.collectives
+        partitioned.signature.inputs,
+        partitioned.signature.outputs,
+        key,
+        pack_texts(texts),
+        asdict(partitioned.cost()),
+        asdict(partitioned.memory()),
+        partitioned.collectives,
     )
 
 

@@ -9,7 +9,7 @@ from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ..verify.small_model import share
 from . import memory
 from .plan import Plan
-from .stages import partition_bucket, peak_bytes
+from .stages import partition_bucket
 
 
 def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
@@ -51,7 +51,7 @@ def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
     entries = []
     for bucket in {bucket.kind: bucket for bucket in sorted(plan.buckets, key=lambda bucket: bucket.tokens)}.values():
         partitioned = partition_bucket(plan, bucket)[1]
-        signature, peak = partitioned.signature, {"peak_bytes": peak_bytes(partitioned)}
+        signature, peak = partitioned.signature, {"peak_bytes": partitioned.memory().peak_bytes}
         entries.append(GraphEntry(bucket, signature.inputs, signature.outputs, None, "", "", None, {}, peak, partitioned.collectives, {}))
     return entries
 

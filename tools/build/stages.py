@@ -7,11 +7,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...graphs import cost
 from ...graphs.ir.trace import Traced, trace
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
-from ...graphs.text import as_text
 from ...graphs.types import Bucket
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
@@ -39,24 +37,8 @@ class Staged:
     @property
     def texts(self) -> dict[str, str]:
         """Stage name to stable text."""
-        name, mesh = self.bucket.name, self.partitioned.mesh
-        texts = {
-            "partitioned": as_text(self.partitioned.graph, f"{name} partitioned over mesh {mesh}"),
-            "lowered": self.lowered.as_text(),
-        }
-        if self.traced:
-            texts["traced"] = as_text(self.traced.graph, f"{name} traced")
-        return texts
-
-    def cost(self) -> dict[str, int]:
-        """flops, read_bytes and write_bytes of one step of one device."""
-        total = cost.cost(self.partitioned.graph)
-        return {"flops": total.flops, "read_bytes": total.read_bytes, "write_bytes": total.write_bytes}
-
-    def memory(self) -> dict[str, int]:
-        """params_bytes, state_bytes, inputs_bytes and peak_bytes of one device."""
-        need = cost.memory(self.partitioned.graph, self.partitioned.signature)
-        return {name: getattr(need, name) for name in ("params_bytes", "state_bytes", "inputs_bytes", "peak_bytes")}
+        texts = {"partitioned": self.partitioned.as_text(), "lowered": self.lowered.as_text()}
+        return texts | ({"traced": self.traced.as_text()} if self.traced else {})
 
 
 def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partitioned]:
@@ -69,11 +51,6 @@ def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partiti
     program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=plan.target.local, max_logprobs=plan.max_logprobs)
     traced = trace(program) if plan.mesh.size == 1 else None
     return traced, optimise(partition(traced or program, plan.mesh, plan.rules(bucket)))
-
-
-def peak_bytes(partitioned: Partitioned) -> int:
-    """Largest sum of live intermediate values of a step of one device."""
-    return cost.memory(partitioned.graph, partitioned.signature).peak_bytes
 
 
 def stage(plan: Plan, bucket: Bucket) -> Staged:

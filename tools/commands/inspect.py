@@ -184,7 +184,7 @@ def signature(entry: GraphEntry) -> list[str]:
 
 
 def _types(leaves: Sequence[Leaf]) -> dict[str, str]:
-    kinds = {leaf.name.partition(".")[2]: leaf.aval for leaf in leaves}
+    kinds = {leaf.path: leaf.aval for leaf in leaves}
     return {name: f"{DTYPE_NAMES[aval.dtype]}[{','.join(map(str, aval.shape))}]" for name, aval in kinds.items()}
 
 

@@ -117,7 +117,7 @@ def poisoned_step(
                 pool[row.seat, request_slots.START], pool[row.seat, request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
                 pool[row.seat, request_slots.TOKENS :] = tokens[row.row]
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
-    return PoisonedStep([*params, *state, *(inputs[_short(leaf)] for leaf in signature.inputs)], rows)
+    return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
 def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
@@ -188,7 +188,7 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
     """
     index = next(i for i, leaf in enumerate(signature.state) if is_seats(leaf))
     pool = case.operands[len(signature.params) + index]
-    names = [_short(leaf) for leaf in signature.outputs]
+    names = [leaf.path for leaf in signature.outputs]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
         sampled = dict(zip(names, reference(_copy_state(case, signature)), strict=True))["tokens"]
         for i, live in enumerate(case.live):
@@ -205,7 +205,7 @@ def compare(
 ) -> Differences:
     """Runs both on copies of each case's state and measures every live value, by `difference` unless another measure is given."""
     first, last = len(signature.params), len(signature.params) + len(signature.state)
-    names = [_short(leaf) for leaf in signature.outputs]
+    names = [leaf.path for leaf in signature.outputs]
     differences = Differences()
     for case in cases:
         left, right = _copy_state(case, signature), _copy_state(case, signature)
@@ -279,7 +279,7 @@ def deviation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _of_main_layers(leaf: Leaf) -> bool:
     """Whether a pool belongs to the model's own layers, which write all candidates of a step, accepted or not."""
-    return leaf.name.split(".")[1] == "layers"
+    return leaf.path.startswith("layers.")
 
 
 def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -300,10 +300,6 @@ def _copy_state(case: PoisonedStep, signature: Signature) -> list[torch.Tensor]:
 
 def _random(low: int, high: int, generator: torch.Generator) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.split(".", 1)[1]
 
 
 TOLERANCES = {

@@ -115,7 +115,7 @@ class Ranks:
         Their next step starts from the trace's tokens, which the cache would otherwise contradict.
         """
         trace_step, page = self.trace.steps[number], self.small.limits.page_size
-        prefix = f"state.{self.small.model.family.draft_key}."
+        prefix = f"{self.small.model.family.draft_key}."
         for rank, pools in enumerate(state):
             group = self.group(rank)
             expected = trace_step.expected[group]
@@ -128,7 +128,7 @@ class Ranks:
                 position = first_position(trace_step, group, row) + torch.arange(expected.taken[place])
                 pages, offsets = trace_step.inputs[group]["page_table"][row, position // page], position % page
                 for leaf, pool, right_pool in zip(self.leaves, pools, right, strict=True):
-                    if leaf.name.startswith(prefix):
+                    if leaf.path.startswith(prefix):
                         pool[pages, offsets] = right_pool[pages, offsets]
 
     def run_steps(self, graphs: Graphs, before: Mapping[int, States]) -> RankOutputs:
@@ -144,8 +144,8 @@ class Ranks:
         run, signature = graphs[trace_step.case]
         for rank, pools in enumerate(state):
             inputs = {**trace_step.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
-            operands.append([*self.params[rank], *pools, *(inputs[_short(leaf)] for leaf in signature.inputs)])
-        outputs = [dict(zip(map(_short, signature.outputs), results, strict=True)) for results in run(operands)]
+            operands.append([*self.params[rank], *pools, *(inputs[leaf.path] for leaf in signature.inputs)])
+        outputs = [dict(zip((leaf.path for leaf in signature.outputs), results, strict=True)) for results in run(operands)]
         seats = seat_pool(self.leaves)
         return tuple({**own, SEATS: pools[seats].clone()} for own, pools in zip(outputs, state, strict=True))
 
@@ -333,7 +333,3 @@ def _refuse(value: float, limit: float, what: str) -> None:
 def _rank_name(rank: int, mesh: Mesh) -> str:
     """`rank 3 (dp 1, tp 1)`."""
     return f"rank {rank} ({', '.join(f'{name} {at}' for name, at in mesh.coordinates(rank).items())})"
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.partition(".")[2]

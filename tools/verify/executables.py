@@ -96,7 +96,7 @@ class RowByRow:
         self.single = single
         manifest = artifact.manifest
         self.shared = len(manifest.params) + len(manifest.state)
-        self.seats = self.shared + [leaf.name for leaf in entry.inputs].index("inputs.seats")
+        self.seats = self.shared + [leaf.path for leaf in entry.inputs].index("seats")
         self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from ...graphs.errors import VerifyError
 from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import partition
-from ...graphs.types import COORDS, DTYPES, Leaf, Mesh, Rules, Signature
+from ...graphs.types import COORDS, DTYPES, Mesh, Rules, Signature
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.graph_io import decode
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -116,23 +116,19 @@ def _compare(
             pool[rules.local_slice(leaf.aval, mesh, rank)].clone()
             for leaf, pool in zip(manifest.state, case.operands[first:last], strict=True)
         ]
-        inputs = dict(zip(map(_short, signature.inputs), case.operands[last:], strict=True))
+        inputs = dict(zip((leaf.path for leaf in signature.inputs), case.operands[last:], strict=True))
         inputs[COORDS] = mesh.coords(rank)
-        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(inputs[_short(leaf)] for leaf in entry.inputs)])
+        operands.append([*(shard[leaf.name] for leaf in manifest.params), *state, *(inputs[leaf.path] for leaf in entry.inputs)])
     results = sharded(operands)
     whole = [[operand.clone() if first <= i < last else operand for i, operand in enumerate(case.operands)] for case in cases]
-    expected = [dict(zip(map(_short, signature.outputs), reference(each), strict=True)) for each in whole]
+    expected = [dict(zip((leaf.path for leaf in signature.outputs), reference(each), strict=True)) for each in whole]
     differences = Differences()
     for rank, outputs in enumerate(results):
         group = mesh.coordinates(rank)["dp"]
-        actual = dict(zip(map(_short, entry.outputs), outputs, strict=True))
+        actual = dict(zip((leaf.path for leaf in entry.outputs), outputs, strict=True))
         pools = [
             (leaf, whole[group][first + i][rules.local_slice(leaf.aval, mesh, rank)], operands[rank][first + i])
             for i, leaf in enumerate(manifest.state)
         ]
         differences = differences.combined(output_differences(cases[group], expected[group], actual, pools, tolerance.measure))
     return differences
-
-
-def _short(leaf: Leaf) -> str:
-    return leaf.name.partition(".")[2]

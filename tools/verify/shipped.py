@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...graphs import tree
 from ...graphs.errors import NpucompileError, VerifyError
 from ...graphs.spmd.partition import Partitioned
-from ...graphs.types import DTYPES, Aval, Leaf, Mesh, Rules
+from ...graphs.types import DTYPES, Mesh, Rules, leaf_name
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -34,7 +34,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
         VerifyError: naming the first thing that differs.
     """
     model, mesh, dtype = full_model(manifest), Mesh.parse(manifest.mesh), DTYPES[manifest.dtype]
-    expected = _leaves("params", avals(model.params(dtype))) + _leaves("state", model.state(manifest.limits, dtype))
+    expected = (*tree.leaves("params", avals(model.params(dtype))), *tree.leaves("state", model.state(manifest.limits, dtype)))
     for left, right in zip(expected, (*manifest.params, *manifest.state), strict=False):
         if left != right:
             ours, theirs = (f"{leaf.name}, {leaf.aval} by {leaf.aval.axes}" for leaf in (left, right))
@@ -44,13 +44,8 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
     rules = rules_of(model, mesh)
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
-    planned = _check_memory(manifest, rules, f"params.{model.family.draft_key}.")
+    planned = _check_memory(manifest, rules, leaf_name("params", f"{model.family.draft_key}."))
     return {"operands": len(expected), "needed_gib": planned.total_bytes / 2**30, "limit_gib": planned.limit_bytes / 2**30}
-
-
-def _leaves(part: str, values: object) -> list[Leaf]:
-    pairs: list[tuple[str, Aval]] = tree.flatten({part: values})
-    return [Leaf(name, aval) for name, aval in pairs]
 
 
 def _check_memory(manifest: Manifest, rules: Rules, draft: str) -> MemoryPlan:

@@ -204,7 +204,7 @@ def closure(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize("fn", [closure(2), Holder(2), Holder(2).method, functools.partial(scaled, 2)], ids=lambda f: type(f).__name__)
 def test_a_function_that_carries_values_is_refused(fn: Callable[..., Any]) -> None:
-    with pytest.raises(GraphError, match=r"block 'layer': .* carries values of its own; legal is a function that is given them"):
+    with pytest.raises(GraphError, match=r"block 'layer': .* carries values of its own; legal is a function that takes them"):
         traced(lambda p, x: block("layer", fn, (), x))
 
 

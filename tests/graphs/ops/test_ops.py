@@ -274,7 +274,7 @@ def same(got: Any, want: Any, tolerance: float = 0.0) -> None:
 
 
 def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """All results of the in-place twin, donated operands included."""
+    """All results of the in-place variant, donated operands included."""
     returned = iter(flat(primitive.inplace_op(*args)))
     donated = {result: args[operand] for operand, result in primitive.donates}
     return [donated[i] if i in donated else next(returned) for i in range(len(primitive.op._schema.returns))]
@@ -371,7 +371,7 @@ def test_reference_leaves_its_operands_alone(case: Case) -> None:
 
 
 @each([c for c in CASES if TABLE[c.name].donates])
-def test_in_place_twin_writes_its_donated_operands_only(case: Case) -> None:
+def test_in_place_variant_writes_its_donated_operands_only(case: Case) -> None:
     primitive, args, before = case.primitive, case.args, case.args
     want = flat(primitive.rule("reference")(*before))
     results = flat(primitive.inplace_op(*args))
@@ -383,7 +383,7 @@ def test_in_place_twin_writes_its_donated_operands_only(case: Case) -> None:
     same(results, [want[i] for i in primitive.kept_results])
 
 
-def test_donation_is_declared_where_there_is_a_twin() -> None:
+def test_donation_is_declared_where_there_is_an_in_place_variant() -> None:
     for name in NAMES:
         assert TABLE[name].has("inplace") == bool(TABLE[name].donates), name
 

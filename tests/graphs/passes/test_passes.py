@@ -222,9 +222,8 @@ def test_a_result_that_only_dead_nodes_unpack_is_unread() -> None:
 # --- all of them ---
 
 
-def test_passes_are_ordered_named_and_exact() -> None:
+def test_passes_are_ordered_and_named() -> None:
     assert [step.name for step in PASSES] == ["drop_unread", "drop_noops", "merge_equal", "drop_dead"]
-    assert not any(step.changes_numerics for step in PASSES)
 
 
 OPERATIONS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [

@@ -12,7 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from npucompile.graphs.errors import PartitionError
-from npucompile.graphs.spmd.layout import Place, assembled, constrain, local_of, num_shards, partitioning, place, placements
+from npucompile.graphs.spmd.layout import (
+    PartitionContext,
+    assembled,
+    constrain,
+    local_of,
+    num_shards,
+    partition_context,
+    partitioning,
+    placements,
+)
 from npucompile.graphs.types import Mesh, Rules
 
 RULES = Rules.of({"ffn": "tp", "heads": "tp", "experts": ("dp", "tp")})
@@ -27,8 +36,8 @@ def group() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def at(group: DeviceMesh, rules: Rules = RULES, dp: int = 0, tp: int = 0) -> Place:
-    return Place(rules, MESH, group, torch.tensor([dp, tp], dtype=torch.int32))
+def at(group: DeviceMesh, rules: Rules = RULES, dp: int = 0, tp: int = 0) -> PartitionContext:
+    return PartitionContext(rules, MESH, group, torch.tensor([dp, tp], dtype=torch.int32))
 
 
 def test_one_placement_a_mesh_axis(group: DeviceMesh) -> None:
@@ -43,7 +52,7 @@ def test_ways_counts_the_shards_of_an_axis(group: DeviceMesh) -> None:
     assert [num_shards(axis) for axis in ("ffn", "experts", "vocab")] == [1, 1, 1], "outside partitioning there is one device"
     with partitioning(at(group)):
         assert [num_shards(axis) for axis in ("ffn", "experts", "vocab")] == [2, 6, 1]
-    assert place() is None
+    assert partition_context() is None
 
 
 def test_constrain_outside_partitioning_is_the_value_itself(group: DeviceMesh) -> None:

@@ -190,7 +190,7 @@ def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
 # --- groups with requests of their own ---
 
 
-def test_groups_do_not_talk_unless_told_to() -> None:
+def test_groups_do_not_communicate_without_a_region() -> None:
     """dp is manual: what is split over tp is split the same, whatever dp is."""
     assert split(mlp, "dp=3,tp=2").collectives == split(mlp).collectives
     alone = split(mlp, "dp=3")
@@ -283,12 +283,12 @@ def test_axes_that_collide_are_refused() -> None:
     [
         (
             lambda p, s, i: ({"y": ops.linear(i["x"], p["up"])}, s),
-            r"outputs.y ends as \(Shard\(dim=1\),\), its place is \(Replicate\(\),\)",
+            r"outputs.y ends as \(Shard\(dim=1\),\), its layout must be \(Replicate\(\),\)",
         ),
         (lambda p, s, i: ({"y": ops.linear(i["x"], p["up"]).sum()}, s), r"toy: outputs.y ends as \(Partial\(sum\),\)"),
         (
             lambda p, s, i: ({}, {**s, "pool": constrain(s["pool"], None, None, None, None)}),
-            r"toy: state.pool ends as \(Replicate\(\),\), its place is \(Shard\(dim=2\),\)",
+            r"toy: state.pool ends as \(Replicate\(\),\), its layout must be \(Shard\(dim=2\),\)",
         ),
     ],
 )

@@ -73,14 +73,14 @@ def test_each_device_knows_its_shard(mesh: str) -> None:
     [("tp=4", 4, 4, "world world"), ("dp=2", 2, 1, "world world"), ("dp=2,tp=2", 4, 2, "world tp"), ("dp=1,tp=2", 2, 2, "world world")],
 )
 def test_groups_are_named_by_who_is_in_them(mesh: str, experts: int, ffn: int, groups: str) -> None:
-    told = []
+    regions = []
 
     def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        told.append((num_shards("experts"), num_shards("ffn"), f"{group_of('experts')} {group_of('ffn')}"))
+        regions.append((num_shards("experts"), num_shards("ffn"), f"{group_of('experts')} {group_of('ffn')}"))
         return x
 
     partitioned(step, mesh)
-    assert told == [(experts, ffn, groups)]
+    assert regions == [(experts, ffn, groups)]
 
 
 # --- talking ---

@@ -58,7 +58,7 @@ def entry_of(manifest: Manifest, name: str) -> GraphEntry:
 
 def named(entry: GraphEntry, operands: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     inputs = operands[-len(entry.inputs) :]
-    return {leaf.name.removeprefix("inputs."): tensor for leaf, tensor in zip(entry.inputs, inputs, strict=True)}
+    return {leaf.path: tensor for leaf, tensor in zip(entry.inputs, inputs, strict=True)}
 
 
 def test_bytes_grow_by_the_keys_and_values_of_each_token(artifact: Artifact) -> None:

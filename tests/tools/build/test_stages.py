@@ -22,22 +22,21 @@ def test_stages_are_told_apart_and_told_alike(tiny_checkpoint, bucket):
     assert len(set(first.texts.values())) == 3
     for stage, text in first.texts.items():
         assert f"{bucket.name} {stage}" in text.splitlines()[0]
-    assert (first.cost(), first.memory()) == (second.cost(), second.memory())
+    assert (first.partitioned.cost(), first.partitioned.memory()) == (second.partitioned.cost(), second.partitioned.memory())
 
 
 def test_numbers_are_those_of_the_plan(tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint)
     decode, prefill = tiny.stage_once(made, DECODE), tiny.stage_once(made, PREFILL)
     for one in (decode, prefill):
-        assert one.memory()["params_bytes"] == made.params_bytes
-        assert one.memory()["state_bytes"] == made.state_bytes
-        assert one.memory()["inputs_bytes"] == sum(math.prod(leaf.aval.shape) * 4 for leaf in one.partitioned.signature.inputs)
-        assert one.memory()["peak_bytes"] > 0
-        assert set(one.cost()) == {"flops", "read_bytes", "write_bytes"}
+        assert one.partitioned.memory().params_bytes == made.params_bytes
+        assert one.partitioned.memory().state_bytes == made.state_bytes
+        assert one.partitioned.memory().inputs_bytes == sum(math.prod(leaf.aval.shape) * 4 for leaf in one.partitioned.signature.inputs)
+        assert one.partitioned.memory().peak_bytes > 0
     hidden, vocab = tiny.CONFIG["hidden_size"], tiny.VOCAB
     # Of two requests with four candidates each, and three drafts.
-    assert decode.cost()["flops"] > 2 * 2 * (4 + 3) * hidden * vocab
-    assert tiny.stage_once(made, Bucket("prefill", 1, 16)).cost()["flops"] > prefill.cost()["flops"]
+    assert decode.partitioned.cost().flops > 2 * 2 * (4 + 3) * hidden * vocab
+    assert tiny.stage_once(made, Bucket("prefill", 1, 16)).partitioned.cost().flops > prefill.partitioned.cost().flops
 
 
 def test_what_is_asked_of_a_step_is_in_its_graph(tiny_checkpoint):
@@ -51,7 +50,7 @@ def test_what_is_asked_of_a_step_is_in_its_graph(tiny_checkpoint):
     }  # fmt: skip
     assert {leaf.name for leaf in neither.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.logits"}
     assert [leaf.name for leaf in neither.partitioned.signature.params if ".mtp." in leaf.name] == []
-    assert both.cost()["flops"] > 4 * neither.cost()["flops"]
+    assert both.partitioned.cost().flops > 4 * neither.partitioned.cost().flops
 
 
 def test_a_bucket_is_lowered_for_the_backend_of_the_plan(tiny_checkpoint):
@@ -73,7 +72,7 @@ def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny_che
     assert "over mesh dp=2,tp=1" in one.texts["partitioned"].splitlines()[0]
     assert one.partitioned.signature.inputs[-1].name == "inputs.coords"
     assert {group for _, group, _ in one.partitioned.collectives} <= {"dp", "tp", "world"}
-    assert one.memory()["params_bytes"] == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
+    assert one.partitioned.memory().params_bytes == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
 
 
 def test_what_is_for_npus_gives_no_logits(tmp_path):
@@ -81,7 +80,7 @@ def test_what_is_for_npus_gives_no_logits(tmp_path):
     one = stages.stage(made, made.buckets[-1])
     assert one.texts["lowered"] == one.lowered.as_text()
     assert {leaf.name for leaf in one.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.drafts"}
-    assert one.memory()["state_bytes"] == made.state_bytes
+    assert one.partitioned.memory().state_bytes == made.state_bytes
 
 
 def test_a_bucket_is_partitioned_as_it_is_staged(tiny_checkpoint):

@@ -149,9 +149,9 @@ class Alone:
     def step(self, kind, row):
         (entry,) = (e for e in self.entries if e.bucket.kind == kind)
         inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
-        given = (torch.from_numpy(inputs[leaf.name.removeprefix("inputs.")]) for leaf in entry.inputs)
+        given = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
         outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *given])
-        return {leaf.name.removeprefix("outputs."): value for leaf, value in zip(entry.outputs, outputs, strict=True)}
+        return {leaf.path: value for leaf, value in zip(entry.outputs, outputs, strict=True)}
 
     def decode(self, drafts):
         out = self.step("decode", DecodeRow(1, self.start, self.pages, self.slots, drafts))

@@ -48,7 +48,7 @@ class Toy:
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         of = {leaf.name: operand for leaf, operand in zip(self.signature.operands, operands, strict=True)}
-        out = {leaf.name.split(".")[1]: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
+        out = {leaf.path: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
         for row in torch.nonzero(of["inputs.seats"]).flatten().tolist():
             self.row(row, of, out)
         return list(out.values())

@@ -126,7 +126,7 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
         state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
         seats = state[[leaf.name for leaf in manifest.state].index("state.seats")]
         seats[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
-        inputs = [torch.tensor(values[leaf.name.split(".")[1]], dtype=leaf.aval.dtype) for leaf in entry.inputs]
+        inputs = [torch.tensor(values[leaf.path], dtype=leaf.aval.dtype) for leaf in entry.inputs]
         return [*(weights[leaf.name] for leaf in manifest.params), *state, *inputs]
 
     ours, theirs = operands(), operands()

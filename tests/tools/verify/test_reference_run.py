@@ -48,10 +48,10 @@ def test_a_step_is_that_of_the_traced_graph(image, kind):
     lowered = lower_eager(
         partition(trace(step.program(image.small.reference, traced_step.case.bucket, image.small.limits, F32)), Mesh(), Rules())
     )
-    names = [leaf.name.partition(".")[2] for leaf in lowered.signature.inputs]
+    names = [leaf.path for leaf in lowered.signature.inputs]
     params = model_params(image.small.reference, image.checkpoint)
     results = EagerExecutable(lowered.graph)([*params, *given, *(traced_step.inputs[0][name] for name in names)])
-    expected = dict(zip((leaf.name.partition(".")[2] for leaf in lowered.signature.outputs), results, strict=True))
+    expected = dict(zip((leaf.path for leaf in lowered.signature.outputs), results, strict=True))
     assert set(outputs) - {DRAFT_LOGITS} == set(expected)
     rows = list(traced_step.expected[0].rows)
     for name, value in expected.items():

@@ -127,7 +127,7 @@ def operands() -> list[torch.Tensor]:
     uniform = [[0.3, 0.0, 0.9], [0.6, 0.0, 0.5]]
     for i, leaf in enumerate(SIGNATURE.operands):
         if leaf.aval.dtype == I32:
-            given[i] = torch.tensor(slots[leaf.name.removeprefix("inputs.")], dtype=I32)
+            given[i] = torch.tensor(slots[leaf.path], dtype=I32)
         elif leaf.name == "inputs.knobs":
             given[i] = torch.tensor([*knobs.values(), *uniform]).t().contiguous()
     return given
