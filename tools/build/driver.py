@@ -19,7 +19,7 @@ from ...lowering.artifact.graph_io import encode
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import checkpoint, safetensors_files, step
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from ..progress import Progress
 from ..verify import executables
 from .compile_pool import Job, run_all
@@ -86,7 +86,7 @@ def _describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifes
     weights, source = _weights(plan, signature.params, writer, progress)
     tokenizer = None
     if plan.found.tokenizer:
-        TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
+        TextTokenizer.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
         tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
     return Manifest(
         model={

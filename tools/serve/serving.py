@@ -16,7 +16,7 @@ from ...runtime.cpu_executor import Executor
 from ...runtime.distributed.sharded_executor import ShardedExecutor
 from ...runtime.engine import Engine
 from ...server.service import ServedModel, Service
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from .launch import Team
 
 POLL_S = 0.1
@@ -46,7 +46,7 @@ def start(artifact: Artifact, team: Team | None = None) -> Running:
     manifest = artifact.manifest
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    codec = TextCodec.load(artifact.path / manifest.tokenizer)
+    codec = TextTokenizer.load(artifact.path / manifest.tokenizer)
     loaded: list[Executor | ShardedExecutor] = []
 
     def load() -> Executor | ShardedExecutor:
