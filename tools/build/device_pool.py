@@ -85,9 +85,9 @@ def run(job: Job) -> Done:
         collectives, census = staged.partitioned.collectives, {}
         if made.compile:
             made.compile(staged.target.graph, staged.target.signature, job.out_path, cache_dir=job.cache_dir, threads=0)
-            container = decode(job.out_path.read_bytes())
-            collectives_check.agree(collectives, collectives_check.of_ge_file(container, in_order=True))
-            census = inspect_ge.census(container.graph)
+            ge_file = decode(job.out_path.read_bytes())
+            collectives_check.agree(collectives, collectives_check.of_ge_file(ge_file, in_order=True))
+            census = inspect_ge.census(ge_file.graph)
     signature = staged.partitioned.signature
     texts = zlib.compress(json.dumps(staged.texts, sort_keys=True).encode(), 6)
     return Done(
