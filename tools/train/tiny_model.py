@@ -1,4 +1,4 @@
-"""Turns windows of tokens into training losses of the bundled model, through the same functions that are compiled and served."""
+"""Configuration, initial parameters and training losses of the bundled model, whose functions are those that are compiled and served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LENGTH = 2048
 
 
 def hf_config(eos_id: int) -> dict[str, Any]:
-    """The config.json of the bundled model; layers, heads and experts are few, every kind of block is there."""
+    """The config.json of the bundled model: few layers, heads and experts, but every kind of block."""
     return {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
@@ -85,14 +85,14 @@ def initial_params(cfg: qwen3_5.Config, seed: int) -> Tree:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step over whole sequences from their first token on: its empty state and its inputs, but for the tokens."""
+class StepArguments:
+    """Empty state and inputs, except the tokens, of a step over sequences from their first token on."""
 
     state: Tree
     inputs: dict[str, torch.Tensor]
 
 
-def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0) -> Step:
+def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0) -> StepArguments:
     """Row b owns state slot b+1 and the pages (of one token each) b*length+1 .. (b+1)*length.
 
     Args:
@@ -101,7 +101,7 @@ def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0
     limits = Limits(page_size=1, num_pages=rows * length + 1 + spare_pages, num_slots=rows + 1, max_model_len=length)
     avals = qwen3_5.abstract_state(cfg, limits, torch.float32)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
-    return Step(
+    return StepArguments(
         tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals),
         {
             "starts": torch.zeros(rows, dtype=torch.int32),
