@@ -47,10 +47,10 @@ def eos_id(tokenizer: Tokenizer) -> int:
     Raises:
         SpecError: the tokenizer has none.
     """
-    found: int | None = tokenizer.token_to_id(EOS)
-    if found is None:
+    token_id: int | None = tokenizer.token_to_id(EOS)
+    if token_id is None:
         raise SpecError(f"the tokenizer has no token {EOS!r}; it has {tokenizer.get_vocab_size()} others")
-    return found
+    return token_id
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
