@@ -1,4 +1,4 @@
-"""Turns a service into an ASGI application."""
+"""The ASGI application of a service."""
 
 from __future__ import annotations
 

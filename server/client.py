@@ -1,4 +1,4 @@
-"""Turns prompts into streams of server events over one websocket."""
+"""A client: responses over one websocket, as event streams or whole completions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MAX_EVENT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A finished completion, put together.
+class CompletionOutput:
+    """A finished completion.
 
     Attributes:
         status: of the response (completed, incomplete or cancelled); with `n` above 1, of the output item (completed or incomplete).
-        usage: the usage object of the last event, which is about the whole response.
-        logprobs: an object per token, as in the output item; empty unless asked for.
+        usage: the usage object of the whole response.
+        logprobs: an object per token, as in the output item; empty unless requested.
     """
 
     response_id: str
@@ -54,30 +54,30 @@ class ResponseStream:
         self._ended = False
 
     async def start(self) -> Self:
-        """Sends the request; iterating does it too, when it was not done before."""
+        """Sends the request; the first iteration does so otherwise."""
         if not self._started:
             self._started = True
             await self._client._open(self)
         return self
 
     async def cancel(self) -> None:
-        """Asks the server to end the response; its last event will say so."""
+        """Asks the server to end the response; its last event is then `response.cancelled`."""
         if self._started and not self._ended:
             await self._client.cancel(stream_id=self.stream_id)
 
-    async def completion(self) -> Completion:
+    async def completion(self) -> CompletionOutput:
         """Reads to the end.
 
         Raises:
             RequestError: the server refused or failed the request, or it is for several completions.
             ProtocolError: the connection went away first.
         """
-        _only_one(self._body)
-        (one,) = await self.completions()
-        return one
+        _refuse_several(self._body)
+        (completion,) = await self.completions()
+        return completion
 
-    async def completions(self) -> tuple[Completion, ...]:
-        """Reads to the end; the `n` completions that were asked for, in the order of the response's output.
+    async def completions(self) -> tuple[CompletionOutput, ...]:
+        """Reads to the end; the `n` completions in the order of the response's output.
 
         Raises:
             RequestError: the server refused the request, or failed any completion.
@@ -106,7 +106,7 @@ class ResponseStream:
             self._end()
             raise item
         self._accepted = self._accepted or item["type"] == "response.created"
-        # An error event may also refuse another message that named this stream; only before the start is it about the request.
+        # Once the response has started, an error event is about another message that named this stream.
         if item["type"] in TERMINAL_TYPES or (item["type"] == "error" and not self._accepted):
             self._end()
         return item
@@ -130,7 +130,7 @@ class Client:
         self._subprotocol = subprotocol
         self._streams: dict[str, ResponseStream] = {}
         self._created = 0
-        self._gone: ProtocolError | None = None
+        self._lost_error: ProtocolError | None = None
         self._reader = asyncio.create_task(self._read())
 
     @staticmethod
@@ -180,8 +180,8 @@ class Client:
     async def _open(self, stream: ResponseStream) -> None:
         if stream.stream_id in self._streams:
             raise ProtocolError(f"stream_id {stream.stream_id!r} is in use on this connection", code="stream_in_use")
-        if self._gone is not None:
-            raise self._gone
+        if self._lost_error is not None:
+            raise self._lost_error
         self._streams[stream.stream_id] = stream
         await self._send(stream._body)
 
@@ -190,7 +190,7 @@ class Client:
             del self._streams[stream.stream_id]
 
     async def _send(self, event: dict[str, Any]) -> None:
-        # A connection that is gone is reported to the streams by the reader, with the reason.
+        # The reader reports a lost connection to the streams, with the reason.
         with contextlib.suppress(ConnectionClosed):
             await self._websocket.send(encode(event, self._subprotocol))
 
@@ -198,42 +198,42 @@ class Client:
         try:
             async for frame in self._websocket:
                 self._route(decode(frame, self._subprotocol, MAX_EVENT_BYTES))
-            self._lost("connection closed")
+            self._lose("connection closed")
         except ConnectionClosed as closed:
-            self._lost(f"connection lost: {closed}")
+            self._lose(f"connection lost: {closed}")
         except ProtocolError as error:
-            self._lost(f"the server sent something that is no event: {error}")
+            self._lose(f"the server sent something that is no event: {error}")
             await self._websocket.close()
         finally:
-            if self._gone is None:
-                self._lost("the client stopped reading")
+            if self._lost_error is None:
+                self._lose("the client stopped reading")
 
     def _route(self, event: ServerEvent) -> None:
         kind, stream_id, detail = event.get("type"), event.get("stream_id"), event.get("error")
         if not isinstance(kind, str) or not isinstance(stream_id, str | None) or (kind == "error" and not isinstance(detail, dict)):
             raise ProtocolError(f"type {kind!r}, stream_id {stream_id!r}, error {detail!r}; legal are text, text or none, an object")
-        # A cancel that came after the end is no news to anyone.
+        # The answer to a cancel that arrived after the response had ended.
         if isinstance(detail, dict) and detail.get("code") == "response_not_found":
             return
         if stream_id is not None:
             streams = [self._streams[stream_id]] if stream_id in self._streams else []
         else:
-            # A frame was refused before the server could read whose it was.
+            # The server refused a frame before it could read its stream id.
             streams = [stream for stream in self._streams.values() if kind == "error"]
         for stream in streams:
             stream._put(event)
 
-    def _lost(self, reason: str) -> None:
-        self._gone = ProtocolError(reason, code="connection_closed")
+    def _lose(self, reason: str) -> None:
+        self._lost_error = ProtocolError(reason, code="connection_closed")
         for stream in list(self._streams.values()):
-            stream._put(self._gone)
+            stream._put(self._lost_error)
 
 
 def raise_if_refused(event: ServerEvent) -> ServerEvent:
-    """The event itself, unless it says that a request was refused or failed.
+    """The event itself.
 
     Raises:
-        RequestError: it does.
+        RequestError: the event says that the request was refused or failed.
     """
     if event["type"] == "error":
         detail = event["error"]
@@ -244,26 +244,26 @@ def raise_if_refused(event: ServerEvent) -> ServerEvent:
     return event
 
 
-def _completion(response: dict[str, Any], item: dict[str, Any], token_ids: list[int]) -> Completion:
+def _completion(response: dict[str, Any], item: dict[str, Any], token_ids: list[int]) -> CompletionOutput:
     status = response["status"] if len(response["output"]) < 2 else item["status"]
     text = "".join(part["text"] for part in item["content"])
     logprobs = tuple(entry for part in item["content"] for entry in part["logprobs"])
-    return Completion(response["id"], status, text, tuple(token_ids), response["usage"], logprobs)
+    return CompletionOutput(response["id"], status, text, tuple(token_ids), response["usage"], logprobs)
 
 
-def _only_one(options: Mapping[str, Any]) -> None:
+def _refuse_several(options: Mapping[str, Any]) -> None:
     if options.get("n") not in (None, 1):
         raise RequestError(f"n is {options['n']!r} where one completion is read; legal is 1 (`completions` reads several)", param="n")
 
 
 async def stream_text(url: str, prompt: str | list[int], *, subprotocol: str = JSON, **options: Any) -> AsyncIterator[str]:
-    """Pieces of the answer to one prompt, over a connection of its own.
+    """Text deltas of the response to one prompt, over a connection of its own.
 
     Raises:
         RequestError: the server refused or failed the request, or it is for several completions.
         ProtocolError: it cannot be reached, or the connection went away.
     """
-    _only_one(options)
+    _refuse_several(options)
     async with await Client.connect(url, subprotocol) as client:
         async for event in client.create(prompt, **options):
             if raise_if_refused(event)["type"] == "response.output_text.delta":

@@ -1,4 +1,4 @@
-"""Turns the frames of one socket into commands on its responses."""
+"""The state of one socket, without I/O: frames in, commands on its responses out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_STREAMS = 256
 
 
 @dataclass(frozen=True)
-class Create:
-    """A response was opened on a stream of this socket."""
+class CreateCommand:
+    """Start a response on a stream of this socket."""
 
     response_id: str
     stream_id: str
@@ -25,14 +25,14 @@ class Create:
 
 
 @dataclass(frozen=True)
-class Cancel:
-    """A response open on this socket is to be ended."""
+class CancelCommand:
+    """End a response that is open on this socket."""
 
     response_id: str
     stream_id: str
 
 
-Command = Create | Cancel
+Command = CreateCommand | CancelCommand
 
 
 def new_response_id() -> str:
@@ -41,10 +41,10 @@ def new_response_id() -> str:
 
 
 class Connection:
-    """Which streams of one socket are open.
+    """The open streams of one socket.
 
-    A stream is closed, then open from `receive` of its `response.create` until `finish`, then closed again, and its name is free.
-    `receive` either returns a command or raises and leaves the state as it was, so a bad frame never costs the socket.
+    A stream is open from `receive` of its `response.create` until `finish`; then its name is free again. `receive` either returns a
+    command or raises and leaves the state unchanged, so a bad frame does not cost the socket.
 
     Args:
         subprotocol: one of `protocol.SUBPROTOCOLS`.
@@ -76,7 +76,7 @@ class Connection:
         """One frame as a command.
 
         Raises:
-            ProtocolError: the frame is not a message, or asks for what this socket's state does not allow
+            ProtocolError: the frame is not a message, or asks for something that this socket's state does not allow
                 (codes stream_in_use, too_many_streams, response_not_found).
         """
         event = parse(decode(frame, self.subprotocol, self._max_frame_bytes))
@@ -95,7 +95,7 @@ class Connection:
         """One server event as a frame of this socket's subprotocol."""
         return encode(event, self.subprotocol)
 
-    def _create(self, body: ResponseCreate) -> Create:
+    def _create(self, body: ResponseCreate) -> CreateCommand:
         stream_id = body.stream_id
         if stream_id is None:
             stream_id = next(name for name in map(str, range(len(self._open) + 1)) if name not in self._open)
@@ -107,14 +107,14 @@ class Connection:
             raise FieldError(message, param="stream_id", code="too_many_streams", stream_id=stream_id)
         response_id = self._new_id()
         self._open[stream_id] = response_id
-        return Create(response_id, stream_id, body)
+        return CreateCommand(response_id, stream_id, body)
 
-    def _cancel(self, response_id: str | None, stream_id: str | None) -> Cancel:
+    def _cancel(self, response_id: str | None, stream_id: str | None) -> CancelCommand:
         for open_stream, open_id in self._open.items():
             if response_id in (None, open_id) and stream_id in (None, open_stream):
-                return Cancel(open_id, open_stream)
-        asked = " and ".join(f"{name} {value!r}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
-        message = f"no response with {asked} is open on this socket; open streams are {self._names()}"
+                return CancelCommand(open_id, open_stream)
+        named = " and ".join(f"{name} {value!r}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
+        message = f"no response with {named} is open on this socket; open streams are {self._names()}"
         param = "response_id" if response_id is not None else "stream_id"
         raise FieldError(message, param=param, code="response_not_found", stream_id=stream_id)
 
@@ -124,5 +124,5 @@ class Connection:
 
 
 def refusal(error: ProtocolError) -> tuple[str | None, str | None]:
-    """The field and the stream a refusal is about, where it names any."""
+    """The field and the stream that an error names, or None."""
     return (error.param, error.stream_id) if isinstance(error, FieldError) else (None, None)

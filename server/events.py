@@ -1,12 +1,12 @@
-"""Turns the progress of one response into server events in OpenAI's shapes.
+"""The server events of one response, in OpenAI's format.
 
-Every event of a response carries `sequence_number` (from 0, without gaps) and `stream_id`. Extensions: deltas carry `token_ids`, log
+Every event of a response has a `sequence_number` (from 0, without gaps) and a `stream_id`. Extensions: deltas have `token_ids`, log
 probabilities `token_id` (see `logprobs`), usage the execution record (see `usage`). A response ends with exactly one of the types in
 TERMINAL_TYPES. An `error` event refuses a message; it is not part of a response and never ends one.
 
-A response of several completions has an item for each, whatever became of it: `output[i]` is the item of `output_index` i. It ends when all
-have ended, as the worst of them did: failed if one failed, else cancelled, else incomplete, else completed; the items say which. Those
-that did not fail run to their own ends, and their items are in the output of the failed response.
+A response with several completions has an output item for each: `output[i]` is the item of `output_index` i. It ends when all have ended,
+with the worst of their statuses: failed if one failed, else cancelled, else incomplete, else completed; each item has its own. When one
+completion fails the others run to their ends, and their items are in the output of the failed response.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 from ..graphs.errors import ProtocolError, RequestError
 from .connection import refusal
-from .output_items import Body, OutputItem
+from .output_items import EventBody, OutputItem
 from .usage import Usage, usage_object
 
 ServerEvent = dict[str, Any]
 
 STATUS_BY_REASON: Mapping[str, str] = {"stop": "completed", "length": "incomplete", "cancelled": "cancelled", "error": "failed"}
-"""Engine finish reason to response status, from best to worst; the last event of a response is `response.<status>`."""
+"""Engine finish reason to response status, best status first; the last event of a response is `response.<status>`."""
 
 TERMINAL_TYPES = tuple(f"response.{status}" for status in STATUS_BY_REASON.values())
 
 
 @dataclass(frozen=True)
-class Head:
-    """What every event of a response repeats.
+class ResponseInfo:
+    """Fields of a response that its events repeat.
 
     Attributes:
         created_s: Unix time.
-        max_output_tokens: of each completion, as in force, defaults resolved.
-        top_logprobs: most likely tokens told per place.
+        max_output_tokens: of each completion, with defaults resolved.
+        top_logprobs: most likely tokens listed per position.
     """
 
     response_id: str
@@ -49,12 +49,12 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Ending:
+class CompletionEnd:
     """How one completion ended.
 
     Attributes:
         reason: one of runtime.request.FINISH_REASONS.
-        message: what went wrong, for reason "error".
+        message: the error, for reason "error".
     """
 
     reason: str
@@ -63,17 +63,17 @@ class Ending:
 
     @property
     def status(self) -> str:
-        """What that makes of a response."""
+        """Status of a response whose only completion ended so."""
         return STATUS_BY_REASON[self.reason]
 
 
 def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEvent:
-    """A refusal as an event. Anything but a ProtocolError or RequestError is the server's own fault and told without detail."""
+    """An `error` event. Errors other than ProtocolError and RequestError are the server's own and are reported without detail."""
     kind, status, code, message, param = "invalid_request_error", 400, "invalid_request_error", str(error), None
     if isinstance(error, ProtocolError):
         code = error.code
-        param, named = refusal(error)
-        stream_id = stream_id or named
+        param, named_stream = refusal(error)
+        stream_id = stream_id or named_stream
     elif isinstance(error, RequestError):
         code, param = error.code, error.param
     else:
@@ -86,61 +86,62 @@ def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEven
 
 
 class ResponseEvents:
-    """Numbers and shapes the events of one response: `begin`, for each item any number of `delta` and one `close`, then one `end`.
+    """Builds the events of one response: `begin`, for each item any number of `delta` and one `close`, then one `end`.
 
     Args:
-        completions: items the response has.
+        info: fields of the response.
+        completions: number of output items.
     """
 
-    def __init__(self, head: Head, completions: int = 1) -> None:
-        self._head = head
+    def __init__(self, info: ResponseInfo, completions: int = 1) -> None:
+        self._info = info
         self._sequence = 0
-        base = "msg_" + head.response_id.removeprefix("resp_")
+        base = "msg_" + info.response_id.removeprefix("resp_")
         self._items = tuple(OutputItem(completion_id(base, index), index) for index in range(completions))
 
     def begin(self) -> list[ServerEvent]:
-        """The response is accepted."""
+        """The events of an accepted response."""
         response = self._response("in_progress")
         return self._numbered([{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}])
 
-    def delta(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[Body] = ()) -> list[ServerEvent]:
-        """Text of an item is safe to show; see `OutputItem.delta`."""
+    def delta(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[EventBody] = ()) -> list[ServerEvent]:
+        """The events of new text of an item; see `OutputItem.delta`."""
         return self._numbered(self._items[index].delta(text, token_ids, logprobs))
 
     def close(self, index: int, status: str) -> list[ServerEvent]:
-        """An item has ended; the item of a single completion that ended early, before it began, does not come to be."""
+        """The events of an item's end; none for a single completion that ended early and never had an item."""
         item = self._items[index]
         if status != "completed" and not item.opened and len(self._items) == 1:
             return []
         return self._numbered(item.close(status))
 
-    def end(self, endings: Sequence[Ending]) -> list[ServerEvent]:
-        """The last event; `endings` are those of all items, in their order."""
-        status = max((one.status for one in endings), key=list(STATUS_BY_REASON.values()).index)
+    def end(self, ends: Sequence[CompletionEnd]) -> list[ServerEvent]:
+        """The last event; `ends` has the end of every item, in their order."""
+        status = max((end.status for end in ends), key=list(STATUS_BY_REASON.values()).index)
         response = self._response(status)
-        response["usage"] = usage_object([one.usage for one in endings])
+        response["usage"] = usage_object([end.usage for end in ends])
         if status == "failed":
-            response["error"] = {"code": "server_error", "message": _failure(endings)}
+            response["error"] = {"code": "server_error", "message": _failure(ends)}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return self._numbered([{"type": f"response.{status}", "response": response}])
 
-    def _response(self, status: str) -> Body:
+    def _response(self, status: str) -> EventBody:
         return {
-            "id": self._head.response_id,
+            "id": self._info.response_id,
             "object": "response",
-            "created_at": self._head.created_s,
+            "created_at": self._info.created_s,
             "status": status,
-            "model": self._head.model,
+            "model": self._info.model,
             "output": [item.as_object() for item in self._items if item.opened],
             "usage": None,
             "error": None,
             "incomplete_details": None,
             "instructions": None,
-            "max_output_tokens": self._head.max_output_tokens,
-            "temperature": self._head.temperature,
-            "top_p": self._head.top_p,
-            "top_logprobs": self._head.top_logprobs,
+            "max_output_tokens": self._info.max_output_tokens,
+            "temperature": self._info.temperature,
+            "top_p": self._info.top_p,
+            "top_logprobs": self._info.top_logprobs,
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "tool_choice": "none",
@@ -148,19 +149,19 @@ class ResponseEvents:
             "metadata": {},
         }
 
-    def _numbered(self, bodies: Sequence[Body]) -> list[ServerEvent]:
+    def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
         first, self._sequence = self._sequence, self._sequence + len(bodies)
-        place = {"stream_id": self._head.stream_id}
-        return [{"type": body["type"], "sequence_number": number, **place, **body} for number, body in enumerate(bodies, first)]
+        stream = {"stream_id": self._info.stream_id}
+        return [{"type": body["type"], "sequence_number": number, **stream, **body} for number, body in enumerate(bodies, first)]
 
 
 def completion_id(base: str, index: int) -> str:
-    """The name of one completion of what `base` names; the first has that name itself."""
+    """Id of a completion; the first has the id of its response."""
     return base if index == 0 else f"{base}_{index}"
 
 
-def _failure(endings: Sequence[Ending]) -> str:
-    told = {index: one.message or "the engine gave no reason" for index, one in enumerate(endings) if one.reason == "error"}
-    if len(endings) == 1:
-        return told[0]
-    return "; ".join(f"output {index} of {len(endings)}: {message}" for index, message in told.items())
+def _failure(ends: Sequence[CompletionEnd]) -> str:
+    messages = {index: end.message or "the engine gave no reason" for index, end in enumerate(ends) if end.reason == "error"}
+    if len(ends) == 1:
+        return messages[0]
+    return "; ".join(f"output {index} of {len(ends)}: {message}" for index, message in messages.items())

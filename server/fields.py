@@ -1,6 +1,6 @@
-"""Turns single fields of a message into checked values.
+"""Validation of single message fields, with errors that name field, value and legal values.
 
-A reader takes the value and the name to be shown for it. What is null has been dropped before: it counts as absent.
+A reader takes a value and the field's name. Null fields have been dropped before: they count as absent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class FieldError(ProtocolError):
     """Raised when a message is well formed but one of its fields is not legal.
 
     Args:
-        param: the field at fault.
-        stream_id: the stream the message named, where that much of it could be read.
+        param: the illegal field.
+        stream_id: the stream that the message names, where it could be read.
     """
 
     def __init__(self, message: str, *, param: str, code: str = "invalid_field", stream_id: str | None = None) -> None:
@@ -32,7 +32,7 @@ class FieldError(ProtocolError):
 
 
 def refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> None:
-    """Raises FieldError when `body` has a field that `what` has not."""
+    """Raises FieldError when `body` has a field that is not legal; `what` names the message."""
     for name in body:
         if name not in legal:
             message = f"{what} has no field {show(name)}; legal fields are {list(legal)}"
@@ -40,7 +40,7 @@ def refuse_unknown(body: Mapping[str, Any], legal: Sequence[str], what: str) -> 
 
 
 def optional(body: Mapping[str, Any], name: str, read: Callable[[Any, str], T]) -> T | None:
-    """The field as `read` gives it, or None where it is absent."""
+    """The field, validated by `read`, or None where it is absent."""
     return read(body[name], name) if name in body else None
 
 
@@ -58,7 +58,7 @@ def string(max_chars: int | None = None) -> Callable[[Any, str], str]:
 
 
 def integer(low: int, high: int | None = None) -> Callable[[Any, str], int]:
-    """A reader of integers from `low` to `high`; True and 2.0 are none."""
+    """A reader of integers from `low` to `high`; True and 2.0 are refused."""
     legal = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def read(value: Any, name: str) -> int:
@@ -77,7 +77,7 @@ def boolean(value: Any, name: str) -> bool:
 
 
 def choices(legal: Sequence[str]) -> Callable[[Any, str], frozenset[str]]:
-    """A reader of lists of such strings, in any order."""
+    """A reader of lists of strings from `legal`, in any order."""
 
     def read(value: Any, name: str) -> frozenset[str]:
         if not isinstance(value, list):
@@ -93,5 +93,5 @@ def choices(legal: Sequence[str]) -> Callable[[Any, str], frozenset[str]]:
 def show(value: Any) -> str:
     """A value as an error message shows it, shortened."""
     shown = reprlib.repr(value)
-    # Lists of lists of lists are shortened at each level, which is not short.
+    # reprlib shortens each level of nested lists, which is still long.
     return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."

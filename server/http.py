@@ -1,6 +1,6 @@
-"""Turns the service's state into the HTTP answers beside the websocket: health, models, metrics.
+"""The HTTP endpoints beside the websocket: health, models, metrics.
 
-The OpenAI HTTP surface (completions, responses over SSE) belongs here, over the same service and the same answers.
+OpenAI's HTTP API (completions, responses over SSE) would belong here, over the same service and responses.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ HELP: Mapping[str, str] = {
 }
 
 FINISHED = "requests_finished_"
-"""The engine has a number per finish reason; here they are one metric with a label."""
+"""Prefix of the engine's numbers per finish reason, which become one metric with a label."""
 
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
-"""The engine's mapping of places to numbers; here a counter with a label, as vLLM has it."""
+"""The engine's accepted tokens by draft position; a counter with a label, as in vLLM."""
 
 Sample = tuple[dict[str, str], float]
 
@@ -68,7 +68,7 @@ def routes(service: Service, connections: Callable[[], int]) -> list[Route]:
 
 
 async def http_error(_: Request, error: Exception) -> Response:
-    """Refusals of the router (404, 405) in OpenAI's error shape."""
+    """The router's errors (404, 405) in OpenAI's format."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
     headers = error.headers if isinstance(error, HTTPException) else None
@@ -77,7 +77,7 @@ async def http_error(_: Request, error: Exception) -> Response:
 
 
 def model_object(model: ServedModel) -> dict[str, Any]:
-    """A model in the shape of OpenAI's list, with its context length beside it."""
+    """An entry of OpenAI's model list, with the context length added."""
     return {
         "id": model.name,
         "object": "model",
@@ -95,7 +95,7 @@ def render_metrics(stats: Mapping[str, Any], model: ServedModel) -> str:
         if name == "bucket_steps":
             metrics["bucket_steps_total"] = [({"bucket": bucket}, steps) for bucket, steps in sorted(value.items())]
         elif name == ACCEPTED:
-            metrics[f"{ACCEPTED}_total"] = [({"position": place}, value[place]) for place in sorted(value, key=int)]
+            metrics[f"{ACCEPTED}_total"] = [({"position": position}, value[position]) for position in sorted(value, key=int)]
         elif name == "backends":
             metrics["bucket_info"] = [({"bucket": bucket, "backend": backend}, 1) for bucket, backend in sorted(value.items())]
         elif name.startswith(FINISHED):

@@ -1,4 +1,4 @@
-"""Turns the tokens of one completion into text that never has to be taken back."""
+"""The output of one completion: text that is final, with its tokens, log probabilities and stop strings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..runtime.request import FinishEvent, TokenEvent, TokenLogprobs
-from .events import Ending
+from .events import CompletionEnd
 from .tokenizer import Detokenizer, StopMatcher
 from .usage import Usage
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that is safe to show.
+class TextDelta:
+    """Text that later tokens cannot change.
 
     Attributes:
-        token_ids: the tokens taken since the piece before.
+        token_ids: tokens since the previous delta.
         logprobs: one per token where the request asked for them, else none.
     """
 
@@ -25,14 +25,14 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Transcript:
+class OutputStream:
     """One completion from its first token to its end; no I/O, no clock.
 
-    Concatenated over all pieces, `token_ids` are the tokens the engine showed, up to and with the one that completed a stop string.
-    Usage counts what was generated, which may be one more: the engine does not show the end-of-sequence token.
+    The `token_ids` of all deltas together are the tokens that the engine emitted, up to and including the one that completed a stop
+    string. Usage may count one more: the engine generates the end-of-sequence token and does not emit it.
 
     Attributes:
-        stopped: a stop string was found, so the engine should be told to cancel; the completion will still end by "stop".
+        stopped: a stop string was found, so the engine should cancel the request; the finish reason is still "stop".
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
@@ -43,10 +43,10 @@ class Transcript:
         self._output_tokens = 0
         self.stopped = False
 
-    def push(self, event: TokenEvent) -> Piece | None:
-        """What can be shown by these tokens; None while no character is complete, and after a stop string."""
+    def push(self, event: TokenEvent) -> TextDelta | None:
+        """The text that these tokens complete; None while no character is complete, and after a stop string."""
         text = ""
-        # Token by token where a stop string may end the output between two of them.
+        # With stop strings token by token: the output may end between two tokens of one event.
         step = 1 if self._stop else max(1, len(event.token_ids))
         for start in range(0, len(event.token_ids), step):
             if self.stopped:
@@ -55,29 +55,29 @@ class Transcript:
             self._token_ids += token_ids
             self._logprobs += event.logprobs[start : start + step]
             self._output_tokens += len(token_ids)
-            text += self._checked(self._detokenizer.push(token_ids))
-        return self._piece(text) if text else None
+            text += self._until_stop(self._detokenizer.push(token_ids))
+        return self._delta(text) if text else None
 
-    def finish(self, event: FinishEvent) -> tuple[Piece | None, Ending]:
-        """What is left to show, and how the completion ended."""
+    def finish(self, event: FinishEvent) -> tuple[TextDelta | None, CompletionEnd]:
+        """The rest of the text, and how the completion ended."""
         text = ""
         if not self.stopped:
-            text = self._checked(self._detokenizer.flush())
+            text = self._until_stop(self._detokenizer.flush())
             if self._stop and not self.stopped:
                 text += self._stop.flush()
-        last = self._piece(text) if text or self._token_ids else None
+        last = self._delta(text) if text or self._token_ids else None
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
         reason = "stop" if self.stopped and event.reason in ("cancelled", "length") else event.reason
-        return last, Ending(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message)
+        return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message)
 
-    def _checked(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         if self._stop is None:
             return text
         text = self._stop.push(text)
         self.stopped = self.stopped or self._stop.hit
         return text
 
-    def _piece(self, text: str) -> Piece:
-        piece = Piece(text, tuple(self._token_ids), tuple(self._logprobs))
+    def _delta(self, text: str) -> TextDelta:
+        delta = TextDelta(text, tuple(self._token_ids), tuple(self._logprobs))
         self._token_ids, self._logprobs = [], []
-        return piece
+        return delta

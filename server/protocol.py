@@ -1,15 +1,15 @@
-"""Turns websocket frames into client events.
+"""The websocket protocol: frames to client events, server events to frames.
 
-The wire is the websocket mode of OpenAI's Responses API (`/v1/responses`). A frame is one JSON object in a text frame
+It is the websocket mode of OpenAI's Responses API (`/v1/responses`). A frame is one JSON object in a text frame
 (subprotocol `npucompile.json`, also used when the client offers none) or one msgpack map in a binary frame
-(`npucompile.msgpack`). Nothing here touches a socket: `connection` keeps the state of one, `websocket` moves its bytes.
+(`npucompile.msgpack`). This module does no I/O: `connection` holds the state of a socket, `websocket` moves its bytes.
 
-Log probabilities are asked for as there: "message.output_text.logprobs" in `include` is those of the tokens shown, `top_logprobs` adds
-those of so many most likely ones at each place; here `top_logprobs` is enough by itself. Without `temperature` the answer is greedy; the
-response object echoes what was used. A field that is null counts as absent.
+Log probabilities are requested as in OpenAI's API: "message.output_text.logprobs" in `include` gives those of the output tokens,
+`top_logprobs` adds those of the most likely tokens at each position; here `top_logprobs` is enough by itself. Without `temperature`
+sampling is greedy; the response object has the values that were used. A field that is null counts as absent.
 
 Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `n` (completions, each an
-output item; see `service`) and `speculative_tokens` (drafts to verify a step; 0 is off).
+output item; see `service`) and `speculative_tokens` (draft tokens to verify per step; 0 is off).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Frame = str | bytes
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn of a conversation."""
+class ChatMessage:
+    """One message of a conversation."""
 
     role: str
     text: str
 
 
 @dataclass(frozen=True)
-class Messages:
-    """A prompt given as a conversation; only a chat template can make text of it."""
+class Conversation:
+    """A prompt of several messages; turning it into text takes a chat template."""
 
-    items: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
 
 
-Prompt = str | tuple[int, ...] | Messages
+Prompt = str | tuple[int, ...] | Conversation
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class ResponseCreate:
 
     Attributes:
         prompt: text, token ids, or a conversation.
-        model: the model the client believes it talks to; None takes the served one.
-        stream_id: names the response among those live on the socket; None lets the server choose.
-        max_output_tokens: None means as many as the context holds.
+        model: name of the model; None takes the served one.
+        stream_id: names the response among those open on the socket; None lets the server choose.
+        max_output_tokens: None means as many as fit into the context.
         stop: strings that end the output and are not part of it.
         ignore_eos: generate past end-of-sequence tokens.
-        logprobs: None wants no log probabilities; else those of the tokens shown, and of so many most likely ones beside each.
+        logprobs: None for no log probabilities; else those of the output tokens and of this many most likely tokens at each position.
         n: completions of the prompt.
-        speculative_tokens: drafts to verify a step, 0 for none; None means as many as the artifact was built for.
+        speculative_tokens: draft tokens to verify per step, 0 for none; None means as many as the artifact was built for.
     """
 
     prompt: Prompt
@@ -101,10 +101,10 @@ ClientEvent = ResponseCreate | ResponseCancel
 
 
 def choose_subprotocol(offered: Sequence[str]) -> str | None:
-    """Picks the first offered subprotocol that is spoken here; None when nothing was offered, which means JSON.
+    """Picks the first offered subprotocol that the server supports; None when none was offered, which means JSON.
 
     Raises:
-        ProtocolError: the client offered only others.
+        ProtocolError: the client offered only unsupported ones.
     """
     for name in offered:
         if name in SUBPROTOCOLS:
@@ -124,7 +124,7 @@ def encode(event: Mapping[str, Any], subprotocol: str) -> Frame:
 
 
 def decode(frame: Frame, subprotocol: str, max_frame_bytes: int) -> dict[str, Any]:
-    """One frame as the object in it.
+    """Parses one frame into an object.
 
     Raises:
         ProtocolError: frame_too_large, wrong_frame_kind, invalid_utf8, invalid_json, invalid_msgpack or not_an_object.
@@ -157,7 +157,7 @@ def _decode_json(frame: Frame) -> Any:
         raise ProtocolError(f"frame is not UTF-8: {error}", code="invalid_utf8") from None
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        # Escapes can smuggle in halves of surrogate pairs, which no later stage could encode again.
+        # An escaped half of a surrogate pair passes json.loads but cannot be encoded again.
         if re.search(r"\\u[dD][89a-fA-F]", text):
             _utf8(json.dumps(value, ensure_ascii=False))
     except ProtocolError:
@@ -179,7 +179,7 @@ def _decode_msgpack(data: bytes) -> Any:
 
 
 def parse(message: Mapping[str, Any]) -> ClientEvent:
-    """One decoded message as a typed client event.
+    """Validates one decoded message.
 
     Raises:
         ProtocolError: missing_type or unknown_type.
@@ -232,7 +232,7 @@ def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
 
 
 def _flatten(fields: dict[str, Any]) -> dict[str, Any]:
-    """The body, whether it lies at top level or under `response`."""
+    """The body, which is at top level or under `response`."""
     if "response" not in fields:
         return fields
     outer = {name: value for name, value in fields.items() if name != "response"}
@@ -294,10 +294,10 @@ def _prompt(body: Mapping[str, Any]) -> Prompt:
         return value
     if not isinstance(value, list):
         raise FieldError(f"input is {show(value)}; legal is a string or a list of message items", param="input")
-    return Messages(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
+    return Conversation(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
 
 
-def _message(item: Any, where: str) -> Message:
+def _message(item: Any, where: str) -> ChatMessage:
     if not isinstance(item, dict):
         raise FieldError(f"{where} is {show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
     refuse_unknown(item, ("type", "role", "content"), where)
@@ -313,7 +313,7 @@ def _message(item: Any, where: str) -> Message:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
             at = f"{where}.content[{i}]"
             raise FieldError(f"{at} is {show(part)}; legal is an object with type in {list(TEXT_PARTS)} and text", param=at)
-    return Message(item["role"], "".join(part["text"] for part in parts))
+    return ChatMessage(item["role"], "".join(part["text"] for part in parts))
 
 
 def _sampling(body: Mapping[str, Any]) -> Sampling:
@@ -337,7 +337,7 @@ def _stop(value: Any, name: str) -> tuple[str, ...]:
     legal = f"a string, or a list of at most {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters each"
     if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
         raise FieldError(f"{name} is {show(value)}; legal is {legal}", param=name)
-    for one in strings:
-        if not isinstance(one, str) or not 1 <= len(one) <= MAX_STOP_CHARS:
-            raise FieldError(f"{name} holds {show(one)}; legal is {legal}", param=name)
+    for stop in strings:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise FieldError(f"{name} holds {show(stop)}; legal is {legal}", param=name)
     return tuple(strings)

@@ -1,79 +1,80 @@
-"""Turns the engine events of the requests of one response into its server events."""
+"""One response: its engine requests, and the server events that their engine events become."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..runtime.request import Event, Request, TokenEvent
-from .events import Ending, Head, ResponseEvents, ServerEvent
+from .events import CompletionEnd, ResponseEvents, ResponseInfo, ServerEvent
 from .logprobs import token_objects
-from .output_stream import Piece, Transcript
-from .tokenizer import TextCodec
+from .output_stream import OutputStream, TextDelta
+from .tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
-class Job:
-    """An accepted response.
+class PreparedResponse:
+    """A validated response that has not been submitted.
 
     Attributes:
-        requests: what the engine is asked, one per completion.
-        stop: strings that end an output.
+        info: fields that its events repeat.
+        requests: engine requests, one per completion.
+        stop: stop strings.
     """
 
-    head: Head
+    info: ResponseInfo
     requests: tuple[Request, ...]
     stop: tuple[str, ...] = ()
 
 
-class Answer:
-    """One response from acceptance to its last event; no I/O, no clock. What is shown of each completion, and when, is its Transcript's."""
+class Response:
+    """One response from acceptance to its last event; no I/O, no clock."""
 
-    def __init__(self, job: Job, codec: TextCodec) -> None:
-        self._events = ResponseEvents(job.head, len(job.requests))
-        self._codec = codec
-        self._index = {request.id: index for index, request in enumerate(job.requests)}
-        self._transcripts = [Transcript(codec.detokenizer(), job.stop) for _ in job.requests]
-        self._endings: dict[str, Ending] = {}
+    def __init__(self, prepared: PreparedResponse, tokenizer: TextTokenizer) -> None:
+        self._events = ResponseEvents(prepared.info, len(prepared.requests))
+        self._tokenizer = tokenizer
+        self._index = {request.id: index for index, request in enumerate(prepared.requests)}
+        self._streams = [OutputStream(tokenizer.detokenizer(), prepared.stop) for _ in prepared.requests]
+        self._ends: dict[str, CompletionEnd] = {}
         self._stopped: list[str] = []
 
     @property
     def done(self) -> bool:
-        """The last event has been handed out."""
-        return len(self._endings) == len(self._index)
+        """Whether the last event has been returned."""
+        return len(self._ends) == len(self._index)
 
     @property
     def live(self) -> tuple[str, ...]:
         """Ids of the requests that have not ended."""
-        return tuple(request_id for request_id in self._index if request_id not in self._endings)
+        return tuple(request_id for request_id in self._index if request_id not in self._ends)
 
     def begin(self) -> list[ServerEvent]:
-        """The engine has taken the requests."""
+        """The events that open the response, once the engine has accepted its requests."""
         return self._events.begin()
 
     def feed(self, event: Event) -> list[ServerEvent]:
-        """What one engine event means to the client."""
-        if event.request_id in self._endings:
+        """The server events for one engine event."""
+        if event.request_id in self._ends:
             return []
         index = self._index[event.request_id]
-        transcript = self._transcripts[index]
+        stream = self._streams[index]
         if isinstance(event, TokenEvent):
-            was_stopped = transcript.stopped
-            events = self._delta(index, transcript.push(event))
-            if transcript.stopped and not was_stopped:
+            was_stopped = stream.stopped
+            events = self._delta(index, stream.push(event))
+            if stream.stopped and not was_stopped:
                 self._stopped.append(event.request_id)
             return events
-        piece, ending = transcript.finish(event)
-        self._endings[event.request_id] = ending
-        events = [*self._delta(index, piece), *self._events.close(index, ending.status)]
-        return [*events, *self._events.end([self._endings[name] for name in self._index])] if self.done else events
+        delta, end = stream.finish(event)
+        self._ends[event.request_id] = end
+        events = [*self._delta(index, delta), *self._events.close(index, end.status)]
+        return [*events, *self._events.end([self._ends[name] for name in self._index])] if self.done else events
 
     def take_stopped(self) -> tuple[str, ...]:
-        """Ids of the requests in which a stop string was found since the last call: the engine should be told to cancel them."""
-        taken, self._stopped = tuple(self._stopped), []
-        return taken
+        """Ids of the requests in which a stop string was found since the last call; the engine should cancel them."""
+        stopped, self._stopped = tuple(self._stopped), []
+        return stopped
 
-    def _delta(self, index: int, piece: Piece | None) -> list[ServerEvent]:
-        if piece is None:
+    def _delta(self, index: int, delta: TextDelta | None) -> list[ServerEvent]:
+        if delta is None:
             return []
-        logprobs = token_objects(self._codec.spell, piece.token_ids, piece.logprobs) if piece.logprobs else []
-        return self._events.delta(index, piece.text, piece.token_ids, logprobs)
+        logprobs = token_objects(self._tokenizer.token_text, delta.token_ids, delta.logprobs) if delta.logprobs else []
+        return self._events.delta(index, delta.text, delta.token_ids, logprobs)

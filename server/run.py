@@ -1,4 +1,4 @@
-"""Turns a service into a listening process."""
+"""Runs the server in this process or in a thread of it."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def serving(service: Service, host: str = "127.0.0.1", port: int = 0, *, limits:
 
 
 def websocket_url(host: str, port: int) -> str:
-    """Where a client finds the websocket."""
+    """URL of the websocket."""
     return f"ws://{f'[{host}]' if ':' in host else host}:{port}{WEBSOCKET_PATH}"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but it says when it is ready, and a signal ends `run` instead of the process."""
+    """A uvicorn server that reports when it is ready, and whose `run` returns on a signal instead of ending the process."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        # A second Ctrl-C does not wait for clients.
+        # A second Ctrl-C exits without waiting for clients.
         self.force_exit = self.force_exit or (self.should_exit and number == signal.SIGINT)
         self.should_exit = True
 
@@ -130,10 +130,10 @@ def _server(
         limits = replace(limits, max_frame_bytes=max_frame_bytes)
     config = uvicorn.Config(
         create_app(service, limits),
-        # The implementation called plain "websockets" stands on a deprecated interface of that library; this one does not.
+        # uvicorn's "websockets" implementation uses a deprecated interface of that library.
         ws="websockets-sansio",
         ws_max_size=limits.transport_frame_bytes,
-        # Deltas are too small to gain by compression.
+        # Deltas are too small for compression to pay.
         ws_per_message_deflate=False,
         lifespan="off",
         log_level="warning",
@@ -153,6 +153,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SpecError(f"cannot listen on {host} port {port}: {error}; legal is an address of this machine and a free port") from error
     if sys.platform == "linux":
-        # Accepted sockets inherit it. Without it a client that never reads keeps its socket open after the server gave it up.
+        # Accepted sockets inherit it. Without it a client that never reads keeps its socket open after the server has closed it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
     return listener

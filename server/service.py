@@ -1,4 +1,4 @@
-"""Turns accepted messages into engine requests, and engine events into callbacks on the event loop."""
+"""The served model: requests to the engine, and its events back to the event loop."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
 from ..runtime.request import Event, Request
-from .connection import Create
-from .events import Head, completion_id
-from .protocol import Messages, ResponseCreate
-from .response import Answer, Job
-from .tokenizer import TextCodec
+from .connection import CreateCommand
+from .events import ResponseInfo, completion_id
+from .protocol import Conversation, ResponseCreate
+from .response import PreparedResponse, Response
+from .tokenizer import TextTokenizer
 
 FIELD_OF = {"logprobs": "top_logprobs"}
-"""What clients call the fields of a request that the runtime calls otherwise."""
+"""Names in the API of request fields that have another name in the runtime."""
 
 
-class Engine(Protocol):
-    """What the server needs of `runtime.engine`; all three are called from any thread."""
+class EngineClient(Protocol):
+    """The interface of `runtime.engine` that the server uses; its methods may be called from any thread."""
 
     def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
-        """Queues a request; `sink` gets its events, the FinishEvent last, on the engine's thread.
+        """Queues a request; `sink` is called with its events, the FinishEvent last, on the engine's thread.
 
         Raises:
             RequestError: the request can never be served.
         """
 
     def cancel(self, request_id: str) -> object:
-        """Ends a request early, with a FinishEvent of reason "cancelled"; unknown and finished ones are left alone."""
+        """Ends a request early, with a FinishEvent of reason "cancelled"; unknown and finished requests are ignored."""
 
     def stats(self) -> Mapping[str, Any]:
-        """Flat numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
-        `spec_decode_num_accepted_tokens_per_pos` positions of drafts, from 0, to numbers."""
+        """Numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
+        `spec_decode_num_accepted_tokens_per_pos` positions of draft tokens, from 0, to numbers."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model behind the socket.
+    """The model that is served.
 
     Attributes:
         max_model_len: most tokens of prompt and output together.
         vocab_size: V; legal token ids are below it.
         eos_token_ids: ids that end an output.
-        created_s: Unix time it was built.
-        artifact: digest of the artifact, where it comes from one.
+        created_s: Unix time of the build.
+        artifact: digest of the artifact, if it comes from one.
     """
 
     name: str
@@ -67,17 +67,20 @@ def _always_ok() -> Mapping[str, Any]:
 
 
 class Service:
-    """One engine with its tokenizer, as the sockets see it.
+    """One engine with its tokenizer.
 
     Args:
-        readiness: what /health says; `status` is "ok" or "starting", the rest is detail.
+        engine: runs the requests.
+        tokenizer: of the model.
+        model: the model that the engine runs.
+        readiness: body of /health; `status` is "ok" or "starting", the rest is detail.
         clock: Unix time in seconds.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        codec: TextCodec,
+        engine: EngineClient,
+        tokenizer: TextTokenizer,
         model: ServedModel,
         *,
         readiness: Callable[[], Mapping[str, Any]] = _always_ok,
@@ -86,13 +89,13 @@ class Service:
         self.model = model
         self.readiness = readiness
         self._engine = engine
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._clock = clock
 
-    def prepare(self, create: Create) -> Job:
-        """Checks a message against the model and tokenizes its prompt.
+    def prepare(self, create: CreateCommand) -> PreparedResponse:
+        """Validates a message against the model and tokenizes its prompt.
 
-        Each of `n` completions is a request of its own, alike but for its id and its seed (`completion_seed`).
+        Each of `n` completions is a request of its own; they differ in id and seed (`completion_seed`).
 
         Raises:
             RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation.
@@ -115,7 +118,7 @@ class Service:
             replace(request, id=completion_id(request.id, index), sampling=replace(body.sampling, seed=seed))
             for index, seed in enumerate(seeds)
         )
-        head = Head(
+        info = ResponseInfo(
             response_id=create.response_id,
             stream_id=create.stream_id,
             model=self.model.name,
@@ -125,34 +128,34 @@ class Service:
             top_p=body.sampling.top_p,
             top_logprobs=body.logprobs or 0,
         )
-        return Job(head, requests, body.stop)
+        return PreparedResponse(info, requests, body.stop)
 
-    def answer(self, job: Job) -> Answer:
-        """The response's side of a job."""
-        return Answer(job, self._codec)
+    def response(self, prepared: PreparedResponse) -> Response:
+        """The response to be driven with the engine's events."""
+        return Response(prepared, self._tokenizer)
 
     def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None]) -> None:
-        """Hands requests to the engine; `deliver` is called with the events of all on the running loop, in order.
+        """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
 
         Raises:
-            RequestError: the engine refuses one; those it took are cancelled, and `deliver` is never called.
+            RequestError: the engine refuses one; the others are cancelled, and `deliver` is never called.
         """
         mailbox = Mailbox(asyncio.get_running_loop(), deliver)
-        taken: list[str] = []
+        submitted: list[str] = []
         try:
             for request in requests:
                 self._engine.submit(request, mailbox.post)
-                taken.append(request.id)
+                submitted.append(request.id)
         except Exception as error:
             mailbox.close()
-            for request_id in taken:
+            for request_id in submitted:
                 self._engine.cancel(request_id)
             if isinstance(error, RequestError):
                 error.param = FIELD_OF.get(error.param or "", error.param)
             raise
 
     def cancel(self, request_id: str) -> None:
-        """Asks the engine to end a request; harmless when it has ended."""
+        """Asks the engine to end a request; ended requests are ignored."""
         self._engine.cancel(request_id)
 
     def stats(self) -> Mapping[str, Any]:
@@ -161,43 +164,43 @@ class Service:
 
     def _token_ids(self, body: ResponseCreate) -> tuple[int, ...]:
         prompt = body.prompt
-        if isinstance(prompt, Messages):
+        if isinstance(prompt, Conversation):
             raise RequestError(
-                f"input is a list of {len(prompt.items)} messages, but chat templates are not supported by model {self.model.name!r}; "
+                f"input is a list of {len(prompt.messages)} messages, but chat templates are not supported by model {self.model.name!r}; "
                 "legal are text in input, or input_token_ids",
                 param="input",
                 code="chat_template_missing",
             )
         if isinstance(prompt, str):
-            prompt = self._codec.encode(prompt)
+            prompt = self._tokenizer.encode(prompt)
             param = "input"
         else:
             param = "input_token_ids"
         if not prompt:
             raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
-        bad = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
-        if bad is not None:
-            message = f"token id {bad} in {param}; legal are 0 to {self.model.vocab_size - 1}"
+        illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
+        if illegal is not None:
+            message = f"token id {illegal} in {param}; legal are 0 to {self.model.vocab_size - 1}"
             raise RequestError(message, param=param, code="token_out_of_range")
         return prompt
 
-    def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+    def _max_tokens(self, prompt_tokens: int, max_output_tokens: int | None) -> int:
         limit = self.model.max_model_len
         room = limit - prompt_tokens
         if room < 1:
             message = f"input has {prompt_tokens} tokens and needs room for 1 more; the context of {self.model.name!r} is {limit} tokens"
             raise RequestError(message, param="input", code="context_length_exceeded")
-        if asked is not None and asked > room:
-            message = f"input has {prompt_tokens} tokens and max_output_tokens is {asked}; together at most {limit} are legal"
+        if max_output_tokens is not None and max_output_tokens > room:
+            message = f"input has {prompt_tokens} tokens and max_output_tokens is {max_output_tokens}; together at most {limit} are legal"
             raise RequestError(message, param="max_output_tokens", code="context_length_exceeded")
-        return room if asked is None else asked
+        return room if max_output_tokens is None else max_output_tokens
 
 
 def completion_seed(seed: int | None, index: int) -> int | None:
-    """The seed of completion `index` of a response that was asked for with `seed`.
+    """The seed of completion `index` of a response with `seed`.
 
-    Completion 0 has that seed itself, so it is what a response of one completion gives. Completion i has the first 63 bits of the SHA-256
-    of the text "<seed>/<i>", so that it can be asked for alone. Without a seed there is none: the engine draws one for each.
+    Completion 0 has the response's seed, so it equals a response with one completion. Completion i has the first 63 bits of the SHA-256
+    of the text "<seed>/<i>", so that it can be reproduced alone. Without a seed the engine draws one for each completion.
     """
     if seed is None or index == 0:
         return seed
@@ -205,7 +208,7 @@ def completion_seed(seed: int | None, index: int) -> int | None:
 
 
 class Mailbox:
-    """Carries events from the engine's thread to a callback on the loop, in order, waking the loop once per burst."""
+    """Passes events from the engine's thread to a callback on the event loop, in order, waking the loop once per burst."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
         self._loop = loop
@@ -216,7 +219,7 @@ class Mailbox:
         self._lock = Lock()
 
     def post(self, event: Event) -> None:
-        """Called on any thread; after the loop has closed, events have no reader and are dropped."""
+        """Called on any thread; events are dropped after the loop has closed."""
         with self._lock:
             self._events.append(event)
             if self._awake:
@@ -226,7 +229,7 @@ class Mailbox:
             self._loop.call_soon_threadsafe(self._drain)
 
     def close(self) -> None:
-        """Called on the loop; nothing is delivered from here on."""
+        """Called on the loop; delivers nothing from now on."""
         self._closed = True
 
     def _drain(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns text into token ids and a stream of token ids back into text that never has to be taken back."""
+"""The tokenizer of a served model: text to token ids, and incremental detokenisation with stop strings."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ..graphs.errors import ModelError
-from .token_text import REPLACEMENT, Spelling, spell
+from .token_text import REPLACEMENT, TokenText, token_text
 
 UNFINISHED_CHARS = 3
-"""A UTF-8 sequence that misses its end has at most three bytes, so at most this many replacement characters may still change."""
+"""An incomplete UTF-8 sequence has at most three bytes, so at most this many trailing replacement characters may still change."""
 
 WINDOW_TOKENS = 64
-"""Tokens without a clean end after which the window is cut behind bytes that can no longer change."""
+"""Length at which a window that never ended in a complete character is cut behind bytes that can no longer change."""
 
-MAX_SPELLINGS = 2**16
-"""Tokens whose spelling is remembered; a response with log probabilities asks for those of up to 21 tokens at every place."""
+TOKEN_TEXT_CACHE_SIZE = 2**16
+"""Tokens whose text is cached; a response with log probabilities needs the text of up to 21 tokens at every position."""
 
 
-class TextCodec:
-    """A `tokenizer.json`: text to ids and back."""
+class TextTokenizer:
+    """A `tokenizer.json`: text to token ids and back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        # A stored truncation or padding would change prompts without a word.
+        # A truncation or padding stored in the file would silently change prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._spell = lru_cache(MAX_SPELLINGS)(partial(spell, tokenizer))
+        self._token_text = lru_cache(TOKEN_TEXT_CACHE_SIZE)(partial(token_text, tokenizer))
 
     @staticmethod
-    def load(path: Path) -> TextCodec:
+    def load(path: Path) -> TextTokenizer:
         """Reads `path`, a tokenizer.json or the directory that holds one.
 
         Raises:
@@ -42,7 +42,7 @@ class TextCodec:
         if not file.is_file():
             raise ModelError(f"{file} does not exist; text needs a tokenizer.json")
         try:
-            return TextCodec(Tokenizer.from_file(str(file)))
+            return TextTokenizer(Tokenizer.from_file(str(file)))
         except Exception as error:  # The library raises bare Exception for every malformed file.
             raise ModelError(f"{file} is not a tokenizer.json: {error}") from error
 
@@ -51,24 +51,24 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are silent, bytes that are not UTF-8 become U+FFFD."""
+        """Text of ids; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh stream from ids to text."""
+        """An incremental detokenizer for one completion."""
         return Detokenizer(self.decode)
 
-    def spell(self, token_id: int) -> Spelling:
-        """One token alone."""
-        return self._spell(token_id)
+    def token_text(self, token_id: int) -> TokenText:
+        """Text and bytes of a single token."""
+        return self._token_text(token_id)
 
 
 class Detokenizer:
-    """Turns ids that arrive in pieces into text whose concatenation is the decoding of all of them.
+    """Decodes token ids as they arrive; the returned pieces concatenate to the decoding of all ids.
 
-    A window of the latest tokens is decoded: the ones before the last clean end give their successors the context they are joined in,
-    the ones after it are new. A trailing U+FFFD may be a character whose last bytes are still to come and is held back.
-    The equality holds for byte-level tokenizers; one with byte fallback may revise text it has already decoded.
+    A window of the latest tokens is decoded: tokens up to the last complete character give context, the tokens after it are new. A
+    trailing U+FFFD may be a character whose last bytes are still to come and is held back. The pieces add up exactly with byte-level
+    tokenizers; one with byte fallback may revise text that it has already decoded.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -78,33 +78,33 @@ class Detokenizer:
         self._sent_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that has become safe to send."""
+        """The text that later tokens can no longer change."""
         self._window.extend(token_ids)
         text = self._decode(self._window)
-        held = len(text) - len(text.rstrip(REPLACEMENT))
-        safe = max(self._sent_chars, len(text) - min(held, UNFINISHED_CHARS))
-        fresh = text[self._sent_chars : safe]
+        incomplete = len(text) - len(text.rstrip(REPLACEMENT))
+        safe = max(self._sent_chars, len(text) - min(incomplete, UNFINISHED_CHARS))
+        delta = text[self._sent_chars : safe]
         self._sent_chars = safe
-        if not held:
+        if not incomplete:
             del self._window[: self._clean]
             self._clean = len(self._window)
             self._sent_chars = len(self._decode(self._window))
         elif len(self._window) > WINDOW_TOKENS:
             self._cut(text)
-        return fresh
+        return delta
 
     def flush(self) -> str:
         """The rest, at the end of the stream."""
         return self._decode(self._window)[self._sent_chars :]
 
     def _cut(self, text: str) -> None:
-        """Drops old tokens of a window that never ends cleanly, where decoding the two sides apart changes nothing.
+        """Drops old tokens where decoding both sides of the cut separately gives the same text.
 
-        What they said has been sent, so no character of theirs can still be waiting for its last bytes.
+        The text of the dropped tokens has been sent, so none of their characters can still be incomplete.
         """
         for count in range(len(self._window) - 1, 0, -1):
-            old, kept = self._decode(self._window[:count]), self._decode(self._window[count:])
-            if old + kept == text and len(old) <= self._sent_chars:
+            old, new = self._decode(self._window[:count]), self._decode(self._window[count:])
+            if old + new == text and len(old) <= self._sent_chars:
                 self._sent_chars -= len(old)
                 del self._window[:count]
                 self._clean = 0
@@ -112,36 +112,39 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Cuts a stream of text at the first stop string, which is not part of the output.
+    """Cuts a stream of text before the first stop string.
 
-    First is the one that ends earliest, as that is where generation has to stop; of several ending there, the longest.
-    Text that may turn out to be the beginning of a stop string is held back.
+    First is the stop string that ends earliest, because generation has to stop there; of several ending there, the longest.
+    Text that may be the beginning of a stop string is held back.
+
+    Attributes:
+        hit: a stop string has been found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._pending = ""
         self.hit = False
 
     def push(self, text: str) -> str:
-        """Text that is certainly before any stop string; sets `hit` once one is complete."""
+        """The text that is certainly before any stop string; sets `hit` once one is complete."""
         if self.hit:
             return ""
-        text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        text = self._pending + text
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
             self.hit = True
-            self._held = ""
-            return text[: min(found)[1]]
+            self._pending = ""
+            return text[: min(matches)[1]]
         keep = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_begin(text[-n:])), 0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
-        held, self._held = self._held, ""
-        return held
+        """The text that was held back, at the end of the stream."""
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _may_begin(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stops)

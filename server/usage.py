@@ -1,8 +1,8 @@
-"""Turns what completions took into the usage object of their response.
+"""The usage object of a response, in OpenAI's format.
 
-Extension: how they were served lies under `npucompile`. For one completion that is its execution record; for several it is
-{"completions": [...]}, the record of each in the order of the output items, with its `output_tokens`. A record is
-`runtime.request.ExecutionRecord` by field name, with `decode_steps` as an object and `acceptance_length` (tokens a verify step, or null).
+Extension: `npucompile` has the execution record of a single completion, or for several {"completions": [...]}, their records in the order
+of the output items, each with its `output_tokens`. A record has the fields of `runtime.request.ExecutionRecord`, `decode_steps` as an
+object, and `acceptance_length` (tokens per verify step, or null).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runtime.request import ExecutionRecord
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens a completion took, and how it was served."""
+    """Token counts and execution record of a completion."""
 
     input_tokens: int
     output_tokens: int
@@ -24,17 +24,17 @@ class Usage:
 
 
 def usage_object(completions: Sequence[Usage]) -> dict[str, Any]:
-    """The usage of a response with these completions, at least one.
+    """The usage of a response with at least one completion.
 
-    The prompt they share counts once; `cached_tokens` are those of its tokens that none of them prefilled.
+    The shared prompt counts once; `cached_tokens` are the prompt tokens that none of the completions prefilled.
     """
     input_tokens = completions[0].input_tokens
-    output_tokens = sum(one.output_tokens for one in completions)
-    records = [_record_object(one.record) for one in completions]
-    several = [{"output_tokens": one.output_tokens, **record} for one, record in zip(completions, records, strict=True)]
+    output_tokens = sum(usage.output_tokens for usage in completions)
+    records = [_record_object(usage.record) for usage in completions]
+    several = [{"output_tokens": usage.output_tokens, **record} for usage, record in zip(completions, records, strict=True)]
     return {
         "input_tokens": input_tokens,
-        "input_tokens_details": {"cached_tokens": min(one.record.cached_tokens for one in completions)},
+        "input_tokens_details": {"cached_tokens": min(usage.record.cached_tokens for usage in completions)},
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": input_tokens + output_tokens,

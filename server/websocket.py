@@ -1,12 +1,12 @@
-"""Turns a websocket into a stream of commands to the service, and its answers into frames.
+"""The websocket endpoint: reads frames into commands, writes the events of responses.
 
 Policy, per socket:
 
-- One task reads, one writes; between the engine and the writer lies a queue of at most `max_queue_events`. A client that lets it fill is
-  not slowed down for, as that would hold up everyone: its responses are cancelled and the socket is closed with 1008.
-- A refused frame costs an `error` event, never the socket. Two things only the transport can see do close it: a frame above
-  `transport_frame_bytes` (1009) and a text frame that is not UTF-8 (1007, as RFC 6455 demands).
-- When the socket goes, for whatever reason, its responses are cancelled.
+- One task reads, one writes; a queue of at most `max_queue_events` is between the engine and the writer. The engine does not wait for a
+  slow client: when the queue is full, the client's responses are cancelled and the socket is closed with 1008.
+- A refused frame is answered with an `error` event and the socket stays open, with two exceptions in the transport: a frame above
+  `transport_frame_bytes` closes it with 1009, a text frame that is not UTF-8 with 1007 (RFC 6455).
+- When a socket closes, for whatever reason, its responses are cancelled.
 - Sockets beyond `max_connections` are closed with 1013 at once.
 """
 
@@ -23,10 +23,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..graphs.errors import ProtocolError
 from ..runtime.request import Event
-from .connection import MAX_FRAME_BYTES, MAX_STREAMS, Connection, Create
+from .connection import MAX_FRAME_BYTES, MAX_STREAMS, Connection, CreateCommand
 from .events import ServerEvent, error_event
 from .protocol import JSON, choose_subprotocol
-from .response import Answer
+from .response import Response
 from .service import Service
 
 log = logging.getLogger(__name__)
@@ -35,19 +35,19 @@ POLICY_VIOLATION = 1008
 TRY_AGAIN_LATER = 1013
 
 INLINE_PROMPT_CHARS = 8192
-"""Longer prompts are tokenized on a thread, so that they do not hold up the other streams."""
+"""Longer prompts are tokenized on a thread, so that they do not block the other streams."""
 
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """What one client may take.
+    """Limits on clients.
 
     Attributes:
-        max_frame_bytes: a larger frame is answered with an error event.
-        max_queue_events: events waiting for one socket to take them.
-        max_streams: responses open at once on one socket, of up to protocol.MAX_COMPLETIONS requests each.
+        max_frame_bytes: larger frames are refused with an error event.
+        max_queue_events: events that may wait to be sent on a socket.
+        max_streams: responses open at once on a socket, of up to protocol.MAX_COMPLETIONS requests each.
         max_connections: sockets open at once.
-        close_timeout_s: how long a client that does not read may take to receive its close frame.
+        close_timeout_s: how long sending the close frame may take.
     """
 
     max_frame_bytes: int = MAX_FRAME_BYTES
@@ -58,12 +58,12 @@ class SocketLimits:
 
     @property
     def transport_frame_bytes(self) -> int:
-        """Where the transport stops reading a frame; above max_frame_bytes, so that the common mistake gets an answer."""
+        """Frame size at which the transport closes the socket; above max_frame_bytes, so that most oversized frames get an error event."""
         return 2 * self.max_frame_bytes
 
 
 class SocketHub:
-    """The websocket endpoint; knows how many sockets are open."""
+    """The websocket endpoint; counts open sockets."""
 
     def __init__(self, service: Service, limits: SocketLimits) -> None:
         self._service = service
@@ -96,7 +96,7 @@ class _Socket:
         self._service = service
         self._limits = limits
         self._connection = Connection(subprotocol, max_frame_bytes=limits.max_frame_bytes, max_streams=limits.max_streams)
-        self._answers: dict[str, Answer] = {}
+        self._responses: dict[str, Response] = {}
         self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue(limits.max_queue_events)
         self._overflow = asyncio.Event()
         self._closed = False
@@ -107,7 +107,7 @@ class _Socket:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._closed = True
-            for response_id in self._answers:
+            for response_id in self._responses:
                 self._cancel(response_id)
             for task in tasks:
                 task.cancel()
@@ -129,7 +129,7 @@ class _Socket:
     async def _write(self) -> None:
         while True:
             frame = self._connection.encode(await self._queue.get())
-            # Closed by the other side or by the transport: either shows here first or in the reader.
+            # The peer or the transport may have closed the socket before the reader has noticed.
             try:
                 if isinstance(frame, str):
                     await self._websocket.send_text(frame)
@@ -149,7 +149,7 @@ class _Socket:
         except ProtocolError as error:
             self._send([error_event(error)])
             return
-        if not isinstance(command, Create):
+        if not isinstance(command, CreateCommand):
             self._cancel(command.response_id)
             return
         try:
@@ -161,34 +161,34 @@ class _Socket:
                 log.exception("response.create on stream %r failed", command.stream_id)
             self._send([event])
 
-    async def _start(self, create: Create) -> None:
+    async def _start(self, create: CreateCommand) -> None:
         prompt = create.body.prompt
         if isinstance(prompt, str) and len(prompt) > INLINE_PROMPT_CHARS:
-            job = await asyncio.to_thread(self._service.prepare, create)
+            prepared = await asyncio.to_thread(self._service.prepare, create)
         else:
-            job = self._service.prepare(create)
-        answer = self._service.answer(job)
-        self._service.submit(job.requests, partial(self._deliver, create.response_id, answer))
-        self._answers[create.response_id] = answer
-        # Events are delivered from the loop, so none can come before these.
-        self._send(answer.begin())
+            prepared = self._service.prepare(create)
+        response = self._service.response(prepared)
+        self._service.submit(prepared.requests, partial(self._deliver, create.response_id, response))
+        self._responses[create.response_id] = response
+        # The engine's events are delivered on this loop, so none can overtake these.
+        self._send(response.begin())
 
-    def _deliver(self, response_id: str, answer: Answer, event: Event) -> None:
+    def _deliver(self, response_id: str, response: Response, event: Event) -> None:
         if self._closed:
             return
-        self._send(answer.feed(event))
-        for request_id in answer.take_stopped():
+        self._send(response.feed(event))
+        for request_id in response.take_stopped():
             self._service.cancel(request_id)
-        if answer.done:
+        if response.done:
             self._connection.finish(response_id)
-            del self._answers[response_id]
+            del self._responses[response_id]
 
     def _cancel(self, response_id: str) -> None:
-        for request_id in self._answers[response_id].live:
+        for request_id in self._responses[response_id].live:
             self._service.cancel(request_id)
 
     def _send(self, events: list[ServerEvent]) -> None:
-        # After an overflow nothing more is sent, so that the client never sees a response with a gap in it.
+        # Send nothing after an overflow: the client must not see a response with a gap.
         if self._overflow.is_set():
             return
         try:

@@ -17,7 +17,7 @@ from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.serve.offline import complete
 from npucompile.tools.verify.executables import verify
 
@@ -52,7 +52,7 @@ def test_what_was_built_is_proved(artifacts):
 
 def test_a_checkpoint_becomes_a_stream(artifacts):
     manifest = artifacts[3].manifest
-    codec = TextCodec.load(artifacts[3].path / manifest.tokenizer)
+    codec = TextTokenizer.load(artifacts[3].path / manifest.tokenizer)
     eos = frozenset(manifest.model["eos_ids"])
     executor = CpuExecutor(artifacts[3])
     engine = Engine(executor)

@@ -1,4 +1,4 @@
-"""Turns the source tree into a table of its lines, so that growth is a decision.
+"""Line counts of the source tree, so that growth is a decision.
 
 Run as `python -m npucompile.tools.size`.
 """

@@ -52,7 +52,7 @@ def _symbolic(ge: Any, converter: Callable[..., Any], earlier: Callable[..., Any
         if group in GROUPS:
             return converter(ge, x, *rest, group)
         if earlier is None:
-            raise LoweringError(f"a collective talks in group {group!r}; legal are {', '.join(GROUPS)}")
+            raise LoweringError(f"a collective is over group {group!r}; legal are {', '.join(GROUPS)}")
         return earlier(x, *args)
 
     return convert

@@ -81,7 +81,9 @@ def _writes(graph: GraphModule, name: str, pool: Node, new: Node) -> list[_Write
     while new is not pool:
         call = new.args[0] if new.target is operator.getitem else None
         if not isinstance(call, Node):
-            raise LoweringError(f"{name} ends as {new}, which no call makes of it; legal is the pool itself, or what calls make of it")
+            raise LoweringError(
+                f"{name} ends as {new}, which no call computes; legal is the pool itself, or a result of a call that takes it"
+            )
         result = int(str(new.args[1]))
         operand = _donated_to(graph.get_submodule(str(call.target)), result)  # type: ignore[arg-type]
         # A result that no donating operator computes replaces the pool as the program got it.
@@ -89,7 +91,7 @@ def _writes(graph: GraphModule, name: str, pool: Node, new: Node) -> list[_Write
         if not isinstance(old, Node) or sum(list(call.args).count(node) for node in _same_value(old)) != 1:
             raise LoweringError(
                 f"{name} ends as a result of {call}, which takes {', '.join(map(str, call.args))}; legal is a call that takes the pool, or "
-                "what an earlier call made of it, once"
+                "its value from an earlier call, once"
             )
         writes.insert(0, _Write(call, list(call.args).index(old), result, old))
         new = old
@@ -125,8 +127,8 @@ def _check_last(name: str, write: _Write) -> None:
     if any(write.call not in _dependants(reader) for reader in readers):
         calls = ", ".join(dict.fromkeys(map(str, [*readers, write.call])))
         raise LoweringError(
-            f"{name} is read by {calls} and made anew by {write.call}; legal are one call that writes it, and readers of the old value "
-            "whose results that call is computed from: a device updates a pool in place, and nothing else says who sees which value"
+            f"{name} is read by {calls} and overwritten by {write.call}; legal are one call that writes it, and readers of the old value "
+            "on whose results that call depends: the pool is updated in place, and only data decides which call runs first"
         )
 
 

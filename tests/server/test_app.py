@@ -18,7 +18,7 @@ from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent,
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.websocket import SocketLimits
 
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
@@ -28,12 +28,12 @@ PATIENCE_S = 60
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 class EchoEngine:

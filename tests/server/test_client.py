@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.server import serve
 
 from npucompile.graphs.errors import ProtocolError, RequestError
-from npucompile.server.client import Client, Completion, raise_if_refused, stream_text
+from npucompile.server.client import Client, CompletionOutput, raise_if_refused, stream_text
 from npucompile.server.protocol import JSON, MSGPACK
 
 PATIENCE_S = 60
@@ -117,8 +117,10 @@ def test_responses_are_told_apart_by_stream():
             first = await client.create("one").start()
             second = await client.create([1, 2], stream_id="mine").start()
             # Read one after the other, though the events come mixed.
-            assert await first.completion() == Completion("resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9}, told("xyz"))
-            assert await second.completion() == Completion(
+            assert await first.completion() == CompletionOutput(
+                "resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9}, told("xyz")
+            )
+            assert await second.completion() == CompletionOutput(
                 "resp_mine", "incomplete", "XYZ", tuple(b"XYZ"), {"total_tokens": 9}, told("XYZ")
             )
 
@@ -148,9 +150,9 @@ def test_several_completions_are_put_together_apart():
             found = await client.create("Hi", n=3, top_logprobs=1, speculative_tokens=0).completions()
         usage = {"total_tokens": 9}
         assert found == (
-            Completion("resp_c0", "completed", "ab", tuple(b"ab"), usage, told("ab")),
-            Completion("resp_c0", "incomplete", "xyz", tuple(b"xyz"), usage, told("xyz")),
-            Completion("resp_c0", "completed", "", (), usage, ()),
+            CompletionOutput("resp_c0", "completed", "ab", tuple(b"ab"), usage, told("ab")),
+            CompletionOutput("resp_c0", "incomplete", "xyz", tuple(b"xyz"), usage, told("xyz")),
+            CompletionOutput("resp_c0", "completed", "", (), usage, ()),
         )
 
     play(script, test)
@@ -165,8 +167,10 @@ def test_a_single_completion_without_an_item_is_empty():
 
     async def test(url):
         async with await Client.connect(url) as client:
-            assert await client.create("x").completion() == Completion("resp_c0", "cancelled", "", (), {"total_tokens": 9})
-            assert await client.create("x", n=None).completions() == (Completion("resp_c1", "cancelled", "", (), {"total_tokens": 9}),)
+            assert await client.create("x").completion() == CompletionOutput("resp_c0", "cancelled", "", (), {"total_tokens": 9})
+            assert await client.create("x", n=None).completions() == (
+                CompletionOutput("resp_c1", "cancelled", "", (), {"total_tokens": 9}),
+            )
 
     play(script, test)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.server.connection import Cancel, Connection, Create, new_response_id, refusal
+from npucompile.server.connection import CancelCommand, Connection, CreateCommand, new_response_id, refusal
 from npucompile.server.fields import FieldError
 from npucompile.server.protocol import JSON, MSGPACK, ResponseCreate, encode
 
@@ -47,7 +47,7 @@ def test_streams_without_a_name_get_the_smallest_free_number():
 
 def test_a_stream_in_use_is_refused_and_free_again_after_its_end():
     conn = connection()
-    assert conn.receive(create(stream_id="a")) == Create("resp_0", "a", ResponseCreate("x", stream_id="a"))
+    assert conn.receive(create(stream_id="a")) == CreateCommand("resp_0", "a", ResponseCreate("x", stream_id="a"))
     error = refused(conn, create(stream_id="a"))
     assert (error.code, error.param, error.stream_id) == ("stream_in_use", "stream_id", "a")
     assert "'a'" in str(error)
@@ -61,7 +61,7 @@ def test_cancel_finds_by_response_by_stream_and_by_both():
     conn.receive(create(stream_id="a"))
     conn.receive(create(stream_id="b"))
     for fields in ({"response_id": "resp_1"}, {"stream_id": "b"}, {"response_id": "resp_1", "stream_id": "b"}):
-        assert conn.receive(cancel(**fields)) == Cancel("resp_1", "b")
+        assert conn.receive(cancel(**fields)) == CancelCommand("resp_1", "b")
     assert conn.open == {"a": "resp_0", "b": "resp_1"}
 
 
@@ -123,12 +123,12 @@ def test_response_ids_are_new():
 def test_garbage_never_costs_the_connection(frames, subprotocol):
     conn = connection(subprotocol=subprotocol)
     good = {"type": "response.create", "input": "x", "stream_id": "a"}
-    assert isinstance(conn.receive(encode(good, subprotocol)), Create)
+    assert isinstance(conn.receive(encode(good, subprotocol)), CreateCommand)
     for frame in frames:
         refused(conn, frame)
-    assert conn.receive(encode({"type": "response.cancel", "stream_id": "a"}, subprotocol)) == Cancel("resp_0", "a")
+    assert conn.receive(encode({"type": "response.cancel", "stream_id": "a"}, subprotocol)) == CancelCommand("resp_0", "a")
     conn.finish("resp_0")
-    assert isinstance(conn.receive(encode(good, subprotocol)), Create)
+    assert isinstance(conn.receive(encode(good, subprotocol)), CreateCommand)
 
 
 NAMES = st.sampled_from(["a", "b", "0", "1"])
@@ -164,7 +164,7 @@ class Streams(RuleBasedStateMachine):
     @rule(name=NAMES)
     def cancel(self, name):
         if name in self.model:
-            assert self.conn.receive(cancel(stream_id=name)) == Cancel(self.model[name], name)
+            assert self.conn.receive(cancel(stream_id=name)) == CancelCommand(self.model[name], name)
         else:
             assert refused(self.conn, cancel(stream_id=name)).code == "response_not_found"
 

@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ProtocolError, RequestError
 from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord
-from npucompile.server.events import STATUS_BY_REASON, TERMINAL_TYPES, Ending, Head, ResponseEvents, completion_id, error_event
+from npucompile.server.events import (
+    STATUS_BY_REASON,
+    TERMINAL_TYPES,
+    CompletionEnd,
+    ResponseEvents,
+    ResponseInfo,
+    completion_id,
+    error_event,
+)
 from npucompile.server.fields import FieldError
 from npucompile.server.protocol import JSON, MSGPACK, decode, encode
 from npucompile.server.usage import Usage, usage_object
 
 RECORD = ExecutionRecord(1.5, 2.5, 9.0, ("prefill-b1-q32",), (("decode-b2-q1", 3),), padded_rows=3, preemptions=0, cached_tokens=4)
-HEAD = Head("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)
+HEAD = ResponseInfo("resp_1", "s", "tiny", 1700000000, 16, 0.0, 1.0, top_logprobs=2)
 USAGE = Usage(5, 3, RECORD)
 
 
@@ -25,7 +33,7 @@ def run(deltas, reason, message=None):
     out = events.begin()
     for text, ids in deltas:
         out += events.delta(0, text, ids)
-    ending = Ending(reason, USAGE, message)
+    ending = CompletionEnd(reason, USAGE, message)
     return out + events.close(0, ending.status) + events.end([ending])
 
 
@@ -111,7 +119,7 @@ def test_log_probabilities_have_bytes_in_items_and_none_in_text_events():
 )
 def test_several_completions_end_as_the_worst_of_them(reasons, status):
     events = ResponseEvents(HEAD, len(reasons))
-    endings = [Ending(reason, USAGE) for reason in reasons]
+    endings = [CompletionEnd(reason, USAGE) for reason in reasons]
     for index in reversed(range(len(reasons))):
         assert events.close(index, endings[index].status)[-1]["output_index"] == index
     (last,) = events.end(endings)

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 from npucompile.server.http import HELP, METRIC_PREFIX, render_metrics
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=128, vocab_size=256, created_s=1700000000, artifact="sha256:ab")
 STATS = {
@@ -49,7 +49,7 @@ def readiness():
 
 @pytest.fixture(scope="module")
 def url(readiness):
-    service = Service(Engine(), TextCodec(Tokenizer(models.BPE())), MODEL, readiness=lambda: readiness)
+    service = Service(Engine(), TextTokenizer(Tokenizer(models.BPE())), MODEL, readiness=lambda: readiness)
     with serving(service) as url:
         yield url
 

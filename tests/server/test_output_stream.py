@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent, TokenLogprobs
-from npucompile.server.output_stream import Piece, Transcript
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.output_stream import OutputStream, TextDelta
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.usage import Usage
 
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     """One token per byte: ids are an alphabet's positions, so that characters of several bytes come in several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 def transcript(*stops):
-    return Transcript(codec().detokenizer(), stops)
+    return OutputStream(codec().detokenizer(), stops)
 
 
 def numbered(ids):
@@ -93,22 +93,22 @@ def test_text_is_shown_as_soon_as_it_is_safe_with_the_tokens_that_waited():
     one = transcript()
     ids = codec().encode("aü")
     found = numbered(ids)
-    assert one.push(TokenEvent("r", ids[:1], found[:1])) == Piece("a", ids[:1], found[:1])
+    assert one.push(TokenEvent("r", ids[:1], found[:1])) == TextDelta("a", ids[:1], found[:1])
     assert one.push(TokenEvent("r", ids[1:2], found[1:2])) is None
-    assert one.push(TokenEvent("r", ids[2:], found[2:])) == Piece("ü", ids[1:], found[1:])
+    assert one.push(TokenEvent("r", ids[2:], found[2:])) == TextDelta("ü", ids[1:], found[1:])
 
 
 def test_tokens_that_may_begin_a_stop_string_wait_too():
     one = transcript("end")
     found = numbered(codec().encode("xenough"))
-    assert one.push(tokens("xen", found[:3])) == Piece("x", codec().encode("xen"), found[:3])
-    assert one.push(tokens("o", found[3:4])) == Piece("eno", codec().encode("o"), found[3:4])
+    assert one.push(tokens("xen", found[:3])) == TextDelta("x", codec().encode("xen"), found[:3])
+    assert one.push(tokens("o", found[3:4])) == TextDelta("eno", codec().encode("o"), found[3:4])
 
 
 def test_a_stop_string_inside_a_block_cuts_tokens_and_log_probabilities_alike():
     one = transcript("stop")
     found = numbered(codec().encode("go stop it"))
-    assert one.push(tokens("go stop it", found)) == Piece("go ", codec().encode("go stop"), found[:7])
+    assert one.push(tokens("go stop it", found)) == TextDelta("go ", codec().encode("go stop"), found[:7])
     assert one.stopped
     assert one.push(tokens("more", found[:4])) is None
     last, ending = one.finish(finish("cancelled", 14))
@@ -121,7 +121,7 @@ def test_a_stop_string_that_takes_all_the_text_still_shows_its_tokens_at_the_end
     found = numbered(codec().encode("stop"))
     assert one.push(tokens("stop", found)) is None
     last, ending = one.finish(finish("cancelled", 4))
-    assert last == Piece("", codec().encode("stop"), found)
+    assert last == TextDelta("", codec().encode("stop"), found)
     assert (ending.reason, ending.usage.output_tokens) == ("stop", 4)
 
 
@@ -130,7 +130,7 @@ def test_a_broken_character_at_the_end_is_shown_with_its_tokens():
     ids = codec().encode("🙂")[:2]
     assert one.push(TokenEvent("r", ids)) is None
     last, _ = one.finish(finish("length", 2))
-    assert last == Piece("�", ids)
+    assert last == TextDelta("�", ids)
 
 
 def test_an_end_of_sequence_token_counts_and_is_not_shown():

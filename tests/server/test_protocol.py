@@ -21,8 +21,8 @@ from npucompile.server.protocol import (
     MAX_TOP_LOGPROBS,
     MSGPACK,
     SUBPROTOCOLS,
-    Message,
-    Messages,
+    ChatMessage,
+    Conversation,
     ResponseCancel,
     ResponseCreate,
     choose_subprotocol,
@@ -117,7 +117,7 @@ def test_three_kinds_of_prompt():
         {"role": "system", "content": "be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
     ]
-    assert create(input=messages).prompt == Messages((Message("system", "be brief"), Message("user", "ab")))
+    assert create(input=messages).prompt == Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "ab")))
 
 
 def test_one_stop_string_need_not_be_a_list():

@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, TokenEvent, TokenLogprobs
-from npucompile.server.events import STATUS_BY_REASON, Head
-from npucompile.server.response import Answer, Job
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.events import STATUS_BY_REASON, ResponseInfo
+from npucompile.server.response import PreparedResponse, Response
+from npucompile.server.tokenizer import TextTokenizer
 
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
-HEAD = Head("resp_1", "s", "tiny", 0, 100, 0.0, 1.0)
+HEAD = ResponseInfo("resp_1", "s", "tiny", 0, 100, 0.0, 1.0)
 IDS = ("resp_1", "resp_1_1", "resp_1_2")
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     """One token per byte: ids are an alphabet's positions, so that characters of several bytes come in several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 def answer(*stops, count=1):
-    return Answer(Job(HEAD, tuple(Request(name, (1,), 100) for name in IDS[:count]), stops), codec())
+    return Response(PreparedResponse(HEAD, tuple(Request(name, (1,), 100) for name in IDS[:count]), stops), codec())
 
 
 def tokens(text, logprobs=(), index=0):

@@ -17,7 +17,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.server import run
 from npucompile.server.run import serve, serving, websocket_url
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.websocket import SocketLimits
 
 
@@ -28,7 +28,7 @@ class Engine:
 
 @pytest.fixture
 def service():
-    return Service(Engine(), TextCodec(Tokenizer(models.BPE())), ServedModel("tiny", 16, 16))
+    return Service(Engine(), TextTokenizer(Tokenizer(models.BPE())), ServedModel("tiny", 16, 16))
 
 
 def threads():

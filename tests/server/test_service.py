@@ -13,24 +13,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent
-from npucompile.server.connection import Create
-from npucompile.server.events import Head
-from npucompile.server.protocol import MAX_SEED, Message, Messages, ResponseCreate
-from npucompile.server.response import Job
+from npucompile.server.connection import CreateCommand
+from npucompile.server.events import ResponseInfo
+from npucompile.server.protocol import MAX_SEED, ChatMessage, Conversation, ResponseCreate
+from npucompile.server.response import PreparedResponse
 from npucompile.server.service import Mailbox, ServedModel, Service, completion_seed
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 class Engine:
@@ -53,20 +53,20 @@ def service(engine=None, **options):
 
 
 def prepare(**fields):
-    return service().prepare(Create("resp_1", "s", ResponseCreate(**fields)))
+    return service().prepare(CreateCommand("resp_1", "s", ResponseCreate(**fields)))
 
 
 def test_a_text_becomes_a_request():
     sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
     job = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
     request = Request("resp_1", codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
-    assert job == Job(Head("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+    assert job == PreparedResponse(ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
 
 
 @pytest.mark.parametrize(("logprobs", "told"), [(None, 0), (0, 0), (20, 20)])
 def test_what_is_not_asked_for_stays_unasked(logprobs, told):
     job = prepare(prompt="abc", logprobs=logprobs)
-    assert job.head.top_logprobs == told
+    assert job.info.top_logprobs == told
     assert (job.requests[0].logprobs, job.requests[0].speculative_tokens) == (logprobs, None)
 
 
@@ -74,7 +74,7 @@ def test_completions_are_requests_that_differ_in_id_and_seed():
     sampling = Sampling(temperature=0.5, seed=3)
     alone = prepare(prompt="abc", sampling=sampling, logprobs=1)
     job = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
-    assert (job.head, job.stop) == (alone.head, alone.stop)
+    assert (job.info, job.stop) == (alone.info, alone.stop)
     first, *others = job.requests
     assert (first,) == alone.requests
     for index, request in enumerate(others, start=1):
@@ -104,7 +104,7 @@ def test_token_ids_are_taken_as_they_are_and_eos_may_be_ignored():
 def test_the_default_length_is_what_the_context_holds():
     assert prepare(prompt=(1,) * 10).requests[0].max_tokens == 6
     assert prepare(prompt=(1,) * 10, max_output_tokens=6).requests[0].max_tokens == 6
-    assert prepare(prompt=(1,) * 15).head.max_output_tokens == 1
+    assert prepare(prompt=(1,) * 15).info.max_output_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_default_length_is_what_the_context_holds():
         ({"prompt": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
         ({"prompt": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
         ({"prompt": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
-        ({"prompt": Messages((Message("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "not supported"]),
+        ({"prompt": Conversation((ChatMessage("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "not supported"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
@@ -137,7 +137,7 @@ def test_the_rest_is_passed_on():
     assert one.stats() == {"num_requests_running": 1}
     assert one.readiness() == {"status": "starting"}
     assert service().readiness() == {"status": "ok"}
-    assert one.answer(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
+    assert one.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
 
 
 def test_events_come_to_the_loop_in_order_from_any_thread():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from npucompile.server.token_text import BYTE_OF_CHAR, REPLACEMENT, Spelling, spell
+from npucompile.server.token_text import BYTE_OF_CHAR, REPLACEMENT, TokenText, token_text
 
 TEXT = "In the beginning God created the heaven and the earth. Über naïve façade, 日本語の文章, Ω≈ç, 🙂👩‍👩‍👧 and 𝔘𝔫𝔦."
 
@@ -42,33 +42,33 @@ def byte_fallback() -> Tokenizer:
 def test_bytes_of_tokens_in_a_row_are_those_of_their_text(text):
     for tokenizer in (byte_level(), byte_fallback()):
         ids = tokenizer.encode(text).ids
-        assert b"".join(spell(tokenizer, token).data for token in ids) == text.encode()
+        assert b"".join(token_text(tokenizer, token).data for token in ids) == text.encode()
 
 
 def test_every_byte_has_a_token_that_says_so():
     tokenizer = byte_level()
-    data = [spell(tokenizer, tokenizer.token_to_id(char)).data for char in pre_tokenizers.ByteLevel.alphabet()]
+    data = [token_text(tokenizer, tokenizer.token_to_id(char)).data for char in pre_tokenizers.ByteLevel.alphabet()]
     assert sorted(data) == [bytes([value]) for value in range(256)]
     assert sorted(BYTE_OF_CHAR.values()) == list(range(256))
 
 
 def test_a_part_of_a_character_is_shown_by_the_replacement_character():
     first, *_ = byte_level().encode("𝔛").ids
-    assert REPLACEMENT in spell(byte_level(), first).text
-    assert spell(byte_level(), first).data == "𝔛".encode()[: len(spell(byte_level(), first).data)]
-    assert spell(byte_fallback(), 0xF0 + 1) == Spelling(REPLACEMENT, b"\xf0")
+    assert REPLACEMENT in token_text(byte_level(), first).text
+    assert token_text(byte_level(), first).data == "𝔛".encode()[: len(token_text(byte_level(), first).data)]
+    assert token_text(byte_fallback(), 0xF0 + 1) == TokenText(REPLACEMENT, b"\xf0")
 
 
 @pytest.mark.parametrize("name", ["<|end|>", "<｜in▁it｜>", "<0xE4>"])
 def test_added_tokens_have_their_own_text(name):
     # A vocabulary with byte fallback would mean one byte by the last of them.
-    assert spell(byte_level(), byte_level().token_to_id(name)) == Spelling(name, name.encode())
+    assert token_text(byte_level(), byte_level().token_to_id(name)) == TokenText(name, name.encode())
 
 
 def test_the_replacement_character_itself_is_a_text_like_any_other():
     tokenizer = Tokenizer(models.WordLevel({REPLACEMENT: 0, "a": 1}, unk_token="a"))
-    assert spell(tokenizer, 0) == Spelling(REPLACEMENT, REPLACEMENT.encode())
+    assert token_text(tokenizer, 0) == TokenText(REPLACEMENT, REPLACEMENT.encode())
 
 
 def test_an_id_that_no_token_has_is_empty():
-    assert spell(byte_level(), 10**6) == Spelling("", b"")
+    assert token_text(byte_level(), 10**6) == TokenText("", b"")

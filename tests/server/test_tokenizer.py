@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from npucompile.graphs.errors import ModelError
-from npucompile.server.token_text import REPLACEMENT, spell
-from npucompile.server.tokenizer import WINDOW_TOKENS, Detokenizer, StopMatcher, TextCodec
+from npucompile.server.token_text import REPLACEMENT, token_text
+from npucompile.server.tokenizer import WINDOW_TOKENS, Detokenizer, StopMatcher, TextTokenizer
 
 TEXT = "In the beginning God created the heaven and the earth. Über naïve façade, 日本語の文章, Ω≈ç, 🙂👩‍👩‍👧 and 𝔘𝔫𝔦."
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,7 +29,7 @@ def codec() -> TextCodec:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 def split(items, cuts):
@@ -119,22 +119,22 @@ def test_encode_ignores_a_stored_truncation():
     tokenizer = Tokenizer.from_str(codec()._tokenizer.to_str())
     tokenizer.enable_truncation(max_length=2)
     tokenizer.enable_padding(length=50)
-    assert TextCodec(tokenizer).encode(TEXT) == codec().encode(TEXT)
+    assert TextTokenizer(tokenizer).encode(TEXT) == codec().encode(TEXT)
 
 
 def test_load_takes_file_or_directory(tmp_path):
     codec()._tokenizer.save(str(tmp_path / "tokenizer.json"))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        loaded = TextCodec.load(path)
+        loaded = TextTokenizer.load(path)
         assert loaded.decode(loaded.encode(TEXT)) == TEXT
 
 
 def test_load_names_what_is_wrong(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json does not exist"):
-        TextCodec.load(tmp_path)
+        TextTokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"is not a tokenizer\.json"):
-        TextCodec.load(tmp_path)
+        TextTokenizer.load(tmp_path)
 
 
 def test_tokens_are_spelled_as_alone_and_looked_up_once():
@@ -149,9 +149,9 @@ def test_tokens_are_spelled_as_alone_and_looked_up_once():
             looked_up.append(ids)
             return codec()._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    watched = TextCodec(Watched())
+    watched = TextTokenizer(Watched())
     for token in (0, 5, byte_id(0xC3), 0, 5):
-        assert watched.spell(token) == spell(codec()._tokenizer, token)
+        assert watched.token_text(token) == token_text(codec()._tokenizer, token)
     assert looked_up == [[0], [5], [byte_id(0xC3)]]
 
 

@@ -17,9 +17,9 @@ from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent
 from npucompile.server.app import create_app
 from npucompile.server.protocol import JSON, MSGPACK
-from npucompile.server.response import Answer
+from npucompile.server.response import Response
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.websocket import INLINE_PROMPT_CHARS, SocketLimits
 
 RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
@@ -27,12 +27,12 @@ MODEL = ServedModel("tiny", max_model_len=2 * INLINE_PROMPT_CHARS, vocab_size=25
 
 
 @cache
-def codec() -> TextCodec:
+def codec() -> TextTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextCodec(tokenizer)
+    return TextTokenizer(tokenizer)
 
 
 class Engine:
@@ -356,7 +356,7 @@ def test_leaving_cancels_what_is_live_and_nothing_else():
 def test_a_response_that_ended_is_forgotten():
     def answers():
         gc.collect()
-        return [found for found in gc.get_objects() if type(found) is Answer]
+        return [found for found in gc.get_objects() if type(found) is Response]
 
     async def play(peer, engine):
         first, second = await opened(peer, "a"), await opened(peer, "b")
@@ -528,7 +528,7 @@ def test_json_may_be_asked_for_by_name():
 def test_long_prompts_are_tokenized_off_the_loop(chars):
     threads = []
 
-    class Watched(TextCodec):
+    class Watched(TextTokenizer):
         def encode(self, text):
             threads.append(threading.current_thread())
             return super().encode(text)

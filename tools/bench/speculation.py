@@ -12,7 +12,7 @@ from pathlib import Path
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...server.run import serving
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from ..progress import Progress
 from ..serve import serving as services
 from . import acceptance
@@ -78,7 +78,7 @@ def check(drafting: Artifact, plain: Artifact) -> None:
             raise SpecError(f"{what} of {drafting.path} is {here}, of {plain.path} {there}; legal are equal ones")
 
 
-def read_prompts(path: Path, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+def read_prompts(path: Path, codec: TextTokenizer) -> tuple[tuple[int, ...], ...]:
     """Token ids of a file's lines.
 
     Raises:

@@ -8,7 +8,7 @@ from ...lowering.artifact.artifact import ArtifactWriter, Manifest
 from ...lowering.backend import backend
 from ...lowering.toolchain import toolchain
 from ...models import step
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from ..progress import Progress
 from .plan import Plan
 from .weights import store_weights
@@ -25,7 +25,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     if plan.target.local:
         weights, source = store_weights(plan, signature.params, writer, progress)
         if plan.found.tokenizer:
-            TextCodec.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
+            TextTokenizer.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
             tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
     chosen = backend(plan.backend)
     return Manifest(

@@ -15,7 +15,7 @@ import torch
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from ..bench import (
     build,
     peer,
@@ -236,7 +236,7 @@ def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Pr
         raise SpecError(f"no prompts for {found.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
     if manifest.tokenizer is None:
         raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
-    texts = bench_speculation.read_prompts(path, TextCodec.load(artifact.path / manifest.tokenizer))
+    texts = bench_speculation.read_prompts(path, TextTokenizer.load(artifact.path / manifest.tokenizer))
     beside = artifact.path.with_name(f"{artifact.path.name}-k0")
     progress.say(f"{beside}: the same without drafts, built where it is not up to date")
     # Of an option that is given twice the last one counts.

@@ -16,8 +16,8 @@ from ...lowering.artifact.artifact import Artifact
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.request import Sampling
 from ...server.logprobs import token_objects
-from ...server.token_text import Spelling
-from ...server.tokenizer import TextCodec
+from ...server.token_text import TokenText
+from ...server.tokenizer import TextTokenizer
 from ..bench import acceptance
 from ..build import driver as building
 from ..build import plan as planning
@@ -82,7 +82,7 @@ def command(
             return
         artifact = open_named_artifact(home, artifact_or_model) if config else stack.enter_context(opened(home, artifact_or_model, dtype))
         manifest = artifact.manifest
-        codec = TextCodec.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
+        codec = TextTokenizer.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
@@ -122,10 +122,10 @@ def as_dict(done: OfflineCompletion, text: str, artifact: Artifact, backends: Ma
     }
 
 
-def logprobs_of(done: OfflineCompletion, codec: TextCodec | None) -> list[dict[str, Any]]:
+def logprobs_of(done: OfflineCompletion, codec: TextTokenizer | None) -> list[dict[str, Any]]:
     """Log probabilities of the generated tokens, an object each as a server sends them; without a tokenizer their texts are empty."""
-    nothing = Spelling("", b"")
-    return token_objects(codec.spell if codec else lambda _: nothing, done.token_ids, done.logprobs)
+    nothing = TokenText("", b"")
+    return token_objects(codec.token_text if codec else lambda _: nothing, done.token_ids, done.logprobs)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

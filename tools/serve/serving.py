@@ -15,7 +15,7 @@ from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
 from ...server.service import ServedModel, Service
-from ...server.tokenizer import TextCodec
+from ...server.tokenizer import TextTokenizer
 from .launch import Cluster
 
 POLL_S = 0.1
@@ -44,7 +44,7 @@ def start_service(artifact: Artifact, cluster: Cluster | None = None) -> Running
     manifest = artifact.manifest
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    codec = TextCodec.load(artifact.path / manifest.tokenizer)
+    codec = TextTokenizer.load(artifact.path / manifest.tokenizer)
     engine = Engine.from_loader(cluster.load_executor if cluster else lambda: CpuExecutor(artifact))
     model = ServedModel(
         name=str(manifest.model["name"]),

@@ -1,4 +1,4 @@
-"""Turns the output of the `bible` command into chapters of flowing text, split into training and held-out ones."""
+"""The training text: chapters from the output of the `bible` command, split into training and held-out ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE = re.compile(r"((?:[1-3])?[A-Za-z]+)(\d+):(\d+) +(\S.*)")
 
 
 class CorpusError(NpucompileError):
-    """Raised when the training text cannot be read or is not what the recipe was made for."""
+    """Raised when the training text cannot be read or has another form than expected."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def read_bible() -> str:
         CorpusError: the command is absent or fails.
     """
     try:
-        done = subprocess.run(COMMAND, capture_output=True, text=True, check=True)
+        result = subprocess.run(COMMAND, capture_output=True, text=True, check=True)
     except FileNotFoundError:
         raise CorpusError(
             "the command `bible` is not installed; the training text is printed by it and is not part of this package: "
@@ -54,26 +54,26 @@ def read_bible() -> str:
         ) from None
     except subprocess.CalledProcessError as error:
         raise CorpusError(f"`{' '.join(COMMAND)}` ended with status {error.returncode}: {error.stderr.strip()[:200]}") from error
-    return done.stdout
+    return result.stdout
 
 
 def parse_chapters(printed: str) -> list[Chapter]:
-    """Drops the labels and gathers the verses of each chapter, in the order printed; runs of spaces become one.
+    """Collects the verses of each chapter without their labels, in the order printed; runs of spaces become one space.
 
     Raises:
         CorpusError: a line without a label, or a verse out of order.
     """
-    gathered: dict[tuple[str, int], list[str]] = {}
+    chapters: dict[tuple[str, int], list[str]] = {}
     for row, line in enumerate(printed.splitlines(), start=1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise CorpusError(f"line {row} of the text is {line[:60]!r}; legal is a label and a verse, as in 'Ge1:1 In the beginning'")
         book, number, verse, text = match.groups()
-        verses = gathered.setdefault((book, int(number)), [])
+        verses = chapters.setdefault((book, int(number)), [])
         if int(verse) != len(verses) + 1:
             raise CorpusError(f"line {row} of the text is verse {book}{number}:{verse}, but verse {len(verses) + 1} of that chapter is due")
         verses.append(" ".join(text.split()))
-    return [Chapter(book, number, tuple(verses)) for (book, number), verses in gathered.items()]
+    return [Chapter(book, number, tuple(verses)) for (book, number), verses in chapters.items()]
 
 
 def split_chapters(chapters: Iterable[Chapter]) -> tuple[list[Chapter], list[Chapter]]:

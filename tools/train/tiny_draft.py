@@ -1,4 +1,4 @@
-"""Turns the draft head's recursion into a training loss on the model's own text and into an acceptance figure."""
+"""Training loss and acceptance of the draft head, from unrolled drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...models import qwen3_5
 from .tiny_model import fresh_step
 
 DEPTH = 3
-"""Drafts a step, k."""
+"""Draft tokens per step, k."""
 
 
 @torch.no_grad()
@@ -53,9 +53,9 @@ class Recursion:
     """The draft head's outputs over texts [B, Q+1].
 
     Attributes:
-        target: [B, Q, V] the model's own logits; row p speaks of token p+1.
-        first: [B, Q, V] logits of the first draft; row p, from hidden p and token p+1, speaks of token p+2.
-        deeper: for each further draft [B, R, V]: of base position p it speaks of token p+3, p+4, ...
+        target: [B, Q, V] the model's own logits; row p predicts token p+1.
+        first: [B, Q, V] logits of the first draft; row p, from hidden state p and token p+1, predicts token p+2.
+        deeper: [B, R, V] for each further draft: at base position p it predicts token p+3, p+4, ...
     """
 
     target: torch.Tensor
@@ -66,16 +66,16 @@ class Recursion:
 def unroll(
     cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor, *, own_tokens: bool, depth: int = DEPTH
 ) -> Recursion:
-    """Drafts from many positions of a text at once, each exactly as it would be drafted there.
+    """Drafts from many positions of a text at once, each exactly as in a decode step at that position.
 
     The first draft runs over the whole text and fills the head's key-value pages with entries made from the model's hidden
-    states. Every base position is then a request of its own: it shares the pages before it, and writes the entries of its
-    deeper drafts, made from the head's own hidden states, to pages that only it sees.
+    states. Every base position is then a request of its own: it shares the pages before it, and writes the key-value entries of its
+    deeper drafts, computed from the head's own hidden states, to pages of its own.
 
     Args:
         texts: int64 [B, Q+1].
         bases: int64 [B, R] positions p; deeper drafts start from the first draft's hidden state at p.
-        own_tokens: feed each deeper draft the previous draft's best token (as when serving) instead of the text's.
+        own_tokens: feed each deeper draft the previous draft's best token, as in serving, instead of the text's token.
     """
     rows, length, count = texts.shape[0], texts.shape[1] - 1, bases.shape[1]
     requests, extra = rows * count, depth - 1
@@ -108,7 +108,7 @@ def unroll(
 
 
 def draft_losses(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor) -> list[torch.Tensor]:
-    """Cross entropy of each draft against the model's own choice: half its distribution, half its best token.
+    """Cross entropy of each draft against the model's output: half its distribution, half its best token.
 
     Args:
         texts: int64 [B, Q+1].
@@ -117,9 +117,9 @@ def draft_losses(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: 
     out = unroll(cfg, params, texts, bases, own_tokens=False)
 
     def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        wanted = torch.softmax(target, -1) * 0.5
-        wanted.scatter_add_(-1, target.argmax(-1, keepdim=True), torch.full_like(target[..., :1], 0.5))
-        return -(wanted * torch.log_softmax(logits, -1)).sum(-1).mean()
+        label = torch.softmax(target, -1) * 0.5
+        label.scatter_add_(-1, target.argmax(-1, keepdim=True), torch.full_like(target[..., :1], 0.5))
+        return -(label * torch.log_softmax(logits, -1)).sum(-1).mean()
 
     losses = [loss(out.first[:, :-1], out.target[:, 1:])]
     for j, logits in enumerate(out.deeper):
@@ -130,11 +130,11 @@ def draft_losses(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a reference loop of draft and verify accepts under greedy decoding.
+    """Acceptance of a reference loop of draft and verify under greedy decoding.
 
     Attributes:
-        mean_tokens: tokens emitted a verification step, the bonus token included.
-        rates: share of steps whose first 1, 2, ... drafts were all accepted.
+        mean_tokens: tokens emitted per verification step, including the bonus token.
+        rates: share of steps in which the first 1, 2, ... drafts were all accepted.
         steps: verification steps counted.
     """
 
@@ -145,11 +145,11 @@ class Acceptance:
 
 @torch.no_grad()
 def acceptance(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, prompt: int) -> Acceptance:
-    """Walks greedy texts as a speculative decoder would: draft DEPTH tokens, keep the agreeing prefix, take one more.
+    """Walks greedy texts as a speculative decoder does: drafts DEPTH tokens, accepts the agreeing prefix and one token more.
 
     Args:
         texts: int64 [B, Q+1], the model's own greedy continuations.
-        prompt: leading tokens of each text that were given, not generated.
+        prompt: leading tokens of each text that belong to the prompt.
     """
     length = texts.shape[1] - 1
     bases = torch.arange(prompt - 1, length - DEPTH).expand(texts.shape[0], -1)

@@ -1,4 +1,4 @@
-"""Turns trained parameters into a checkpoint directory that `transformers` and this project load alike."""
+"""Writes trained parameters as a Hugging Face checkpoint directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiny_tokenizer import save_tokenizer
 
 
 def checkpoint_tensors(cfg: qwen3_5.Config, params: Tree) -> dict[str, torch.Tensor]:
-    """bf16 tensors by their Hugging Face names, experts fused as the public checkpoints have them."""
+    """bf16 tensors by their Hugging Face names, experts fused as in the public checkpoints."""
     tensors: dict[str, torch.Tensor] = {}
     for (_, declared), (_, value) in zip(tree.flatten(qwen3_5.abstract_params(cfg, torch.bfloat16)), tree.flatten(params), strict=True):
         for name, part in zip(declared.source.names, declared.source.split(value.detach()), strict=True):

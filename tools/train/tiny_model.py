@@ -1,4 +1,4 @@
-"""Turns windows of tokens into training losses of the bundled model, through the same functions that are compiled and served."""
+"""Configuration, initial parameters and training losses of the bundled model, whose functions are those that are compiled and served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LENGTH = 2048
 
 
 def hf_config(eos_id: int) -> dict[str, Any]:
-    """The config.json of the bundled model; layers, heads and experts are few, every kind of block is there."""
+    """The config.json of the bundled model: few layers, heads and experts, but every kind of block."""
     return {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
@@ -86,14 +86,14 @@ def initial_params(cfg: qwen3_5.Config, seed: int) -> Tree:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step over whole sequences from their first token on: its empty state, and what its layers read but for the tokens."""
+class StepArguments:
+    """Empty state and inputs, except the tokens, of a step over sequences from their first token on."""
 
     state: Tree
     inputs: dict[str, torch.Tensor]
 
 
-def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0) -> Step:
+def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0) -> StepArguments:
     """Row b owns state slot b+1 and the pages (of one token each) b*length+1 .. (b+1)*length.
 
     Args:
@@ -106,7 +106,7 @@ def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0
     inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
     inputs["read_slots"].copy_(torch.arange(1, rows + 1))
     inputs["write_slots"].copy_(inputs["read_slots"][:, None])
-    return Step(tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals), inputs)
+    return StepArguments(tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals), inputs)
 
 
 def balance_loss(routers: list[torch.Tensor], experts_per_token: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Turns chapters of text into a byte-level BPE tokenizer in Hugging Face layout and into token windows for training."""
+"""The bundled model's byte-level BPE tokenizer, and token windows for training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learns `vocab_size` ids: all 256 bytes, merges, and the special tokens as the last three. Every id decodes to something."""
+    """Learns `vocab_size` ids: all 256 bytes, merges, and the special tokens as the last three. Every id decodes to text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated")
@@ -42,15 +42,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def eos_id(tokenizer: Tokenizer) -> int:
-    """The id that ends a text.
+    """The end-of-text id.
 
     Raises:
         SpecError: the tokenizer has none.
     """
-    found: int | None = tokenizer.token_to_id(EOS)
-    if found is None:
+    token_id: int | None = tokenizer.token_to_id(EOS)
+    if token_id is None:
         raise SpecError(f"the tokenizer has no token {EOS!r}; it has {tokenizer.get_vocab_size()} others")
-    return found
+    return token_id
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
@@ -97,7 +97,7 @@ class TokenStream:
         return TokenStream(torch.tensor(ids), tuple(heads), tuple(ends))
 
     def window(self, verse: int, length: int) -> torch.Tensor:
-        """int64 [length]: the text from the beginning of a verse on, as a prompt would have it; wraps round at the end."""
+        """int64 [length]: the text from the beginning of a verse on; wraps around at the end."""
         head = torch.tensor(self.heads[verse][:length])
         rest = torch.arange(self.ends[verse], self.ends[verse] + length - len(head)) % len(self.ids)
         return torch.cat((head, self.ids[rest]))

@@ -1,4 +1,4 @@
-"""Turns public-domain text into the bundled model: `python -m npucompile.tools.train.train_tiny --work DIR`; see docs/bundled-model.md."""
+"""Trains the bundled model: `python -m npucompile.tools.train.train_tiny --work DIR --out DIR`; see docs/bundled-model.md."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ WARMUP = 60
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How long, and on what, one phase trains.
+class Phase:
+    """Length and batch size of one training phase.
 
-    The step size rises over `WARMUP` steps, stays, and falls linearly to zero over the last `decay` steps; so a longer run
+    The step size rises over `WARMUP` steps, stays constant, and falls linearly to zero over the last `decay` steps, so a longer run
     shares its first steps with a shorter one.
 
     Attributes:
         steps: optimiser steps.
-        decay: steps of the final descent.
-        tokens: tokens a step.
-        length: tokens a window, twice as long during the descent.
-        draft_from: first step that trains the draft head too.
+        decay: last steps, with a falling step size.
+        tokens: tokens per step.
+        length: tokens per window; twice as many in the last `decay` steps.
+        draft_from: first step that also trains the draft head.
     """
 
     steps: int
@@ -57,18 +57,18 @@ class Plan:
         return min(1.0, (step + 1) / WARMUP, (self.steps - step) / self.decay)
 
     def window(self, step: int) -> int:
-        """Tokens a window of a step."""
+        """Tokens per window in a step."""
         return self.length if step < self.steps - self.decay else 2 * self.length
 
 
-MAIN = Plan(steps=2000, decay=700, tokens=2048, length=256, draft_from=400)
-DRAFT = Plan(steps=300, decay=200, tokens=4096, length=256)
+MAIN = Phase(steps=2000, decay=700, tokens=2048, length=256, draft_from=400)
+DRAFT = Phase(steps=300, decay=200, tokens=4096, length=256)
 PROMPTS = ("In the beginning", "And the LORD said unto Moses,", "Blessed are", "The king of Israel")
 
 
 @dataclass(frozen=True)
 class Data:
-    """The text as tokens."""
+    """The tokenizer and the tokenized text."""
 
     tokenizer: Tokenizer
     training: TokenStream
@@ -80,7 +80,7 @@ class Data:
 
 
 def load_data() -> Data:
-    """Reads the text, learns the tokenizer on the training chapters, encodes both parts.
+    """Reads the text, trains the tokenizer on the training chapters, and tokenizes both parts.
 
     Raises:
         CorpusError: the `bible` command is missing.
@@ -97,17 +97,17 @@ def gradients(
     loss: Callable[[torch.Tensor], tuple[torch.Tensor, list[float]]],
     leaves: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Clipped gradients of the mean loss, and the mean of its reported terms.
+    """Clipped gradients of the mean loss, and the means of its terms, followed by the norm of the gradients.
 
-    Each part of the batch runs forward and backward in a thread of its own with one-threaded operators: on a shared machine
-    this waits for stragglers once a step instead of once an operator.
+    Each part of the batch runs forward and backward in a thread of its own with single-threaded operators: threads then wait for each
+    other once per step instead of once per operator.
     """
 
-    def one(part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[float]]:
+    def part_gradients(part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[float]]:
         total, terms = loss(part)
         return torch.autograd.grad(total, leaves, materialize_grads=True), terms
 
-    results = list(pool.map(one, windows.chunk(parts)))
+    results = list(pool.map(part_gradients, windows.chunk(parts)))
     mean = [torch.stack(grads).mean(0) for grads in zip(*(grads for grads, _ in results), strict=True)]
     norm = torch.stack([grad.norm() for grad in mean]).norm()
     scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
@@ -115,18 +115,18 @@ def gradients(
     return [grad * scale for grad in mean], [*terms, float(norm)]
 
 
-class Journal:
-    """The loss curve of a phase as a CSV file that survives resumption."""
+class LossCurve:
+    """The loss curve of a phase as a CSV file; a resumed run continues it."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], from_step: int) -> None:
         self.path = path
-        kept: list[list[str]] = []
+        rows: list[list[str]] = []
         if path.exists() and from_step:
             with path.open(newline="") as file:
-                kept = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= from_step]
+                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= from_step]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *kept])
+            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
 
     def add(self, step: int, tokens: int, *values: float | None) -> None:
         """Appends one row; None is an empty field."""
@@ -135,7 +135,7 @@ class Journal:
 
 
 class Trainer:
-    """One run: parameters, data and a work directory with checkpoints."""
+    """One training run: parameters, data and a work directory with checkpoints."""
 
     def __init__(self, work: Path, curves: Path, threads: int) -> None:
         torch.set_num_threads(1)
@@ -165,27 +165,27 @@ class Trainer:
         return saved
 
     def save(self, phase: str, step: int, optimiser: Optimiser) -> None:
-        """Writes a phase's checkpoint, whole or not at all."""
+        """Writes a phase's checkpoint atomically."""
         path = self.work / f"{phase}.pt"
         torch.save(
             {"step": step, "params": [leaf.detach() for leaf in self.leaves()], "optimiser": optimiser.state()}, path.with_suffix(".part")
         )
         path.with_suffix(".part").replace(path)
 
-    def train(self, plan: Plan, save_every_s: float = 120.0) -> None:
-        """Main phase: all parameters, next token and draft head together."""
+    def train(self, phase: Phase, save_every_s: float = 120.0) -> None:
+        """Main phase: trains all parameters on the losses of the next token and of the draft head."""
         optimiser = Optimiser(self.params, Rates())
         saved = self.load("main")
         first = 0
         if saved:
             first = saved["step"]
             optimiser.load(saved["optimiser"])
-        journal = Journal(self.curves / "qwen3.5-tiny-loss.csv", ("step", "tokens", "loss", "draft_loss", "val_loss"), first)
+        curve = LossCurve(self.curves / "qwen3.5-tiny-loss.csv", ("step", "tokens", "loss", "draft_loss", "val_loss"), first)
         leaves = [leaf.requires_grad_() for leaf in self.leaves()]
         began = last_save = time.monotonic()
-        for step in range(first, plan.steps):
-            length, with_draft = plan.window(step), step >= plan.draft_from
-            windows = self.data.training.batch(plan.tokens // length, length + 2, torch.Generator().manual_seed(SEED + step))
+        for step in range(first, phase.steps):
+            length, with_draft = phase.window(step), step >= phase.draft_from
+            windows = self.data.training.batch(phase.tokens // length, length + 2, torch.Generator().manual_seed(SEED + step))
 
             def loss(part: torch.Tensor, with_draft: bool = with_draft) -> tuple[torch.Tensor, list[float]]:
                 losses = tiny_model.joint_losses(self.cfg, self.params, part, with_draft)
@@ -193,15 +193,15 @@ class Trainer:
                 return total, [term.item() for term in (losses.main, losses.draft, losses.balance)]
 
             grads, (main, draft, balance, norm) = gradients(self.pool, self.threads, windows, loss, leaves)
-            optimiser.update(grads, plan.factor(step), self.pool)
+            optimiser.update(grads, phase.factor(step), self.pool)
             done, pace = step + 1, (time.monotonic() - began) / (step + 1 - first)
-            last = done == plan.steps
+            last = done == phase.steps
             if done % 10 == 0 or last:
                 val = self.validate(None if last else 4096)[0] if done % 100 == 0 or last else None
-                journal.add(done, done * plan.tokens, main, draft if with_draft else None, val)
+                curve.add(done, done * phase.tokens, main, draft if with_draft else None, val)
                 print(
-                    f"main {done}/{plan.steps} loss {main:.3f} draft {draft:.3f} balance {balance:.3f} norm {norm:.2f} "
-                    f"{'' if val is None else f'val {val:.4f} '}{pace:.2f} s/step, {pace * (plan.steps - done) / 60:.0f} min left",
+                    f"main {done}/{phase.steps} loss {main:.3f} draft {draft:.3f} balance {balance:.3f} norm {norm:.2f} "
+                    f"{'' if val is None else f'val {val:.4f} '}{pace:.2f} s/step, {pace * (phase.steps - done) / 60:.0f} min left",
                     flush=True,
                 )
             if last or time.monotonic() - last_save > save_every_s:
@@ -212,7 +212,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, tokens: int | None) -> tuple[float, float]:
-        """Mean (next token, draft) losses over the held-out text, or over about `tokens` of it."""
+        """Mean losses (next token, draft) over the held-out text, or over about `tokens` tokens of it."""
         windows = self.data.held_out_windows(258)
         if tokens:
             windows = windows[:: max(1, len(windows) * 256 // tokens)]
@@ -226,22 +226,22 @@ class Trainer:
         return len(part), float(losses.main), float(losses.draft)
 
     def own_texts(self, source: TokenStream, rows: int, prompt: int, length: int, temperature: float, seed: int) -> torch.Tensor:
-        """int64 [rows, length]: continuations by the model of `prompt` tokens of random verses; same seed, same texts."""
+        """int64 [rows, length]: the model's continuations of the first `prompt` tokens of random verses; one seed gives one result."""
         generator = torch.Generator().manual_seed(seed)
         prompts = source.batch(rows, prompt, generator)
         draws = [torch.Generator().manual_seed(seed + 1 + i) for i in range(self.threads)]
 
-        def one(part: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        def continuations(part: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
             return continue_texts(self.cfg, self.params, part, length - prompt, temperature, generator)
 
-        return torch.cat(list(self.pool.map(one, prompts.chunk(self.threads), draws)))
+        return torch.cat(list(self.pool.map(continuations, prompts.chunk(self.threads), draws)))
 
-    def train_draft(self, plan: Plan, texts: torch.Tensor, bases: int = 24, save_every_s: float = 120.0) -> None:
-        """Draft phase: the trunk is frozen, the head learns to agree with it, also from its own hidden states.
+    def train_draft(self, phase: Phase, texts: torch.Tensor, bases: int = 24, save_every_s: float = 120.0) -> None:
+        """Draft phase: trains the draft head to predict the frozen model's output, also from the head's own hidden states.
 
         Args:
-            texts: int64 [rows, Q+1], the model's own texts; half of each batch, the other half is from the corpus.
-            bases: positions a text whose deeper drafts are trained.
+            texts: int64 [rows, Q+1], texts by the model; half of each batch is drawn from them, the other half from the corpus.
+            bases: positions per text from which all drafts are trained, not only the first.
         """
         optimiser = Optimiser(self.params, Rates(matrix=0.01, other=2e-3), only="mtp.")
         saved = self.load("draft")
@@ -250,12 +250,12 @@ class Trainer:
             first = saved["step"]
             optimiser.load(saved["optimiser"])
         names = ("step", "tokens", *(f"draft_{j + 1}_loss" for j in range(DEPTH)), "mean_accepted_tokens")
-        journal = Journal(self.curves / "qwen3.5-tiny-draft-loss.csv", names, first)
+        curve = LossCurve(self.curves / "qwen3.5-tiny-draft-loss.csv", names, first)
         leaves = [leaf.requires_grad_() for leaf in optimiser.leaves.values()]
-        rows, length = plan.tokens // plan.length, plan.length
+        rows, length = phase.tokens // phase.length, phase.length
         trial = self.own_texts(self.data.held_out, 16, 32, 161, 0.0, SEED)
         began = last_save = time.monotonic()
-        for step in range(first, plan.steps):
+        for step in range(first, phase.steps):
             generator = torch.Generator().manual_seed(SEED + step)
             own = texts[torch.randint(len(texts), (rows // 2,), generator=generator)][:, : length + 1]
             windows = torch.cat((own, self.data.training.batch(rows - rows // 2, length + 1, generator)))
@@ -266,16 +266,16 @@ class Trainer:
                 return torch.stack(losses).mean(), [value.item() for value in losses]
 
             grads, (*values, norm) = gradients(self.pool, self.threads, batch, loss, leaves)
-            optimiser.update(grads, plan.factor(step), self.pool)
+            optimiser.update(grads, phase.factor(step), self.pool)
             done, pace = step + 1, (time.monotonic() - began) / (step + 1 - first)
-            last = done == plan.steps
+            last = done == phase.steps
             if done % 10 == 0 or last:
                 accepted = acceptance(self.cfg, self.params, trial, 32).mean_tokens if done % 50 == 0 or last else None
-                journal.add(done, done * plan.tokens, *values, accepted)
+                curve.add(done, done * phase.tokens, *values, accepted)
                 print(
-                    f"draft {done}/{plan.steps} losses {' '.join(f'{v:.3f}' for v in values)} norm {norm:.2f} "
+                    f"draft {done}/{phase.steps} losses {' '.join(f'{v:.3f}' for v in values)} norm {norm:.2f} "
                     f"{'' if accepted is None else f'accepted {accepted:.3f} '}{pace:.2f} s/step, "
-                    f"{pace * (plan.steps - done) / 60:.0f} min left",
+                    f"{pace * (phase.steps - done) / 60:.0f} min left",
                     flush=True,
                 )
             if last or time.monotonic() - last_save > save_every_s:
@@ -285,14 +285,14 @@ class Trainer:
             leaf.requires_grad_(False)
 
     def report(self) -> None:
-        """Prints the figures of docs/bundled-model.md for the parameters as the exported file holds them."""
+        """Prints the figures of docs/bundled-model.md, for the parameters rounded as in the exported file."""
         self.params = rounded(self.params)
         main, draft = self.validate(None)
         print(f"held-out text: next token {main:.4f} nats, draft {draft:.4f} nats a token")
         texts = self.own_texts(self.data.held_out, 48, 32, 193, 0.0, SEED + 7)
-        found = acceptance(self.cfg, self.params, texts, 32)
-        rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
-        print(f"greedy, {DEPTH} drafts: {found.mean_tokens:.3f} tokens a step over {found.steps} steps; first 1.. accepted: {rates}")
+        accepted = acceptance(self.cfg, self.params, texts, 32)
+        rates = ", ".join(f"{rate:.3f}" for rate in accepted.rates)
+        print(f"greedy, {DEPTH} drafts: {accepted.mean_tokens:.3f} tokens a step over {accepted.steps} steps; first 1.. accepted: {rates}")
         agreed = agreement(self.cfg, self.params, self.data.held_out_windows(257)[:32])
         print(f"on the held-out text itself the first draft is the model's best token at {agreed:.3f} of positions")
         for prompt in PROMPTS:
@@ -307,7 +307,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Trains, or resumes, or exports what a work directory holds."""
+    """Trains or resumes, or exports or reports on the newest checkpoint of a work directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints; a run resumes from what it holds")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")

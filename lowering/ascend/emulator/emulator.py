@@ -1,4 +1,4 @@
-"""Turns one lowered graph and a mesh into a run of all its ranks in this process, node by node in lockstep."""
+"""Emulates a mesh: runs one lowered graph on all ranks in this process, node by node."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from ....graphs.types import Mesh
 from .npu_reference import GROUP_KERNELS, KERNELS, group_of
 
 Values = list[dict[Node, Any]]
-"""What each rank knows, by node."""
+"""Values of each rank, by node."""
 
 _PLAIN = ("aten", NAMESPACE)
 
 
 class RankEmulator:
-    """Runs a graph on CPU tensors for every rank of a mesh: a collective is one call over the values of its group.
+    """Runs a graph on CPU tensors for every rank of a mesh. All ranks run a node before any runs the next; a collective is one call
+    over the values of its group.
 
     The graph may call bodies (`call_module`); its nodes are aten operators, primitives, the operators of `npu_reference`, and
     functional collectives over the groups of the mesh.
@@ -39,16 +40,17 @@ class RankEmulator:
         self._size = mesh.size
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Runs one step: operands in the order of the graph's placeholders, state is updated in the rank's own operand.
+        """Runs one step. State is updated in the operands of each rank; ranks must not share a tensor that the graph writes.
 
-        Ranks must not share a tensor that the graph writes.
+        Args:
+            operands_per_rank: for each rank the operands, in the order of the graph's placeholders.
 
         Returns:
             for each rank the graph's results.
 
         Raises:
-            LoweringError: when ranks or operands are of another number, an operator has no CPU kernel, or the members of a group
-                disagree about a collective.
+            LoweringError: when the number of ranks or operands is wrong, an operator has no CPU kernel, or the members of a group bring
+                tensors of different shapes or dtypes to a collective.
         """
         if len(operands_per_rank) != self._size:
             raise LoweringError(f"operands of {len(operands_per_rank)} ranks, the mesh has {self._size}")
@@ -59,16 +61,16 @@ class RankEmulator:
         nodes = list(graph.graph.nodes)
         dead = _last_uses(nodes)
         values: Values = [{} for _ in operands]
-        places = [n for n in nodes if n.op == "placeholder"]
-        for rank, given in enumerate(operands):
-            if len(given) != len(places):
-                raise LoweringError(f"rank {rank} has {len(given)} operands, the graph takes {len(places)}")
-            values[rank].update(zip(places, given, strict=True))
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        for rank, of_rank in enumerate(operands):
+            if len(of_rank) != len(placeholders):
+                raise LoweringError(f"rank {rank} has {len(of_rank)} operands, the graph takes {len(placeholders)}")
+            values[rank].update(zip(placeholders, of_rank, strict=True))
         for node in nodes:
             if node.op == "output":
-                return [tuple(known[n] for n in node.args[0]) for known in values]
+                return [tuple(of_rank[n] for n in node.args[0]) for of_rank in values]
             if node.op != "placeholder":
-                _keep(values, node, self._step(graph, node, [_call(node, known) for known in values]), dead[node])
+                _store(values, node, self._step(graph, node, [_call(node, of_rank) for of_rank in values]), dead[node])
         raise LoweringError("the graph has no output")
 
     def _step(self, graph: GraphModule, node: Node, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Sequence[Any]:
@@ -76,13 +78,13 @@ class RankEmulator:
             return self._run(graph.get_submodule(str(node.target)), [list(args) for args, _ in calls])  # type: ignore[arg-type]
         if node.op != "call_function":
             raise LoweringError(f"{node.name} is a {node.op} of {node.target!r}; everything a graph reads must be an operand")
-        together = _together(node)
-        if together is None:
+        collective = _collective(node)
+        if collective is None:
             kernel = _kernel(node)
             return [kernel(*args, **kwargs) for args, kwargs in calls]
-        name, rule = together
+        name, rule = collective
         if name not in self._groups:
-            raise LoweringError(f"{node.name} talks over group {name!r}; this mesh has {sorted(self._groups)}")
+            raise LoweringError(f"{node.name} communicates over group {name!r}; this mesh has {sorted(self._groups)}")
         results: dict[int, Any] = {}
         for ranks in self._groups[name]:
             members = [calls[rank] for rank in ranks]
@@ -91,15 +93,15 @@ class RankEmulator:
         return [results[rank] for rank in range(self._size)]
 
 
-def _keep(values: Values, node: Node, results: Sequence[Any], dead: list[Node]) -> None:
-    for known, result in zip(values, results, strict=True):
-        known[node] = result
-        for gone in dead:
-            del known[gone]
+def _store(values: Values, node: Node, results: Sequence[Any], dead: list[Node]) -> None:
+    for of_rank, result in zip(values, results, strict=True):
+        of_rank[node] = result
+        for unused in dead:
+            del of_rank[unused]
 
 
 def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
-    """The nodes whose values are dead after each node; one that nobody reads dies where it is made."""
+    """The nodes whose values nobody reads after each node; a node without readers is among its own."""
     last = {source: node for node in nodes for source in node.all_input_nodes}
     dead: dict[Node, list[Node]] = {node: [] for node in nodes}
     for node in nodes:
@@ -108,41 +110,41 @@ def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
     return dead
 
 
-def _call(node: Node, known: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of one rank, with its values for nodes and the CPU for devices."""
+def _call(node: Node, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of one rank's call: its values in place of nodes, the CPU in place of devices."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):
-            return known[argument]
+            return values[argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     return map_aggregate(node.args, value), dict(map_aggregate(node.kwargs, value))
 
 
 def _kernel(node: Node) -> Callable[..., Any]:
-    """What one rank calls for a node.
+    """The function that runs a node on one rank.
 
     Raises:
-        LoweringError: when there is nothing to call, naming what there is.
+        LoweringError: when there is none, naming those that there are.
     """
     target, name = node.target, str(node.target)
     if target is operator.getitem:
         return operator.getitem
     if name.startswith("_c10d_functional.wait_tensor"):
-        return _itself
+        return _identity
     if name in KERNELS:
         return KERNELS[name]
     if isinstance(target, torch._ops.OpOverload) and target.namespace in _PLAIN:
         return target
-    there = sorted([*KERNELS, *GROUP_KERNELS])
-    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {' and '.join(_PLAIN)} there are {', '.join(there)}")
+    kernels = ", ".join(sorted([*KERNELS, *GROUP_KERNELS]))
+    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {' and '.join(_PLAIN)} there are {kernels}")
 
 
-def _itself(value: torch.Tensor) -> torch.Tensor:
+def _identity(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _together(node: Node) -> tuple[str, Callable[[list[Any]], list[Any]]] | None:
+def _collective(node: Node) -> tuple[str, Callable[[list[Any]], list[Any]]] | None:
     """Group name and rule of a node that communicates, or None."""
     if (name := str(node.target)) in GROUP_KERNELS:
         return group_of(name, node.args, node.kwargs), GROUP_KERNELS[name]
@@ -168,12 +170,12 @@ def _check_agreement(node: Node, ranks: Sequence[int], members: Sequence[tuple[t
     """Refuses members whose tensors differ in shape or dtype.
 
     Raises:
-        LoweringError: naming the ranks and what each brings.
+        LoweringError: naming the ranks and the tensors of each.
     """
     first = list(_avals(members[0]))
     for rank, member in zip(ranks[1:], members[1:], strict=True):
-        if (here := list(_avals(member))) != first:
-            raise LoweringError(f"{node.name} ({node.target}): rank {ranks[0]} brings {first}, rank {rank} {here}; legal is the same")
+        if (other := list(_avals(member))) != first:
+            raise LoweringError(f"{node.name} ({node.target}): rank {ranks[0]} brings {first}, rank {rank} {other}; legal is the same")
 
 
 def _avals(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -1,4 +1,4 @@
-"""Turns operators of a serialised GE graph into calls that functions over torch tensors can read, each input and attribute by name."""
+"""Operators of a serialised GE graph as calls whose inputs and attributes are read by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT4 = 29
 """Number of int4 in GE; torch has no such dtype."""
 _MORE_DTYPES: dict[torch.dtype, tuple[str, int]] = {torch.uint64: ("DT_UINT64", 10), torch.float64: ("DT_DOUBLE", 11)}
 DTYPES: Mapping[int, torch.dtype] = {number: dtype for dtype, (_, number) in (GE_DTYPES | _MORE_DTYPES).items()}
-"""Torch dtype by GE's own number, as attributes give it."""
+"""Torch dtype by the number that GE's attributes have for it."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class GeOp:
 
     Attributes:
         inputs: `name:port` of each tensor that it reads, "" for one that is absent.
-        slots: what GE calls each of `inputs`; those of a list are numbered, as in `x0`, `x1`.
-        after: operators that it waits for without reading them.
+        slots: GE's name of each of `inputs`; those of a list are numbered, as in `x0`, `x1`.
+        after: operators that must run before it although it does not read them.
         attrs: values by name; strings are decoded, constants are tensors.
-        results: for each output its type and sizes as in `bf16[16,2]`, "" where the graph does not say.
+        results: for each output its dtype and sizes as in `bf16[16,2]`, "" where the graph does not declare them.
     """
 
     name: str
@@ -58,7 +58,7 @@ def read(op: Any) -> GeOp:
     """The operator in an `OpDef` message.
 
     Raises:
-        LoweringError: its inputs have no names, or an attribute is of a kind that no operator of the house has.
+        LoweringError: its inputs have no names, or an attribute is of a kind that no operator here has.
     """
     inputs = tuple(tensor for tensor in op.input if not tensor.endswith(":-1"))
     slots = tuple(desc.name for desc in op.input_desc)
@@ -85,8 +85,8 @@ def _attribute(where: str, value: Any) -> Any:
     if kind in ("i", "f", "b", "dt"):
         return getattr(value, kind)
     if kind == "list":
-        held = value.list
-        return [x.decode() for x in held.s] or list(held.i) or list(held.f) or list(held.b)
+        items = value.list
+        return [x.decode() for x in items.s] or list(items.i) or list(items.f) or list(items.b)
     if kind == "t":
         return _constant(where, value.t)
     raise LoweringError(f"{where} is an attribute of kind {kind}; legal are s, i, f, b, dt, list and t")
@@ -97,10 +97,10 @@ def _constant(where: str, message: Any) -> torch.Tensor:
     dtypes = {name: dtype for dtype, (name, _) in (GE_DTYPES | _MORE_DTYPES).items()}
     if name not in dtypes:
         raise LoweringError(f"{where} is a constant of {name}; legal are {', '.join(dtypes)}")
-    wanted = math.prod(shape) * dtypes[name].itemsize
-    if len(message.data) != wanted:
-        raise LoweringError(f"{where} is a constant {name}{shape} of {len(message.data)} bytes; legal is {wanted}")
-    if not wanted:
+    size = math.prod(shape) * dtypes[name].itemsize
+    if len(message.data) != size:
+        raise LoweringError(f"{where} is a constant {name}{shape} of {len(message.data)} bytes; legal is {size}")
+    if not size:
         return torch.empty(shape, dtype=dtypes[name])
     return torch.frombuffer(bytearray(message.data), dtype=dtypes[name]).reshape(shape)
 
@@ -109,25 +109,25 @@ def _constant(where: str, message: Any) -> torch.Tensor:
 class Call:
     """One operator with the values of its inputs on one rank.
 
-    What a function does not ask for is an input or attribute that it has no meaning for; `finish` refuses those.
+    The call notes which inputs and attributes a function reads; `finish` refuses an operator that has others.
     """
 
     op: GeOp
     values: Sequence[Value | None]
-    asked: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
-    def held(self, slot: str) -> Value | None:
+    def value(self, slot: str) -> Value | None:
         """An input, or None where it is absent."""
-        self.asked.add(slot)
+        self.used.add(slot)
         return next((value for name, value in zip(self.op.slots, self.values, strict=True) if name == slot), None)
 
-    def maybe(self, slot: str) -> torch.Tensor | None:
+    def optional(self, slot: str) -> torch.Tensor | None:
         """An input that is a tensor, or None where it is absent.
 
         Raises:
             LoweringError: it is int4.
         """
-        value = self.held(slot)
+        value = self.value(slot)
         if isinstance(value, Int4):
             raise LoweringError(
                 f"{self.op}: {slot} is int4 {tuple(value.packed.shape)} (packed); this operator takes tensors of torch's types"
@@ -140,7 +140,7 @@ class Call:
         Raises:
             LoweringError: it is not.
         """
-        value = self.maybe(slot)
+        value = self.optional(slot)
         if value is None:
             raise LoweringError(f"{self.op}: input {slot} is absent; it has {', '.join(self._present()) or 'none'}")
         return value
@@ -149,12 +149,12 @@ class Call:
         """All inputs of a list, `slot` with a number behind it."""
         return [self.tensor(name) for name in self.op.slots if name.startswith(slot) and name[len(slot) :].isdigit()]
 
-    def filled(self, slot: str) -> torch.Tensor | None:
+    def single(self, slot: str) -> torch.Tensor | None:
         """The one input of a list, None where it is the empty tensor that stands for an absent one."""
         value = self.tensor(f"{slot}0")
         return value if value.numel() else None
 
-    def ints(self, slot: str) -> list[int]:
+    def integers(self, slot: str) -> list[int]:
         """Values of an integer input: sizes, axes or positions.
 
         Raises:
@@ -163,43 +163,43 @@ class Call:
         value = self.tensor(slot)
         if value.dtype not in (torch.int32, torch.int64):
             raise LoweringError(f"{self.op}: {slot} is {value.dtype}; legal are int32 and int64")
-        return [int(one) for one in value.flatten().tolist()]
+        return [int(item) for item in value.flatten().tolist()]
 
-    def one(self, slot: str) -> int:
-        """The one value of an integer input.
+    def integer(self, slot: str) -> int:
+        """The value of an input that is one integer.
 
         Raises:
-            LoweringError: it is absent, not of integers or not one.
+            LoweringError: it is absent, not of integers, or not one value.
         """
-        values = self.ints(slot)
+        values = self.integers(slot)
         if len(values) != 1:
             raise LoweringError(f"{self.op}: {slot} is {values}; legal is one number")
         return values[0]
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """An attribute; where the graph does not hold it, GE takes its default."""
-        self.asked.add(name)
+        """An attribute, or GE's default where the graph does not have it."""
+        self.used.add(name)
         return self.op.attrs.get(name, default)
 
-    def legal(self, **values: Any) -> None:
-        """Refuses attributes that are there with any value but these.
+    def expect(self, **values: Any) -> None:
+        """Refuses attributes whose value is not the given one; absent ones are legal.
 
         Raises:
             LoweringError: naming attribute, value and the legal one.
         """
         for name, value in values.items():
-            if (found := self.attr(name, value)) != value:
-                raise LoweringError(f"{self.op}: attribute {name} is {found!r}; the interpreter knows {value!r} only")
+            if (actual := self.attr(name, value)) != value:
+                raise LoweringError(f"{self.op}: attribute {name} is {actual!r}; the interpreter knows {value!r} only")
 
     def ignore(self, *names: str) -> None:
-        """Attributes that change how an operator runs and not what it gives."""
-        self.asked.update(names)
+        """Notes attributes that change how an operator runs and not its result."""
+        self.used.update(names)
 
     def dtype(self, name: str, default: int | None = None) -> torch.dtype:
         """The dtype whose GE number an attribute holds.
 
         Raises:
-            LoweringError: the number is not one of those of the house.
+            LoweringError: the number is unknown.
         """
         number = self.attr(name, default)
         if number not in DTYPES:
@@ -207,15 +207,15 @@ class Call:
         return DTYPES[number]
 
     def finish(self) -> None:
-        """Refuses what was not asked for.
+        """Refuses inputs and attributes that the function did not read.
 
         Raises:
-            LoweringError: naming it, and what the function read.
+            LoweringError: naming them, and those that it read.
         """
-        strange = sorted((set(self._present()) | set(self.op.attrs)) - self.asked)
-        if strange:
+        unread = sorted((set(self._present()) | set(self.op.attrs)) - self.used)
+        if unread:
             raise LoweringError(
-                f"{self.op} has {', '.join(strange)}, which the interpreter does not know; it knows {', '.join(sorted(self.asked))}"
+                f"{self.op} has {', '.join(unread)}, which the interpreter does not know; it knows {', '.join(sorted(self.used))}"
             )
 
     def _present(self) -> list[str]:
@@ -224,27 +224,27 @@ class Call:
 
 Results = Value | tuple[Value, ...]
 Function = Callable[[Call], Results]
-"""What an operator gives on one rank."""
-Together = Callable[[list[Call]], list[Results]]
-"""What an operator gives to each member of a group."""
+"""Computes an operator on one rank."""
+GroupFunction = Callable[[list[Call]], list[Results]]
+"""Computes an operator on all members of a group: their calls in rank order -> their results."""
 
 
 def same_dtype(call: Call, **tensors: torch.Tensor) -> None:
-    """Refuses inputs of several dtypes: GE promotes nothing.
+    """Refuses inputs of several dtypes: GE does not promote.
 
     Raises:
         LoweringError: naming them.
     """
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        held = ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
-        raise LoweringError(f"{call.op} takes {held}; legal is one dtype")
+        listed = ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
+        raise LoweringError(f"{call.op} takes {listed}; legal is one dtype")
 
 
 def unary(function: Callable[[torch.Tensor], torch.Tensor], **legal: Any) -> Function:
     """An operator of `x`; `legal` are the only values of its attributes."""
 
     def run(call: Call) -> Results:
-        call.legal(**legal)
+        call.expect(**legal)
         return function(call.tensor("x"))
 
     return run

@@ -1,4 +1,4 @@
-"""Turns GE's fused operators back into the signatures of the torch_npu operators, whose CPU kernels run them."""
+"""GE's fused operators, run by the CPU kernels of the torch_npu operators that they come from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import kernels_state as state
 from .ge_ops_common import Call, Function, Int4, Results
 
 _INT8 = 2
-# Numbers of an output's dtype in attribute `dtype` of a grouped product, which are neither torch's nor GE's own.
+# Attribute `dtype` of a grouped product numbers dtypes in a way of its own.
 _PRODUCT_DTYPES: Mapping[int, torch.dtype | None] = {-1: None, 0: torch.float16, 1: torch.bfloat16, 2: torch.int32}
 
 
@@ -34,8 +34,8 @@ def _add_rms_norm_dynamic_quant(call: Call) -> Results:
         call.tensor("x1"),
         call.tensor("x2"),
         call.tensor("gamma"),
-        smooth_scale1=call.maybe("smooth_scale1"),
-        smooth_scale2=call.maybe("smooth_scale2"),
+        smooth_scale1=call.optional("smooth_scale1"),
+        smooth_scale2=call.optional("smooth_scale2"),
         epsilon=call.attr("epsilon", 1e-6),
         output_mask=call.attr("output_mask") or None,
     )
@@ -50,46 +50,46 @@ def _rotary_mul(call: Call) -> Results:
 
 
 def _dynamic_quant(call: Call) -> Results:
-    call.legal(dst_type=_INT8)
-    return dense.npu_dynamic_quant(call.tensor("x"), smooth_scales=call.maybe("smooth_scales"))
+    call.expect(dst_type=_INT8)
+    return dense.npu_dynamic_quant(call.tensor("x"), smooth_scales=call.optional("smooth_scales"))
 
 
 def _quant_matmul(call: Call) -> Results:
-    call.legal(group_size=0)
+    call.expect(group_size=0)
     x1, x2 = call.tensor("x1"), call.tensor("x2")
     return dense.npu_quant_matmul(
         x1.mT if call.attr("transpose_x1", False) else x1,
         x2.mT if call.attr("transpose_x2", False) else x2,
         _signed(call.tensor("scale")),
-        pertoken_scale=call.maybe("pertoken_scale"),
-        bias=call.maybe("bias"),
+        pertoken_scale=call.optional("pertoken_scale"),
+        bias=call.optional("bias"),
         output_dtype=call.dtype("dtype"),
     )
 
 
 def _signed(scale: torch.Tensor) -> torch.Tensor:
-    """The kernels know a scale's 64 bits as int64."""
+    """A scale as int64, the dtype that the kernels have for its 64 bits."""
     return scale.view(torch.int64) if scale.dtype == torch.uint64 else scale
 
 
 def _moe_gating_top_k(call: Call) -> Results:
-    call.legal(k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=0)
+    call.expect(k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=0)
     call.ignore("eps")
     return moe.npu_moe_gating_top_k(
         call.tensor("x"),
         call.attr("k"),
-        bias=call.maybe("bias"),
+        bias=call.optional("bias"),
         out_flag=call.attr("out_flag", False),
         routed_scaling_factor=call.attr("routed_scaling_factor", 1.0),
     )
 
 
 def _moe_init_routing(call: Call) -> Results:
-    call.legal(expert_capacity=-1, drop_pad_mode=0)
+    call.expect(expert_capacity=-1, drop_pad_mode=0)
     return moe.npu_moe_init_routing_v2(
         call.tensor("x"),
         call.tensor("expert_idx"),
-        scale=call.maybe("scale"),
+        scale=call.optional("scale"),
         active_num=call.attr("active_num", -1),
         expert_num=call.attr("expert_num", -1),
         expert_tokens_num_type=call.attr("expert_tokens_num_type", 0),
@@ -103,39 +103,39 @@ def _moe_init_routing(call: Call) -> Results:
 def _moe_finalize_routing(call: Call) -> Results:
     return moe.npu_moe_finalize_routing(
         call.tensor("expanded_x"),
-        call.maybe("x1"),
-        call.maybe("x2"),
-        call.maybe("bias"),
-        call.maybe("scales"),
+        call.optional("x1"),
+        call.optional("x2"),
+        call.optional("bias"),
+        call.optional("scales"),
         call.tensor("expanded_row_idx"),
-        call.maybe("expert_idx"),
+        call.optional("expert_idx"),
         call.attr("drop_pad_mode", 0),
         call.attr("k", 1),
     )
 
 
 def _weight(call: Call) -> torch.Tensor:
-    """Stacked weights; int4 as the int32 that hold it, which is also what an operator may take directly."""
-    value = call.held("weight0")
+    """Stacked weights; int4 as the int32 words that hold it, a form that operators also take directly."""
+    value = call.value("weight0")
     return value.packed if isinstance(value, Int4) else call.tensor("weight0")
 
 
 def _grouped_matmul(call: Call) -> Results:
-    call.legal(transpose_weight=False, transpose_x=False, act_type=0)
+    call.expect(transpose_weight=False, transpose_x=False, act_type=0)
     call.ignore("tuning_config")
-    if unmeant := [slot for slot in ("offset", "antiquant_scale", "antiquant_offset") if call.filled(slot) is not None]:
-        raise LoweringError(f"{call.op} has {', '.join(unmeant)}; the interpreter knows scale, bias and per_token_scale only")
+    if unknown := [slot for slot in ("offset", "antiquant_scale", "antiquant_offset") if call.single(slot) is not None]:
+        raise LoweringError(f"{call.op} has {', '.join(unknown)}; the interpreter knows scale, bias and per_token_scale only")
     number = call.attr("dtype", 0)
     if number not in _PRODUCT_DTYPES:
         raise LoweringError(f"{call.op}: attribute dtype is {number}; legal are {sorted(_PRODUCT_DTYPES)}")
-    bias, scale, rows = call.filled("bias"), call.filled("scale"), call.maybe("per_token_scale")
+    bias, scale, rows = call.single("bias"), call.single("scale"), call.optional("per_token_scale")
     (y,) = moe.npu_grouped_matmul(
         [call.tensor("x0")],
         [_weight(call)],
         bias=None if bias is None else [bias],
         scale=None if scale is None else [_signed(scale)],
         per_token_scale=None if rows is None else [rows],
-        group_list=call.maybe("group_list"),
+        group_list=call.optional("group_list"),
         split_item=call.attr("split_item", 0),
         group_type=call.attr("group_type", -1),
         group_list_type=call.attr("group_list_type", 0),
@@ -145,10 +145,10 @@ def _grouped_matmul(call: Call) -> Results:
 
 
 def _grouped_matmul_swiglu_quant(call: Call) -> Results:
-    call.legal(quant_mode=0, quant_dtype=_INT8, transpose_weight=False)
-    # In what type the product is held on the way is the device's business: the kernel rounds once, at the end.
+    call.expect(quant_mode=0, quant_dtype=_INT8, transpose_weight=False)
+    # The CPU kernel rounds once, at the end, whatever type the device has for the product before that.
     call.ignore("dequant_dtype", "tuning_config")
-    assist = call.filled("weight_assist_matrix")
+    assist = call.single("weight_assist_matrix")
     return moe.npu_grouped_matmul_swiglu_quant_v2(
         call.tensor("x"),
         [_weight(call)],
@@ -162,7 +162,7 @@ def _grouped_matmul_swiglu_quant(call: Call) -> Results:
 
 
 def _scatter_pa_kv_cache(call: Call) -> Results:
-    call.legal(scatter_mode="None", strides=[1, 1], offsets=[0, 0])
+    call.expect(scatter_mode="None", strides=[1, 1], offsets=[0, 0])
     slots = ("key", "value", "key_cache", "value_cache", "slot_mapping")
     return state.npu_scatter_pa_kv_cache_functional(*map(call.tensor, slots), cache_mode=call.attr("cache_mode", "Norm"))
 
@@ -182,16 +182,16 @@ _ATTENTION_ATTRS: Mapping[str, Any] = {
 
 
 def _attention(call: Call) -> Results:
-    call.legal(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
+    call.expect(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
     options = {name: call.attr(name, default) for name, default in _ATTENTION_ATTRS.items()}
     return state.npu_fused_infer_attention_score(
         call.tensor("query"),
         call.tensor("key0"),
         call.tensor("value0"),
-        atten_mask=call.maybe("atten_mask"),
-        actual_seq_lengths=call.maybe("actual_seq_lengths"),
-        actual_seq_lengths_kv=call.maybe("actual_seq_lengths_kv"),
-        block_table=call.maybe("block_table"),
+        atten_mask=call.optional("atten_mask"),
+        actual_seq_lengths=call.optional("actual_seq_lengths"),
+        actual_seq_lengths_kv=call.optional("actual_seq_lengths_kv"),
+        block_table=call.optional("block_table"),
         **options,
     )
 
@@ -199,12 +199,12 @@ def _attention(call: Call) -> Results:
 def _recurrent_gated_delta_rule(call: Call) -> Results:
     return state.npu_recurrent_gated_delta_rule_functional(
         *map(call.tensor, ("query", "key", "value", "state")),
-        beta=call.maybe("beta"),
+        beta=call.optional("beta"),
         scale=call.attr("scale_value", 1.0),
-        actual_seq_lengths=call.maybe("actual_seq_lengths"),
-        ssm_state_indices=call.maybe("ssm_state_indices"),
-        num_accepted_tokens=call.maybe("num_accepted_tokens"),
-        g=call.maybe("g"),
+        actual_seq_lengths=call.optional("actual_seq_lengths"),
+        ssm_state_indices=call.optional("ssm_state_indices"),
+        num_accepted_tokens=call.optional("num_accepted_tokens"),
+        g=call.optional("g"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Turns GE's communication operators into functions of all members of a group at once."""
+"""GE's communication operators as functions over all members of a group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ....graphs.errors import LoweringError
 from ..collectives import REDUCTIONS
 from . import kernels_group as group
-from .ge_ops_common import Call, Results, Together
+from .ge_ops_common import Call, GroupFunction, Results
 
-Members = list[group.Call]
+Members = list[group.Arguments]
 _TORCH_REDUCTIONS = {ge: name for name, ge in REDUCTIONS.items()}
 
 
 def group_of(call: Call) -> str:
-    """The symbolic group in which an operator of `TOGETHER` talks.
+    """The symbolic group over which an operator of `GROUP_FUNCTIONS` communicates.
 
     Raises:
         LoweringError: it names none.
@@ -50,7 +50,7 @@ def _reduce_scatter(calls: list[Call]) -> list[Results]:
 
 
 def _unfused(calls: list[Call]) -> list[Call]:
-    """Fusion merges the transfers of several operators; it changes no result."""
+    """Ignores the fusion attributes, which merge the transfers of several operators without changing a result."""
     for call in calls:
         call.ignore("fusion", "fusion_id")
     return calls
@@ -70,15 +70,15 @@ def _all_to_all_v(calls: list[Call]) -> list[Results]:
     for call in calls:
         x = call.tensor("send_data")
         row = max(1, math.prod(x.shape[1:]))
-        sent, taken = (_rows(call, side, row) for side in ("send", "recv"))
-        members.append(((x, taken, sent, ""), {}))
+        sent, received = (_rows(call, side, row) for side in ("send", "recv"))
+        members.append(((x, received, sent, ""), {}))
     return [*group.all_to_all_single(members)]
 
 
 def _rows(call: Call, side: str, row: int) -> list[int]:
-    counts, places = call.ints(f"{side}_counts"), call.ints(f"{side}_displacements")
-    if places != [0, *itertools.accumulate(counts)][:-1] or any(count % row for count in counts):
-        raise LoweringError(f"{call.op}: {side} counts {counts} at {places} of rows of {row}; legal are whole rows side by side")
+    counts, offsets = call.integers(f"{side}_counts"), call.integers(f"{side}_displacements")
+    if offsets != [0, *itertools.accumulate(counts)][:-1] or any(count % row for count in counts):
+        raise LoweringError(f"{call.op}: {side} counts {counts} at {offsets} of rows of {row}; legal are whole rows side by side")
     return [count // row for count in counts]
 
 
@@ -89,7 +89,7 @@ def _broadcast(calls: list[Call]) -> list[Results]:
 _MOE_DEFAULTS = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "zero_expert_num": 0, "copy_expert_num": 0, "const_expert_num": 0}
 _MOE_ATTRS = ("ep_world_size", "ep_rank_id", "moe_expert_num")
 _DISPATCHED = ("scales", "x_active_mask", "expert_scales")
-# The dtype of dispatched rows follows from how they are quantised; GE wants it said again.
+# Legal `y_dtype` of dispatched rows by quant_mode and dtype of x.
 _DISPATCHED_DTYPES: Mapping[int, Mapping[torch.dtype, int]] = {
     0: {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27},
     2: {torch.float32: 2, torch.float16: 2, torch.bfloat16: 2},
@@ -99,11 +99,11 @@ _DISPATCHED_DTYPES: Mapping[int, Mapping[torch.dtype, int]] = {
 def _dispatch(calls: list[Call]) -> list[Results]:
     members: Members = []
     for call in calls:
-        call.legal(tp_rank_id=0, **_MOE_DEFAULTS)
+        call.expect(tp_rank_id=0, **_MOE_DEFAULTS)
         x, mode = call.tensor("x"), call.attr("quant_mode", 0)
         if (wanted := _DISPATCHED_DTYPES.get(mode, {}).get(x.dtype)) is None or call.attr("y_dtype", 28) not in (wanted, 28):
             raise LoweringError(f"{call.op}: {x.dtype} with quant_mode {mode} as dtype number {call.attr('y_dtype')}; legal is {wanted}")
-        options = {slot: call.maybe(slot) for slot in _DISPATCHED}
+        options = {slot: call.optional(slot) for slot in _DISPATCHED}
         options |= {name: call.attr(name, default) for name, default in _options(expert_token_nums_type=1).items()}
         args = (x, call.tensor("expert_ids"), group_of(call), *map(call.attr, _MOE_ATTRS))
         members.append((args, options | {"quant_mode": mode}))
@@ -120,14 +120,14 @@ _COMBINED = ("expand_x", "expert_ids", "assist_info_for_combine", "ep_send_count
 def _combine(calls: list[Call]) -> list[Results]:
     members: Members = []
     for call in calls:
-        call.legal(tp_rank_id=0, out_dtype=0, comm_quant_mode=0, group_list_type=0, **_MOE_DEFAULTS)
-        options = {slot: call.maybe(slot) for slot in ("tp_send_counts", "x_active_mask", "expand_scales", "shared_expert_x")}
+        call.expect(tp_rank_id=0, out_dtype=0, comm_quant_mode=0, group_list_type=0, **_MOE_DEFAULTS)
+        options = {slot: call.optional(slot) for slot in ("tp_send_counts", "x_active_mask", "expand_scales", "shared_expert_x")}
         options |= {name: call.attr(name, default) for name, default in _options().items()}
         members.append(((*map(call.tensor, _COMBINED), group_of(call), *map(call.attr, _MOE_ATTRS)), options))
     return [*group.npu_moe_distribute_combine_v2(members)]
 
 
-TOGETHER: Mapping[str, Together] = {
+GROUP_FUNCTIONS: Mapping[str, GroupFunction] = {
     "HcomAllReduce": _all_reduce,
     "HcomAllGather": _all_gather,
     "HcomReduceScatter": _reduce_scatter,

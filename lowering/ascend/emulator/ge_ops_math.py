@@ -1,4 +1,4 @@
-"""Turns GE's elementwise operators, reductions, matrix products and orderings into functions over torch tensors."""
+"""GE's elementwise operators, reductions, matrix products and sorts, as functions over torch tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _floats(function: Callable[[torch.Tensor], torch.Tensor], **legal: Any) -> F
     """An operator of a float `x`, in float32 and rounded once; `legal` are the only values of its attributes."""
 
     def run(call: Call) -> Results:
-        call.legal(**legal)
+        call.expect(**legal)
         x = call.tensor("x")
         if not x.is_floating_point():
             raise LoweringError(f"{call.op} takes {x.dtype}; legal are floats")
@@ -89,8 +89,8 @@ def _reduce(function: Reduction) -> Function:
     """An operator of `x` and `axes`; it gives the dtype of x."""
 
     def run(call: Call) -> Results:
-        x, axes, keep = call.tensor("x"), call.ints("axes"), bool(call.attr("keep_dims", False))
-        # What no axes mean differs between these operators, and attribute noop_with_empty_axes is of that case only.
+        x, axes, keep = call.tensor("x"), call.integers("axes"), bool(call.attr("keep_dims", False))
+        # Empty axes mean different things in these operators, and are refused; attribute noop_with_empty_axes is about them only.
         call.ignore("noop_with_empty_axes")
         if not axes:
             raise LoweringError(f"{call.op} has no axes; legal is one or more")
@@ -124,13 +124,13 @@ def _all(x: torch.Tensor, axes: list[int], keep: bool) -> torch.Tensor:
 
 
 def _cumsum(call: Call) -> Results:
-    call.legal(exclusive=False, reverse=False)
+    call.expect(exclusive=False, reverse=False)
     x = call.tensor("x")
-    return x.cumsum(call.one("axis"), dtype=x.dtype)
+    return x.cumsum(call.integer("axis"), dtype=x.dtype)
 
 
 def _arg_max(call: Call) -> Results:
-    return _first_max(call.tensor("x"), call.one("dimension"), keep=False).to(call.dtype("dtype", 9))
+    return _first_max(call.tensor("x"), call.integer("dimension"), keep=False).to(call.dtype("dtype", 9))
 
 
 def _arg_max_with_value(call: Call) -> Results:
@@ -144,16 +144,16 @@ def _first_max(x: torch.Tensor, dim: int, keep: bool) -> torch.Tensor:
 
 
 def _sort(call: Call) -> Results:
-    # Equal keys keep their order, which is one of the orders that an unstable sort may give.
+    # Always stable: one of the orders that an unstable sort may give.
     call.ignore("stable")
     values, order = call.tensor("x").sort(dim=call.attr("axis", -1), descending=bool(call.attr("descending", False)), stable=True)
     return values, order.int()
 
 
 def _top_k(call: Call) -> Results:
-    # Of equal values any may be told, and of unsorted ones in any order; here as of a stable sort.
+    # GE may return any of equal values, and unsorted ones in any order; here the order is that of a stable sort.
     call.ignore("sorted", "sort_policy")
-    x, k, dim = call.tensor("x"), call.one("k"), call.attr("dim", -1)
+    x, k, dim = call.tensor("x"), call.integer("k"), call.attr("dim", -1)
     if not 0 <= k <= x.shape[dim]:
         raise LoweringError(f"{call.op}: {k} of {tuple(x.shape)} along {dim}; legal are at most all")
     values, order = x.sort(dim=dim, descending=bool(call.attr("largest", True)), stable=True)
@@ -161,7 +161,7 @@ def _top_k(call: Call) -> Results:
 
 
 def _softmax(call: Call) -> Results:
-    call.legal(half_to_float=False)
+    call.expect(half_to_float=False)
     x, axes = call.tensor("x"), call.attr("axes", [-1])
     if len(axes) != 1:
         raise LoweringError(f"{call.op}: axes are {axes}; legal is one")
@@ -173,7 +173,7 @@ def _mat_mul(first: str, second: str, dims: int | None) -> Function:
 
     def run(call: Call) -> Results:
         call.ignore("offset_x", "enable_hf32")
-        x1, x2, bias = call.tensor("x1"), call.tensor("x2"), call.maybe("bias")
+        x1, x2, bias = call.tensor("x1"), call.tensor("x2"), call.optional("bias")
         same_dtype(call, x1=x1, x2=x2)
         if not x1.is_floating_point() or (dims and (x1.dim(), x2.dim()) != (dims, dims)):
             raise LoweringError(

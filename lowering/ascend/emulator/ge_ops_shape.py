@@ -1,4 +1,4 @@
-"""Turns GE's operators that make, move, pick and write elements into functions over torch tensors."""
+"""GE's operators that create, move, select and write elements, as functions over torch tensors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def _fill(call: Call) -> Results:
     value = call.tensor("value")
     if value.numel() != 1:
         raise LoweringError(f"{call.op}: value is {tuple(value.shape)}; legal is one number")
-    return value.reshape(()).expand(call.ints("dims")).clone()
+    return value.reshape(()).expand(call.integers("dims")).clone()
 
 
 def _range(call: Call) -> Results:
     bounds = [call.tensor(slot) for slot in ("start", "limit", "delta")]
-    # The only operator whose inputs may differ in dtype: torchair gives the limit in int64 and casts the result to what it wants.
+    # The only operator whose inputs may differ in dtype: torchair passes the limit in int64 and casts the result.
     dtype = functools.reduce(torch.promote_types, [bound.dtype for bound in bounds])
     return torch.arange(*(bound.item() for bound in bounds), dtype=dtype)
 
 
 def _reshape(call: Call) -> Results:
-    call.legal(axis=0, num_axes=-1)
-    return call.tensor("x").reshape(call.ints("shape"))
+    call.expect(axis=0, num_axes=-1)
+    return call.tensor("x").reshape(call.integers("shape"))
 
 
 def _unsqueeze(call: Call) -> Results:
@@ -52,8 +52,8 @@ def _squeeze(call: Call) -> Results:
 
 
 def _bitcast(call: Call) -> Results:
-    """Same bits, another dtype; int4 stands as the words that hold it."""
-    value, number, keep = call.held("x"), call.attr("type"), bool(call.attr("keep_dim", False))
+    """Same bits, another dtype; int4 is represented by the words that hold it."""
+    value, number, keep = call.value("x"), call.attr("type"), bool(call.attr("keep_dim", False))
     if number == INT4 or isinstance(value, Int4):
         return _bitcast_int4(call, value, number, keep)
     x, dtype = call.tensor("x"), call.dtype("type")
@@ -65,20 +65,20 @@ def _bitcast(call: Call) -> Results:
 def _bitcast_int4(call: Call, value: Value | None, number: int, keep: bool) -> Results:
     if keep and number == INT4 and isinstance(value, torch.Tensor) and value.dtype == torch.int32:
         return Int4(value)
-    held = f"int4 in {tuple(value.packed.shape)} int32" if isinstance(value, Int4) else str(getattr(value, "dtype", None))
-    raise LoweringError(f"{call.op}: {held} as dtype number {number}, keep_dim {keep}; legal is int32 as {INT4} (int4) with keep_dim")
+    given = f"int4 in {tuple(value.packed.shape)} int32" if isinstance(value, Int4) else str(getattr(value, "dtype", None))
+    raise LoweringError(f"{call.op}: {given} as dtype number {number}, keep_dim {keep}; legal is int32 as {INT4} (int4) with keep_dim")
 
 
 def _transpose(call: Call) -> Results:
-    return call.tensor("x").permute(call.ints("perm"))
+    return call.tensor("x").permute(call.integers("perm"))
 
 
 def _broadcast_to(call: Call) -> Results:
-    return call.tensor("x").broadcast_to(call.ints("shape"))
+    return call.tensor("x").broadcast_to(call.integers("shape"))
 
 
 def _tile(call: Call) -> Results:
-    x, multiples = call.tensor("x"), call.ints("multiples")
+    x, multiples = call.tensor("x"), call.integers("multiples")
     if len(multiples) != x.dim():
         raise LoweringError(f"{call.op}: multiples {multiples} of {tuple(x.shape)}; legal is one a dimension")
     return x.repeat(multiples)
@@ -88,9 +88,9 @@ def _concat(slot: str) -> Function:
     """Inputs `x0`, `x1` ... along the axis in input `slot`."""
 
     def run(call: Call) -> Results:
-        axis, parts = call.one(slot), call.tensors("x")
+        axis, parts = call.integer(slot), call.tensors("x")
         same_dtype(call, **{f"x{i}": part for i, part in enumerate(parts)})
-        call.legal(N=len(parts))
+        call.expect(N=len(parts))
         return torch.cat(parts, axis)
 
     return run
@@ -99,22 +99,22 @@ def _concat(slot: str) -> Function:
 def _pack(call: Call) -> Results:
     parts = call.tensors("x")
     same_dtype(call, **{f"x{i}": part for i, part in enumerate(parts)})
-    call.legal(N=len(parts))
+    call.expect(N=len(parts))
     return torch.stack(parts, call.attr("axis", 0))
 
 
 def _unpack(call: Call) -> Results:
     x, axis = call.tensor("x"), call.attr("axis", 0)
-    call.legal(num=x.shape[axis])
+    call.expect(num=x.shape[axis])
     parts: tuple[torch.Tensor, ...] = x.unbind(axis)
     return parts
 
 
 def _split_v(call: Call) -> Results:
-    x, sizes, axis = call.tensor("x"), call.ints("size_splits"), call.one("split_dim")
-    call.legal(num_split=len(sizes))
+    x, sizes, axis = call.tensor("x"), call.integers("size_splits"), call.integer("split_dim")
+    call.expect(num_split=len(sizes))
     if sizes.count(-1) == 1:
-        # One part takes what the others leave.
+        # The part of size -1 gets the rest.
         sizes[sizes.index(-1)] = x.shape[axis] - sum(sizes) - 1
     if min(sizes) < 0 or sum(sizes) != x.shape[axis]:
         raise LoweringError(f"{call.op}: parts of {sizes} of {tuple(x.shape)} along {axis}; legal are parts of the whole, one of them -1")
@@ -122,15 +122,15 @@ def _split_v(call: Call) -> Results:
 
 
 def _split(call: Call) -> Results:
-    x, axis, parts = call.tensor("x"), call.one("split_dim"), call.attr("num_split")
+    x, axis, parts = call.tensor("x"), call.integer("split_dim"), call.attr("num_split")
     if x.shape[axis] % parts:
         raise LoweringError(f"{call.op}: {parts} parts of {tuple(x.shape)} along {axis}; legal are equal ones")
     return x.chunk(parts, axis)
 
 
 def _strided_slice(call: Call) -> Results:
-    call.legal(begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0)
-    x, begin, end, axes, strides = call.tensor("x"), *(call.ints(slot) for slot in ("begin", "end", "axes", "strides"))
+    call.expect(begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0)
+    x, begin, end, axes, strides = call.tensor("x"), *(call.integers(slot) for slot in ("begin", "end", "axes", "strides"))
     if len({len(begin), len(end), len(axes), len(strides)}) != 1 or min(strides, default=1) < 1:
         raise LoweringError(f"{call.op}: begin {begin}, end {end}, axes {axes}, strides {strides}; legal are as many, strides from 1")
     parts = [slice(None)] * x.dim()
@@ -140,9 +140,9 @@ def _strided_slice(call: Call) -> Results:
 
 
 def _pad(call: Call) -> Results:
-    call.legal(mode="constant", paddings_contiguous=True)
-    x, value, paddings = call.tensor("x"), call.tensor("constant_values"), call.ints("paddings")
-    # torchair leaves the value in float32 whatever is padded; only of zero is that the same bits.
+    call.expect(mode="constant", paddings_contiguous=True)
+    x, value, paddings = call.tensor("x"), call.tensor("constant_values"), call.integers("paddings")
+    # torchair leaves the pad value in float32 whatever it pads; the bits are the same for zero alone.
     if value.dtype != x.dtype and value.item():
         raise LoweringError(f"{call.op} pads {x.dtype} with {value.item()} in {value.dtype}; legal are one dtype, or zero")
     if len(paddings) != 2 * x.dim():
@@ -156,9 +156,9 @@ def _shape(call: Call) -> Results:
 
 
 def _gather(call: Call) -> Results:
-    call.legal(batch_dims=0)
+    call.expect(batch_dims=0)
     call.ignore("is_preprocessed")
-    x, indices, axis = call.tensor("x"), call.tensor("indices"), call.one("axis")
+    x, indices, axis = call.tensor("x"), call.tensor("indices"), call.integer("axis")
     at = _indices(call, indices, x.shape[axis], bool(call.attr("negative_index_support", False)))
     axis %= x.dim()
     return x.index_select(axis, at.flatten()).reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
@@ -170,7 +170,7 @@ def _gather_elements(call: Call) -> Results:
 
 
 def _indices(call: Call, indices: torch.Tensor, size: int, negative: bool) -> torch.Tensor:
-    """int64 and from 0; what a device would read beyond an end is not ours to guess."""
+    """Indices as int64, counted from 0; refuses those out of range, for which the device's behaviour is not documented."""
     lowest = -size if negative else 0
     if indices.dtype not in (torch.int32, torch.int64):
         raise LoweringError(f"{call.op}: indices are {indices.dtype}; legal are int32 and int64")

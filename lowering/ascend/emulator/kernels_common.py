@@ -1,4 +1,4 @@
-"""Turns the conventions that NPU kernels share, undefined rows, dtype numbers, int8 rounding and packed int4, into helpers."""
+"""Conventions that the CPU kernels share: undefined rows, dtype numbers, int8 rounding, packed int4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....graphs.errors import LoweringError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
-# c10::ScalarType numbers, which is what a torch.dtype becomes in an `int?` argument of a schema.
+# c10::ScalarType numbers: a torch.dtype becomes one in an `int?` argument of a schema.
 DTYPE_NUMBERS = {1: torch.int8, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 
 
@@ -41,10 +41,10 @@ def require_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int])
 
 
 def refuse_options(op: str, options: Mapping[str, Any], **legal: Any) -> None:
-    """Refuses options that these kernels have no meaning for.
+    """Refuses options that these kernels do not implement.
 
     Args:
-        options: what the call gave beyond the arguments its kernel reads.
+        options: arguments of the call that its kernel does not read.
         legal: the one value an option may have besides None, 0, False and empty.
 
     Raises:
@@ -71,12 +71,12 @@ def dtype_of(op: str, number: int | torch.dtype | None) -> torch.dtype:
 
 
 def undefined(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a kernel leaves unwritten: NaN, or the lowest integer; whoever reads it is caught."""
+    """Rows that the real kernel leaves unwritten: NaN, or the lowest integer, so that whoever reads them shows in the results."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
 
 
 def to_int8(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to nearest even, saturates; what is not a number becomes the undefined int8."""
+    """Rounds to nearest even, saturates; NaN becomes -128, the undefined int8."""
     return torch.where(x.isnan(), -128.0, x.round().clamp(-128, 127)).to(torch.int8)
 
 
@@ -114,11 +114,11 @@ def group_bounds(op: str, group_list: torch.Tensor | None, kind: int, groups: in
     Raises:
         LoweringError: when the groups are of another number or do not fit the rows.
     """
-    given = require(op, "group_list", group_list, (torch.int64,), (1,))
-    require_shape(op, "group_list", given, (groups,))
+    sizes = require(op, "group_list", group_list, (torch.int64,), (1,))
+    require_shape(op, "group_list", sizes, (groups,))
     if kind not in (0, 1):
         raise LoweringError(f"{op}: group_list_type is {kind}; legal is 0 (running sums) or 1 (counts)")
-    ends = [0, *(given if kind == 0 else given.cumsum(0)).tolist()]
+    ends = [0, *(sizes if kind == 0 else sizes.cumsum(0)).tolist()]
     bounds = list(itertools.pairwise(ends))
     if ends[-1] > rows or any(low > high for low, high in bounds):
         raise LoweringError(f"{op}: groups {bounds} do not fit {rows} rows in rising order")

@@ -1,4 +1,4 @@
-"""Turns the operands of the NPU's row-wise and dense operators into their documented results on a CPU.
+"""CPU kernels of the NPU's row-wise operators and dense products.
 
 Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu). Everything is computed in float32 or wider
 and rounded once, to the dtype of the activations.
@@ -53,7 +53,7 @@ def npu_add_rms_norm_dynamic_quant(
     output_mask: list[bool] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x1, x2 [..., M] -> int8 q1 [..., M], q2, the sum, f32 scales s1 [...], s2; the pair that is off is empty.
+    """x1, x2 [..., M] -> int8 q1 [..., M], q2, the sum, f32 scales s1 [...], s2; a pair that is switched off is empty.
 
     The norm is quantised from float32: it is never rounded to the activations' dtype in between.
     """

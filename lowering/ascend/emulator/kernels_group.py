@@ -1,4 +1,4 @@
-"""Turns the calls that all members of a group make of one collective into the result of each member.
+"""CPU kernels of collectives and expert exchange: the calls of all members of a group -> the result of each member.
 
 Semantics: torch's functional collectives; the operator documentation of Ascend/op-plugin for dispatch and combine.
 """
@@ -13,10 +13,10 @@ import torch
 from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, refuse_options, require, require_shape, to_int8, undefined
 
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of one member's call."""
 
-# Integers of one row of assist_info; the operator's own layout is private to it.
+# Integers in a row of assist_info; the real operator does not document their layout.
 ASSIST = 128
 
 
@@ -31,25 +31,25 @@ def _reduced(op: str, tensors: list[torch.Tensor], how: str) -> torch.Tensor:
     raise LoweringError(f"{op}: reduction {how!r}; legal is 'sum', 'max' or 'min'")
 
 
-def _same_size(op: str, size: int, calls: list[Call]) -> None:
+def _same_size(op: str, size: int, calls: list[Arguments]) -> None:
     if size != len(calls):
         raise LoweringError(f"{op}: the node says {size} members, the group of this mesh has {len(calls)}")
 
 
-def all_reduce(calls: list[Call]) -> list[torch.Tensor]:
+def all_reduce(calls: list[Arguments]) -> list[torch.Tensor]:
     """(x, how, group) -> the elementwise reduction, float sums in float32, for each member."""
     total = _reduced("all_reduce", [args[0] for args, _ in calls], calls[0][0][1])
     return [total.clone() for _ in calls]
 
 
-def all_gather_into_tensor(calls: list[Call]) -> list[torch.Tensor]:
+def all_gather_into_tensor(calls: list[Arguments]) -> list[torch.Tensor]:
     """(x [n, ...], size, group) -> [size * n, ...], members in order, for each member."""
     _same_size("all_gather_into_tensor", calls[0][0][1], calls)
     whole = torch.cat([args[0] for args, _ in calls])
     return [whole.clone() for _ in calls]
 
 
-def reduce_scatter_tensor(calls: list[Call]) -> list[torch.Tensor]:
+def reduce_scatter_tensor(calls: list[Arguments]) -> list[torch.Tensor]:
     """(x [size * n, ...], how, size, group) -> [n, ...], the member's part of the reduction."""
     op = "reduce_scatter_tensor"
     _same_size(op, calls[0][0][2], calls)
@@ -59,7 +59,7 @@ def reduce_scatter_tensor(calls: list[Call]) -> list[torch.Tensor]:
     return [part.clone() for part in total.chunk(len(calls))]
 
 
-def all_to_all_single(calls: list[Call]) -> list[torch.Tensor]:
+def all_to_all_single(calls: list[Arguments]) -> list[torch.Tensor]:
     """(x, rows from each member, rows to each member, group) -> member i gets part i of every member, in order."""
     op = "all_to_all_single"
     for i, (args, _) in enumerate(calls):
@@ -73,7 +73,7 @@ def all_to_all_single(calls: list[Call]) -> list[torch.Tensor]:
     return [torch.cat([part[i] for part in parts]) for i in range(len(calls))]
 
 
-def broadcast(calls: list[Call]) -> list[torch.Tensor]:
+def broadcast(calls: list[Arguments]) -> list[torch.Tensor]:
     """(x, source, group) -> the source member's x for each member."""
     source = calls[0][0][1]
     if not 0 <= source < len(calls):
@@ -81,7 +81,7 @@ def broadcast(calls: list[Call]) -> list[torch.Tensor]:
     return [calls[source][0][0].clone() for _ in calls]
 
 
-def npu_moe_distribute_dispatch_v2(calls: list[Call]) -> list[tuple[torch.Tensor, ...]]:
+def npu_moe_distribute_dispatch_v2(calls: list[Arguments]) -> list[tuple[torch.Tensor, ...]]:
     """Sends every token to the members that own its experts; the member index is its rank, whatever ep_rank_id says.
 
     Each call: (x [T, M], expert_ids int32 [T, X], group, size, rank, experts) and options scales f32 [E, M], x_active_mask bool [T]
@@ -130,18 +130,18 @@ def _sent(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], rank: int) 
 
 
 def active_choices(op: str, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """bool [T, X]: which choices take part.
+    """bool [T, X]: the choices that are dispatched.
 
     Raises:
         LoweringError: when a mask over tokens is not all true first, then all false.
     """
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
-    given = require(op, "x_active_mask", mask, (torch.bool,), (1, 2))
-    require_shape(op, "x_active_mask", given, ids.shape[: given.dim()])
-    if given.dim() == 1 and not torch.equal(given, torch.arange(len(given)) < given.sum()):
-        raise LoweringError(f"{op}: x_active_mask is {given.tolist()}; legal is true for the first tokens, then false")
-    return given if given.dim() == 2 else given[:, None].expand(ids.shape)
+    active = require(op, "x_active_mask", mask, (torch.bool,), (1, 2))
+    require_shape(op, "x_active_mask", active, ids.shape[: active.dim()])
+    if active.dim() == 1 and not torch.equal(active, torch.arange(len(active)) < active.sum()):
+        raise LoweringError(f"{op}: x_active_mask is {active.tolist()}; legal is true for the first tokens, then false")
+    return active if active.dim() == 2 else active[:, None].expand(ids.shape)
 
 
 def _check_ids(op: str, ids: torch.Tensor, experts: int, rank: int) -> None:
@@ -151,13 +151,13 @@ def _check_ids(op: str, ids: torch.Tensor, experts: int, rank: int) -> None:
 
 
 def _reciprocal_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows times 127 / max|row|, a multiplication where the other quantising operators divide; zero rows get scale 0."""
-    most = wide.abs().amax(-1)
-    times = 127.0 / torch.where(most == 0, 1.0, most)
-    return to_int8(wide * times[:, None]), torch.where(most == 0, 0.0, 1.0 / times)
+    """Rows times 127 / max|row|: this operator multiplies where the other quantising ones divide. Zero rows get scale 0."""
+    largest = wide.abs().amax(-1)
+    factor = 127.0 / torch.where(largest == 0, 1.0, largest)
+    return to_int8(wide * factor[:, None]), torch.where(largest == 0, 0.0, 1.0 / factor)
 
 
-def _received(op: str, call: Call, sent: list[_Sent], rank: int, local: int) -> tuple[torch.Tensor, ...]:
+def _received(op: str, call: Arguments, sent: list[_Sent], rank: int, local: int) -> tuple[torch.Tensor, ...]:
     (_, ids, *_), kwargs = call
     X, size = ids.shape[1], len(sent)
     tokens = kwargs.get("global_bs", 0) or ids.shape[0] * size
@@ -169,11 +169,11 @@ def _received(op: str, call: Call, sent: list[_Sent], rank: int, local: int) -> 
         return torch.cat([value[pick] for row in picks for value, pick in zip(values, row, strict=True)])
 
     def padded(values: list[torch.Tensor]) -> torch.Tensor:
-        found = gathered(values)
-        if len(found) > capacity:
-            raise LoweringError(f"{op}: member {rank} receives {len(found)} rows; {tokens} tokens make room for {capacity}")
-        whole = undefined(capacity, *found.shape[1:], dtype=found.dtype)
-        whole[: len(found)] = found
+        rows = gathered(values)
+        if len(rows) > capacity:
+            raise LoweringError(f"{op}: member {rank} receives {len(rows)} rows; {tokens} tokens make room for {capacity}")
+        whole = undefined(capacity, *rows.shape[1:], dtype=rows.dtype)
+        whole[: len(rows)] = rows
         return whole
 
     rows = padded([s.rows for s in sent])
@@ -189,14 +189,14 @@ def _received(op: str, call: Call, sent: list[_Sent], rank: int, local: int) -> 
     return rows, padded([s.scales for s in sent]), assist, nums, ends, undefined(kwargs.get("tp_world_size", 0), dtype=torch.int32), weights
 
 
-def npu_moe_distribute_combine_v2(calls: list[Call]) -> list[torch.Tensor]:
+def npu_moe_distribute_combine_v2(calls: list[Arguments]) -> list[torch.Tensor]:
     """Sends every row back to its token: out[t] = sum over x of expert_scales[t, x] * row(t, x) + shared_expert_x, in float32.
 
     Each call: (rows [A, M], expert_ids int32 [T, X], assist_info, ep_send_counts, expert_scales f32 [T, X], group, size, rank,
     experts) with the third and fourth as dispatch gave them, and options x_active_mask and shared_expert_x [T, M].
 
     Returns:
-        [T, M] like the rows for each member; tokens that took no part are undefined.
+        [T, M] like the rows for each member; inactive tokens are undefined.
 
     Raises:
         LoweringError: also when a token's row does not come back exactly once.
@@ -224,15 +224,15 @@ def _combined(
     refuse_options(op, {k: v for k, v in kwargs.items() if k not in read}, tp_world_size=1, shared_expert_num=1)
     require_shape(op, "expert_scales", weights, ids.shape)
     active = active_choices(op, ids, kwargs.get("x_active_mask"))
-    found = torch.zeros_like(ids)
+    returns = torch.zeros_like(ids)
     out = torch.zeros(ids.shape[0], args[0].shape[1])
     for rows, origin in returned:
         mine = origin[:, 0] == rank
         token, choice = origin[mine, 1], origin[mine, 2]
-        found.index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
+        returns.index_put_((token, choice), torch.ones_like(token, dtype=ids.dtype), accumulate=True)
         out.index_add_(0, token, rows[mine].float() * weights[token, choice, None])
-    if not torch.equal(found, active.to(found.dtype)):
-        raise LoweringError(f"{op}: rows back at member {rank}: {found.tolist()}; legal is one for each active choice, {active.tolist()}")
+    if not torch.equal(returns, active.to(returns.dtype)):
+        raise LoweringError(f"{op}: rows back at member {rank}: {returns.tolist()}; legal is one for each active choice, {active.tolist()}")
     if (shared := kwargs.get("shared_expert_x")) is not None:
         out = out + shared.reshape(out.shape).float()
     out[~active.any(1)] = float("nan")

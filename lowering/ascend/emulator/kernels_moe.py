@@ -1,4 +1,4 @@
-"""Turns the operands of the NPU's expert operators, routing and grouped products, into their documented results on a CPU.
+"""CPU kernels of the NPU's expert operators: routing and grouped products.
 
 Semantics: the operator documentation and tests of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu, test/test_custom_ops).
 """
@@ -30,7 +30,7 @@ def npu_moe_gating_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits [T, E] -> y [T, X] like x, int32 expert ids [T, X], f32 [T, E]: softmax over all experts, never renormalised.
 
-    The bias [E] counts for the choice only; of equal scores the lower expert wins. The last result is the softmax when out_flag is
+    The bias [E] affects the choice only; of equal scores the lower expert wins. The last result is the softmax when out_flag is
     set, else undefined.
     """
     op = "npu_moe_gating_top_k"
@@ -85,8 +85,8 @@ def npu_moe_init_routing_v2(
     order = torch.where((flat >= first) & (flat < last), flat, expert_num + last).argsort(stable=True)
     sizes = torch.bincount(flat[(flat >= first) & (flat < last)] - first, minlength=last - first)
     order = order[: int(sizes.sum())]
-    taken = order // expert_idx.shape[1]
-    rows, scales = _routed(op, x[taken], taken, flat[order] - first, scale, quant_mode, last - first)
+    token = order // expert_idx.shape[1]
+    rows, scales = _routed(op, x[token], token, flat[order] - first, scale, quant_mode, last - first)
     expanded, carried = undefined(N, x.shape[1], dtype=rows.dtype), undefined(N, dtype=torch.float32)
     expanded[: len(order)], carried[: len(order)] = rows, scales
     index = torch.full((N,), -1, dtype=torch.int32)
@@ -134,13 +134,14 @@ def npu_grouped_matmul(
     """
     op = "npu_grouped_matmul"
     refuse_options(op, options)
-    one = [None if given is None else _single(op, given) for given in (x, weight, bias, scale, per_token_scale)]
+    operands = [None if tensors is None else _single(op, tensors) for tensors in (x, weight, bias, scale, per_token_scale)]
     if split_item not in (2, 3) or group_type != 0:
         raise LoweringError(f"{op}: split_item {split_item}, group_type {group_type}; legal is 2 or 3, and 0")
-    rows, w = require(op, "x", one[0], (*FLOATS, torch.int8), (2,)), require(op, "weight", one[1], (*FLOATS, torch.int8, torch.int32), (3,))
+    rows = require(op, "x", operands[0], (*FLOATS, torch.int8), (2,))
+    w = require(op, "weight", operands[1], (*FLOATS, torch.int8, torch.int32), (3,))
     bounds = group_bounds(op, group_list, group_list_type or 0, w.shape[0], rows.shape[0])
     if rows.dtype == torch.int8:
-        y = _quantised_groups(op, rows, w, one[3], one[4], one[2], bounds)
+        y = _quantised_groups(op, rows, w, operands[3], operands[4], operands[2], bounds)
         if w.dtype == torch.int32:
             rows.fill_(-128)
         return [y.to(dtype_of(op, output_dtype))]
@@ -148,7 +149,7 @@ def npu_grouped_matmul(
     refuse_options(op, {"scale": scale, "per_token_scale": per_token_scale})
     y = undefined(rows.shape[0], w.shape[2], dtype=torch.float32)
     for e, (low, high) in enumerate(bounds):
-        y[low:high] = rows[low:high].float() @ w[e].float() + (0.0 if one[2] is None else one[2][e].float())
+        y[low:high] = rows[low:high].float() @ w[e].float() + (0.0 if operands[2] is None else operands[2][e].float())
     return [y.to(rows.dtype if output_dtype is None else dtype_of(op, output_dtype))]
 
 

@@ -1,4 +1,4 @@
-"""Turns the operands of the NPU's operators over pools of state, caches and recurrent states, into their documented results on a CPU.
+"""CPU kernels of the NPU's operators over state pools: KV caches and recurrent states.
 
 Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu).
 """
@@ -15,17 +15,17 @@ from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, INDICES, refuse_options, require, require_shape, undefined
 
 MASK_SIZE = 2048
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 
 
 @functools.cache
 def causal_mask() -> torch.Tensor:
-    """The compressed mask [2048, 2048] that causal attention wants, whatever the lengths: true above the diagonal."""
+    """The compressed mask [2048, 2048] that causal attention takes for all lengths: true above the diagonal."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
 
 
-def _written(op: str, pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes rows [T, ...] into pool [S, ...] at slots [T]; a slot that is written twice ends undefined."""
+def _write(op: str, pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows [T, ...] into pool [S, ...] at slots [T]; a slot that is written twice becomes undefined."""
     if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < pool.shape[0]:
         raise LoweringError(f"{op}: slots from {int(at.min())} to {int(at.max())} are not all in a pool of {pool.shape[0]}")
     pool[at] = rows.to(pool.dtype)
@@ -54,13 +54,13 @@ def npu_scatter_pa_kv_cache_functional(
     if cache_mode != "Norm":
         raise LoweringError(f"{op}: cache_mode is {cache_mode!r}; legal is 'Norm', caches of [pages, P, G, D]")
     slots = require(op, "slot_mapping", slot_mapping, INDICES, (1,)).long()
-    kept = slots >= 0
+    valid = slots >= 0
     caches = []
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         require(op, name, rows, (require(op, f"{name}_cache", cache, FLOATS, (4,)).dtype,), (3,))
         require_shape(op, name, rows, (slots.shape[0], *cache.shape[2:]))
         new = cache.clone(memory_format=torch.contiguous_format)
-        _written(op, new.flatten(0, 1), slots[kept], rows[kept])
+        _write(op, new.flatten(0, 1), slots[valid], rows[valid])
         caches.append(new)
     return caches[0], caches[1]
 
@@ -77,12 +77,12 @@ def npu_scatter_nd_update_(pool: torch.Tensor, indices: torch.Tensor, updates: t
             raise LoweringError(f"{op}: indices from {int(place.min())} to {int(place.max())} are not all below the size {size}")
         flat = flat * size + place
     rows = pool.view(-1, *pool.shape[depth:])
-    _written(op, rows, flat.flatten(), updates.reshape(-1, *pool.shape[depth:]))
+    _write(op, rows, flat.flatten(), updates.reshape(-1, *pool.shape[depth:]))
     return pool
 
 
 def npu_scatter_nd_update(pool: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-    """The same into a copy of the pool."""
+    """`npu_scatter_nd_update_` on a copy of the pool."""
     return npu_scatter_nd_update_(pool.clone(memory_format=torch.contiguous_format), indices, updates)
 
 
@@ -106,7 +106,7 @@ def npu_fused_infer_attention_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over paged caches: query i of Lq sees keys j <= i + Lkv - Lq (sparse_mode 3), or all (sparse_mode 0).
 
-    A key that a query does not see has no part in its result, whatever it holds.
+    A key that a query does not see does not affect its result, even if it is NaN.
 
     Args:
         query: TND [T, H, D], BSND [B, Q, H, D] or BSH [B, Q, H*D].
@@ -117,7 +117,7 @@ def npu_fused_infer_attention_score(
         block_table: int32 [B, N] pages of each sequence.
 
     Returns:
-        o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] when not asked for. Rows beyond a sequence and
+        o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] without softmax_lse_flag. Rows beyond a sequence and
         rows that see nothing are undefined.
     """
     op = "npu_fused_infer_attention_score"
@@ -172,24 +172,24 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
     """One sequence: q [Lq, H, D], k [G, Lkv, D] f32, v [G, Lkv, Dv] f32; fills the rows of out and lse that see a key."""
     Lq, Lkv, per = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
-    seen = torch.ones(Lq, Lkv, dtype=torch.bool)
-    seen = seen.tril(Lkv - Lq) if causal else seen
-    some = seen.any(-1)
-    score = (q.float().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))[:, some]
-    # 0 * NaN is NaN: values of no meaning are summed as zeros, and then spoil those queries that see them.
+    visible = torch.ones(Lq, Lkv, dtype=torch.bool)
+    visible = visible.tril(Lkv - Lq) if causal else visible
+    live = visible.any(-1)
+    score = (q.float().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))[:, live]
+    # 0 * NaN is NaN: sum NaN values as zeros, then mark the queries that see one.
     mean = score.softmax(-1) @ torch.where(v.isfinite(), v, 0.0)
-    spoilt = seen[some].float() @ (~v.isfinite()).float() > 0
-    out[some] = mean.masked_fill(spoilt, float("nan")).transpose(0, 1).to(out.dtype)
-    lse[some] = score.logsumexp(-1).t()
+    poisoned = visible[live].float() @ (~v.isfinite()).float() > 0
+    out[live] = mean.masked_fill(poisoned, float("nan")).transpose(0, 1).to(out.dtype)
+    lse[live] = score.logsumexp(-1).t()
 
 
 def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
     if sparse_mode == 0 and mask is None:
         return
-    given = require(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), (2,))
-    if sparse_mode != 3 or given.shape != causal_mask().shape or not torch.equal(given.bool(), causal_mask()):
+    actual = require(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), (2,))
+    if sparse_mode != 3 or actual.shape != causal_mask().shape or not torch.equal(actual.bool(), causal_mask()):
         raise LoweringError(
-            f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(given.shape)}; legal is 0 and none, or 3 and the compressed one: "
+            f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(actual.shape)}; legal is 0 and none, or 3 and the compressed one: "
             f"[{MASK_SIZE}, {MASK_SIZE}], true above the diagonal"
         )
 
@@ -215,7 +215,7 @@ def npu_recurrent_gated_delta_rule_functional(
     """Token by token: `S = e^g S; d = beta (v - S k); S = S + d k'; o = S q * scale`, in float32.
 
     Args:
-        query, key: [T, Hk, Dk], unit length already; head j serves value heads j*r .. j*r+r-1.
+        query, key: [T, Hk, Dk], already of unit length; head j serves value heads j*r .. j*r+r-1.
         value: [T, Hv, Dv].
         state: [S, Hv, Dv, Dk] pool.
         beta: [T, Hv], default 1; g: f32 [T, Hv] log decay, default 0; scale: default Dk ** -0.5.
@@ -229,8 +229,8 @@ def npu_recurrent_gated_delta_rule_functional(
     op = "npu_recurrent_gated_delta_rule_functional"
     refuse_options(op, options)
     T, Hv, Dv = require(op, "value", value, FLOATS, (3,)).shape
-    for name, given, shape in (("query", query, key.shape), ("state", state, (state.shape[0], Hv, Dv, key.shape[-1]))):
-        require_shape(op, name, require(op, name, given, (value.dtype,)), shape)
+    for name, operand, shape in (("query", query, key.shape), ("state", state, (state.shape[0], Hv, Dv, key.shape[-1]))):
+        require_shape(op, name, require(op, name, operand, (value.dtype,)), shape)
     slots = require(op, "ssm_state_indices", ssm_state_indices, (torch.int32,), (1,))
     require_shape(op, "ssm_state_indices", slots, (T,))
     lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,))
@@ -240,10 +240,10 @@ def npu_recurrent_gated_delta_rule_functional(
     decay = torch.ones(T, Hv) if g is None else require(op, "g", g, (torch.float32,), (2,)).exp()
     write = torch.ones(T, Hv) if beta is None else beta.float()
     out, pool, start = undefined(T, Hv, Dv, dtype=value.dtype), state.clone(memory_format=torch.contiguous_format), 0
-    for length, taken in zip(lengths.tolist(), accepted.tolist(), strict=True):
-        if not (0 < length <= MOST_TOKENS and 0 < taken <= length and start + length <= T):
-            raise LoweringError(f"{op}: {length} tokens, {taken} accepted, from row {start} of {T}; legal is up to {MOST_TOKENS}")
-        S = state[slots[start + taken - 1]].float()
+    for length, count in zip(lengths.tolist(), accepted.tolist(), strict=True):
+        if not (0 < length <= MAX_TOKENS and 0 < count <= length and start + length <= T):
+            raise LoweringError(f"{op}: {length} tokens, {count} accepted, from row {start} of {T}; legal is up to {MAX_TOKENS}")
+        S = state[slots[start + count - 1]].float()
         for t in range(start, start + length):
             S = S * decay[t, :, None, None]
             delta = write[t, :, None] * (value[t].float() - (S * k[t, :, None]).sum(-1))

@@ -1,4 +1,4 @@
-"""Turns the name of an NPU operator or a collective into a CPU kernel with its documented meaning."""
+"""The CPU kernels of NPU operators and collectives, by name of the operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import kernels_dense as dense
 from . import kernels_group as group
 from . import kernels_moe as moe
 from . import kernels_state as state
-from .kernels_group import Call
+from .kernels_group import Arguments
 
 
 def _named(namespace: str, *kernels: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -42,11 +42,11 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 
-They take CPU tensors, refuse what they have no meaning for with LoweringError, and fill with NaN (integers: the lowest) every row that
-the documentation calls undefined. They also take float32 where the device has bfloat16 only, and keep it.
+They take CPU tensors, raise LoweringError for arguments that they do not implement, and fill every row that the documentation calls
+undefined with NaN (integers: the lowest value). They also take float32 where the device has bfloat16 only, and return float32.
 """
 
-GROUP_KERNELS: Mapping[str, Callable[[list[Call]], list[Any]]] = {
+GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
     **_named(
         "_c10d_functional",
         group.all_reduce,
@@ -78,9 +78,9 @@ def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         LoweringError: when the operator is no group kernel or the call names no group.
     """
     if op_name not in _GROUP_ARGUMENT:
-        raise LoweringError(f"{op_name} does not talk across ranks; those that do are {sorted(_GROUP_ARGUMENT)}")
+        raise LoweringError(f"{op_name} does not communicate; those that do are {sorted(_GROUP_ARGUMENT)}")
     position, name = _GROUP_ARGUMENT[op_name]
-    found = args[position] if len(args) > position else kwargs.get(name)
-    if not isinstance(found, str):
-        raise LoweringError(f"{op_name}: its group is {found!r}; legal is a name, such as 'tp', 'dp' or 'world'")
-    return found
+    group_name = args[position] if len(args) > position else kwargs.get(name)
+    if not isinstance(group_name, str):
+        raise LoweringError(f"{op_name}: its group is {group_name!r}; legal is a name, such as 'tp', 'dp' or 'world'")
+    return group_name

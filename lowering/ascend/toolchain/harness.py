@@ -1,4 +1,4 @@
-"""Turns an installed torch_npu into a torchair that converts graphs in this process, with CANN or without."""
+"""Loads torchair so that it converts graphs in this process, with CANN or without."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from .stubs import INSTALL, cann, find_compiler, stub_libraries, wheel_path
 
-# Answers given in CANN's place. Both differ between releases and chips only where a converter asks; none is asked elsewhere.
+# What converters are told about CANN's release and the chip where there is neither.
 ASSUMED_CANN = "8.5.0"
 ASSUMED_DEVICE = "Ascend910_9391"
 _ASSUMED_SOC = 250
 _FOREACH_DEVICES = ("cuda", "xpu", "mtia")
-# What torch_npu's and torchair's code imports, whatever their metadata says.
+# The distributions that torch_npu and torchair import; their metadata does not list all of them.
 DISTRIBUTIONS = ("torch_npu", "protobuf", "packaging", "PyYAML", "numpy")
 # What lowering imports besides; it leaves no trace in a graph.
 _OWN = ("pyelftools",)
@@ -34,7 +34,7 @@ OLDEST_PROTOBUF = 4
 
 @dataclass(frozen=True)
 class Torchair:
-    """What a converter needs of torchair; its modules carry no types.
+    """The parts of torchair that conversion uses; its modules have no type annotations.
 
     Attributes:
         torchair: the package, all of it loaded.
@@ -46,7 +46,7 @@ class Torchair:
         CompilerConfig: its configuration.
         decompositions: those torchair wants in `make_fx`, by op.
         find_converter: op -> its converter or None; one that only raises counts as a converter.
-        cann: what says that CANN is here, or None where stubs stand in for it.
+        cann: how CANN was found, or None where stub libraries replace it.
     """
 
     torchair: Any
@@ -81,21 +81,21 @@ def available(ascend_home: str | None = None) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Versions of what conversion imports, by distribution; what is not installed is not there."""
-    found = {}
+    """Versions of the distributions that conversion imports, by name, where installed."""
+    versions = {}
     for name in (*DISTRIBUTIONS, *_OWN, "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def lacking(versions: Mapping[str, str]) -> str | None:
-    """Why these versions, by distribution, cannot convert graphs together, or None."""
+    """Why distributions of these versions cannot convert graphs together, or None."""
     if missing := [name for name in (*DISTRIBUTIONS, *_OWN) if name not in versions]:
         return f"lowering to Ascend needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; {INSTALL}"
     if int(versions["protobuf"].split(".")[0]) < OLDEST_PROTOBUF:
         return f"protobuf is {versions['protobuf']}, lowering to Ascend needs {OLDEST_PROTOBUF} or newer; {INSTALL}"
-    # A torch_npu is built for one minor version of torch and is named after it.
+    # A torch_npu release works with the minor version of torch whose number it has.
     ours, torch = versions["torch_npu"], versions.get("torch", "not installed")
     if ours.split(".")[:2] != torch.split(".")[:2]:
         return f"torch_npu is {ours} and torch {torch}: legal is the same version of both; {INSTALL}"
@@ -105,7 +105,7 @@ def lacking(versions: Mapping[str, str]) -> str | None:
 def load(cache_dir: Path, ascend_home: str | None = None) -> Torchair:
     """Imports torchair so that its converter works in this process; later calls return the same record.
 
-    Without CANN, stub libraries are made in `cache_dir` and loaded, and what torchair asks CANN about is answered here.
+    Without CANN, stub libraries are built in `cache_dir` and loaded, and functions of torchair that ask CANN are replaced.
 
     Args:
         cache_dir: for the stub libraries.
@@ -122,29 +122,29 @@ def load(cache_dir: Path, ascend_home: str | None = None) -> Torchair:
 def _load(cache_dir: Path, ascend_home: str | None) -> Torchair:
     if reason := lacking(installed()):
         raise LoweringError(reason)
-    found = cann(ascend_home)
-    if found is None:
+    installation = cann(ascend_home)
+    if installation is None:
         preload(stub_libraries(cache_dir, ascend_home))
     try:
         with _quiet():
             torch_npu = importlib.import_module("torch_npu")
             importlib.import_module("torch_npu.dynamo")
             torchair = importlib.import_module("torchair")
-            # The package is lazy: it is imported by the first attribute asked for.
+            # The package is lazy: reading an attribute imports it.
             _ = torchair.CompilerConfig
-            # So are its operators: attention with lengths that are values registers when its file is.
+            # Importing this file registers the attention operator that takes lengths as tensors.
             importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
             converter = importlib.import_module("torchair._ge_concrete_graph.fx2ge_converter")
             ge = importlib.import_module("torchair._ge_concrete_graph.ge_apis")
             pb2 = importlib.import_module("torchair._ge_concrete_graph.ge_ir_pb2")
             utils = importlib.import_module("torchair._utils")
-            # Others are imported by the first conversion, and warn of their own source when nothing has compiled it before.
+            # The first conversion would import these, with SyntaxWarnings where they have not been compiled to bytecode.
             importlib.import_module("torchair.patterns._recover_view_inplace_pattern")
             importlib.import_module("torchair._ge_concrete_graph.graph_pass")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         raise LoweringError(f"torch_npu at {wheel_path()} cannot be imported: {error}") from error
-    if found is None:
-        _answer_for_cann()
+    if installation is None:
+        _replace_cann_queries()
     return Torchair(
         torchair=torchair,
         torch_npu=torch_npu,
@@ -155,12 +155,12 @@ def _load(cache_dir: Path, ascend_home: str | None) -> Torchair:
         CompilerConfig=torchair.CompilerConfig,
         decompositions=utils.get_npu_default_decompositions(),
         find_converter=converter._get_converter,
-        cann=found,
+        cann=installation,
     )
 
 
 def preload(libraries: list[Path]) -> None:
-    """Loads libraries so that what asks for their SONAMEs later gets them.
+    """Loads libraries into the process, so that later loads by their SONAMEs find them.
 
     Raises:
         LoweringError: one cannot be loaded; the cache is damaged.
@@ -174,7 +174,7 @@ def preload(libraries: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Undoes what the import does beside importing: it prints, warns of its own use of torch, and takes Ctrl-C over."""
+    """Suppresses the side effects of the import: prints, warnings about torch, and handlers for SIGINT and SIGTERM."""
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -188,32 +188,32 @@ def _quiet() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _answer_for_cann() -> None:
-    """Answers in CANN's place what conversion asks it; where the answer would come from a stub, torchair crashes."""
-    answers: dict[str, Callable[..., Any]] = {
+def _replace_cann_queries() -> None:
+    """Replaces the functions with which conversion queries CANN: the answer of a stub library would crash torchair."""
+    replacements: dict[str, Callable[..., Any]] = {
         "torchair._ge_concrete_graph.fx2ge_converter.initialize_graph_engine": lambda *_, **__: None,
         "torchair._ge_concrete_graph.compat_ir.is_cann_compat": lambda *_, **__: "",
         "torchair.core._torchair.get_registered_ir_def": _registered,
         "torch_npu.npu.get_device_name": lambda *_: ASSUMED_DEVICE,
         "torch_npu.op_plugin.meta._meta_registrations.get_soc_version": lambda: _ASSUMED_SOC,
-        # Optimizers ask this for every step, and torch_npu asks a device for the answer.
+        # Optimizers call this in every step, and torch_npu's version of it queries a device.
         "torch.optim.optimizer._get_foreach_kernels_supported_devices": lambda: list(_FOREACH_DEVICES),
         "torch_npu.npu.utils._is_gte_cann_version": lambda wanted, module="CANN": _release(wanted) <= _release(ASSUMED_CANN),
     }
-    for path, answer in answers.items():
+    for path, replacement in replacements.items():
         module, _, name = path.rpartition(".")
         if not hasattr(sys.modules.get(module), name):
             raise LoweringError(f"torch_npu {wheel_path()} has no {path}; it is of another version than this npucompile was written for")
-        setattr(sys.modules[module], name, answer)
-    # At exit it would finalize an engine that was never started.
+        setattr(sys.modules[module], name, replacement)
+    # It would finalize an engine that was never started.
     atexit.unregister(importlib.import_module("torchair.core._backend").finalize_graph_engine)
 
 
 def _registered(op_type: str) -> tuple[str, list[Any], list[Any], list[Any]]:
-    # An op without a converter is tried under its torch name in CamelCase; no CANN registers an op of such a name.
+    # torchair tries an op without a converter under its torch name in CamelCase, a name that no CANN registers.
     return "NOT_FOUND" if op_type.startswith("Npu") else "SUCCESS", [], [], []
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(8, 2) of "8.2.RC1": a candidate has what its release has."""
+    """(8, 2) of "8.2.RC1": a release candidate counts as its release."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())

@@ -1,6 +1,6 @@
-"""Turns a torch_npu wheel into shared libraries that stand in for CANN's: every symbol there, none does anything.
+"""Stub libraries that replace CANN's where there is none: they define every symbol that torch_npu needs, and do nothing.
 
-Conversion to a GE graph never calls CANN, but torch_npu's libraries cannot be loaded without the symbols they name.
+Conversion to a GE graph never calls CANN, but the loader refuses torch_npu's libraries while symbols are undefined.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ INSTALL = "pip install 'npucompile[npu]'"
 COMPILERS = ("cc", "gcc", "clang")
 PROBED = "libascendcl.so"
 _MARK = "npuc_stub"
-# Raised when what is written here changes, so that a cache of an older npucompile is not taken for a newer one's.
+# Increased when the stubs change, so that the cache of another npucompile version is not used.
 _RECIPE = 1
 
 
 def stub_libraries(cache_dir: Path, ascend_home: str | None = None, compiler: str | None = None) -> list[Path]:
-    """Libraries to load before `import torch_npu` where there is no CANN; made on first use, safe against other processes.
+    """Libraries to load before `import torch_npu` where there is no CANN; built on first use, also by several processes at once.
 
     Args:
-        cache_dir: made when missing; one directory per torch_npu version and machine goes in it.
-        ascend_home: where CANN is installed, as its own set-up script says it, or None.
+        cache_dir: created when missing; gets one directory per torch_npu version and machine.
+        ascend_home: where CANN is installed (`ASCEND_HOME_PATH`), or None.
         compiler: a C compiler's path; None looks for one.
 
     Returns:
-        Paths in the order of their names; their SONAMEs are those the wheel asks for.
+        Paths sorted by name; their SONAMEs are those that the wheel's libraries ask for.
 
     Raises:
-        LoweringError: CANN is there (stubs would hide it), or torch_npu or a compiler is not.
+        LoweringError: there is a CANN, which stubs would hide, or no torch_npu or no compiler.
     """
-    found = cann(ascend_home)
-    if found is not None:
-        raise LoweringError(f"stub libraries would hide the CANN of this machine ({found}); they are legal only where there is none")
+    installation = cann(ascend_home)
+    if installation is not None:
+        raise LoweringError(f"stub libraries would hide the CANN of this machine ({installation}); they are legal only where there is none")
     wheel = wheel_path()
     target = cache_dir / f"ascend-stubs-{_RECIPE}-torch_npu-{importlib.metadata.version('torch_npu')}-{platform.machine()}"
     if not target.exists():
-        _make(target, wheel, compiler or find_compiler())
+        _build(target, wheel, compiler or find_compiler())
     return sorted(target.glob("*.so"))
 
 
 def cann(ascend_home: str | None) -> str | None:
-    """What says that CANN is on this machine, or None; our own stubs, once loaded, do not count."""
+    """How CANN was found on this machine, or None; loaded stub libraries do not count."""
     if ascend_home:
         return f"ASCEND_HOME_PATH is {ascend_home}"
     try:
@@ -79,7 +79,7 @@ def find_compiler() -> str:
     """Path of a C compiler.
 
     Raises:
-        LoweringError: there is none; names what was looked for.
+        LoweringError: there is none; names the compilers that were looked for.
     """
     for name in COMPILERS:
         if path := shutil.which(name):
@@ -90,32 +90,32 @@ def find_compiler() -> str:
 
 
 def missing(wheel: Path) -> tuple[list[str], list[str]]:
-    """What the wheel's libraries need and this machine lacks: symbols, sorted, and library names, sorted."""
+    """Symbols and library names that the wheel's libraries need and this machine lacks, both sorted."""
     files = sorted(wheel.rglob("*.so"))
     tables = [read_symbols(path) for path in files]
     return _unresolved(tables), _absent(tables, {path.name for path in files})
 
 
 def source(symbols: Iterable[str]) -> str:
-    """C source in which every symbol is one function that returns 0; mangled names go in as assembler names."""
+    """C source that defines every symbol as an alias of one function that returns 0; mangled names are given as assembler names."""
     lines = [f"long {_MARK}(void) {{ return 0; }}"]
     lines += [f'long s{index}(void) __asm__("{name}") __attribute__((alias("{_MARK}")));' for index, name in enumerate(symbols)]
     return "\n".join(lines) + "\n"
 
 
 def _unresolved(tables: Iterable[Symbols]) -> list[str]:
-    """A name that torch, Python or what they load defines is real; one that only CANN could define is not there."""
+    """Symbols that neither the wheel, torch, Python nor anything they load defines."""
     tables = list(tables)
-    wanted = set().union(*(table.undefined for table in tables)) - set().union(*(table.defined for table in tables))
-    # The second handle sees Python itself; the first sees torch and, through it, the C and C++ runtimes.
-    known = [ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so")), ctypes.CDLL(None)]
-    return sorted(name for name in wanted if not any(hasattr(library, name) for library in known))
+    undefined = set().union(*(table.undefined for table in tables)) - set().union(*(table.defined for table in tables))
+    # The first handle finds torch's symbols and those of the C and C++ runtimes, the second those of Python.
+    loaded = [ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so")), ctypes.CDLL(None)]
+    return sorted(name for name in undefined if not any(hasattr(library, name) for library in loaded))
 
 
 def _absent(tables: Iterable[Symbols], own: set[str]) -> list[str]:
-    wanted = {name for table in tables for name in table.needed} - own
-    wanted -= {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
-    return sorted(name for name in wanted if not _loadable(name))
+    needed = {name for table in tables for name in table.needed} - own
+    needed -= {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
+    return sorted(name for name in needed if not _loadable(name))
 
 
 def _loadable(name: str) -> bool:
@@ -125,7 +125,7 @@ def _loadable(name: str) -> bool:
         return False
 
 
-def _make(target: Path, wheel: Path, compiler: str) -> None:
+def _build(target: Path, wheel: Path, compiler: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     symbols, libraries = missing(wheel)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
@@ -139,12 +139,14 @@ def _make(target: Path, wheel: Path, compiler: str) -> None:
         try:
             built.rename(target)
         except OSError:
-            # Another process was faster; what it renamed into place is complete, as ours would be.
+            # Another process was faster; its directory is complete too, as directories are renamed into place whole.
             if not target.is_dir():
                 raise
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LoweringError(f"{command[0]} cannot make stub CANN libraries (exit code {done.returncode}): {done.stderr.strip()[-2000:]}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise LoweringError(
+            f"{command[0]} cannot compile stub CANN libraries (exit code {result.returncode}): {result.stderr.strip()[-2000:]}"
+        )

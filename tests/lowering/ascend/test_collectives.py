@@ -90,5 +90,5 @@ def test_groups_that_are_no_symbols_go_where_torchair_sends_them(ta):
 
 
 def test_a_group_without_a_converter_of_torchairs_is_refused_by_name(ta):
-    with pytest.raises(LoweringError, match="talks in group 'nobody'; legal are tp, dp, world"):
+    with pytest.raises(LoweringError, match="is over group 'nobody'; legal are tp, dp, world"):
         converted(ta, lambda x: (c10.wait_tensor(c10.all_to_all_single(x, [4, 4], [4, 4], "nobody")),))

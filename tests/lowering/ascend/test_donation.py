@@ -200,13 +200,13 @@ def kept_once(s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 REFUSED: dict[Step, str] = {
-    read_beside: r"state.k is read by look, write and made anew by write; legal are one call .* whose results that call is computed from",
-    read_between: r"state.k is read by look, write_1 and made anew by write_1",
-    two_values: r"state.k is read by both, write and made anew by write",
+    read_beside: r"state.k is read by look, write and overwritten by write; legal are one call .* on whose results that call depends",
+    read_between: r"state.k is read by look, write_1 and overwritten by write_1",
+    two_values: r"state.k is read by both, write and overwritten by write",
     twice: r"state.k ends as a result of write, which takes arg0_1, arg0_1, .*; legal is a call that takes the pool, .* once",
-    dense_chain: r"state.k ends as a result of dense_1, which takes .*; legal is a call that takes the pool, or what an earlier call made",
-    swapped: r"state.k ends as arg1_1, which no call makes of it; legal is the pool itself, or what calls make of it",
-    exchanged: r"state.k ends as arg1_1, which no call makes of it",
+    dense_chain: r"state.k ends as a result of dense_1, which takes .*; legal is a call that takes the pool, or its value from an earlier",
+    swapped: r"state.k ends as arg1_1, which no call computes; legal is the pool itself, or a result of a call that takes it",
+    exchanged: r"state.k ends as arg1_1, which no call computes",
     viewed: r"peek returns a view of state.k, which write writes in place; legal are values of their own",
     told: r"state.v is written in place, and getitem_\d would be a result in its memory",
     told_before: r"state.v is written in place, and arg1_1 would be a result in its memory",
@@ -238,7 +238,7 @@ def test_a_value_that_is_unpacked_twice_is_one_value() -> None:
     assert pools_of[again] is pools_of[value]
     graph, signature = graph_of(read_between)
     unpacked_again(graph, "look")
-    with pytest.raises(LoweringError, match=r"state.k is read by look, write_1 and made anew by write_1"):
+    with pytest.raises(LoweringError, match=r"state.k is read by look, write_1 and overwritten by write_1"):
         donations(graph, signature)
     graph, signature = graph_of(twice_again)
     unpacked_again(graph, "write")

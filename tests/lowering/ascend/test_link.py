@@ -60,7 +60,7 @@ def test_layers_are_converted_once_a_kind_and_copied_for_each(ta, monkeypatch):
     check(ge_file, signature)
 
 
-def test_a_stitched_graph_is_the_graph_that_torchair_makes_of_the_whole(ta):
+def test_a_linked_graph_is_the_graph_that_torchair_makes_of_the_whole(ta):
     graph, signature = gb.two_kinds(4)
     ge_file = link(graph, signature, ta)
     whole = convert_body(gb.inlined(graph), ta)

@@ -262,7 +262,7 @@ def test_what_nothing_puts_in_order_is_refused() -> None:
         x, a = block("one", one, (), i["x"], s["a"])
         return {"x": x, "y": y}, {**s, "a": a}
 
-    with pytest.raises(LoweringError, match=r"state.a is read by look, one and made anew by one; legal are one call"):
+    with pytest.raises(LoweringError, match=r"state.a is read by look, one and overwritten by one; legal are one call"):
         lower(toy(forward))
 
 

@@ -12,7 +12,7 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import ExecutionRecord
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.bench import speculation as module
 from npucompile.tools.bench.report import as_text
 from npucompile.tools.bench.speculation import WITH, WITHOUT, Rounds, TextLoad, check, read_prompts, row, speculation
@@ -69,7 +69,7 @@ def test_rounds_are_counted_by_each_side() -> None:
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path, tiny_artifact: Path) -> None:
-    codec = TextCodec.load(tiny_artifact / str(Artifact.open(tiny_artifact).manifest.tokenizer))
+    codec = TextTokenizer.load(tiny_artifact / str(Artifact.open(tiny_artifact).manifest.tokenizer))
     (tmp_path / "prompts.txt").write_text("a bc\n\n  \nd\n")
     assert read_prompts(tmp_path / "prompts.txt", codec) == (tuple(codec.encode("a bc")), tuple(codec.encode("d")))
     (tmp_path / "none.txt").write_text("\n \n")

@@ -12,7 +12,7 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import registry
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.bench import build as bench_build
 from npucompile.tools.bench import machine, peer, speculation
 from npucompile.tools.bench.report import Column, Table
@@ -119,7 +119,7 @@ def test_drafting_is_compared_with_the_same_artifact_without_it(
     with_drafts, without = (dict(zip(said[1::2], said[2::2], strict=True)) for said in words)
     assert {**with_drafts, "--speculative-tokens": "0"} == without
     assert words[0][0] == words[1][0]
-    codec = TextCodec.load(own_artifact / str(drafting.manifest.tokenizer))
+    codec = TextTokenizer.load(own_artifact / str(drafting.manifest.tokenizer))
     assert texts == (tuple(codec.encode("one")), tuple(codec.encode("two")))
     assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
     # Once it is there it is brought up to date, and nothing is left to do.

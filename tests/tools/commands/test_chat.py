@@ -11,7 +11,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.run import serving, websocket_url
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.serve.offline import complete
 from npucompile.tools.serve.serving import start_service
 
@@ -27,7 +27,7 @@ def server(tiny_artifact):
 def test_an_answer_is_what_the_model_says_offline(tmp_path, tiny_artifact, server):
     running, url = server
     artifact = Artifact.open(tiny_artifact)
-    codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
+    codec = TextTokenizer.load(tiny_artifact / artifact.manifest.tokenizer)
     sampling = Sampling(0.9, 50, 0.95, 0.001, seed=11)
     (done,) = complete(CpuExecutor(artifact), [codec.encode("in the")], sampling, 20, frozenset(artifact.manifest.model["eos_ids"]))
     options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--seed", 11)

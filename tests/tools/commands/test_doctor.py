@@ -1,4 +1,4 @@
-"""tools/commands/doctor.py: a table or JSON, and a status that scripts can use."""
+"""tools/commands/doctor.py: each line says what is there and what to do; only what the CPU needs makes the machine unfit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,145 @@ from click.testing import CliRunner
 from npucompile.graphs.errors import LoweringError
 from npucompile.tools.cli import Home
 from npucompile.tools.commands import doctor
-from npucompile.tools.doctor import look
+from npucompile.tools.commands.doctor import ABSENT, MISSING, OK, Host, examine, healthy, look, verdict
+
+VERSIONS = {
+    "torch": "2.13.0+cpu",
+    "torch_npu": "2.13.0",
+    "protobuf": "7.36.2",
+    "packaging": "26.3",
+    "PyYAML": "6.0",
+    "numpy": "2.4",
+    "pyelftools": "0.33",
+}
+
+LAPTOP = Host(
+    python="3.12.1",
+    wanted_python="3.11",
+    versions=VERSIONS,
+    wanted_torch="2.13.0",
+    cpu="A CPU, 2 cores",
+    cxx="gcc version 12.2.0 at g++",
+    cc="/usr/bin/cc",
+    cann=None,
+    npus=(),
+    memory_bytes=8 * 2**30,
+)
+
+
+def by_name(machine):
+    return {check.name: check for check in examine(machine)}
+
+
+def without(*names):
+    return {name: version for name, version in VERSIONS.items() if name not in names}
+
+
+def test_a_complete_laptop_builds_everything_and_runs_on_its_cpu():
+    checks = examine(LAPTOP)
+    assert {check.name for check in checks if check.state != OK} == {"CANN runtime"}
+    assert healthy(checks)
+    assert [line.split(": ")[1] for line in verdict(checks)] == ["yes", "yes", "no, see CANN runtime"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "advice"),
+    [
+        ({"python": "3.10.9"}, "python", "install Python 3.11 or newer"),
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "torch", "pip install torch==2.13.0"),
+        ({"versions": without("torch")}, "torch", "pip install torch==2.13.0"),
+        ({"cxx": LoweringError("install g++ (apt install g++)")}, "C++ compiler", "install g++ (apt install g++)"),
+        ({"memory_bytes": 2**30}, "memory", "a build needs 2 GiB"),
+    ],
+)
+def test_what_the_cpu_needs_makes_the_machine_unfit(change, name, advice):
+    checks = examine(replace(LAPTOP, **change))
+    found = {check.name: check for check in checks}[name]
+    assert found.state == MISSING
+    assert advice in found.advice
+    assert not healthy(checks)
+    assert all(f"no, see {name}" in line for line in verdict(checks))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "advice"),
+    [
+        ({"versions": without("torch_npu")}, "torch_npu extra", "pip install 'npucompile[npu]'"),
+        ({"versions": {**VERSIONS, "protobuf": "3.20.3"}}, "torch_npu extra", "protobuf is 3.20.3"),
+        ({"cc": LoweringError("install one")}, "C compiler for stub CANN libraries", "install one"),
+    ],
+)
+def test_what_only_ascend_needs_does_not(change, name, advice):
+    checks = examine(replace(LAPTOP, **change))
+    found = {check.name: check for check in checks}[name]
+    assert (found.state, found.needed_for) == (MISSING, "ascend")
+    assert advice in found.advice
+    assert healthy(checks)
+    assert [line.split(": ")[1].split(",")[0] for line in verdict(checks)] == ["yes", "no", "no"]
+
+
+def test_with_cann_stubs_are_not_asked_for_and_npus_are():
+    server = replace(LAPTOP, cann="ASCEND_HOME_PATH is /usr/local/Ascend", cc=LoweringError("none"), npus=("davinci0", "davinci1"))
+    found = by_name(server)
+    assert "C compiler for stub CANN libraries" not in found
+    assert "CANN runtime" not in found
+    assert found["CANN"].found == "ASCEND_HOME_PATH is /usr/local/Ascend"
+    assert found["NPU devices"].found == "2 (davinci0 to davinci1)"
+    assert all(line.endswith("yes") for line in verdict(examine(server)))
+    bare = by_name(replace(server, npus=()))["NPU devices"]
+    assert (bare.state, bare.found) == (ABSENT, "none")
+    assert "/dev/davinci0" in bare.advice
+
+
+def test_a_system_that_does_not_tell_its_memory_is_given_the_benefit():
+    assert by_name(replace(LAPTOP, memory_bytes=0))["memory"].state == OK
+
+
+def test_any_torch_will_do_where_none_is_pinned():
+    assert by_name(replace(LAPTOP, wanted_torch="", versions={**VERSIONS, "torch": "2.99"}))["torch"].state == OK
+
+
+def test_memory_is_read_from_the_system():
+    text = "MemTotal:       32000000 kB\nMemFree: 1 kB\nMemAvailable:    2048 kB\n"
+    assert doctor.available_bytes(text) == 2 * 2**20
+    assert doctor.available_bytes("") == 0
+
+
+def test_npus_are_counted_by_their_device_files_in_order(tmp_path):
+    for name in ("davinci10", "davinci2", "davinci_manager", "davinci", "null"):
+        (tmp_path / name).touch()
+    assert doctor.npu_files(tmp_path) == ["davinci2", "davinci10"]
+
+
+def test_the_pinned_version_is_found_among_requirements():
+    wanted = ["torch-geometric==1.0", "numpy>=2.0", "torch==2.13.0", "torch_npu==2.13.0; extra == 'npu'"]
+    assert doctor.pinned(wanted, "torch") == "2.13.0"
+    assert doctor.pinned(wanted, "torch_npu") == "2.13.0"
+    assert doctor.pinned(wanted, "numpy") == ""
+
+
+def test_this_machine_can_be_looked_at():
+    machine = look({})
+    assert machine.wanted_torch
+    assert machine.versions["torch"].split("+")[0] == machine.wanted_torch
+    assert machine.memory_bytes > 0
+    assert "cores" in machine.cpu
+    assert machine.cann is None
+    assert look({"ASCEND_HOME_PATH": "/opt/cann"}).cann == "ASCEND_HOME_PATH is /opt/cann"
+    assert json.dumps([check.found for check in examine(machine)])
+
+
+def test_a_missing_compiler_is_a_line_and_no_crash(monkeypatch):
+    def none():
+        raise LoweringError("none found")
+
+    monkeypatch.setattr(doctor, "compiler", none)
+    monkeypatch.setattr(doctor, "find_compiler", none)
+    machine = look({})
+    assert (str(machine.cxx), str(machine.cc)) == ("none found", "none found")
+
+
+# --- the command ---
 
 
 @pytest.fixture

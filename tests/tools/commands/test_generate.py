@@ -14,7 +14,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
-from npucompile.server.tokenizer import TextCodec
+from npucompile.server.tokenizer import TextTokenizer
 from npucompile.tools.commands.generate import parse_ids
 from npucompile.tools.serve.offline import complete
 
@@ -25,7 +25,7 @@ PROMPT = "in the"
 def expected(tiny_artifact):
     """What six tokens after the prompt are."""
     artifact = Artifact.open(tiny_artifact)
-    codec = TextCodec.load(tiny_artifact / artifact.manifest.tokenizer)
+    codec = TextTokenizer.load(tiny_artifact / artifact.manifest.tokenizer)
     ids = codec.encode(PROMPT)
     (done,) = complete(CpuExecutor(artifact), [ids], Sampling(), 6, frozenset())
     return ids, done.token_ids, codec.decode(done.token_ids)
@@ -108,8 +108,8 @@ def test_log_probabilities_are_told_as_a_server_tells_them(tmp_path, tiny_artifa
     told = generated(tmp_path, *asked, "--logprobs", 2)
     assert told["token_ids"] == list(tokens)
     assert [entry["token_id"] for entry in told["logprobs"]] == list(tokens)
-    codec = TextCodec.load(tiny_artifact / Artifact.open(tiny_artifact).manifest.tokenizer)
-    assert [(entry["token"], bytes(entry["bytes"])) for entry in told["logprobs"]] == list(map(codec.spell, tokens))
+    codec = TextTokenizer.load(tiny_artifact / Artifact.open(tiny_artifact).manifest.tokenizer)
+    assert [(entry["token"], bytes(entry["bytes"])) for entry in told["logprobs"]] == list(map(codec.token_text, tokens))
     for entry in told["logprobs"]:
         best, next_best = entry["top_logprobs"]
         assert {**entry, "top_logprobs": None} == {**best, "top_logprobs": None}

@@ -194,7 +194,7 @@ def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_th
 
 def start_codec(path):
     artifact = Artifact.open(path)
-    return module.TextCodec.load(path / artifact.manifest.tokenizer)
+    return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
 
 
 def test_its_proof_is_repeated_and_shown(swapped):

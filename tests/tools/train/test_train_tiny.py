@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from npucompile.tools.train import train_tiny
-from npucompile.tools.train.train_tiny import Plan
+from npucompile.tools.train.train_tiny import Phase
 
 
 def test_the_step_size_rises_stays_and_falls_to_zero() -> None:
-    plan = Plan(steps=1000, decay=200, tokens=64, length=16)
-    factors = [plan.factor(step) for step in range(plan.steps)]
+    phase = Phase(steps=1000, decay=200, tokens=64, length=16)
+    factors = [phase.factor(step) for step in range(phase.steps)]
     assert factors[0] == pytest.approx(1 / train_tiny.WARMUP)
     assert factors[train_tiny.WARMUP : 800] == [1.0] * (800 - train_tiny.WARMUP)
     assert factors[-1] == pytest.approx(1 / 200)
@@ -20,7 +20,7 @@ def test_the_step_size_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_a_longer_run_shares_its_first_steps_and_windows_double_in_the_descent() -> None:
-    short, long = Plan(1000, 200, 64, 16), Plan(3000, 200, 64, 16)
+    short, long = Phase(1000, 200, 64, 16), Phase(3000, 200, 64, 16)
     assert [short.factor(s) for s in range(800)] == [long.factor(s) for s in range(800)]
     assert (short.window(799), short.window(800)) == (16, 32)
 
@@ -45,10 +45,10 @@ def test_gradients_of_a_split_batch_are_those_of_the_whole(parts: int) -> None:
     assert terms == pytest.approx([float(loss(windows)[0].detach()), norm])
 
 
-def test_a_resumed_journal_keeps_rows_up_to_its_step(tmp_path) -> None:
+def test_a_resumed_curve_keeps_rows_up_to_its_step(tmp_path) -> None:
     path = tmp_path / "curve" / "loss.csv"
-    first = train_tiny.Journal(path, ("step", "tokens", "loss", "val"), 0)
+    first = train_tiny.LossCurve(path, ("step", "tokens", "loss", "val"), 0)
     first.add(10, 640, 7.5, None)
     first.add(20, 1280, 7.25, 7.125)
-    train_tiny.Journal(path, ("step", "tokens", "loss", "val"), 10).add(20, 1280, 7.0, None)
+    train_tiny.LossCurve(path, ("step", "tokens", "loss", "val"), 10).add(20, 1280, 7.0, None)
     assert path.read_text().splitlines() == ["step,tokens,loss,val", "10,640,7.5000,", "20,1280,7.0000,"]

@@ -356,7 +356,7 @@ def test_members_that_disagree_are_refused() -> None:
         interpreter([[torch.zeros(2)], [torch.zeros(3)]])
     hand = Hand()
     gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="hccl_0")
-    with pytest.raises(LoweringError, match=r"talks over group 'hccl_0'; this mesh has \['dp', 'tp', 'world'\]"):
+    with pytest.raises(LoweringError, match=r"communicates over group 'hccl_0'; this mesh has \['dp', 'tp', 'world'\]"):
         GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))([[torch.zeros(2)]] * 2)
 
 
@@ -463,6 +463,6 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
 
 
 def test_every_type_has_one_meaning() -> None:
-    tables = (ge_interpreter.MATH, ge_interpreter.SHAPE, ge_interpreter.FUSED, ge_interpreter.TOGETHER)
-    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_interpreter.TOGETHER)
-    assert not set(FUNCTIONS) & set(ge_interpreter.TOGETHER)
+    tables = (ge_interpreter.MATH, ge_interpreter.SHAPE, ge_interpreter.FUSED, ge_interpreter.GROUP_FUNCTIONS)
+    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_interpreter.GROUP_FUNCTIONS)
+    assert not set(FUNCTIONS) & set(ge_interpreter.GROUP_FUNCTIONS)

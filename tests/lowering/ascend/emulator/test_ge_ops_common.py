@@ -67,32 +67,32 @@ def test_inputs_are_found_by_name() -> None:
     x, y = torch.ones(2), torch.zeros(3)
     call = gc.call("Thing", {"x0": x, "x1": y, "xs": torch.ones(1), "bias": None})
     assert call.tensors("x") == [x, y]
-    assert call.maybe("bias") is None
-    assert call.maybe("unheard_of") is None
+    assert call.optional("bias") is None
+    assert call.optional("unheard_of") is None
     with pytest.raises(LoweringError, match=r"op \(Thing\): input bias is absent; it has x0, x1, xs"):
         call.tensor("bias")
 
 
 def test_an_empty_tensor_stands_for_an_absent_one() -> None:
     call = gc.call("Thing", {"bias0": torch.empty(0), "scale0": torch.ones(2)})
-    assert call.filled("bias") is None
-    assert torch.equal(call.filled("scale"), torch.ones(2))
+    assert call.single("bias") is None
+    assert torch.equal(call.single("scale"), torch.ones(2))
 
 
 def test_integers_are_read_from_tensors() -> None:
     call = gc.call("Thing", {"shape": gc.i64(2, -1), "axis": torch.tensor(3, dtype=torch.int32), "x": torch.ones(1)})
-    assert call.ints("shape") == [2, -1]
-    assert call.one("axis") == 3
+    assert call.integers("shape") == [2, -1]
+    assert call.integer("axis") == 3
     with pytest.raises(LoweringError, match=r"shape is \[2, -1\]; legal is one number"):
-        call.one("shape")
+        call.integer("shape")
     with pytest.raises(LoweringError, match=r"x is torch\.float32; legal are int32 and int64"):
-        call.ints("x")
+        call.integers("x")
 
 
 def test_int4_is_no_tensor() -> None:
     words = Int4(torch.zeros(2, dtype=torch.int32))
     call = gc.call("Thing", {"x": words})
-    assert call.held("x") is words
+    assert call.value("x") is words
     with pytest.raises(LoweringError, match=r"x is int4 \(2,\) \(packed\)"):
         call.tensor("x")
 
@@ -110,19 +110,19 @@ def test_dtypes_are_those_of_ge() -> None:
 def test_what_nobody_asked_for_is_refused() -> None:
     call = gc.call("Thing", {"x": torch.ones(1), "mask": torch.ones(1), "bias": None}, axis=1, fusion=0)
     call.tensor("x")
-    call.legal(axis=1)
+    call.expect(axis=1)
     with pytest.raises(LoweringError, match=r"has fusion, mask, which the interpreter does not know; it knows axis, x"):
         call.finish()
     call.ignore("fusion")
-    call.maybe("mask")
+    call.optional("mask")
     call.finish()
 
 
 def test_attributes_of_other_values_are_refused() -> None:
     call = gc.call("Thing", mode="edge")
     with pytest.raises(LoweringError, match=r"op \(Thing\): attribute mode is 'edge'; the interpreter knows 'constant' only"):
-        call.legal(mode="constant")
-    call.legal(other=3)
+        call.expect(mode="constant")
+    call.expect(other=3)
 
 
 def test_forms_of_one_and_two_inputs() -> None:

@@ -13,7 +13,7 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
-from npucompile.lowering.ascend.emulator.ge_ops_group import TOGETHER, group_of
+from npucompile.lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from npucompile.lowering.ascend.inspect_ge import census
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -98,7 +98,7 @@ def test_dispatched_rows_are_quantised_and_masked(ta: Any) -> None:
 def together(kind: str, inputs: list[dict[str, Any]], **attrs: Any) -> list[Any]:
     calls = [gc.call(kind, one, **attrs) for one in inputs]
     assert all(group_of(call) for call in calls)
-    results = TOGETHER[kind](calls)
+    results = GROUP_FUNCTIONS[kind](calls)
     for call in calls:
         call.finish()
     return results
@@ -125,7 +125,7 @@ def test_uneven_parts_are_counted_in_elements() -> None:
 
 def test_every_operator_is_tested() -> None:
     moe = {"MoeDistributeDispatchV2", "MoeDistributeCombineV2"}
-    assert {kind for kind, *_ in CASES} | {"HcomAllToAllV"} | moe == set(TOGETHER)
+    assert {kind for kind, *_ in CASES} | {"HcomAllToAllV"} | moe == set(GROUP_FUNCTIONS)
 
 
 ROWS = gc.draw(4, 2)

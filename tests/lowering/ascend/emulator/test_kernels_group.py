@@ -21,7 +21,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=step, atol=step * 0.2)
 
 
-def calls(xs: list[torch.Tensor], *rest: object) -> list[group.Call]:
+def calls(xs: list[torch.Tensor], *rest: object) -> list[group.Arguments]:
     return [((x, *rest), {}) for x in xs]
 
 

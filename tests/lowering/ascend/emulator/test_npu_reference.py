@@ -13,7 +13,7 @@ import torch
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.emulator import kernels_state
-from npucompile.lowering.ascend.emulator.kernels_group import Call
+from npucompile.lowering.ascend.emulator.kernels_group import Arguments
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS, group_of
 
 bf16, i8, i32, i64, f32 = torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.float32
@@ -23,7 +23,7 @@ def t(*shape: int, d: torch.dtype = bf16) -> torch.Tensor:
     return torch.ones(*shape, dtype=d)
 
 
-def attention(layout: str, **more: Any) -> Call:
+def attention(layout: str, **more: Any) -> Arguments:
     query = {"TND": t(6, 4, 32), "BSND": t(2, 3, 4, 32), "BSH": t(2, 3, 128)}[layout]
     ends = torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3])
     options = {
@@ -40,7 +40,7 @@ def attention(layout: str, **more: Any) -> Call:
     return (query, t(3, 16, 64), t(3, 16, 64)), options | more
 
 
-def delta(**more: Any) -> Call:
+def delta(**more: Any) -> Arguments:
     options = {
         "beta": t(4, 4),
         "scale": 1.0,
@@ -52,7 +52,7 @@ def delta(**more: Any) -> Call:
     return (t(4, 2, 8), t(4, 2, 8), t(4, 4, 16), t(5, 4, 16, 8)), options | more
 
 
-def routing(**more: Any) -> Call:
+def routing(**more: Any) -> Arguments:
     options = {"active_num": 8, "expert_num": 6, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [1, 4]}
     return (t(4, 16), torch.tensor([[1, 2]] * 4, dtype=i32)), options | more
 
@@ -60,7 +60,7 @@ def routing(**more: Any) -> Call:
 COUNTS = torch.tensor([2, 1, 2])
 GROUPS = {"group_list": COUNTS, "split_item": 2, "group_type": 0, "group_list_type": 1}
 
-CASES: list[tuple[str, Callable[[], Call]]] = [
+CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_rms_norm.default", lambda: ((t(2, 3, 16), t(16), 1e-6), {})),
     ("npu.npu_add_rms_norm.default", lambda: ((t(4, 16), t(4, 16), t(16), 1e-6), {})),
     ("npu.npu_add_rms_norm_dynamic_quant.default", lambda: ((t(4, 16), t(4, 16), t(16)), {"epsilon": 1e-5})),
@@ -127,7 +127,7 @@ CASES: list[tuple[str, Callable[[], Call]]] = [
 ]
 
 
-def dispatch(**more: Any) -> Call:
+def dispatch(**more: Any) -> Arguments:
     return (t(4, 16), torch.tensor([[0, 2], [3, 1], [0, 7], [4, 5]], dtype=i32), "world", 2, 0, 8), more
 
 
@@ -135,7 +135,7 @@ def sent(r: int) -> tuple[torch.Tensor, ...]:
     return tuple(GROUP_KERNELS["npu.npu_moe_distribute_dispatch_v2.default"]([dispatch(), dispatch()])[r])
 
 
-GROUP_CASES: list[tuple[str, Callable[[int], Call]]] = [
+GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
     ("_c10d_functional.all_reduce.default", lambda r: ((t(4, 2), "sum", "tp"), {})),
     ("_c10d_functional.all_gather_into_tensor.default", lambda r: ((t(4, 2), 2, "dp"), {})),
     ("_c10d_functional.reduce_scatter_tensor.default", lambda r: ((t(4, 2), "sum", 2, "world"), {})),
@@ -156,7 +156,7 @@ def told(results: Any) -> list[list[Any]]:
     return [[list(x.shape), str(x.dtype)] for x in flat]
 
 
-def ask_torch_npu(cases: list[tuple[str, Call]], cache_dir: Path) -> list[list[list[Any]]]:
+def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[list[list[Any]]]:
     """Shapes and dtypes that the operators' Meta kernels give; the caller's process is not for torch_npu."""
     from npucompile.lowering.ascend.toolchain import harness
 
@@ -218,7 +218,7 @@ def test_every_kernel_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), GROUP_CASES, ids=[name.split(".")[1] for name, _ in GROUP_CASES])
-def test_groups_are_found_in_the_arguments(name: str, case: Callable[[int], Call]) -> None:
+def test_groups_are_found_in_the_arguments(name: str, case: Callable[[int], Arguments]) -> None:
     args, kwargs = case(0)
     wanted = next(a for a in args if a in ("tp", "dp", "world"))
     assert group_of(name, args, kwargs) == wanted
@@ -229,7 +229,7 @@ def test_groups_are_found_in_the_arguments(name: str, case: Callable[[int], Call
 
 
 def test_what_does_not_talk_has_no_group() -> None:
-    with pytest.raises(LoweringError, match=r"npu.npu_linear.default does not talk across ranks"):
+    with pytest.raises(LoweringError, match=r"npu.npu_linear.default does not communicate"):
         group_of("npu.npu_linear.default", (), {})
     with pytest.raises(LoweringError, match="its group is None"):
         group_of("_c10d_functional.all_reduce.default", (t(1), "sum"), {})
