@@ -3,27 +3,27 @@
 import torch
 
 
-def read_slots(pool: torch.Tensor, read: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def read_states(pool: torch.Tensor, read: torch.Tensor, num_computed_tokens: torch.Tensor) -> torch.Tensor:
     """States the rows start from.
 
     Args:
         pool: [S, ...].
         read: [B] slot of each row.
-        starts: [B] tokens before this step; a row with 0 starts from zeros whatever its slot holds.
+        num_computed_tokens: [B] tokens before this step; a row with 0 starts from zeros whatever its slot holds.
 
     Returns:
         [B, ...], dtype of the pool.
     """
-    fresh = (starts == 0).view(-1, *(1,) * (pool.dim() - 1))
+    fresh = (num_computed_tokens == 0).view(-1, *(1,) * (pool.dim() - 1))
     return torch.where(fresh, torch.zeros((), dtype=pool.dtype, device=pool.device), pool.index_select(0, read))
 
 
-def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> torch.Tensor:
+def states_to_write(write: torch.Tensor, query_lens: torch.Tensor, q_len: int) -> torch.Tensor:
     """Number of a row's tokens that each written state has consumed.
 
     Args:
         write: [B, W]; W == q_len stores the state after every token, W == 1 after the last valid token.
-        lengths: [B] valid tokens.
+        query_lens: [B] valid tokens.
         q_len: Q.
 
     Returns:
@@ -31,10 +31,10 @@ def states_to_write(write: torch.Tensor, lengths: torch.Tensor, q_len: int) -> t
     """
     if write.shape[1] == q_len:
         return torch.arange(1, q_len + 1, dtype=torch.int32, device=write.device).expand(write.shape)
-    return lengths[:, None]
+    return query_lens[:, None]
 
 
-def write_slots_npu(pool: torch.Tensor, write: torch.Tensor, states: torch.Tensor) -> None:
+def write_states_npu(pool: torch.Tensor, write: torch.Tensor, states: torch.Tensor) -> None:
     """Stores states in their slots, in place, by an operator of the NPU.
 
     GE orders it after the reads of the pool that the states depend on, and after no other read.

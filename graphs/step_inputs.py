@@ -37,16 +37,16 @@ _I32, _F32 = torch.int32, torch.float32
 
 STEP_INPUTS = (
     StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),
-    StepInput("starts", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),
-    StepInput("lengths", "B", _I32, "valid tokens of the row; 0 in a row of padding", kind="prefill"),
-    StepInput("read_slots", "B", _I32, "state slot to start from; not read where starts is 0", kind="prefill"),
+    StepInput("num_computed_tokens", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),
+    StepInput("query_lens", "B", _I32, "valid tokens of the row; 0 in a row of padding", kind="prefill"),
+    StepInput("state_slots_in", "B", _I32, "state slot to start from; not read where starts is 0", kind="prefill"),
     StepInput("next_tokens", "B", _I32, "prompt token after the row's last one; -1 where it is sampled", -1, "prefill", "drafts"),
     StepInput("drafts", "B", _I32, "how many of the row's drafts are verified, 0 to k", kind="decode"),
     StepInput("base", "B", _I32, "smallest position at which the row can start, for all the host knows", kind="decode"),
-    StepInput("seats", "B", _I32, "request slot (models/request_slots.py); 0, the null slot, in a row of padding"),
+    StepInput("request_slots", "B", _I32, "request slot (models/request_slots.py); 0, the null slot, in a row of padding"),
     StepInput("page_table", "BN", _I32, "the request's pages in order of position; unused entries hold the null page 0"),
     # In decode all slots of the request, in the same order at every step.
-    StepInput("write_slots", "BW", _I32, "state slots to write: one after each token (decode), or one after the last (prefill)"),
+    StepInput("state_slots_out", "BW", _I32, "state slots to write: one after each token (decode), or one after the last (prefill)"),
     StepInput("temperature", "B", _F32, "sampling, as in graphs.ops.sample; 0 is greedy"),
     StepInput("top_k", "B", _I32, "sampling; 0 keeps all tokens"),
     StepInput("top_p", "B", _F32, "sampling; 1 keeps all tokens", padding=1),
@@ -57,8 +57,8 @@ STEP_INPUTS = (
 )
 """All inputs, in the order of a graph's leaves."""
 
-LAYER_INPUTS = ("tokens", "page_table", "starts", "lengths", "read_slots", "write_slots")
-"""The inputs that a model's layers read. A decode step reads tokens, starts, lengths and read_slots from the request slots."""
+LAYER_INPUTS = ("tokens", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
+"""The inputs that a model's layers read. Of these, a decode step finds all but page_table and state_slots_out in the request slots."""
 
 
 @dataclass(frozen=True)

@@ -284,8 +284,8 @@ class Limits:
         return self.max_model_len // self.page_size
 
     @property
-    def num_seats(self) -> int:
-        """Requests in flight, plus the null seat 0."""
+    def num_request_slots(self) -> int:
+        """Requests in flight, plus the null request slot 0."""
         return (self.num_slots - 1) // self.slots_per_request + 1
 
 

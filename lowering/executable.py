@@ -31,7 +31,7 @@ class Executable(Protocol):
         """Runs one step."""
 
 
-def load_compiled(path: Path, name: str, place: Place = HERE) -> Executable:
+def open_executable(path: Path, name: str, place: Place = HERE) -> Executable:
     """Opens what backend `name` compiled; nothing is traced or compiled.
 
     Raises:

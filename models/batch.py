@@ -19,7 +19,8 @@ class Batch:
         size, q_len: B and Q.
         tokens: [T] ids.
         cos, sin: [T, R/2] f32 rotary angles.
-        page_table, starts, lengths, read_slots, write_slots: as in graphs/step_inputs.py; in decode they are those of the candidates.
+        page_table, num_computed_tokens, query_lens, state_slots_in, state_slots_out: as in graphs/step_inputs.py; in decode those
+            of the candidates.
     """
 
     size: int
@@ -28,21 +29,21 @@ class Batch:
     cos: torch.Tensor
     sin: torch.Tensor
     page_table: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    read_slots: torch.Tensor
-    write_slots: torch.Tensor
+    num_computed_tokens: torch.Tensor
+    query_lens: torch.Tensor
+    state_slots_in: torch.Tensor
+    state_slots_out: torch.Tensor
 
     @staticmethod
     def of(inputs: Tree, rotary_dim: int, rope_theta: float) -> Batch:
         """The batch of a step whose layers read `inputs` (LAYER_INPUTS)."""
         B, Q = inputs["tokens"].shape
-        cos, sin = ops.rope_angles(ops.positions(inputs["starts"], Q), rotary_dim, rope_theta)
-        names = ("page_table", "starts", "lengths", "read_slots", "write_slots")
+        cos, sin = ops.rope_angles(ops.positions(inputs["num_computed_tokens"], Q), rotary_dim, rope_theta)
+        names = ("page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
         return Batch(B, Q, inputs["tokens"].reshape(-1), cos, sin, **{name: inputs[name] for name in names})
 
 
-_TENSORS = ("tokens", "cos", "sin", "page_table", "starts", "lengths", "read_slots", "write_slots")
+_TENSORS = ("tokens", "cos", "sin", "page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
 
 # A batch is an operand of a layer's body: its tensors are leaves, and its sizes are static.
 pytree.register_pytree_node(

@@ -15,8 +15,8 @@ from .family import DraftHead
 from .sampling import best
 
 Extended = tuple[Tree, Tree, Tree]
-"""Result of writing tokens to the head's cache: what the head drafts from, of each row's last token; where that token lies, as `starts`
-and `lengths` [B]; and the new pools."""
+"""Result of writing tokens to the head's cache: what the head drafts from, of each row's last token; where that token lies, as
+`num_computed_tokens` and `query_lens` [B]; and the new pools."""
 
 
 def draft(
@@ -32,7 +32,7 @@ def draft(
         head: draft head of the model's family.
         params, state: of the whole model.
         step: `tokens` [B, Q], in each column the token that follows that column's token of the model's pass; page_table, starts,
-            read_slots and write_slots as in that pass.
+            state_slots_in and state_slots_out as in that pass.
         features: `Intermediates.features` of that pass, [T, ...].
         counts: [B] accepted tokens of each row; 0 in a row of padding.
 
@@ -43,12 +43,14 @@ def draft(
     weights = {name: value for name, value in params.items() if name != "layers"}
     pools = {head.key: state[head.key]}
     # Nothing is computed between the calls: each run of nodes there would be one more body to convert.
-    inputs = {**step, "tokens": tokens, "lengths": counts}
-    rows, place, pools = block("draft_take", _extend_accepted, (head, cfg), weights, pools, inputs, features)
+    inputs = {**step, "tokens": tokens, "query_lens": counts}
+    rows, place, pools = block("extend_draft_cache", _extend_accepted, (head, cfg), weights, pools, inputs, features)
     token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
     drafts = [token]
     for _ in range(1, limits.drafts):
-        rows, place, pools = block("draft_take_own", _extend_drafted, (head, cfg, limits), weights, pools, {**step, **place}, token, hidden)
+        rows, place, pools = block(
+            "extend_draft_cache_own", _extend_drafted, (head, cfg, limits), weights, pools, {**step, **place}, token, hidden
+        )
         token, hidden = block("draft", _draft, (head, cfg), weights, pools, {**step, **place}, rows)
         drafts.append(token)
     return torch.stack(drafts, 1), {**state, **pools}
@@ -57,9 +59,9 @@ def draft(
 def _extend_accepted(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, features: torch.Tensor) -> Extended:
     """Writes all accepted tokens of a step."""
     rows, pools = head.extend_cache(cfg, weights, pools, step, features, first=True)
-    live = (step["lengths"] > 0).to(torch.int32)
-    rows = pytree.tree_map(lambda x: ops.last_rows(x, step["lengths"]), rows)
-    return rows, {"starts": step["starts"] + step["lengths"] - live, "lengths": live}, pools
+    live = (step["query_lens"] > 0).to(torch.int32)
+    rows = pytree.tree_map(lambda x: ops.last_rows(x, step["query_lens"]), rows)
+    return rows, {"num_computed_tokens": step["num_computed_tokens"] + step["query_lens"] - live, "query_lens": live}, pools
 
 
 def _extend_drafted(
@@ -67,9 +69,9 @@ def _extend_drafted(
 ) -> Extended:
     """Writes the token drafted after the one at `step`."""
     # Beyond the longest context the page table has no entry, and no step can verify the draft.
-    following = step["starts"] + 1
-    lengths = ((step["lengths"] > 0) & (following < limits.max_model_len)).to(torch.int32)
-    place = {"starts": following.clamp(max=limits.max_model_len - 1), "lengths": lengths}
+    following = step["num_computed_tokens"] + 1
+    query_lens = ((step["query_lens"] > 0) & (following < limits.max_model_len)).to(torch.int32)
+    place = {"num_computed_tokens": following.clamp(max=limits.max_model_len - 1), "query_lens": query_lens}
     rows, pools = head.extend_cache(cfg, weights, pools, {**step, **place, "tokens": token[:, None]}, hidden, first=False)
     return rows, place, pools
 
@@ -77,5 +79,5 @@ def _extend_drafted(
 def _draft(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tree, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """The token [B] after the last one written, and the hidden states that its logits are computed from."""
     # Of `tokens` only the shape is read here, one a row: the id went in when the token was written.
-    hidden = head.draft(cfg, weights, pools, {**step, "tokens": step["starts"][:, None]}, rows)
-    return best(head.logits(cfg, weights, sequence_parallel.whole(hidden, step["starts"].shape[0]))), hidden
+    hidden = head.draft(cfg, weights, pools, {**step, "tokens": step["num_computed_tokens"][:, None]}, rows)
+    return best(head.logits(cfg, weights, sequence_parallel.whole(hidden, step["num_computed_tokens"].shape[0]))), hidden

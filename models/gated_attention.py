@@ -85,7 +85,7 @@ def write_kv(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tens
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
     k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
-    slots = ops.cache_slots(batch.starts, batch.lengths, batch.page_table, state["k"].shape[1], batch.q_len)
+    slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
     return {"k": k_cache, "v": v_cache}
 
@@ -102,7 +102,7 @@ def attend(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
     q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin).view(batch.size, batch.q_len, H, D)
-    out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.starts, batch.lengths, D**-0.5)
+    out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
     return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 

@@ -23,20 +23,20 @@ class DecodeStart(NamedTuple):
 
     Attributes:
         tokens: [B, Q] candidates: the last token and its drafts.
-        starts: [B] position of the first, within the longest context.
-        lengths: [B] valid candidates; 0 in rows of padding and where the context is full.
-        read_slots: [B] state slot to start from.
+        num_computed_tokens: [B] position of the first, within the longest context.
+        query_lens: [B] valid candidates; 0 in rows of padding and where the context is full.
+        state_slots_in: [B] state slot to start from.
     """
 
     tokens: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    read_slots: torch.Tensor
+    num_computed_tokens: torch.Tensor
+    query_lens: torch.Tensor
+    state_slots_in: torch.Tensor
 
 
 def state(limits: Limits) -> Aval:
     """The pool of request slots: [C, 2 + k + 1] i32."""
-    return Aval((limits.num_seats, TOKENS + limits.drafts + 1), torch.int32, ("seats", None))
+    return Aval((limits.num_request_slots, TOKENS + limits.drafts + 1), torch.int32, ("request_slots", None))
 
 
 def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> DecodeStart:
@@ -46,36 +46,40 @@ def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> DecodeStart:
         pool: [C, 2 + Q].
         inputs: of a decode step (graphs/step_inputs.py).
     """
-    values = pool.index_select(0, inputs["seats"])
-    starts, accepted = values[:, START], values[:, ACCEPTED]
-    read_slots = inputs["write_slots"].gather(1, accepted[:, None].clamp(0, limits.drafts).to(torch.int64)).view(-1)
-    lengths = (starts + inputs["drafts"] + 1).clamp(max=limits.max_model_len) - starts
+    values = pool.index_select(0, inputs["request_slots"])
+    num_computed_tokens, accepted = values[:, START], values[:, ACCEPTED]
+    state_slots_in = inputs["state_slots_out"].gather(1, accepted[:, None].clamp(0, limits.drafts).to(torch.int64)).view(-1)
+    query_lens = (num_computed_tokens + inputs["drafts"] + 1).clamp(max=limits.max_model_len) - num_computed_tokens
     # Attention looks up the page of a row's first token, whether that token is valid or not.
-    starts = starts.clamp(max=limits.max_model_len - 1)
-    return DecodeStart(values[:, TOKENS:].contiguous(), starts, torch.where(inputs["seats"] > 0, lengths, 0), read_slots)
+    num_computed_tokens = num_computed_tokens.clamp(max=limits.max_model_len - 1)
+    return DecodeStart(
+        values[:, TOKENS:].contiguous(), num_computed_tokens, torch.where(inputs["request_slots"] > 0, query_lens, 0), state_slots_in
+    )
 
 
-def write(pool: torch.Tensor, seats: torch.Tensor, starts: torch.Tensor, accepted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def write(
+    pool: torch.Tensor, request_slots: torch.Tensor, num_computed_tokens: torch.Tensor, accepted: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
     """The pool after a step.
 
     Args:
-        seats: [B] request slots.
-        starts: [B] position of `tokens[:, 0]`.
+        request_slots: [B] request slots.
+        num_computed_tokens: [B] position of `tokens[:, 0]`.
         accepted: [B] index, among the request's state slots, of the one with the state before it.
         tokens: [B, Q] the last token that was sampled and accepted, and the drafts after it.
     """
-    values = torch.cat([starts[:, None], accepted[:, None], tokens], 1)
+    values = torch.cat([num_computed_tokens[:, None], accepted[:, None], tokens], 1)
     # Padding writes the null slot too; zeros there are a legal start for the padding of the next step.
-    values = torch.where(seats[:, None] > 0, values, 0)
-    pool_after: torch.Tensor = ops.seat_write(pool, seats, values)
+    values = torch.where(request_slots[:, None] > 0, values, 0)
+    pool_after: torch.Tensor = ops.request_slot_write(pool, request_slots, values)
     return pool_after
 
 
-def uniforms(inputs: Tree, starts: torch.Tensor, q_len: int) -> torch.Tensor:
+def uniforms(inputs: Tree, num_computed_tokens: torch.Tensor, q_len: int) -> torch.Tensor:
     """This step's random numbers, of those that are given from position `base` on: [B, 2Q-1] -> [B, Q]."""
     numbers: torch.Tensor = inputs["uniform"]
     if q_len == 1:
         return numbers
-    offsets = torch.arange(q_len, dtype=torch.int32, device=starts.device)
-    index = (starts - inputs["base"]).clamp(0, q_len - 1)[:, None] + offsets
+    offsets = torch.arange(q_len, dtype=torch.int32, device=num_computed_tokens.device)
+    index = (num_computed_tokens - inputs["base"]).clamp(0, q_len - 1)[:, None] + offsets
     return numbers.gather(1, index.to(torch.int64))

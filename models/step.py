@@ -44,7 +44,7 @@ class Model:
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""
-        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "seats": request_slots.state(limits)}
+        return {**self._used(self.family.abstract_state(self.config, limits, dtype)), "request_slots": request_slots.state(limits)}
 
     def _used(self, tree: Tree) -> dict[str, Any]:
         return {name: value for name, value in tree.items() if self.drafting or name != self.family.draft_key}
@@ -62,33 +62,39 @@ class _Step:
 
     def decode(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Samples after each row's last token and its drafts, accepts drafts that equal what was sampled, and drafts again."""
-        Q, start = self.bucket.q_len, request_slots.read(state["seats"], inputs, self.limits)
+        Q, start = self.bucket.q_len, request_slots.read(state["request_slots"], inputs, self.limits)
         step = {**inputs, **start._asdict()}
         hidden, state, intermediates = self._forward(params, state, step)
         hidden = sequence_parallel.whole(hidden, self.bucket.tokens)
-        sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.starts, Q))
-        counts = ops.accept(sampled["tokens"], start.tokens, start.lengths)
+        sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q))
+        counts = ops.accept(sampled["tokens"], start.tokens, start.query_lens)
         accepted = (counts - 1).clamp(min=0)
         last = sampled["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
         drafted, state = self._draft(params, state, {**step, "tokens": sampled["tokens"]}, intermediates.features, counts)
         candidates = torch.cat([last[:, None], *drafted.values()], 1)
         # A row whose context is full samples nothing, and its request slot stays as it is.
-        advanced = torch.where(counts > 0, inputs["seats"], 0)
-        pool = request_slots.write(state["seats"], advanced, start.starts + counts, accepted, candidates)
-        return {**sampled, "counts": counts, **drafted}, {**state, "seats": pool}
+        advanced = torch.where(counts > 0, inputs["request_slots"], 0)
+        pool = request_slots.write(state["request_slots"], advanced, start.num_computed_tokens + counts, accepted, candidates)
+        return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
         """Computes a chunk of each row's prompt; what is sampled and drafted means something after a prompt's last chunk only."""
-        lengths = inputs["lengths"]
+        query_lens = inputs["query_lens"]
         hidden, state, intermediates = self._forward(params, state, inputs)
-        hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), lengths)
+        hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
         sampled = self._sample(params, hidden, inputs, inputs["uniform"])
         last = sampled["tokens"][:, 0]
         step = {**inputs, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
-        drafted, state = self._draft(params, state, step, intermediates.features, lengths)
+        drafted, state = self._draft(params, state, step, intermediates.features, query_lens)
         candidates = torch.cat([last[:, None], *drafted.values()], 1)
-        pool = request_slots.write(state["seats"], inputs["seats"], inputs["starts"] + lengths, torch.zeros_like(lengths), candidates)
-        return {**sampled, **drafted}, {**state, "seats": pool}
+        pool = request_slots.write(
+            state["request_slots"],
+            inputs["request_slots"],
+            inputs["num_computed_tokens"] + query_lens,
+            torch.zeros_like(query_lens),
+            candidates,
+        )
+        return {**sampled, **drafted}, {**state, "request_slots": pool}
 
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
         return self.model.family.forward(self.model.config, params, state, {name: step[name] for name in LAYER_INPUTS})
@@ -102,15 +108,15 @@ class _Step:
         head = self.model.family.draft_head
         if head is None or not self.limits.drafts:
             return {}, state
-        inputs = {name: step[name] for name in ("tokens", "page_table", "starts", "read_slots", "write_slots")}
+        inputs = {name: step[name] for name in ("tokens", "page_table", "num_computed_tokens", "state_slots_in", "state_slots_out")}
         tokens, state = drafts.draft(head, self.model.config, self.limits, params, state, inputs, features, counts)
         return {"drafts": tokens}, state
 
     def _next_tokens(self, inputs: Tree, sampled: torch.Tensor) -> torch.Tensor:
         """The token after each of the chunk's: [B, Q]."""
-        tokens, starts, Q = inputs["tokens"], inputs["starts"], self.bucket.q_len
+        tokens, num_computed_tokens, Q = inputs["tokens"], inputs["num_computed_tokens"], self.bucket.q_len
         after_chunk = torch.where(inputs["next_tokens"] < 0, sampled, inputs["next_tokens"])
-        is_last = ops.positions(starts, Q).view(-1, Q) == (starts + inputs["lengths"] - 1)[:, None]
+        is_last = ops.positions(num_computed_tokens, Q).view(-1, Q) == (num_computed_tokens + inputs["query_lens"] - 1)[:, None]
         return torch.where(is_last, after_chunk[:, None], torch.nn.functional.pad(tokens[:, 1:], (0, 1)))
 
 

@@ -28,7 +28,7 @@ class PrefillRow(NamedTuple):
         start: position of the first of them: how many tokens of the request are in the cache already.
         pages: ids of its pages in order of position, at least enough for start + len(tokens) tokens.
         slot: state slot to start from, and to write the state after the last token to.
-        seat: request slot that its first decode step starts from.
+        request_slot: request slot that its first decode step starts from.
         next_token: the prompt's token after the chunk; -1 where that token is sampled.
         sampling: parameters of the sampled token.
         uniform: random number in [0, 1) of the sampled token; greedy sampling needs none.
@@ -39,7 +39,7 @@ class PrefillRow(NamedTuple):
     start: int
     pages: Sequence[int]
     slot: int
-    seat: int
+    request_slot: int
     next_token: int = -1
     sampling: Sampling = Sampling()
     uniform: float = 0.0
@@ -50,7 +50,7 @@ class DecodeRow(NamedTuple):
     """One request in a decode step, with the pages and slots that it reads and writes; its request slot holds tokens and position.
 
     Attributes:
-        seat: request slot that the step starts from.
+        request_slot: request slot that the step starts from.
         base: smallest position at which it can start, for all the host knows.
         pages: ids of its pages in order of position, at least enough for every token that can be written from `base` on.
         slots: all state slots of the request, in the same order at every step.
@@ -61,7 +61,7 @@ class DecodeRow(NamedTuple):
         logprobs: whether the request asked for log probabilities.
     """
 
-    seat: int
+    request_slot: int
     base: int
     pages: Sequence[int]
     slots: Sequence[int]
@@ -147,12 +147,12 @@ def _padding(inputs: StepInputs) -> Arrays:
 def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
     live = slice(0, len(rows))
     for i, row in enumerate(rows):
-        if not 1 <= row.seat < limits.num_seats:
-            raise SpecError(f"a row with seat {row.seat}; legal is 1 to {limits.num_seats - 1}")
+        if not 1 <= row.request_slot < limits.num_request_slots:
+            raise SpecError(f"a row with request slot {row.request_slot}; legal is 1 to {limits.num_request_slots - 1}")
         if len(row.pages) > limits.pages_per_request:
             raise SpecError(f"{len(row.pages)} pages for one row; the page table holds {limits.pages_per_request}")
         arrays["page_table"][i, : len(row.pages)] = row.pages
-    arrays["seats"][live] = [row.seat for row in rows]
+    arrays["request_slots"][live] = [row.request_slot for row in rows]
     for name in ("temperature", "top_k", "top_p", "min_p"):
         arrays[name][live] = [getattr(row.sampling, name) for row in rows]
     if "logprobs" in arrays:
@@ -166,10 +166,10 @@ def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], li
             raise SpecError(f"a row of {len(row.tokens)} tokens for {bucket.name}; legal is 1 to {bucket.q_len}")
         _check_pages(row.pages, row.start + len(row.tokens), limits)
         arrays["tokens"][i, : len(row.tokens)] = row.tokens
-    arrays["starts"][live] = [row.start for row in rows]
-    arrays["lengths"][live] = [len(row.tokens) for row in rows]
-    arrays["read_slots"][live] = [row.slot for row in rows]
-    arrays["write_slots"][live, 0] = [row.slot for row in rows]
+    arrays["num_computed_tokens"][live] = [row.start for row in rows]
+    arrays["query_lens"][live] = [len(row.tokens) for row in rows]
+    arrays["state_slots_in"][live] = [row.slot for row in rows]
+    arrays["state_slots_out"][live, 0] = [row.slot for row in rows]
     arrays["uniform"][live, 0] = [row.uniform for row in rows]
     if "next_tokens" in arrays:
         arrays["next_tokens"][live] = [row.next_token for row in rows]
@@ -185,7 +185,7 @@ def _fill_decode(arrays: Arrays, bucket: Bucket, rows: Sequence[DecodeRow], limi
             raise SpecError(f"a row of {row.drafts} drafts for {bucket.name}; legal is 0 to {Q - 1}")
         # From base on the step writes Q candidates, and the draft head the drafts after the last of them.
         _check_pages(row.pages, min(row.base + 2 * Q - 1, limits.max_model_len), limits)
-        arrays["write_slots"][i] = row.slots
+        arrays["state_slots_out"][i] = row.slots
         arrays["uniform"][i, : len(row.uniforms)] = row.uniforms
     arrays["drafts"][live] = [row.drafts for row in rows]
     arrays["base"][live] = [row.base for row in rows]

@@ -13,7 +13,7 @@ from ..graphs.errors import SpecError
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
-from ..lowering.executable import Executable, check_operands, load_compiled
+from ..lowering.executable import Executable, check_operands, open_executable
 from .executor import FinishedStep, Inputs, check_step
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,8 @@ class CpuExecutor:
 
     def _open(self, entry: GraphEntry) -> Executable:
         if entry.compiled is None or self._prefer_eager:
-            return load_compiled(self.artifact.path / entry.reference, "eager")
-        return load_compiled(self.artifact.path / entry.compiled.file, entry.compiled.backend)
+            return open_executable(self.artifact.path / entry.reference, "eager")
+        return open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
 
     @staticmethod
     def _compile_evidence() -> int:

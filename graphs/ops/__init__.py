@@ -17,10 +17,10 @@ from .moe_experts import moe_experts
 from .moe_route import moe_route
 from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
-from .positions import cache_slots, positions
+from .positions import positions, slot_mapping
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
-from .request_slot_write import seat_write
+from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles
 from .sample import sample
@@ -30,7 +30,6 @@ from .token_logprobs import token_logprobs
 __all__ = [
     "accept",
     "add_rms_norm",
-    "cache_slots",
     "cache_write",
     "causal_conv",
     "delta_decay",
@@ -52,11 +51,12 @@ __all__ = [
     "paged_attention",
     "positions",
     "quant_linear",
+    "request_slot_write",
     "rms_norm",
     "rope",
     "rope_angles",
     "sample",
-    "seat_write",
+    "slot_mapping",
     "swiglu_linear",
     "token_logprobs",
 ]

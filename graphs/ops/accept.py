@@ -13,7 +13,7 @@ class Accept(NamedTuple):
 
     sampled: Tensor  # [B, Q] int32; column t is drawn after candidate t
     candidates: Tensor  # [B, Q] int32; column 0 is the last known token, the others are drafts
-    lengths: Tensor  # [B] int32 valid candidates of each row; 0 is a row of padding
+    query_lens: Tensor  # [B] int32 valid candidates of each row; 0 is a row of padding
 
 
 accept = Primitive("accept", Accept, factors="b _, b _, b -> b")
@@ -21,7 +21,7 @@ accept = Primitive("accept", Accept, factors="b _, b _, b -> b")
 
 @accept.abstract
 def _abstract(args: Accept) -> Tensor:
-    return torch.empty(args.lengths.shape, dtype=torch.int32, device=args.lengths.device)
+    return torch.empty(args.query_lens.shape, dtype=torch.int32, device=args.query_lens.device)
 
 
 @accept.reference
@@ -35,11 +35,11 @@ def accept_reference(args: Accept) -> Tensor:
     Returns:
         [B] int32: accepted drafts plus one; 0 for rows of padding.
     """
-    sampled, candidates, lengths = args
-    accepting = (lengths > 0).to(torch.int32)
+    sampled, candidates, query_lens = args
+    accepting = (query_lens > 0).to(torch.int32)
     count = accepting
     for t in range(1, sampled.shape[1]):
-        accepting = accepting * ((candidates[:, t] == sampled[:, t - 1]) & (lengths > t)).to(torch.int32)
+        accepting = accepting * ((candidates[:, t] == sampled[:, t - 1]) & (query_lens > t)).to(torch.int32)
         count = count + accepting
     return count
 
@@ -47,16 +47,16 @@ def accept_reference(args: Accept) -> Tensor:
 @accept.lowering("ge")
 def _npu(args: Accept) -> Tensor:
     """All positions at once, so that the number of operators does not grow with the drafts: a draft counts if no mismatch precedes it."""
-    sampled, candidates, lengths = args
-    live = (lengths > 0).to(torch.int32)
+    sampled, candidates, query_lens = args
+    live = (query_lens > 0).to(torch.int32)
     if sampled.shape[1] == 1:
         return live
-    position = torch.arange(1, sampled.shape[1], dtype=torch.int32, device=lengths.device)
-    mismatch = (candidates[:, 1:] != sampled[:, :-1]) | (position >= lengths[:, None])
+    position = torch.arange(1, sampled.shape[1], dtype=torch.int32, device=query_lens.device)
+    mismatch = (candidates[:, 1:] != sampled[:, :-1]) | (position >= query_lens[:, None])
     accepted = (mismatch.to(torch.int32).cumsum(1, dtype=torch.int32) == 0).to(torch.int32)
     return live + accepted.sum(1, dtype=torch.int32)
 
 
 @accept.cost
 def _cost(args: Accept) -> Cost:
-    return Cost(4 * args.sampled.numel(), nbytes(*args), nbytes(args.lengths))
+    return Cost(4 * args.sampled.numel(), nbytes(*args), nbytes(args.query_lens))

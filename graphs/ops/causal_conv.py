@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..state_slots import read_slots, states_to_write, write_slots_npu
+from ..state_slots import read_states, states_to_write, write_states_npu
 
 
 class CausalConv(NamedTuple):
@@ -18,8 +18,8 @@ class CausalConv(NamedTuple):
     state: Tensor  # [S, taps-1, C] pool: each slot holds the raw inputs before some token, oldest first
     read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
     write: Tensor  # [B, W] slots; W == Q writes the window after every token, W == 1 after the last valid one
-    starts: Tensor  # [B] tokens before this step
-    lengths: Tensor  # [B] valid tokens in this step
+    num_computed_tokens: Tensor  # [B] tokens before this step
+    query_lens: Tensor  # [B] valid tokens in this step
 
 
 causal_conv = Primitive("causal_conv", CausalConv, factors="_ _ c, c _, _ _ c, _, _ _, _, _ -> _ _ c, _ _ c", donates=((2, 1),))
@@ -32,13 +32,13 @@ def _abstract(args: CausalConv) -> tuple[Tensor, Tensor]:
 
 def _convolve(args: CausalConv) -> tuple[Tensor, tuple[Tensor], Tensor]:
     """Outputs [B, Q, C], the index [B*W] of the write slots, and the windows [B*W, taps-1, C] that go there."""
-    x, weight, state, read, write, starts, lengths = args
+    x, weight, state, read, write, num_computed_tokens, query_lens = args
     Q, taps = x.shape[1], weight.shape[1]
-    window = torch.cat([read_slots(state, read, starts), x], 1)
+    window = torch.cat([read_states(state, read, num_computed_tokens), x], 1)
     total = window[:, :Q].float() * weight[:, 0].float()
     for tap in range(1, taps):
         total = total + window[:, tap : tap + Q].float() * weight[:, tap].float()
-    consumed = states_to_write(write, lengths, Q)
+    consumed = states_to_write(write, query_lens, Q)
     past = torch.arange(taps - 1, dtype=torch.int32, device=x.device)
     index = (consumed[:, :, None] + past).flatten(1).long()
     windows = window.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
@@ -70,7 +70,7 @@ def _native_abstract(x: Tensor, *rest: Tensor) -> Tensor:
 
 _token_by_token = Native(
     "npuc_conv",
-    "(Tensor x, Tensor weight, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor(a!) state, Tensor read, Tensor write, Tensor num_computed_tokens) -> Tensor",
     _native_abstract,
 ).op
 
@@ -78,26 +78,26 @@ _token_by_token = Native(
 @causal_conv.lowering("inductor")
 def causal_conv_on_cpu(args: CausalConv) -> Any:
     """A window after every token in float32: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
-    x, weight, state, read, write, starts, _ = args
+    x, weight, state, read, write, num_computed_tokens, _ = args
     if write.shape[1] != x.shape[1] or {x.dtype, weight.dtype, state.dtype} != {torch.float32}:
         return causal_conv_reference(args)
-    return _token_by_token(x, weight, state, read, write, starts), state
+    return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
 
 
 @causal_conv.lowering("ge")
 def _npu(args: CausalConv) -> Any:
     """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
-    x, weight, state, read, write, starts, lengths = args
+    x, weight, state, read, write, num_computed_tokens, query_lens = args
     B, Q, C = x.shape
     past = weight.shape[1] - 1
-    window = torch.cat([read_slots(state, read, starts), x], 1)
+    window = torch.cat([read_states(state, read, num_computed_tokens), x], 1)
     if write.shape[1] == Q:
         windows = torch.stack([window[:, 1 + tap : 1 + tap + Q] for tap in range(past)], 2)
     else:
-        first = torch.arange(B, dtype=torch.int32, device=x.device) * (Q + past) + lengths
+        first = torch.arange(B, dtype=torch.int32, device=x.device) * (Q + past) + query_lens
         rows = first[:, None] + torch.arange(past, dtype=torch.int32, device=x.device)
         windows = window.view(-1, C).index_select(0, rows.view(-1))
-    write_slots_npu(state, write, windows.view(-1, past, C))
+    write_states_npu(state, write, windows.view(-1, past, C))
     wide, taps = window.float(), weight.float().unbind(-1)
     total = wide[:, :Q] * taps[0]
     for tap in range(1, past + 1):

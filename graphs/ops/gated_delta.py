@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..state_slots import read_slots, write_slots_npu
+from ..state_slots import read_states, write_states_npu
 
 
 class GatedDelta(NamedTuple):
@@ -24,8 +24,8 @@ class GatedDelta(NamedTuple):
     state: Tensor  # [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32
     read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
     write: Tensor  # [B, W] slots: with chunk == 0, W == Q, one for the state after every token; else W == 1, after the last valid one
-    starts: Tensor  # [B] tokens before this step
-    lengths: Tensor  # [B] valid tokens in this step
+    num_computed_tokens: Tensor  # [B] tokens before this step
+    query_lens: Tensor  # [B] valid tokens in this step
     chunk: int  # 0 runs token by token (decode, verify); else tokens a chunk, a power of two that divides Q (prefill)
 
 
@@ -161,12 +161,12 @@ def _prefix_scan(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _step(args: GatedDelta, carry: Carry = _sequential) -> tuple[Tensor, Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
-    q, k, v, g, beta, state, read, _, starts, lengths, chunk = args
+    q, k, v, g, beta, state, read, _, num_computed_tokens, query_lens, chunk = args
     Q, H = g.shape[1:]
-    first = read_slots(state, read, starts).float()
+    first = read_states(state, read, num_computed_tokens).float()
     if chunk:
         # Tokens beyond a row's length must leave its state alone, whatever (NaN included) they hold.
-        valid = torch.arange(Q, dtype=torch.int32, device=q.device)[None, :] < lengths[:, None]
+        valid = torch.arange(Q, dtype=torch.int32, device=q.device)[None, :] < query_lens[:, None]
         k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
         g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
     q, k = _per_value_head(q.float(), H), _per_value_head(k.float(), H)
@@ -202,7 +202,8 @@ def _native_abstract(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
 
 _token_by_token = Native(
     "npuc_delta",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, Tensor starts) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor read, Tensor write, "
+    "Tensor num_computed_tokens) -> Tensor",
     _native_abstract,
 ).op
 
@@ -210,10 +211,10 @@ _token_by_token = Native(
 @gated_delta.lowering("inductor")
 def gated_delta_on_cpu(args: GatedDelta) -> Any:
     """Token by token in float32 by a kernel that reads and writes states in the pool (lowering/cpp/delta.cpp)."""
-    q, k, v, g, beta, state, read, write, starts, _, chunk = args
+    q, k, v, g, beta, state, read, write, num_computed_tokens, _, chunk = args
     if chunk or {x.dtype for x in (q, k, v, g, beta, state)} != {torch.float32}:
         return gated_delta_reference(args)
-    return _token_by_token(q, k, v, g, beta, state, read, write, starts), state
+    return _token_by_token(q, k, v, g, beta, state, read, write, num_computed_tokens), state
 
 
 NPU_TOKENS = 8
@@ -227,8 +228,8 @@ NPU_CHUNK = 64
 def _npu(args: GatedDelta) -> Any:
     """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
 
-    The kernel starts a row from one of the slots it writes, whatever `starts` is: token by token, `read` must be one of a row's
-    `write` slots and hold a state.
+    The kernel starts a row from one of the slots it writes, whatever `num_computed_tokens` is: token by token, `read` must be one
+    of a row's `write` slots and hold a state.
 
     Raises:
         PrimitiveError: a row has more tokens than the kernel takes.
@@ -236,7 +237,7 @@ def _npu(args: GatedDelta) -> Any:
     q, k, v, g, beta, state, read, write, _, _, chunk = args
     if chunk:
         out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _prefix_scan)
-        write_slots_npu(state, write, after)
+        write_states_npu(state, write, after)
         return out, state
     B, Q, H = g.shape
     if state.dtype != v.dtype:

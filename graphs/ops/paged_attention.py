@@ -16,8 +16,8 @@ class PagedAttention(NamedTuple):
     k_cache: Tensor  # [pages, P, G, D] with H a multiple of G
     v_cache: Tensor  # [pages, P, G, D]
     page_table: Tensor  # [B, N] page ids; key j of row b lies in page `page_table[b, j // P]` at offset `j % P`
-    starts: Tensor  # [B] position of each row's first query; query t sees keys 0..starts+t
-    lengths: Tensor  # [B] valid queries of each row; values at and beyond starts + lengths are never read
+    num_computed_tokens: Tensor  # [B] position of each row's first query; query t sees keys 0..starts+t
+    query_lens: Tensor  # [B] valid queries of each row; values at and beyond starts + lengths are never read
     scale: float  # multiplies the scores
 
 
@@ -29,8 +29,8 @@ def _abstract(args: PagedAttention) -> Tensor:
     return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `starts[b] + t`.
+def _attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_lens: Tensor, scale: float) -> Tensor:
+    """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `num_computed_tokens[b] + t`.
 
     Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a
     row's last visible key are replaced by zero, since 0 * NaN from a page that was never written would be NaN.
@@ -39,8 +39,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, sc
     K, G = k.shape[1], k.shape[2]
     key = torch.arange(K, dtype=torch.int32, device=q.device)
     token = torch.arange(Q, dtype=torch.int32, device=q.device)
-    hidden = key[None, None, :] > (starts[:, None] + token[None, :])[:, :, None]
-    live = key[None, :] < (starts + lengths)[:, None]
+    hidden = key[None, None, :] > (num_computed_tokens[:, None] + token[None, :])[:, :, None]
+    live = key[None, :] < (num_computed_tokens + query_lens)[:, None]
     v = torch.where(live[:, :, None, None], v, torch.zeros((), dtype=v.dtype, device=v.device))
     rows = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B * G, -1, D)
     keys = k.permute(0, 2, 3, 1).reshape(B * G, D, K)
@@ -64,10 +64,10 @@ def paged_attention_reference(args: PagedAttention) -> Tensor:
     Returns:
         [B, Q, H, D], dtype of q. Softmax in f32.
     """
-    q, k_cache, v_cache, page_table, starts, lengths, scale = args
-    longest = int((starts + lengths).max())
+    q, k_cache, v_cache, page_table, num_computed_tokens, query_lens, scale = args
+    longest = int((num_computed_tokens + query_lens).max())
     pages = page_table[:, : max(1, -(-longest // k_cache.shape[1]))]
-    return _attend(q, _gather(k_cache, pages), _gather(v_cache, pages), starts, lengths, scale)
+    return _attend(q, _gather(k_cache, pages), _gather(v_cache, pages), num_computed_tokens, query_lens, scale)
 
 
 _in_place = Native("npuc_attention", paged_attention.schema, paged_attention.rule("abstract")).op
@@ -98,7 +98,7 @@ def _npu(args: PagedAttention) -> Any:
     for every row, however many of its queries are valid; a row of padding sees Q keys of the null page. Keys at and beyond
     starts + lengths weigh nothing for valid queries but are read, so pools must hold finite values throughout.
     """
-    q, k_cache, v_cache, page_table, starts, _, scale = args
+    q, k_cache, v_cache, page_table, num_computed_tokens, _, scale = args
     B, Q, H, D = q.shape
     pages, P, G, _ = k_cache.shape
     mask, table = None, page_table
@@ -116,7 +116,7 @@ def _npu(args: PagedAttention) -> Any:
         atten_mask=mask,
         block_table=table,
         actual_seq_lengths=ends,
-        actual_seq_lengths_kv=(starts + Q).to(torch.int64),
+        actual_seq_lengths_kv=(num_computed_tokens + Q).to(torch.int64),
         num_heads=H,
         num_key_value_heads=G,
         scale=scale,
@@ -129,7 +129,7 @@ def _npu(args: PagedAttention) -> Any:
 
 @paged_attention.cost
 def _cost(args: PagedAttention) -> Cost:
-    q, k_cache, _, page_table, starts, lengths, _ = args
+    q, k_cache, _, page_table, num_computed_tokens, query_lens, _ = args
     keys = page_table.shape[1] * k_cache.shape[1]
     kv = 2 * q.shape[0] * keys * k_cache.shape[2] * k_cache.shape[3] * k_cache.dtype.itemsize
-    return Cost(4 * q.numel() * keys, nbytes(q, page_table, starts, lengths) + kv, nbytes(q))
+    return Cost(4 * q.numel() * keys, nbytes(q, page_table, num_computed_tokens, query_lens) + kv, nbytes(q))

@@ -26,7 +26,7 @@ class KVCacheManager:
         self.limits = limits
         self.pages = PagePool(limits.num_pages)
         self.state_slots = StateSlotPool(limits.num_slots, limits.slots_per_request)
-        self.request_slots = RequestSlotPool(limits.num_seats)
+        self.request_slots = RequestSlotPool(limits.num_request_slots)
         self._max_logprobs = max_logprobs
 
     def inputs(self, bucket: Bucket, step: GroupStep) -> Arrays:
@@ -56,7 +56,7 @@ class KVCacheManager:
             OwnershipError: on a leak, a double owner, or a count that differs.
         """
         running = frozenset(request.id for request in group.running)
-        free_request_slots = self.limits.num_seats - 1 - len(running)
+        free_request_slots = self.limits.num_request_slots - 1 - len(running)
         for pool, free in (
             (self.pages, group.free_pages(self.limits)),
             (self.state_slots, group.free_slots(self.limits)),
@@ -76,7 +76,7 @@ class KVCacheManager:
             start=row.start,
             pages=self._grow(row),
             slot=self.state_slots.owned(request.id)[0],
-            seat=self.request_slots.owned(request.id)[0],
+            request_slot=self.request_slots.owned(request.id)[0],
             next_token=row.next_token,
             sampling=sampling,
             uniform=_random_number(row, 0) if sampling.temperature else 0.0,
@@ -86,7 +86,7 @@ class KVCacheManager:
     def _decode_row(self, row: ScheduledRequest) -> DecodeRow:
         request, sampling = row.request, row.request.sampling
         return DecodeRow(
-            seat=self.request_slots.owned(request.id)[0],
+            request_slot=self.request_slots.owned(request.id)[0],
             base=row.start,
             pages=self._grow(row),
             slots=self.state_slots.owned(request.id),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npucompile.graphs.state_slots import read_slots, states_to_write
+from npucompile.graphs.state_slots import read_states, states_to_write
 
 
 def i32(*values: object) -> torch.Tensor:
@@ -14,14 +14,14 @@ def i32(*values: object) -> torch.Tensor:
 def test_a_fresh_row_starts_from_zeros_whatever_its_slot_holds() -> None:
     pool = torch.arange(12.0).view(4, 3)
     pool[2] = float("nan")
-    got = read_slots(pool, i32(3, 2, 3), i32(5, 0, 0))
+    got = read_states(pool, i32(3, 2, 3), i32(5, 0, 0))
     assert got.tolist() == [[9, 10, 11], [0, 0, 0], [0, 0, 0]]
 
 
 def test_pools_of_any_rank_and_dtype() -> None:
     for shape in ((3,), (3, 2), (3, 2, 4, 5)):
         pool = torch.randn(shape).bfloat16()
-        got = read_slots(pool, i32(2, 1), i32(0, 7))
+        got = read_states(pool, i32(2, 1), i32(0, 7))
         assert got.dtype == pool.dtype
         assert torch.equal(got[0], torch.zeros_like(pool[0]))
         assert torch.equal(got[1], pool[1])

@@ -12,7 +12,7 @@ from npucompile.graphs.types import Bucket, Limits
 
 LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
 SAMPLING = {"temperature": (), "top_k": (), "top_p": (), "min_p": ()}
-ANY = {"seats": (), "page_table": (6,), **SAMPLING}
+ANY = {"request_slots": (), "page_table": (6,), **SAMPLING}
 
 
 def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[int, ...]]:
@@ -29,7 +29,7 @@ def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[i
 def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
     """What it is given has no token and no position but the smallest possible one."""
     Q, limits = drafts + 1, replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
-    wanted = ANY | {"drafts": (), "base": (), "write_slots": (Q,), "uniform": (2 * Q - 1,)}
+    wanted = ANY | {"drafts": (), "base": (), "state_slots_out": (Q,), "uniform": (2 * Q - 1,)}
     assert shapes(Bucket("decode", 3, Q), limits) == wanted
     assert shapes(Bucket("decode", 3, Q), limits, logprobs=True) == wanted | {"logprobs": ()}
 
@@ -37,19 +37,26 @@ def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_prefill_is_given_the_token_after_a_chunk_where_it_drafts(drafts):
     limits = replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
-    wanted = ANY | {"tokens": (16,), "starts": (), "lengths": (), "read_slots": (), "write_slots": (1,), "uniform": (1,)}
+    wanted = ANY | {
+        "tokens": (16,),
+        "num_computed_tokens": (),
+        "query_lens": (),
+        "state_slots_in": (),
+        "state_slots_out": (1,),
+        "uniform": (1,),
+    }
     wanted |= {"next_tokens": ()} if drafts else {}
     assert shapes(Bucket("prefill", 2, 16), limits) == wanted
     assert shapes(Bucket("prefill", 2, 16), limits, logprobs=True) == wanted | {"logprobs": ()}
 
 
-SHARED = ["seats", "page_table", "write_slots", "temperature", "top_k", "top_p", "min_p", "logprobs", "uniform"]
+SHARED = ["request_slots", "page_table", "state_slots_out", "temperature", "top_k", "top_p", "min_p", "logprobs", "uniform"]
 
 
 @pytest.mark.parametrize(
     ("bucket", "names"),
     [
-        (Bucket("prefill", 2, 16), ["tokens", "starts", "lengths", "read_slots", "next_tokens", *SHARED]),
+        (Bucket("prefill", 2, 16), ["tokens", "num_computed_tokens", "query_lens", "state_slots_in", "next_tokens", *SHARED]),
         (Bucket("decode", 2, 4), ["drafts", "base", *SHARED]),
     ],
 )
@@ -73,7 +80,7 @@ def test_inputs_are_given_by_name_too():
     """Of a decode step those that its layers read from the request slots."""
     padding = StepInputs(Bucket("decode", 2, 4), LIMITS).padding(LAYER_INPUTS)
     assert set(padding) == set(LAYER_INPUTS)
-    assert (padding["tokens"].shape, padding["write_slots"].shape, padding["page_table"].shape) == ((2, 4), (2, 4), (2, 6))
+    assert (padding["tokens"].shape, padding["state_slots_out"].shape, padding["page_table"].shape) == ((2, 4), (2, 4), (2, 6))
 
 
 def test_as_many_slots_are_written_as_tokens_are_sampled():

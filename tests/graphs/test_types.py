@@ -221,10 +221,10 @@ def test_signature_order() -> None:
     assert signature.results == (o, s)
 
 
-def test_a_request_has_a_slot_for_each_candidate_and_a_seat() -> None:
+def test_a_request_has_a_slot_for_each_candidate_and_a_request_slot() -> None:
     limits = Limits(page_size=16, num_pages=9, num_slots=9, max_model_len=64, slots_per_request=4, drafts=3)
-    assert limits.num_seats == 3, "two requests and the null seat"
-    assert Limits(page_size=16, num_pages=9, num_slots=9, max_model_len=64, slots_per_request=1, drafts=3).num_seats == 9
+    assert limits.num_request_slots == 3, "two requests and the null request slot"
+    assert Limits(page_size=16, num_pages=9, num_slots=9, max_model_len=64, slots_per_request=1, drafts=3).num_request_slots == 9
     for slots, drafts in ((2, 3), (4, 0), (1, -1)):
         with pytest.raises(SpecError, match=f"{slots} slots per request and {drafts} drafts; legal are at least 0 drafts"):
             Limits(page_size=16, num_pages=9, num_slots=9, max_model_len=64, slots_per_request=slots, drafts=drafts)

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Aval, Leaf, Signature
 from npucompile.lowering.artifact import graph_io
-from npucompile.lowering.executable import check_operands, load_compiled
+from npucompile.lowering.executable import check_operands, open_executable
 
 SIGNATURE = Signature(
     params=(Leaf("params.w", Aval((3, 2), torch.float32)),),
@@ -33,7 +33,7 @@ def step(w: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> tuple[torc
 
 def test_an_eager_file_runs_and_updates_state_in_place(tmp_path: Path) -> None:
     (tmp_path / "a.graph").write_bytes(graph_io.encode(make_fx(step, tracing_mode="fake")(*operands())))
-    executable = load_compiled(tmp_path / "a.graph", "eager")
+    executable = open_executable(tmp_path / "a.graph", "eager")
     given = operands()
     assert executable.backend == "eager"
     (first,) = executable(given)
@@ -45,12 +45,12 @@ def test_an_eager_file_runs_and_updates_state_in_place(tmp_path: Path) -> None:
 
 def test_a_backend_that_only_reports_has_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match="'null' has no executables"):
-        load_compiled(tmp_path / "a", "null")
+        open_executable(tmp_path / "a", "null")
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match=r"no backend 'tpu'; legal are .*inductor"):
-        load_compiled(tmp_path / "a", "tpu")
+        open_executable(tmp_path / "a", "tpu")
 
 
 @pytest.mark.parametrize("name", ["eager", "inductor"])
@@ -60,7 +60,7 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path: Path, name: str, co
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(LoweringError):
-        load_compiled(path, name)
+        open_executable(path, name)
 
 
 def test_right_operands_pass() -> None:

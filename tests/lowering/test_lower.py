@@ -267,11 +267,13 @@ def test_results_unpacked_twice_are_all_led_to_the_pool() -> None:
 
 def test_what_a_twin_returns_goes_to_its_readers() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["starts"], i["starts"])
+        y, pool = ops.causal_conv(
+            i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["num_computed_tokens"], i["num_computed_tokens"]
+        )
         return {"y": y * 2}, {"pool": pool}
 
     params, state = {"w": Aval((5, 3), F32)}, {"pool": Aval((4, 2, 5), F32)}
-    rows = {"x": Aval((2, 4, 5), F32), "slots": Aval((2,), I32), "starts": Aval((2,), I32)}
+    rows = {"x": Aval((2, 4, 5), F32), "slots": Aval((2,), I32), "num_computed_tokens": Aval((2,), I32)}
     found = optimise(partition(trace(Program("conv", Bucket("decode", 2, 4), forward, params, state, rows)), Mesh(), Rules()))
     lowered = lower_eager(found)
     assert calls(lowered) == ["aten.unsqueeze", "npuc.causal_conv_", "aten.mul.Tensor"]
@@ -357,10 +359,10 @@ def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Part
     """A step whose windows go to a pool of their own; `old` says what is read of the pool before and after: (before, after) -> output."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], i["starts"], i["starts"])
+        y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], i["num_computed_tokens"], i["num_computed_tokens"])
         return {"y": y, "old": old(s["pool"], pool)}, {"pool": pool}
 
-    rows = {"x": Aval((2, 2, 5), F32), "read": Aval((2,), I32), "write": Aval((2, 2), I32), "starts": Aval((2,), I32)}
+    rows = {"x": Aval((2, 2, 5), F32), "read": Aval((2,), I32), "write": Aval((2, 2), I32), "num_computed_tokens": Aval((2,), I32)}
     program = Program("conv", Bucket("decode", 2, 2), forward, {"w": Aval((5, 3), F32)}, {"pool": Aval((6, 2, 5), F32)}, rows)
     return optimise(partition(trace(program), Mesh(), Rules()))
 
@@ -435,7 +437,7 @@ def test_eager_keeps_primitives_and_donates_every_pool(decode: Stages) -> None:
     assert {"npuc.cache_write_", "npuc.causal_conv_", "npuc.gated_delta_"} <= set(names)
     assert not {"npuc.cache_write", "npuc.causal_conv", "npuc.gated_delta"} & set(names)
     copied = [n.args[0].meta["leaf"] for n in decode.eager.graph.graph.nodes if n.target is torch.ops.aten.copy_.default]
-    assert copied == ["state.seats"], "a few numbers a request"
+    assert copied == ["state.request_slots"], "a few numbers a request"
     assert (decode.eager.backend, decode.eager.bucket) == ("eager", Bucket("decode", 2, 3))
 
 
@@ -464,7 +466,7 @@ def operands(found: Stages, step_inputs: dict[str, object]) -> list[torch.Tensor
         kind, _, name = leaf.name.partition(".")
         if kind == "inputs":
             values.append(torch.tensor(step_inputs[name], dtype=leaf.aval.dtype).reshape(leaf.aval.shape))
-        elif leaf.name == "state.seats":
+        elif leaf.name == "state.request_slots":
             values.append(torch.tensor([[0, 0, 0, 0, 0], [0, 0, 3, 5, 1], [2, 1, 7, 2, 11]], dtype=I32))
         else:
             values.append(torch.randn(leaf.aval.shape, generator=r) * (0.3 if kind == "params" else 1.0))
@@ -496,11 +498,11 @@ def run(found: Stages, steps: list[dict[str, object]]) -> None:
 def test_decode_steps_agree_in_every_form(decode: Stages) -> None:
     steps = [
         {
-            "seats": [1, 2],
+            "request_slots": [1, 2],
             "drafts": [2, 2],
             "base": [n, 2 + n],
             "page_table": [[1, 2, 5, 6, 7], [4, 3, 8, 9, 10]],
-            "write_slots": [[1, 2, 3], [4, 5, 6]],
+            "state_slots_out": [[1, 2, 3], [4, 5, 6]],
             **{name: values for name, values in SAMPLING.items() if name != "uniform"},
             "uniform": [[0.5, 0.1, 0.9, 0.3, 0.2], [0.7, 0.2, 0.4, 0.6, 0.8]],
         }
@@ -511,11 +513,11 @@ def test_decode_steps_agree_in_every_form(decode: Stages) -> None:
 
 def test_prefill_chunks_agree_in_every_form(prefill: Stages) -> None:
     one = {name: values[1] for name, values in SAMPLING.items()}
-    base = {"seats": 2, "page_table": [5, 1, 3, 2, 4], "read_slots": 2, "write_slots": 2, **one}
+    base = {"request_slots": 2, "page_table": [5, 1, 3, 2, 4], "state_slots_in": 2, "state_slots_out": 2, **one}
     run(
         prefill,
         [
-            {"tokens": [1, 2, 3, 4, 5, 6, 7, 8], "starts": 0, "lengths": 8, "next_tokens": 9, **base},
-            {"tokens": [9, 10, 11, 0, 0, 0, 0, 0], "starts": 8, "lengths": 3, "next_tokens": -1, **base},
+            {"tokens": [1, 2, 3, 4, 5, 6, 7, 8], "num_computed_tokens": 0, "query_lens": 8, "next_tokens": 9, **base},
+            {"tokens": [9, 10, 11, 0, 0, 0, 0, 0], "num_computed_tokens": 8, "query_lens": 3, "next_tokens": -1, **base},
         ],
     )

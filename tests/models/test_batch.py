@@ -13,11 +13,11 @@ LIMITS = Limits(page_size=4, num_pages=9, num_slots=5, max_model_len=24)
 
 def test_angles_are_those_of_each_tokens_position():
     inputs = StepInputs(Bucket("prefill", 2, 3), LIMITS).padding()
-    inputs["starts"][:] = torch.tensor([0, 7])
+    inputs["num_computed_tokens"][:] = torch.tensor([0, 7])
     inputs["tokens"][:] = torch.tensor([[1, 2, 3], [4, 5, 6]])
     batch = Batch.of(inputs, 4, 100.0)
     assert (batch.size, batch.q_len, batch.tokens.tolist()) == (2, 3, [1, 2, 3, 4, 5, 6])
     angles = torch.tensor([0.0, 1, 2, 7, 8, 9])[:, None] * torch.tensor([1.0, 0.1])
     torch.testing.assert_close(batch.cos, angles.cos())
     torch.testing.assert_close(batch.sin, angles.sin())
-    assert batch.lengths is inputs["lengths"]
+    assert batch.query_lens is inputs["query_lens"]

@@ -203,13 +203,13 @@ def test_the_draft_head_has_the_collectives_of_a_layer_and_what_stands_around_it
     kinds = bodies(made.graph)
     taking, drafting = (row.taking, row.taking_bytes), (row.drafting, row.drafting_bytes)
     # A head that drafts one token takes in none of its own.
-    own = {} if row.step.endswith("x2") else {"draft_take_own": taking}
-    wanted = {"draft_take": taking, "draft": drafting, **own}
+    own = {} if row.step.endswith("x2") else {"extend_draft_cache_own": taking}
+    wanted = {"extend_draft_cache": taking, "draft": drafting, **own}
     assert set(kinds) == {*LAYERS, *wanted}
     for body, (said, moved) in wanted.items():
         held = talks(kinds[body].graph.nodes)
         assert words(held, mesh) == stated(said, mesh)
-        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "draft_take"))
+        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "extend_draft_cache"))
     collectives_check.check_ranks(collectives_check.expand(made.collectives, mesh))
 
 

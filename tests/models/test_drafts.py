@@ -49,11 +49,11 @@ def expect_cache(server, course, request):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_drafts_and_cache_are_those_of_the_whole_text(name, drafts):
-    """Of three rows at every step, whatever was kept before; and what the seats then hold."""
+    """Of three rows at every step, whatever was kept before; and what the request slots then hold."""
     model = oracle.drafting(name)
     server = speculators.Server(model.model, model.weights, drafts)
     requests = [speculators.Request(model.prompt(6 + 4 * i, i), i + 1) for i in range(3)]
-    plain = [speculators.Request(request.prompt, request.seat) for request in requests]
+    plain = [speculators.Request(request.prompt, request.request_slot) for request in requests]
     speculators.Server(model.model, model.weights, 0).serve(plain, 16 + 8 * drafts)
     told, draw = [{} for _ in requests], random.Random(drafts)
     outputs = server.prefill(requests)
@@ -61,7 +61,7 @@ def test_drafts_and_cache_are_those_of_the_whole_text(name, drafts):
         for i, (request, row) in enumerate(zip(requests, outputs["drafts"].tolist(), strict=True)):
             told[i][request.start - 1] = row
             kept = request.counts[-1] - 1 if step else 0
-            assert server.seats[request.seat].tolist() == [request.start, kept, request.said[-1], *row]
+            assert server.request_slots[request.request_slot].tolist() == [request.start, kept, request.said[-1], *row]
             server.mislead(request, plain[i].said, draw.randint(0, drafts))
         outputs = server.decode(requests)
     for request, rows in zip(requests, told, strict=True):
@@ -76,12 +76,12 @@ def test_of_a_steps_tokens_one_a_row_goes_through_the_whole_head(name, bucket):
     """However many are drafted; of the others keys and values are written."""
     made, rows = trace(program(oracle.drafting(name).model, bucket, speculators.limits(3), torch.float32)).graph, bucket.batch
     calls = Counter(str(node.target) for node in made.graph.nodes if node.op == "call_module" and "draft" in node.target)
-    assert calls == {"draft_take": 1, "draft": 3, "draft_take_own": 2}
+    assert calls == {"extend_draft_cache": 1, "draft": 3, "extend_draft_cache_own": 2}
     done = {part: tokens(bodies(made)[part]) for part in calls}
     fed = {"moe_experts": [rows], "moe_route": [rows]} if name == "moe" else {}
     assert done["draft"] == {"rope": [rows], "paged_attention": [rows], "add_rms_norm": [rows] * 2, "swiglu_linear": [rows], **fed}
-    assert done["draft_take"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
-    assert done["draft_take_own"] == {"cache_write": [rows], "rope": [rows]}
+    assert done["extend_draft_cache"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
+    assert done["extend_draft_cache_own"] == {"cache_write": [rows], "rope": [rows]}
 
 
 def tokens(part):
@@ -120,7 +120,7 @@ def test_the_cut_of_a_prompt_changes_no_draft(name, chunks):
     outputs = server.prefill([request], chunks)
     text = request.prompt + request.said
     assert outputs["drafts"].tolist() == recursion(model.model, model.weights, text, [32], 3).tolist()
-    assert server.seats[3].tolist() == [33, 0, request.said[0], *outputs["drafts"][0].tolist()]
+    assert server.request_slots[3].tolist() == [33, 0, request.said[0], *outputs["drafts"][0].tolist()]
     expect_cache(server, model, request)
 
 
@@ -129,7 +129,7 @@ def test_prompts_of_other_lengths_share_the_steps_that_take_them_in():
     """Where one has ended the other's chunks go on, and its own row is padding."""
     model = oracle.drafting("moe")
     server = speculators.Server(model.model, model.weights, 2)
-    requests = [speculators.Request(model.prompt(length, length), seat) for length, seat in ((3, 1), (30, 5), (17, 2))]
+    requests = [speculators.Request(model.prompt(length, length), request_slot) for length, request_slot in ((3, 1), (30, 5), (17, 2))]
     outputs = server.prefill(requests, [16, 8, 8])
     for request, row in zip(requests, outputs["drafts"].tolist(), strict=True):
         text = request.prompt + request.said
@@ -141,7 +141,7 @@ def test_prompts_of_other_lengths_share_the_steps_that_take_them_in():
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_request_that_is_taken_in_again_drafts_the_same(name):
-    """As after preemption: the prompt and what was said, in another seat."""
+    """As after preemption: the prompt and what was said, in another request slot."""
     model = oracle.drafting(name)
     server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(9), 1)
     outputs = [server.prefill([request])]
@@ -186,5 +186,5 @@ def test_rows_of_padding_draft_some_token():
     for bucket in (Bucket("decode", 4, 4), Bucket("prefill", 2, 8)):
         made = server.step(bucket, server.blank(bucket))["drafts"]
         assert ((made >= 0) & (made < 97)).all()
-        assert not server.seats[0].any()
+        assert not server.request_slots[0].any()
     server.untouched([])

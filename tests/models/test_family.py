@@ -92,7 +92,7 @@ def test_a_head_of_other_features_drafts_and_says_the_same(fake, drafts):
     assert model.has_draft_head
     server = speculators.Server(model, weights, drafts)
     requests = [speculators.Request(plain.prompt(7 + 5 * i, i), i + 1) for i in range(3)]
-    truth = [speculators.Request(request.prompt, request.seat) for request in requests]
+    truth = [speculators.Request(request.prompt, request.request_slot) for request in requests]
     speculators.Server(plain.model, plain.weights, 0).serve(truth, 40)
     draw, told = random.Random(1), [{} for _ in requests]
     outputs = server.prefill(requests, [8, 16])
@@ -115,15 +115,22 @@ def written_out(model, weights, text, drafts):
     pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
     state = {**fresh.state, HEAD: {name: torch.zeros_like(pool) for name, pool in fresh.state["layers"][-1].items()}}
     ids = torch.tensor([text], dtype=torch.int32)
-    inputs = {**fresh.inputs, "page_table": pages, "lengths": torch.tensor([len(text) - 1], dtype=torch.int32)}
+    inputs = {**fresh.inputs, "page_table": pages, "query_lens": torch.tensor([len(text) - 1], dtype=torch.int32)}
     _, _, intermediates = family.forward(cfg, weights, state, {**inputs, "tokens": ids[:, :-1]})
     inputs["tokens"] = ids[:, 1:]
     rows, state = head.extend_cache(cfg, weights, state, inputs, intermediates.features, first=True)
     hidden = head.draft(cfg, weights, state, inputs, rows)[-1:]
     found = [int(head.logits(cfg, weights, hidden).argmax())]
     for depth in range(1, drafts):
-        one = {"tokens": torch.tensor([found[-1:]], dtype=torch.int32), "starts": torch.tensor([len(text) - 2 + depth], dtype=torch.int32)}
-        one |= {"lengths": torch.ones(1, dtype=torch.int32), "write_slots": inputs["write_slots"], "read_slots": inputs["read_slots"]}
+        one = {
+            "tokens": torch.tensor([found[-1:]], dtype=torch.int32),
+            "num_computed_tokens": torch.tensor([len(text) - 2 + depth], dtype=torch.int32),
+        }
+        one |= {
+            "query_lens": torch.ones(1, dtype=torch.int32),
+            "state_slots_out": inputs["state_slots_out"],
+            "state_slots_in": inputs["state_slots_in"],
+        }
         rows, state = head.extend_cache(cfg, weights, state, {**inputs, **one}, hidden, first=False)
         hidden = head.draft(cfg, weights, state, {**inputs, **one}, rows)
         found.append(int(head.logits(cfg, weights, hidden).argmax()))

@@ -35,24 +35,24 @@ def test_a_prompt_then_single_tokens_equal_the_module(name):
     random, config = oracle.case(name), oracle.case(name).model.config
     layer = config.layer_types.index("full_attention")
     x = torch.randn(2, 25, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    lengths, pages = [20, 11], [[9, 2, 30, 4], [5, 12, 1, 40]]
+    query_lens, pages = [20, 11], [[9, 2, 30, 4], [5, 12, 1, 40]]
     want = [reference(random, layer, row) for row in x]
     state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
     fed = torch.full((3, 24, config.hidden_size), float("nan"))
     for b in range(2):
-        fed[b, : lengths[b]] = x[b, : lengths[b]]
-    rows = [oracle.Row([1] * lengths[b], 0, pages[b]) for b in range(2)]
+        fed[b, : query_lens[b]] = x[b, : query_lens[b]]
+    rows = [oracle.Row([1] * query_lens[b], 0, pages[b]) for b in range(2)]
     out, state = run(random, layer, state, Bucket("prefill", 3, 24), rows, fed)
     for b in range(2):
-        torch.testing.assert_close(out[b, : lengths[b]], want[b][: lengths[b]], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[b, : query_lens[b]], want[b][: query_lens[b]], atol=1e-5, rtol=1e-5)
     for step in range(5):
         fed = torch.full((4, 1, config.hidden_size), float("nan"))
-        rows = [oracle.Row([1], lengths[b] + step, pages[b]) for b in range(2)]
+        rows = [oracle.Row([1], query_lens[b] + step, pages[b]) for b in range(2)]
         for b in range(2):
-            fed[b, 0] = x[b, lengths[b] + step]
+            fed[b, 0] = x[b, query_lens[b] + step]
         out, state = run(random, layer, state, Bucket("decode", 4, 1), rows, fed)
         for b in range(2):
-            torch.testing.assert_close(out[b, 0], want[b][lengths[b] + step], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(out[b, 0], want[b][query_lens[b] + step], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,14 +63,14 @@ def test_of_remembered_tokens_some_may_attend(name):
     layer = config.layer_types.index("full_attention")
     weights = random.weights["layers"][layer]["mixer"]
     x = torch.randn(2, 20, config.hidden_size, generator=torch.Generator().manual_seed(3))
-    lengths, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
+    query_lens, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
     want = [reference(random, layer, row) for row in x]
     state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
     fed, few = (torch.full((3, width, config.hidden_size), float("nan")) for width in (24, last))
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(query_lens):
         fed[b, :length], few[b] = x[b, :length], x[b, length - last : length]
-    rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(lengths)]
-    ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(lengths)]
+    rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(query_lens)]
+    ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(query_lens)]
     whole, end = (
         Batch.of(oracle.inputs(bucket, held), config.rotary_dim, config.rope_theta)
         for bucket, held in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
@@ -78,7 +78,7 @@ def test_of_remembered_tokens_some_may_attend(name):
     state = gated_attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
     before = {pool: values.clone() for pool, values in state.items()}
     out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(query_lens):
         torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
     for pool, values in before.items():
         torch.testing.assert_close(state[pool], values, atol=0, rtol=0, equal_nan=True)

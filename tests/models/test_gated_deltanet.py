@@ -39,9 +39,9 @@ def test_chunks_then_single_tokens_equal_the_module(name, q_len):
     x = torch.randn(2, 44, config.hidden_size, generator=torch.Generator().manual_seed(1))
     want = random.theirs.model.layers[layer].linear_attn(x)
     state = oracle.poisoned(gated_deltanet.state(config, oracle.LIMITS, torch.float32))
-    lengths, slots = [41, 35], [3, 7]
+    query_lens, slots = [41, 35], [3, 7]
     for begin in range(0, 41, q_len):
-        parts = [(min(begin, n), min(begin + q_len, n)) for n in lengths]
+        parts = [(min(begin, n), min(begin + q_len, n)) for n in query_lens]
         live = [b for b in range(2) if parts[b][1] > parts[b][0]]
         rows = [oracle.Row([1] * (parts[b][1] - parts[b][0]), parts[b][0], [], slots[b], [slots[b]]) for b in live]
         fed = padded(x[live], [parts[b] for b in live], 3, q_len)
@@ -49,7 +49,7 @@ def test_chunks_then_single_tokens_equal_the_module(name, q_len):
         for i, b in enumerate(live):
             torch.testing.assert_close(out[i, : parts[b][1] - parts[b][0]], want[b, slice(*parts[b])], atol=2e-5, rtol=1e-5)
     for step in range(3):
-        at = [n + step for n in lengths]
+        at = [n + step for n in query_lens]
         rows = [oracle.Row([1], at[b], [], slots[b] + step, [slots[b] + step + 1]) for b in range(2)]
         out, state = run(random, layer, state, Bucket("decode", 4, 1), rows, padded(x, [(n, n + 1) for n in at], 4, 1))
         for b in range(2):

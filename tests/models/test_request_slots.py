@@ -1,4 +1,4 @@
-"""A seat says where a request's next step starts, and a step leaves there what the next one needs."""
+"""A request slot says where a request's next step starts, and a step leaves there what the next one needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMITS = Limits(page_size=4, num_pages=31, num_slots=10, max_model_len=40, slots
 
 
 def pool(*rows):
-    """The null seat and these."""
+    """The null request slot and these."""
     return torch.tensor([[0] * 5, *rows], dtype=torch.int32)
 
 
@@ -20,42 +20,42 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_there_is_a_seat_for_each_request_and_the_null_seat():
+def test_there_is_a_seat_for_each_request_and_the_null_request_slot():
     aval = request_slots.state(LIMITS)
     assert (aval.shape, aval.dtype) == ((4, 5), torch.int32)
 
 
-def test_rows_start_where_their_seats_say():
-    """In any order of seats; the state is that of the slot after the last token that was kept; padding has no valid candidate."""
+def test_rows_start_where_their_request_slots_say():
+    """In any order of request slots; the state is that of the slot after the last token that was kept; padding has no valid candidate."""
     held = pool([7, 0, 11, 12, 13], [20, 2, 21, 22, 23], [30, 1, 31, 32, 33])
-    inputs = {"seats": ints(2, 0, 1, 3), "drafts": ints(2, 2, 0, 1)}
-    inputs["write_slots"] = ints([4, 5, 6], [0, 0, 0], [3, 2, 1], [9, 7, 8])
+    inputs = {"request_slots": ints(2, 0, 1, 3), "drafts": ints(2, 2, 0, 1)}
+    inputs["state_slots_out"] = ints([4, 5, 6], [0, 0, 0], [3, 2, 1], [9, 7, 8])
     found = request_slots.read(held, inputs, LIMITS)
     assert found.tokens.tolist() == [[21, 22, 23], [0, 0, 0], [11, 12, 13], [31, 32, 33]]
-    assert found.starts.tolist() == [20, 0, 7, 30]
-    assert found.lengths.tolist() == [3, 0, 1, 2]
-    assert found.read_slots.tolist() == [6, 0, 3, 7]
+    assert found.num_computed_tokens.tolist() == [20, 0, 7, 30]
+    assert found.query_lens.tolist() == [3, 0, 1, 2]
+    assert found.state_slots_in.tolist() == [6, 0, 3, 7]
     assert all(tensor.dtype == torch.int32 for tensor in found)
 
 
 @pytest.mark.parametrize("start, valid", [(36, 3), (37, 3), (38, 2), (39, 1), (40, 0)])
 def test_no_row_goes_beyond_the_longest_context(start, valid):
-    inputs = {"seats": ints(1, 1), "drafts": ints(2, 0), "write_slots": ints([1, 2, 3], [1, 2, 3])}
-    assert request_slots.read(pool([start, 0, 5, 6, 7]), inputs, LIMITS).lengths.tolist() == [valid, min(valid, 1)]
+    inputs = {"request_slots": ints(1, 1), "drafts": ints(2, 0), "state_slots_out": ints([1, 2, 3], [1, 2, 3])}
+    assert request_slots.read(pool([start, 0, 5, 6, 7]), inputs, LIMITS).query_lens.tolist() == [valid, min(valid, 1)]
 
 
 def test_what_a_step_leaves_is_what_the_next_one_finds():
-    """Seats of no row of the step keep what they hold, and the null seat holds zeros whatever padding computed."""
+    """Request slots of no row of the step keep what they hold, and the null request slot holds zeros whatever padding computed."""
     held = pool([7, 0, 11, 12, 13], [20, 2, 21, 22, 23], [30, 1, 31, 32, 33])
     taken = ints(3, 0, 1, 0)
     after = request_slots.write(held, taken, ints(32, 9, 8, 99), ints(1, 2, 0, 5), ints([41, 42, 43], [1, 2, 3], [51, 52, 53], [4, 5, 6]))
     assert after.tolist() == [[0] * 5, [8, 0, 51, 52, 53], [20, 2, 21, 22, 23], [32, 1, 41, 42, 43]]
     assert after.dtype == torch.int32
-    inputs = {"seats": taken, "drafts": ints(2, 2, 2, 2), "write_slots": ints([4, 5, 6], [0, 0, 0], [7, 8, 9], [0, 0, 0])}
+    inputs = {"request_slots": taken, "drafts": ints(2, 2, 2, 2), "state_slots_out": ints([4, 5, 6], [0, 0, 0], [7, 8, 9], [0, 0, 0])}
     found = request_slots.read(after, inputs, LIMITS)
     assert found.tokens[::2].tolist() == [[41, 42, 43], [51, 52, 53]]
-    assert found.read_slots.tolist() == [5, 0, 7, 0]
-    assert found.lengths.tolist() == [3, 0, 3, 0]
+    assert found.state_slots_in.tolist() == [5, 0, 7, 0]
+    assert found.query_lens.tolist() == [3, 0, 3, 0]
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 4, 8])
@@ -63,8 +63,8 @@ def test_a_token_gets_the_random_number_of_its_place(q_len):
     """However many tokens the step gave that the host has not read, from none beside the smallest place to all."""
     numbers = torch.arange(2 * q_len - 1, dtype=torch.float32)
     base = torch.full((q_len,), 100, dtype=torch.int32)
-    starts = base + torch.arange(q_len, dtype=torch.int32)
-    window = request_slots.uniforms({"uniform": numbers.expand(q_len, -1), "base": base}, starts, q_len)
+    num_computed_tokens = base + torch.arange(q_len, dtype=torch.int32)
+    window = request_slots.uniforms({"uniform": numbers.expand(q_len, -1), "base": base}, num_computed_tokens, q_len)
     assert window.tolist() == [[ahead + t for t in range(q_len)] for ahead in range(q_len)]
 
 

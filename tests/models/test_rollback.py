@@ -43,7 +43,7 @@ def error(got, want):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_bit_for_bit_that_of_requests_with_their_drafts_off(courses, name):
-    """Recurrent and convolution state, keys and values of the layers and of the draft head, the seat and the drafts in it.
+    """Recurrent and convolution state, keys and values of the layers and of the draft head, the request slot and the drafts in it.
 
     In steps of the same width all kernels but products treat a token the same wherever it stands; products go token by token here.
     """
@@ -63,7 +63,7 @@ def test_state_is_that_of_requests_with_their_drafts_off(courses, name, drafts):
     for i, start, memory in speculated(course, course.server(drafts)):
         for what, tensor in memory.items():
             wanted = truth[i][start][what]
-            near = torch.equal(tensor, wanted) if what == "seats" else error(tensor, wanted) < NEAR
+            near = torch.equal(tensor, wanted) if what == "request_slots" else error(tensor, wanted) < NEAR
             assert near, f"{what} of request {i} at {start}"
 
 
@@ -77,7 +77,7 @@ def test_state_is_that_of_programs_without_drafts(courses, name, drafts):
     truth = memories(course, course.server(0))
     for i, start, memory in speculated(course, course.server(drafts)):
         for what, tensor in truth[i][start].items():
-            if what == "seats":
+            if what == "request_slots":
                 assert torch.equal(memory[what][:2], tensor), f"place and token of request {i} at {start}"
             else:
                 assert error(memory[what], tensor) < NEAR, f"{what} of request {i} at {start}"

@@ -65,21 +65,27 @@ def crowd(small, drafts, knobs, numbers, substituted=None):
 
     def given(bucket, **known):
         made = server.blank(bucket)
-        made |= {"seats": row + 1, "page_table": 1 + N * row[:, None] + torch.arange(N, dtype=torch.int32)}
-        made["write_slots"] = 1 + Q * row[:, None] + torch.arange(made["write_slots"].shape[1], dtype=torch.int32)
+        made |= {"request_slots": row + 1, "page_table": 1 + N * row[:, None] + torch.arange(N, dtype=torch.int32)}
+        made["state_slots_out"] = 1 + Q * row[:, None] + torch.arange(made["state_slots_out"].shape[1], dtype=torch.int32)
         for name, value in {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **knobs}.items():
             made[name].fill_(value)
         return made | known
 
     bucket, tokens = Bucket("prefill", B, len(PROMPT)), torch.tensor(PROMPT, dtype=torch.int32).expand(B, -1)
-    known = {"tokens": tokens, "starts": 0 * row, "lengths": 0 * row + len(PROMPT), "read_slots": 0 * row, "uniform": numbers[:, :1]}
+    known = {
+        "tokens": tokens,
+        "num_computed_tokens": 0 * row,
+        "query_lens": 0 * row + len(PROMPT),
+        "state_slots_in": 0 * row,
+        "uniform": numbers[:, :1],
+    }
     known |= {"next_tokens": 0 * row - 1} if drafts else {}
     said, count, counts = torch.zeros(B, 32, dtype=torch.int32), torch.ones(B, dtype=torch.int64), []
     said[:, :1] = server.step(bucket, given(bucket, **known))["tokens"]
     numbers = torch.nn.functional.pad(numbers, (0, 32), value=0.5)
     while int(count.min()) < SAYS:
         if substituted is not None:
-            server.seats[1:, request_slots.TOKENS + 1 :] = substituted
+            server.request_slots[1:, request_slots.TOKENS + 1 :] = substituted
         bucket, base = Bucket("decode", B, Q), (len(PROMPT) + count - 1).int()
         window = numbers.gather(1, count[:, None] + torch.arange(2 * Q - 1))
         outputs = server.step(bucket, given(bucket, drafts=0 * row + drafts, base=base, uniform=window))
@@ -234,7 +240,7 @@ def test_sampled_requests_say_the_same_whatever_is_kept_beside_them(sampled, nam
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_sampled_requests_say_the_same_after_preemption_and_however_their_prompts_are_cut(sampled, name, drafts):
-    """Taken in by chunks cut anywhere, taken out at any time, and taken in again, prompt and all, in another seat beside others."""
+    """Taken in by chunks cut anywhere, taken out at any time, and taken in again, prompt and all, in another request slot beside others."""
     cases, draw = sampled(name), random.Random(9)
     server, requests = cases.server(drafts), cases.requests()
 
@@ -247,8 +253,8 @@ def test_sampled_requests_say_the_same_after_preemption_and_however_their_prompt
     for stop in (7, 15):
         server.go_on(requests, stop)
         again = draw.sample(requests, 4)
-        for request, seat in zip(again, draw.sample([request.seat for request in again], 4), strict=True):
-            request.seat, request.counts = seat, []
+        for request, request_slot in zip(again, draw.sample([request.request_slot for request in again], 4), strict=True):
+            request.request_slot, request.counts = request_slot, []
             server.prefill([request], cuts(len(request.prompt) + len(request.said)))
     server.go_on(requests, LONG)
     cases.expect(requests)

@@ -108,7 +108,7 @@ def test_every_group_says_what_one_device_says(name: str) -> None:
         said = fleet.step(bucket, given)
         want = [one.step(bucket, own) for one, own in zip(alone, given, strict=True)]
         for group, (a, b) in enumerate(zip(said, want, strict=True)):
-            told, live_rows = fleets.told(bucket, given[group]), given[group]["seats"] > 0
+            told, live_rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
             close(a["logits"][told], b["logits"][told], f"step {n}, group {group}: logits")
             assert torch.equal(a["tokens"][told], b["tokens"][told])
             for output in set(a) - {"logits", "tokens"}:
@@ -119,15 +119,15 @@ def test_every_group_says_what_one_device_says(name: str) -> None:
     for group, one in enumerate(alone):
         assert serving.said[group] == [answer[: len(row)] for row, answer in zip(serving.said[group], answers[group], strict=True)]
         for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), one.pool(), strict=True):
-            # Page, slot and seat 0 are what padding writes, in whatever way; a pool of repeated heads has each of them as often.
+            # Page, slot and request slot 0 are what padding writes, in whatever way; a pool of repeated heads has each of them as often.
             copies = mine.shape[2] // theirs.shape[2] if mine.dim() == 4 else 1
             close(mine[1:], theirs[1:].repeat_interleave(copies, 2) if copies > 1 else theirs[1:], f"group {group}: {leaf}")
     check_talks(case, fleet.partitioned(serving.decode))
 
 
 def force(serving: Any, group: int, fleet: Any, alone: Any, answers: Sequence[Sequence[int]]) -> list[int | None]:
-    """The same drafts in the seats of all ranks of a group and of the one device."""
-    (right, *others) = [serving.force(group, pool, answers) for pool in (*fleet.seats(group), alone.state["seats"])]
+    """The same drafts in the request slots of all ranks of a group and of the one device."""
+    (right, *others) = [serving.force(group, pool, answers) for pool in (*fleet.request_slots(group), alone.state["request_slots"])]
     assert others == [right] * len(others)
     return right
 
@@ -138,7 +138,7 @@ def check_talks(case: Case, found: Partitioned) -> None:
     assert not ({*DISPATCH, GATHER[1]} - set(case.talks)) & talks
     if found.mesh.axis("dp") > 1:
         assert not {text for text in talks if not text.endswith("tp")} - set(case.talks), "nothing else crosses groups"
-    drafting = ("draft_take", "draft", "draft_take_own")[: case.drafts + (case.drafts > 0)]
+    drafting = ("extend_draft_cache", "draft", "extend_draft_cache_own")[: case.drafts + (case.drafts > 0)]
     assert set(bodies(found.graph)) == {"linear_attention", "full_attention", *drafting}, "layers and the draft head are traced once a kind"
 
 

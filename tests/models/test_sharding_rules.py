@@ -52,7 +52,7 @@ def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
 
 @pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
 def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> None:
-    """Of two devices each holds a half, but for norms, routers, seats, and the shared expert of spread experts."""
+    """Of two devices each holds a half, but for norms, routers, request slots, and the shared expert of spread experts."""
     named = tree.flatten(fleets.model(variant).params(torch.float32))
     avals = [param.aval for _, param in named]
     whole = total(avals, Mesh(), expert_parallel)
@@ -61,7 +61,7 @@ def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> N
     if expert_parallel:
         kept += sum(p.aval.nbytes for name, p in named if "shared_gate_up" in name or "shared_down" in name)
     assert held - kept == (whole - kept) // 2
-    pools = [aval for name, aval in tree.flatten(fleets.model(variant).state(fleets.LIMITS, torch.float32)) if name != "seats"]
+    pools = [aval for name, aval in tree.flatten(fleets.model(variant).state(fleets.LIMITS, torch.float32)) if name != "request_slots"]
     assert total(pools, Mesh.parse("tp=2"), expert_parallel) == total(pools, Mesh(), expert_parallel) // 2
 
 

@@ -139,7 +139,7 @@ def test_padding_writes_nowhere_but_to_the_null_page_and_slot(drafts):
     runner = oracle.Runner(random.model, random.weights, drafts=drafts)
     runner.prefill(random.prompt(5), [3], 2, [16])
     runner.step(decode(4, drafts + 1), [], junk=1)
-    state = {name: pools for name, pools in runner.state.items() if name != "seats"}
+    state = {name: pools for name, pools in runner.state.items() if name != "request_slots"}
     for path, pool in tree.flatten(state):
         own = 3 if path.endswith((".k", ".v")) else 2
         written = [i for i in range(1, len(pool)) if not pool[i].isnan().all()]
@@ -222,7 +222,7 @@ def test_a_request_ends_with_the_longest_context(drafts):
     speculators.Server(random.model, random.weights, 0).serve([truth], 24)
     for kept in sorted({0, drafts // 2, drafts}):
         server = speculators.Server(random.model, random.weights, drafts, held=speculators.limits(drafts, context, 4))
-        requests = [speculators.Request(truth.prompt, seat) for seat in (2, 4)]
+        requests = [speculators.Request(truth.prompt, request_slot) for request_slot in (2, 4)]
         server.prefill(requests)
         for _ in range(18):
             places = [context - request.start for request in requests]
@@ -231,7 +231,7 @@ def test_a_request_ends_with_the_longest_context(drafts):
             server.decode(requests, 3)
             for request, left, right in zip(requests, places, (kept, drafts), strict=True):
                 assert request.counts[-1] == min(right + 1, left)
-                assert server.seats[request.seat, 0] == request.start <= context
+                assert server.request_slots[request.request_slot, 0] == request.start <= context
         for request in requests:
             assert request.start == context
             assert request.said == truth.said[: len(request.said)]
@@ -240,21 +240,21 @@ def test_a_request_ends_with_the_longest_context(drafts):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 @torch.no_grad()
-def test_padding_counts_nothing_and_leaves_the_null_seat_as_it_was(drafts):
-    """Beside a live row or alone, in decode and prefill; the seats of others keep what they hold."""
+def test_padding_counts_nothing_and_leaves_the_null_request_slot_as_it_was(drafts):
+    """Beside a live row or alone, in decode and prefill; the request slots of others keep what they hold."""
     random = oracle.drafting("moe")
     server = speculators.Server(random.model, random.weights, drafts)
     requests = [speculators.Request(random.prompt(5, i), 2 * i + 1) for i in range(2)]
     server.prefill(requests)
-    before = server.seats.clone()
+    before = server.request_slots.clone()
     for bucket in (decode(4, drafts + 1), Bucket("prefill", 2, 16)):
         outputs = server.step(bucket, server.blank(bucket))
         assert not outputs.get("counts", torch.zeros(1)).any()
-        assert torch.equal(server.seats, before)
+        assert torch.equal(server.request_slots, before)
     outputs = server.decode(requests[:1], 4)
     assert outputs["counts"].tolist()[1:] == [0, 0, 0]
-    assert not server.seats[0].any()
-    assert torch.equal(server.seats[2:], before[2:])
+    assert not server.request_slots[0].any()
+    assert torch.equal(server.request_slots[2:], before[2:])
 
 
 @torch.no_grad()
@@ -290,7 +290,7 @@ def test_graphs_of_prompts_do_what_the_programs_do(drafts):
     for name, tensor in said[0].items():
         assert torch.equal(tensor, said[1][name]), name
     for name, *pools in zip(servers[0].names, *(server.state for server in servers), strict=True):
-        own = [pool[1:] if name != "seats" else pool for pool in pools]
+        own = [pool[1:] if name != "request_slots" else pool for pool in pools]
         assert torch.equal(own[0].nan_to_num(-1), own[1].nan_to_num(-1)), name
 
 

@@ -20,8 +20,8 @@ def test_choice_is_the_smallest_that_holds_it_else_the_largest(decode, prefill, 
     buckets = [*prefill, *decode]
     batches = sorted(b.batch for b in decode)
     assert choose(buckets, live).batch == next((b for b in batches if b >= live), batches[-1])
-    lengths = sorted(b.q_len for b in prefill)
-    assert choose_prefill(buckets, live).q_len == next((q for q in lengths if q >= live), lengths[-1])
+    query_lens = sorted(b.q_len for b in prefill)
+    assert choose_prefill(buckets, live).q_len == next((q for q in query_lens if q >= live), query_lens[-1])
     assert choose(buckets, live).kind == "decode"
     assert choose_prefill(buckets, live).kind == "prefill"
 
@@ -61,7 +61,7 @@ def prefill_rows(draw, bucket):
         start=start,
         pages=draw(st.lists(st.integers(1, 19), min_size=-(-(start + len(tokens)) // 4), max_size=4)),
         slot=draw(st.integers(1, 8)),
-        seat=draw(st.integers(1, 4)),
+        request_slot=draw(st.integers(1, 4)),
         next_token=draw(st.integers(-1, 99)),
         sampling=draw(samplings),
         uniform=draw(st.sampled_from([0.25, 0.75])),
@@ -74,7 +74,7 @@ def decode_rows(draw, bucket):
     Q = bucket.q_len
     base = draw(st.integers(0, 15))
     return DecodeRow(
-        seat=draw(st.integers(1, 4)),
+        request_slot=draw(st.integers(1, 4)),
         base=base,
         pages=draw(st.lists(st.integers(1, 19), min_size=-(-min(base + 2 * Q - 1, 16) // 4), max_size=4)),
         slots=draw(st.lists(st.integers(1, 8), min_size=Q, max_size=Q)),
@@ -101,7 +101,7 @@ def expected(bucket, rows, limits, max_logprobs):
     """The step convention, spelled out with lists."""
     B, Q = bucket.batch, bucket.q_len
     found = {
-        "seats": padded([r.seat for r in rows], B),
+        "request_slots": padded([r.request_slot for r in rows], B),
         "page_table": tables([r.pages for r in rows], bucket, 4),
         "temperature": padded([r.sampling.temperature for r in rows], B),
         "top_k": padded([r.sampling.top_k for r in rows], B),
@@ -114,15 +114,15 @@ def expected(bucket, rows, limits, max_logprobs):
         return found | {
             "drafts": padded([r.drafts for r in rows], B),
             "base": padded([r.base for r in rows], B),
-            "write_slots": tables([r.slots for r in rows], bucket, Q),
+            "state_slots_out": tables([r.slots for r in rows], bucket, Q),
             "uniform": tables([r.uniforms for r in rows], bucket, 2 * Q - 1),
         }
     found |= {
         "tokens": tables([r.tokens for r in rows], bucket, Q),
-        "starts": padded([r.start for r in rows], B),
-        "lengths": padded([len(r.tokens) for r in rows], B),
-        "read_slots": padded([r.slot for r in rows], B),
-        "write_slots": tables([[r.slot] for r in rows], bucket, 1),
+        "num_computed_tokens": padded([r.start for r in rows], B),
+        "query_lens": padded([len(r.tokens) for r in rows], B),
+        "state_slots_in": padded([r.slot for r in rows], B),
+        "state_slots_out": tables([[r.slot] for r in rows], bucket, 1),
         "uniform": tables([[r.uniform] for r in rows], bucket, 1),
     }
     return found | ({"next_tokens": padded([r.next_token for r in rows], B, -1)} if limits.drafts else {})
@@ -164,8 +164,8 @@ def test_graphs_take_what_is_packed(bucket, drafts, max_logprobs):
     }
 
 
-PREFILL = PrefillRow(tokens=(1,), start=0, pages=(1,), slot=1, seat=1)
-DECODE = DecodeRow(seat=1, base=2, pages=(1, 2), slots=(1, 2, 3), drafts=2)
+PREFILL = PrefillRow(tokens=(1,), start=0, pages=(1,), slot=1, request_slot=1)
+DECODE = DecodeRow(request_slot=1, base=2, pages=(1, 2), slots=(1, 2, 3), drafts=2)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ DECODE = DecodeRow(seat=1, base=2, pages=(1, 2), slots=(1, 2, 3), drafts=2)
         (Bucket("prefill", 2, 1), [PREFILL._replace(tokens=())], "a row of 0 tokens"),
         (Bucket("prefill", 2, 1), [PREFILL._replace(pages=(1, 2, 3, 4, 5))], "5 pages for one row; the page table holds 4"),
         (Bucket("prefill", 2, 1), [PREFILL._replace(start=4)], "ends at position 5; its 1 pages of 4 tokens end before"),
-        (Bucket("prefill", 2, 1), [PREFILL._replace(seat=0)], "a row with seat 0; legal is 1 to 4"),
-        (Bucket("prefill", 2, 1), [PREFILL._replace(seat=5)], "a row with seat 5; legal is 1 to 4"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(request_slot=0)], "a row with request slot 0; legal is 1 to 4"),
+        (Bucket("prefill", 2, 1), [PREFILL._replace(request_slot=5)], "a row with request slot 5; legal is 1 to 4"),
         (Bucket("prefill", 2, 1), [DECODE], "a DecodeRow for prefill-b2-q1; legal is PrefillRow"),
         (Bucket("decode", 2, 3), [PREFILL], "a PrefillRow for decode-b2-q3; legal is DecodeRow"),
         (
@@ -200,4 +200,4 @@ def test_rows_that_do_not_fit_are_refused(bucket, rows, message):
 
 def test_rows_that_just_fit_are_packed():
     assert pack(Bucket("decode", 2, 3), [DECODE._replace(base=3)], LIMITS[2])["base"].tolist() == [3, 0]
-    assert pack(Bucket("prefill", 2, 1), [PREFILL._replace(start=3)], LIMITS[2])["starts"].tolist() == [3, 0]
+    assert pack(Bucket("prefill", 2, 1), [PREFILL._replace(start=3)], LIMITS[2])["num_computed_tokens"].tolist() == [3, 0]

@@ -43,16 +43,16 @@ def executor(tiny_artifact, plain):
     return CpuExecutor(Artifact.open(tiny_artifact))
 
 
-def seats_of(executor):
-    """The pool of seats."""
-    return executor._state[[leaf.name for leaf in executor.artifact.manifest.state].index("state.seats")]
+def request_slots_of(executor):
+    """The pool of request slots."""
+    return executor._state[[leaf.name for leaf in executor.artifact.manifest.state].index("state.request_slots")]
 
 
 def step(executor, bucket, tokens=(5, 6, 7, 8)):
     """One live row at the start of its context, each time the same."""
     row = PrefillRow(tokens[: bucket.q_len], 0, [1], 1, 1)
     if bucket.kind == "decode":
-        seats_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
+        request_slots_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
         row = DecodeRow(1, 0, [1], [1 + i for i in range(bucket.q_len)], bucket.q_len - 1)
     return tiny.run_row(executor, bucket, row)
 
@@ -216,7 +216,7 @@ def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact
     executor = CpuExecutor(Artifact.open(tiny_artifact))
     tiny.poison(executor)
     decode = ALL[0]
-    seats_of(executor)[1] = torch.tensor([3, 0, 5, 6, 7, 8])
+    request_slots_of(executor)[1] = torch.tensor([3, 0, 5, 6, 7, 8])
     row = DecodeRow(1, 3, [1], [1, 2, 3, 4], 3)
     outputs = tiny.run_row(executor, decode, row)
     assert np.isnan(outputs["logits"]).any()
@@ -405,9 +405,9 @@ def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
     artifact, alone = Artifact.open(sharded("dp=2,tp=2")), CpuExecutor(Artifact.open(sharded("")))
     held = [CpuExecutor(artifact, rank=rank) for rank in range(4)]
     assert [one._coords.tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    # Each dp group has pools of its own; within a group they are split by heads, but for the seats.
-    seats = seats_of(alone).nbytes
-    assert {one.state_bytes - seats for one in held} == {(alone.state_bytes - seats) // 2}
+    # Each dp group has pools of its own; within a group they are split by heads, but for the request slots.
+    request_slots = request_slots_of(alone).nbytes
+    assert {one.state_bytes - request_slots for one in held} == {(alone.state_bytes - request_slots) // 2}
     whole = artifact.load_weights()
     names = [leaf.name for leaf in artifact.manifest.params]
     experts = next(leaf.name for leaf in artifact.manifest.params if leaf.aval.axes[0] == "experts")

@@ -1,4 +1,4 @@
-"""The engine against a toy device that really reads its pages, slots and seats, with sequential generation as the oracle."""
+"""The engine against a toy device that really reads its pages, slots and request slots, with sequential generation as the oracle."""
 
 from __future__ import annotations
 
@@ -823,19 +823,19 @@ def spoil_base(inputs):
 
 def spoil_slots(inputs):
     if "base" in inputs:
-        inputs["write_slots"] = np_roll(inputs["write_slots"])
+        inputs["state_slots_out"] = np_roll(inputs["state_slots_out"])
 
 
 def np_roll(array):
     return array[:, [*range(1, array.shape[1]), 0]]
 
 
-def spoil_seats(inputs):
-    inputs["seats"][inputs["seats"] > 0] = inputs["seats"].max()
+def spoil_request_slots(inputs):
+    inputs["request_slots"][inputs["request_slots"] > 0] = inputs["request_slots"].max()
 
 
 def spoil_uniform(inputs):
-    inputs["uniform"] += 2.0**-20 * (inputs["seats"] > 0)[:, None]
+    inputs["uniform"] += 2.0**-20 * (inputs["request_slots"] > 0)[:, None]
 
 
 def spoil_settings(inputs):
@@ -847,7 +847,9 @@ def spoil_next_tokens(inputs):
         inputs["next_tokens"][:] = -1
 
 
-@pytest.mark.parametrize("spoil", [spoil_pages, spoil_base, spoil_slots, spoil_seats, spoil_uniform, spoil_settings, spoil_next_tokens])
+@pytest.mark.parametrize(
+    "spoil", [spoil_pages, spoil_base, spoil_slots, spoil_request_slots, spoil_uniform, spoil_settings, spoil_next_tokens]
+)
 def test_the_toy_catches(toy, spoil, caplog):
     served = toy.serving(toy.limits_of(4, 33, 8, 32, 2), toy.buckets_of(2, (2,), (4,)))
     honest = served.device.launch

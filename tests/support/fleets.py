@@ -17,7 +17,7 @@ from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import qwen3_5, sharding_rules, step
-from npucompile.models import request_slots as seats
+from npucompile.models import request_slots as request_slots
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
@@ -198,10 +198,10 @@ class Fleet:
                 tensor[rules.local_slice(aval, self.mesh, rank)] = part
         return whole
 
-    def seats(self, group: int) -> list[torch.Tensor]:
-        """The pool of seats of every rank of a group: equal, and each rank's own."""
+    def request_slots(self, group: int) -> list[torch.Tensor]:
+        """The pool of request slots of every rank of a group: equal, and each rank's own."""
         share = self.mesh.axis("tp")
-        return [self.state[rank][self.names.index("seats")] for rank in range(group * share, (group + 1) * share)]
+        return [self.state[rank][self.names.index("request_slots")] for rank in range(group * share, (group + 1) * share)]
 
 
 def prompts(group: int, batch: int) -> list[list[int]]:
@@ -238,7 +238,7 @@ class Serving:
         for b, ids in enumerate(self.prompts[group]):
             if part := ids[first:last]:
                 given["tokens"][b, : len(part)] = torch.tensor(part)
-                given["starts"][b], given["lengths"][b], given["read_slots"][b] = first, len(part), self._slots(b)[0]
+                given["num_computed_tokens"][b], given["query_lens"][b], given["state_slots_in"][b] = first, len(part), self._slots(b)[0]
                 self._place(given, b, self._slots(b)[:1])
                 if self.drafts:
                     given["next_tokens"][b] = ids[last] if len(ids) > last else -1
@@ -259,11 +259,11 @@ class Serving:
             for b, row in enumerate(self.said[group]):
                 if bucket.kind == "decode":
                     row += outputs["tokens"][b, : int(outputs["counts"][b])].tolist()
-                elif int(given[group]["starts"][b] + given[group]["lengths"][b]) == len(self.prompts[group][b]):
+                elif int(given[group]["num_computed_tokens"][b] + given[group]["query_lens"][b]) == len(self.prompts[group][b]):
                     row.append(int(outputs["tokens"][b, 0]))
 
     def force(self, group: int, pool: torch.Tensor, truth: Sequence[Sequence[int]]) -> list[int | None]:
-        """Puts drafts in the seats of a group, right ones and then wrong ones, in another way each step.
+        """Puts drafts in the request slots of a group, right ones and then wrong ones, in another way each step.
 
         Args:
             truth: of each row its whole answer.
@@ -277,7 +277,7 @@ class Serving:
             right.append(count if count <= self.drafts else None)
             if count <= self.drafts:
                 wrong = [(token + 1) % VOCAB for token in ahead[count:]]
-                pool[1 + b, seats.TOKENS + 1 :] = torch.tensor([*ahead[:count], *wrong], dtype=torch.int32)
+                pool[1 + b, request_slots.TOKENS + 1 :] = torch.tensor([*ahead[:count], *wrong], dtype=torch.int32)
         return right
 
     def _slots(self, b: int) -> list[int]:
@@ -285,9 +285,9 @@ class Serving:
         return [1 + Q * b + i for i in range(Q)]
 
     def _place(self, given: Inputs, b: int, slots: Sequence[int]) -> None:
-        given["seats"][b] = 1 + b
+        given["request_slots"][b] = 1 + b
         given["page_table"][b] = torch.tensor([1 + (7 * (PAGES * b + i)) % (ROWS * PAGES) for i in range(PAGES)])
-        given["write_slots"][b] = torch.tensor(slots)
+        given["state_slots_out"][b] = torch.tensor(slots)
 
     def _inputs(self, bucket: Bucket) -> Inputs:
         """Inputs of padding."""
@@ -299,8 +299,8 @@ class Serving:
 def told(bucket: Bucket, given: Inputs) -> torch.Tensor:
     """Which of a group's rows and places [B, W] say something: no padding, and nothing after a draft that is not verified."""
     if bucket.kind == "prefill":
-        return given["lengths"][:, None] > 0
-    return (given["seats"] > 0)[:, None] & (torch.arange(bucket.q_len) <= given["drafts"][:, None])
+        return given["query_lens"][:, None] > 0
+    return (given["request_slots"] > 0)[:, None] & (torch.arange(bucket.q_len) <= given["drafts"][:, None])
 
 
 @functools.cache

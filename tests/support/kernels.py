@@ -102,12 +102,23 @@ def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: 
 
 
 def conv(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, starts: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, num_computed_tokens: torch.Tensor
 ) -> torch.Tensor:
     (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape)
-    x, weight, read, write, starts = (one.contiguous() for one in (x, weight, read, write, starts))
+    x, weight, read, write, num_computed_tokens = (one.contiguous() for one in (x, weight, read, write, num_computed_tokens))
     floats = _at(x, F32), _at(weight, F32, (C, taps)), _at(state, F32, (len(state), taps - 1, C))
-    _call("npuc_conv", *floats, _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(starts, I32, (B,)), B, Q, C, taps, _at(out, F32))
+    _call(
+        "npuc_conv",
+        *floats,
+        _at(read, I32, (B,)),
+        _at(write, I32, (B, Q)),
+        _at(num_computed_tokens, I32, (B,)),
+        B,
+        Q,
+        C,
+        taps,
+        _at(out, F32),
+    )
     return out
 
 
@@ -120,12 +131,12 @@ def delta(
     state: torch.Tensor,
     read: torch.Tensor,
     write: torch.Tensor,
-    starts: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
 ) -> torch.Tensor:
     (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape)
-    q, k, v, g, beta, read, write, starts = (one.contiguous() for one in (q, k, v, g, beta, read, write, starts))
+    q, k, v, g, beta, read, write, num_computed_tokens = (one.contiguous() for one in (q, k, v, g, beta, read, write, num_computed_tokens))
     keys = _at(q, F32, (B, Q, Hk, Dk)), _at(k, F32), _at(v, F32, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
-    slots = _at(state, F32, (len(state), H, Dv, Dk)), _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(starts, I32, (B,))
+    slots = _at(state, F32, (len(state), H, Dv, Dk)), _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(num_computed_tokens, I32, (B,))
     _call("npuc_delta", *keys, *slots, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, F32))
     return out
 
@@ -135,15 +146,15 @@ def attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     (B, Q, H, D), (pages, P, G, _), N = q.shape, k_cache.shape, page_table.shape[1]
     out, name = torch.empty(q.shape, dtype=q.dtype), {F32: "npuc_attention", torch.bfloat16: "npuc_attention_bf16"}[q.dtype]
-    q, page_table, starts, lengths = (one.contiguous() for one in (q, page_table, starts, lengths))
+    q, page_table, num_computed_tokens, query_lens = (one.contiguous() for one in (q, page_table, num_computed_tokens, query_lens))
     pools = (_at(pool, q.dtype, (pages, P, G, D)) for pool in (k_cache, v_cache))
-    rows = _at(page_table, I32), _at(starts, I32, (B,)), _at(lengths, I32, (B,))
+    rows = _at(page_table, I32), _at(num_computed_tokens, I32, (B,)), _at(query_lens, I32, (B,))
     _call(name, _at(q, q.dtype), *pools, *rows, ctypes.c_float(scale), _sizes(B, Q, H, G, D, P, N), _at(out, q.dtype))
     return out
 

@@ -219,7 +219,7 @@ def cast(tensors: Tree, params: Tree) -> Tree:
 
 
 def poisoned(avals: Tree) -> Tree:
-    """Pools full of NaN; seats that nobody took hold tokens and places that no one can have, but for the null seat."""
+    """Pools full of NaN; request slots that nobody took hold tokens and places that no one can have, but for the null request slot."""
 
     def fill(aval: Aval) -> torch.Tensor:
         if aval.dtype.is_floating_point:
@@ -252,9 +252,9 @@ def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int =
     out["tokens"].fill_(junk)
     for b, row in enumerate([*rows, *[PADDING] * (B - len(rows))]):
         out["tokens"][b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-        out["starts"][b], out["lengths"][b], out["read_slots"][b] = row.start, len(row.tokens), row.read
+        out["num_computed_tokens"][b], out["query_lens"][b], out["state_slots_in"][b] = row.start, len(row.tokens), row.read
         out["page_table"][b, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
-        out["write_slots"][b, : len(row.write)] = torch.tensor(row.write, dtype=torch.int32)
+        out["state_slots_out"][b, : len(row.write)] = torch.tensor(row.write, dtype=torch.int32)
     return out
 
 
@@ -277,7 +277,7 @@ class Runner:
         self.state = poisoned(self.model.state(self.limits, dtype))
 
     def step(self, bucket: Bucket, rows: list[Row], junk: int = 0, **options: Any) -> dict[str, torch.Tensor]:
-        """Outputs of the live rows; the pools advance. The request of row b has seat b + 1.
+        """Outputs of the live rows; the pools advance. The request of row b has request slot b + 1.
 
         Args:
             junk: tokens of padding, and of a row beyond its own.
@@ -287,11 +287,11 @@ class Runner:
         read = inputs(bucket, rows, self.limits, junk)
         given = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
         live = slice(len(rows))
-        given["seats"][live] = torch.arange(1, len(rows) + 1)
+        given["request_slots"][live] = torch.arange(1, len(rows) + 1)
         for name, value in {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}.items():
             given[name][live] = value
         if bucket.kind == "decode":
-            given["drafts"][live], given["base"][live] = read["lengths"][live] - 1, read["starts"][live]
+            given["drafts"][live], given["base"][live] = read["query_lens"][live] - 1, read["num_computed_tokens"][live]
             self._sit(rows, read, junk)
         elif self.limits.drafts:
             given["next_tokens"][live] = -1
@@ -299,13 +299,13 @@ class Runner:
         return {name: tensor[live] for name, tensor in outputs.items()}
 
     def _sit(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:
-        """Puts the rows' candidates, places and slots in their seats, and in the null seat what PADDING claims."""
-        pool = torch.zeros_like(self.state["seats"])
+        """Puts the rows' candidates, places and slots in their request slots, and in the null request slot what PADDING claims."""
+        pool = torch.zeros_like(self.state["request_slots"])
         pool[0, request_slots.START], pool[0, request_slots.TOKENS :] = PADDING.start, junk
         for b, row in enumerate(rows):
             pool[b + 1, request_slots.START], pool[b + 1, request_slots.ACCEPTED] = row.start, row.write.index(row.read)
             pool[b + 1, request_slots.TOKENS :] = read["tokens"][b]
-        self.state = {**self.state, "seats": pool}
+        self.state = {**self.state, "request_slots": pool}
 
     def prefill(self, ids: list[int], pages: list[int], slot: int, chunks: list[int], junk: int = 0) -> torch.Tensor:
         """Runs a prompt through buckets of these sizes, the last one padded; logits [V] after the prompt."""

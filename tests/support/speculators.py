@@ -16,13 +16,13 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
-from npucompile.models import request_slots as seats
+from npucompile.models import request_slots as request_slots
 from npucompile.models import step
 from npucompile.runtime.rng import random_number
 
 PAGE, CONTEXT, REQUESTS = 8, 256, 6
 UNTAKEN = -(10**6)
-"""What a seat holds before a request takes it: no token, and no place."""
+"""What a request slot holds before a request takes it: no token, and no place."""
 
 Call = Callable[[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Weights, state and inputs -> outputs; the list of state holds the new one afterwards."""
@@ -51,12 +51,12 @@ class Request:
     """A request: its prompt, how it samples, and what it has said.
 
     Attributes:
-        seat: where the device keeps its next step; its pages and slots follow from it.
+        request_slot: where the device keeps its next step; its pages and slots follow from it.
         counts: tokens that each of its decode steps gave.
     """
 
     prompt: list[int]
-    seat: int
+    request_slot: int
     knobs: Knobs = field(default_factory=Knobs)
     said: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -137,16 +137,18 @@ def _each_query(
     k: torch.Tensor,
     v: torch.Tensor,
     table: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """Attention of one query over its own keys; NaN for queries that are not valid."""
     out = torch.full_like(q, float("nan"))
-    for b, length in enumerate(lengths.tolist()):
+    for b, length in enumerate(query_lens.tolist()):
         for t in range(length):
             one = torch.ones(1, dtype=torch.int32)
-            out[b : b + 1, t : t + 1] = reference(q[b : b + 1, t : t + 1], k, v, table[b : b + 1], starts[b : b + 1] + t, one, scale)
+            out[b : b + 1, t : t + 1] = reference(
+                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, one, scale
+            )
     return out
 
 
@@ -167,7 +169,7 @@ class Server:
     Args:
         held: sizes of the pools.
         logprobs: of how many most likely tokens log probabilities are told.
-        padding: token of padding, in rows of prompts and in the null seat.
+        padding: token of padding, in rows of prompts and in the null request slot.
         run: how a decode program, and `run_prefill` how a prefill program, becomes something that runs.
     """
 
@@ -190,20 +192,20 @@ class Server:
         avals = tree.flatten(self.model.state(self.limits, torch.float32))
         self.names = [name for name, _ in avals]
         self.state = [torch.full(a.shape, float("nan") if a.dtype.is_floating_point else UNTAKEN, dtype=a.dtype) for _, a in avals]
-        self.seats[0] = 0
+        self.request_slots[0] = 0
 
     @property
-    def seats(self) -> torch.Tensor:
-        """The pool of seats [C, 2 + Q]."""
-        return self.state[self.names.index("seats")]
+    def request_slots(self) -> torch.Tensor:
+        """The pool of request_slots [C, 2 + Q]."""
+        return self.state[self.names.index("request_slots")]
 
-    def pages(self, seat: int) -> list[int]:
-        """All pages of a seat's request; every other one has them in falling order."""
-        return _share(seat, self.limits.pages_per_request)
+    def pages(self, request_slot: int) -> list[int]:
+        """All pages of a request slot's request; every other one has them in falling order."""
+        return _share(request_slot, self.limits.pages_per_request)
 
-    def slots(self, seat: int) -> list[int]:
-        """All state slots of a seat's request; every other one has them in falling order."""
-        return _share(seat, self.limits.slots_per_request)
+    def slots(self, request_slot: int) -> list[int]:
+        """All state slots of a request slot's request; every other one has them in falling order."""
+        return _share(request_slot, self.limits.slots_per_request)
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
         """Takes in all that is known of some requests and samples their next tokens.
@@ -224,7 +226,11 @@ class Server:
                 if part := known[b][done : done + size]:
                     self._sit(given, b, request)
                     given["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
-                    given["starts"][b], given["lengths"][b], given["read_slots"][b] = done, len(part), self.slots(request.seat)[0]
+                    given["num_computed_tokens"][b], given["query_lens"][b], given["state_slots_in"][b] = (
+                        done,
+                        len(part),
+                        self.slots(request.request_slot)[0],
+                    )
                     given["uniform"][b, 0] = request.number(len(request.said))
                     if self.drafts:
                         given["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
@@ -250,7 +256,7 @@ class Server:
             numbers = [request.number(len(request.said) - behind + i) for i in range(given["uniform"].shape[1])]
             given["uniform"][b] = torch.tensor(numbers)
         if self.padding:
-            self.seats[0] = self.padding
+            self.request_slots[0] = self.padding
         outputs = self.step(bucket, given)
         for request, count, tokens in zip(requests, outputs["counts"].tolist(), outputs["tokens"].tolist(), strict=False):
             assert count or request.start == self.limits.max_model_len, "a request with room in its context says something"
@@ -275,15 +281,15 @@ class Server:
             self.decode(live)
 
     def substitute(self, request: Request, drafts: Sequence[int]) -> None:
-        """Puts other drafts in a request's seat."""
-        self.seats[request.seat, seats.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
+        """Puts other drafts in a request's request slot."""
+        self.request_slots[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
 
     def verified(self, request: Request) -> int:
         """How many of a request's drafts its steps look at."""
         return self.drafts if request.knobs.drafts is None else min(self.drafts, request.knobs.drafts)
 
     def mislead(self, request: Request, truth: Sequence[int], right: int) -> None:
-        """Puts drafts in a request's seat of which the first `right` are what it will say, the next is not, and all others are.
+        """Puts drafts in a request's request slot of which the first `right` are what it will say, the next is not, and all others are.
 
         Those that are not verified are the token of padding.
 
@@ -300,25 +306,27 @@ class Server:
 
     def memory(self, request: Request) -> dict[str, torch.Tensor]:
         """All that the device knows of a request: its state, keys and values of its tokens in the caches, its next step."""
-        seat = self.seats[request.seat]
-        start, accepted = int(seat[seats.START]), int(seat[seats.ACCEPTED])
-        found = {"seats": torch.cat([seat[seats.START : seats.ACCEPTED], seat[seats.TOKENS :]])}
+        request_slot = self.request_slots[request.request_slot]
+        start, accepted = int(request_slot[request_slots.START]), int(request_slot[request_slots.ACCEPTED])
+        found = {
+            "request_slots": torch.cat([request_slot[request_slots.START : request_slots.ACCEPTED], request_slot[request_slots.TOKENS :]])
+        }
         for name, pool in zip(self.names, self.state, strict=True):
             if name.endswith((".k", ".v")):
-                found[name] = pool[self.pages(request.seat)].flatten(0, 1)[:start]
-            elif name != "seats":
-                found[name] = pool[self.slots(request.seat)[accepted]]
+                found[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
+            elif name != "request_slots":
+                found[name] = pool[self.slots(request.request_slot)[accepted]]
         return {name: tensor.clone() for name, tensor in found.items()}
 
     def untouched(self, taken: Sequence[int]) -> None:
-        """Fails where a page, slot or seat of another seat than those was written."""
-        others = [seat for seat in range(1, self.limits.num_seats) if seat not in taken]
+        """Fails where a page, slot or request slot of another request slot than those was written."""
+        others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in taken]
         for name, pool in zip(self.names, self.state, strict=True):
-            own = {"seats": [[seat] for seat in others]}.get(name)
-            own = own or [self.pages(seat) if name.endswith((".k", ".v")) else self.slots(seat) for seat in others]
+            own = {"request_slots": [[request_slot] for request_slot in others]}.get(name)
+            own = own or [self.pages(request_slot) if name.endswith((".k", ".v")) else self.slots(request_slot) for request_slot in others]
             for part in own:
-                blank = pool[part] == UNTAKEN if name == "seats" else pool[part].isnan()
-                assert blank.all(), f"{name} of a seat that is not one of {taken}"
+                blank = pool[part] == UNTAKEN if name == "request_slots" else pool[part].isnan()
+                assert blank.all(), f"{name} of a request slot that is not one of {taken}"
 
     def blank(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Inputs of a bucket where every row is padding: NaN for numbers."""
@@ -333,17 +341,17 @@ class Server:
 
     def _sit(self, given: dict[str, torch.Tensor], b: int, request: Request) -> None:
         """Fills what rows of both kinds have."""
-        given["seats"][b] = request.seat
-        given["page_table"][b] = torch.tensor(self.pages(request.seat), dtype=torch.int32)
-        given["write_slots"][b] = torch.tensor(self.slots(request.seat)[: given["write_slots"].shape[1]], dtype=torch.int32)
+        given["request_slots"][b] = request.request_slot
+        given["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
+        given["state_slots_out"][b] = torch.tensor(self.slots(request.request_slot)[: given["state_slots_out"].shape[1]], dtype=torch.int32)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             given[name][b] = getattr(request.knobs, name)
         if self.logprobs:
             given["logprobs"][b] = int(request.knobs.logprobs)
 
 
-def _share(seat: int, per: int) -> list[int]:
-    return list(range(1 + (seat - 1) * per, 1 + seat * per))[:: 1 if seat % 2 else -1]
+def _share(request_slot: int, per: int) -> list[int]:
+    return list(range(1 + (request_slot - 1) * per, 1 + request_slot * per))[:: 1 if request_slot % 2 else -1]
 
 
 PROMPTS = (12, 5, 9, 1, 16, 7)
@@ -368,7 +376,7 @@ class Course:
         self.truth = [request.said for request in requests]
 
     def request(self, index: int, **knobs: Any) -> Request:
-        """A request for one of the prompts, in a seat of its own."""
+        """A request for one of the prompts, in a request slot of its own."""
         return Request(self.prompts[index], index + 1, Knobs(**knobs))
 
     def server(self, drafts: int, **options: Any) -> Server:
@@ -385,7 +393,7 @@ class Course:
     ) -> None:
         """Takes requests through steps with drafts of which so many are right; fails where one says something else than the truth.
 
-        A request that has said enough starts again in its seat: with pages and slots full of what it left there.
+        A request that has said enough starts again in its request slot: with pages and slots full of what it left there.
 
         Args:
             steps: pairs of bucket size, None for as many as there are rows, and a row's right drafts by the number of its request.

@@ -61,7 +61,7 @@ BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
 AGREEMENT = 40.0
 """How much the last token outweighs all before it: of ten drafts about four are right, and greedy streams do not all run in circles."""
 UNTAKEN = -(10**6)
-"""What a poisoned seat holds: no token, and no place."""
+"""What a poisoned request slot holds: no token, and no place."""
 QUIET = Progress(quiet=True)
 
 
@@ -334,10 +334,10 @@ class Launched(NamedTuple):
 
 
 def poison(executor: CpuExecutor) -> None:
-    """Fills every state pool with NaN, and every seat with what no step can start from: a request must see only what it wrote itself."""
+    """Fills state pools with NaN and request slots with what no step can start from: a request must see only what it wrote itself."""
     for leaf, tensor in zip(executor.artifact.manifest.state, executor._state, strict=True):
-        if compare.is_seats(leaf):
-            # The null seat is what rows of padding start from.
+        if compare.is_request_slots(leaf):
+            # The null request slot is what rows of padding start from.
             tensor[1:] = UNTAKEN
         else:
             tensor.fill_(float("nan"))

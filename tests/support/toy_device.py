@@ -102,7 +102,7 @@ class Row(NamedTuple):
     """A live row of a step: its inputs, and the request that owns its request slot."""
 
     inputs: dict[str, Any]
-    seat: int
+    request_slot: int
     owner: Request | None
 
 
@@ -111,7 +111,7 @@ class Unowned(NamedTuple):
 
     pages: list[int]
     slots: list[int]
-    seats: list[int]
+    request_slots: list[int]
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Memory:
         manager: of the engine; without it the owners of pages and slots are unknown.
         rows: live rows by bucket name, of steps that did not fail.
         accepted: rows of decode steps by number of accepted drafts.
-        broken: seats of requests whose step failed; their pages and slots may hold anything.
+        broken: request slots of requests whose step failed; their pages and slots may hold anything.
     """
 
     limits: Limits
@@ -143,9 +143,9 @@ class Memory:
         self.pages = np.full((limits.num_pages, limits.page_size), POISON, np.int64)
         self.heads = np.full((limits.num_pages, limits.page_size), POISON, np.int64)
         self.slots = np.full(limits.num_slots, POISON, np.int64)
-        self.tokens = np.full((limits.num_seats, Q), POISON, np.int64)
-        self.starts = np.full(limits.num_seats, POISON, np.int64)
-        self.chosen = np.full(limits.num_seats, POISON, np.int64)
+        self.tokens = np.full((limits.num_request_slots, Q), POISON, np.int64)
+        self.num_computed_tokens = np.full(limits.num_request_slots, POISON, np.int64)
+        self.chosen = np.full(limits.num_request_slots, POISON, np.int64)
 
     # When a step is launched.
 
@@ -158,11 +158,11 @@ class Memory:
     def live_rows(self, inputs: Inputs) -> list[Row]:
         """The live rows; every input of the others must be that of padding."""
         rows = []
-        for i, seat in enumerate(inputs["seats"].tolist()):
+        for i, request_slot in enumerate(inputs["request_slots"].tolist()):
             given = {name: array[i].copy() for name, array in inputs.items()}
-            if seat:
-                name = self.manager.request_slots._owner[seat] if self.manager else None
-                rows.append(Row(given, seat, self.requests.get(name or "")))
+            if request_slot:
+                name = self.manager.request_slots._owner[request_slot] if self.manager else None
+                rows.append(Row(given, request_slot, self.requests.get(name or "")))
                 continue
             idle = {"top_p": 1, "next_tokens": -1}
             assert all(np.all(value == idle.get(name, 0)) for name, value in given.items()), f"padding holds {given}"
@@ -175,7 +175,7 @@ class Memory:
         for pools, numbers in (
             ((self.pages, self.heads), unowned.pages),
             ((self.slots,), unowned.slots),
-            ((self.tokens, self.starts, self.chosen), unowned.seats),
+            ((self.tokens, self.num_computed_tokens, self.chosen), unowned.request_slots),
         ):
             for pool in pools:
                 pool[numbers] = POISON
@@ -191,10 +191,10 @@ class Memory:
             outputs["top_ids"] = np.full((B, W, n), JUNK, np.int32)
             outputs["top_logprobs"] = np.full((B, W, n), np.nan, np.float32)
         for i, row in enumerate(rows):
-            if bucket.kind == "prefill" and row.inputs["starts"] == 0:
-                self.broken.discard(row.seat)
-                self.slots_of.pop(row.seat, None)
-            if row.seat in self.broken:
+            if bucket.kind == "prefill" and row.inputs["num_computed_tokens"] == 0:
+                self.broken.discard(row.request_slot)
+                self.slots_of.pop(row.request_slot, None)
+            if row.request_slot in self.broken:
                 # A step of this request failed, so the engine must end it.
                 continue
             (self.decode if bucket.kind == "decode" else self.prefill)(row, i, outputs)
@@ -210,20 +210,20 @@ class Memory:
         for row in rows:
             self.pages[row.inputs["page_table"]] = POISON
             self.heads[row.inputs["page_table"]] = POISON
-            self.slots[row.inputs["write_slots"]] = POISON
-            self.broken.add(row.seat)
+            self.slots[row.inputs["state_slots_out"]] = POISON
+            self.broken.add(row.request_slot)
 
     def prefill(self, row: Row, i: int, outputs: dict[str, np.ndarray]) -> None:
-        inputs, seat = row.inputs, row.seat
-        start, length, table = int(inputs["starts"]), int(inputs["lengths"]), inputs["page_table"]
+        inputs, request_slot = row.inputs, row.request_slot
+        start, length, table = int(inputs["num_computed_tokens"]), int(inputs["query_lens"]), inputs["page_table"]
         new = inputs["tokens"][:length].tolist()
         assert length > 0
         assert not inputs["tokens"][length:].any()
         tokens = [self.cached(self.pages, table, position) for position in range(start)]
-        slot = int(inputs["read_slots"])
+        slot = int(inputs["state_slots_in"])
         assert slot > 0
-        assert inputs["write_slots"].tolist() == [slot]
-        assert self.slots_of.setdefault(seat, [slot])[0] == slot, "the slot of a request changes while it is prefilled"
+        assert inputs["state_slots_out"].tolist() == [slot]
+        assert self.slots_of.setdefault(request_slot, [slot])[0] == slot, "the slot of a request changes while it is prefilled"
         state = 0 if start == 0 else self.state(slot)
         for offset, token in enumerate(new):
             self.write(self.pages, table, start + offset, token)
@@ -245,20 +245,22 @@ class Memory:
         self.fill_slot(row, i, outputs, tokens, following, 0)
 
     def decode(self, row: Row, i: int, outputs: dict[str, np.ndarray]) -> None:
-        inputs, seat, Q = row.inputs, row.seat, self.limits.drafts + 1
-        table, slots = inputs["page_table"], inputs["write_slots"].tolist()
-        start, chosen, base = int(self.starts[seat]), int(self.chosen[seat]), int(inputs["base"])
-        assert start != POISON, f"seat {seat} is read before it was written"
+        inputs, request_slot, Q = row.inputs, row.request_slot, self.limits.drafts + 1
+        table, slots = inputs["page_table"], inputs["state_slots_out"].tolist()
+        start, chosen, base = int(self.num_computed_tokens[request_slot]), int(self.chosen[request_slot]), int(inputs["base"])
+        assert start != POISON, f"request slot {request_slot} is read before it was written"
         assert base <= start <= base + Q - 1, f"the step starts at {start}; {base} to {base + Q - 1} was said"
         assert 0 <= int(inputs["drafts"]) < Q
         assert all(slots)
-        assert self.slots_of[seat] in (slots, slots[:1]), f"the slots of seat {seat} are {slots}, and were {self.slots_of[seat]}"
-        self.slots_of[seat] = slots
+        assert self.slots_of[request_slot] in (slots, slots[:1]), (
+            f"the slots of request slot {request_slot} are {slots}, and were {self.slots_of[request_slot]}"
+        )
+        self.slots_of[request_slot] = slots
         length = min(1 + int(inputs["drafts"]), self.limits.max_model_len - start)
         if length <= 0:
             return
         tokens = [self.cached(self.pages, table, position) for position in range(start)]
-        state, candidates = self.state(slots[chosen]), self.tokens[seat].tolist()
+        state, candidates = self.state(slots[chosen]), self.tokens[request_slot].tolist()
         settings, sampled, going = [float(inputs[name]) for name in SETTINGS], [], True
         accepted: list[int] = []
         for j in range(length):
@@ -296,9 +298,9 @@ class Memory:
                 self.write(self.heads, row.inputs["page_table"], end + offset, token)
         if k:
             outputs["drafts"][i] = drafts
-        self.put("seat", self.tokens, row.seat, [last, *drafts])
-        self.put("start", self.starts, row.seat, end)
-        self.put("chosen", self.chosen, row.seat, chosen)
+        self.put("request_slot", self.tokens, row.request_slot, [last, *drafts])
+        self.put("start", self.num_computed_tokens, row.request_slot, end)
+        self.put("chosen", self.chosen, row.request_slot, chosen)
 
     def drafts(self, row: Row, known: list[int]) -> list[int]:
         """All drafts, each right with probability `right`: the request's own random number, which is not among the inputs, is looked up."""

@@ -13,7 +13,7 @@ import torch
 from ...graphs.errors import SpecError
 from ...graphs.types import Aval
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ...lowering.executable import Executable, check_operands, load_compiled
+from ...lowering.executable import Executable, check_operands, open_executable
 from ...runtime.buckets import DecodeRow, PrefillRow, pack
 from ..progress import Progress
 from .machine import MEMORY_BUFFER_BYTES, Reader, cache_bytes, reader
@@ -59,7 +59,7 @@ class Case:
         rows: live rows; fewer than the batch where the artifact has not the slots for more.
         executables: "eager", and "compiled" where there is one; all over the same operands.
         read_bytes: what a step must read.
-        seats: the pool of seats among the operands, and what it holds before every step.
+        request_slots: the pool of request slots among the operands, and what it holds before every step.
     """
 
     entry: GraphEntry
@@ -68,12 +68,12 @@ class Case:
     executables: Mapping[str, Executable]
     operands: Sequence[torch.Tensor]
     read_bytes: int
-    seats: tuple[torch.Tensor, torch.Tensor] | None = None
+    request_slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def again(self, executable: Executable) -> None:
         """Runs the step once more, from where it started: each step leaves another start for the next one."""
-        if self.seats is not None:
-            self.seats[0].copy_(self.seats[1])
+        if self.request_slots is not None:
+            self.request_slots[0].copy_(self.request_slots[1])
         executable(self.operands)
 
 
@@ -84,12 +84,12 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
         ArtifactError: a file is not what the manifest says.
     """
     manifest = artifact.manifest
-    executables = {"eager": load_compiled(artifact.path / entry.reference, "eager")}
+    executables = {"eager": open_executable(artifact.path / entry.reference, "eager")}
     if entry.compiled:
-        executables["compiled"] = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend)
+        executables["compiled"] = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend)
     operands, rows = step_operands(manifest, params, entry, context)
     check_operands(operands, manifest.signature(entry))
-    at = len(params) + [leaf.path for leaf in manifest.state].index("seats")
+    at = len(params) + [leaf.path for leaf in manifest.state].index("request_slots")
     kept = (operands[at], operands[at].clone())
     return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), kept)
 
@@ -105,7 +105,7 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
     vocab = int(manifest.model["vocab_size"])
     # A step that drafts writes beyond its own tokens.
     pages = -(-min(limits.max_model_len, context + bucket.q_len + limits.drafts) // limits.page_size)
-    live = min(bucket.batch, limits.num_seats - 1, (limits.num_pages - 1) // pages)
+    live = min(bucket.batch, limits.num_request_slots - 1, (limits.num_pages - 1) // pages)
     owned = [[1 + i * pages + page for page in range(pages)] for i in range(live)]
     slots = [[1 + i * limits.slots_per_request + j for j in range(limits.slots_per_request)] for i in range(live)]
     tokens = [[draw.randrange(vocab) for _ in range(bucket.q_len)] for _ in range(live)]
@@ -115,7 +115,7 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
     state = [_filled(leaf.aval, generator) for leaf in manifest.state]
-    held = state[[leaf.path for leaf in manifest.state].index("seats")]
+    held = state[[leaf.path for leaf in manifest.state].index("request_slots")]
     if bucket.kind == "decode":
         for i in range(live):
             held[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=held.dtype)

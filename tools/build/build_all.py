@@ -45,7 +45,7 @@ def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts:
 def plan_lines(plan: planning.Plan) -> list[str]:
     """What will be built, as a person reads it."""
     sizes = f"{plan.params_bytes / 1e6:,.1f} MB of weights, {plan.state_bytes / 1e6:,.1f} MB of state"
-    requests = plan.limits.num_seats - 1
+    requests = plan.limits.num_request_slots - 1
     lines = [
         f"{plan.found.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
         f"  {sizes}{' a device' if plan.mesh.size > 1 else ''}; context {plan.limits.max_model_len}, {requests} requests in flight"

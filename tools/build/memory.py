@@ -73,7 +73,7 @@ class MemoryPlan:
         target, mesh: what it is for.
         parts: everything on the device, the runtime's own part included.
         limit_bytes: memory of one rank.
-        page_bytes, slot_bytes, seat_bytes: what one more page, slot and seat take in all pools together.
+        page_bytes, slot_bytes, request_slot_bytes: what one more page, slot and request slot take in all pools together.
         limits: sizes that were asked for.
     """
 
@@ -83,7 +83,7 @@ class MemoryPlan:
     limit_bytes: int
     page_bytes: int
     slot_bytes: int
-    seat_bytes: int
+    request_slot_bytes: int
     limits: Limits
 
     @property
@@ -111,7 +111,7 @@ class MemoryPlan:
     @staticmethod
     def from_dict(told: Mapping[str, Any]) -> MemoryPlan:
         """The plan that `as_dict` wrote."""
-        sizes = {name: told[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "seat_bytes")}
+        sizes = {name: told[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "request_slot_bytes")}
         return MemoryPlan(parts=tuple(Part(**part) for part in told["parts"]), limits=Limits(**told["limits"]), **sizes)
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ def largest_fitting(plan: MemoryPlan) -> Fitting:
     smaller graphs.
     """
     limits, whole, page = plan.limits, plan.limits.pages_per_request, plan.page_bytes
-    requests, own = _requests(limits), limits.slots_per_request * plan.slot_bytes + plan.seat_bytes
+    requests, own = _requests(limits), limits.slots_per_request * plan.slot_bytes + plan.request_slot_bytes
     share = min(Fraction(limits.num_pages - 1, requests * whole), Fraction(1))
     pools = (limits.num_pages - 1) * page + requests * own
     free = plan.limit_bytes - plan.total_bytes + pools
@@ -182,7 +182,7 @@ def plan_memory(
 
     Args:
         params: parameters with global shapes and logical axes; those with an axis "experts" are told apart.
-        state: pools with global shapes; an axis "pages", "slots" or "seats" says what they hold.
+        state: pools with global shapes; an axis "pages", "slots" or "request slots" says what they hold.
         mesh: legal on the target.
         rules: which mesh axes a logical axis is split over.
         limits: sizes of the pools.
@@ -198,8 +198,8 @@ def plan_memory(
     pools = list(state)
     kv, _ = _split(pools, "pages", mesh, rules)
     slots, _ = _split(pools, "slots", mesh, rules)
-    seats, _ = _split(pools, "seats", mesh, rules)
-    loose = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - seats
+    request_slots, _ = _split(pools, "request_slots", mesh, rules)
+    loose = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
     held = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
     workspace = peak_bytes // WORKSPACE_SHARE
     reserved = target.reserved_bytes(mesh)
@@ -209,15 +209,19 @@ def plan_memory(
         Part("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
         Part("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
         Part("state slots", slots, f"{held}, {_each(slots, limits.num_slots)} a slot"),
-        Part("seats", seats, f"{limits.num_seats} seats, {seats // limits.num_seats} B a seat: what each request goes on with"),
-        Part("other state", loose, "pools of neither pages nor slots nor seats"),
+        Part(
+            "request_slots",
+            request_slots,
+            f"{limits.num_request_slots} slots, {request_slots // limits.num_request_slots} B a slot: what each request goes on with",
+        ),
+        Part("other state", loose, "pools of neither pages nor slots nor request slots"),
         Part("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
         Part("workspace", workspace, f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"),
         Part("inputs", inputs_bytes, "inputs and results of a step"),
         Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
         Part("runtime", reserved, "what torch_npu never offers" if reserved else "nothing is kept from a rank"),
     ]
-    each = kv // limits.num_pages, slots // limits.num_slots, seats // limits.num_seats
+    each = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
     return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *each, limits)
 
 
@@ -300,7 +304,7 @@ def _each(total: int, count: int) -> str:
 
 
 def _requests(limits: Limits) -> int:
-    return max(limits.num_seats - 1, 1)
+    return max(limits.num_request_slots - 1, 1)
 
 
 def _round_up(size: int, multiple: int) -> int:

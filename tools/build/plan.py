@@ -99,7 +99,7 @@ class Plan:
             "buckets": ",".join(map(str, decode)),
             "prefill": ",".join(map(str, prefill)),
             "max-model-len": "" if self.published else self.limits.max_model_len,
-            "max-num-seqs": "" if self.published else self.limits.num_seats - 1,
+            "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
         }
@@ -216,7 +216,7 @@ def _limits(options: Options, found: registry.Found, instance: Instance) -> tupl
     """Decode batch sizes, none where nothing is decoded; limits; and whether those are the deployment's own."""
     page, row = instance.target.page_size, instance.limits
     longest = found.max_position_embeddings // page * page
-    requests = row.num_seats - 1 if row else 0
+    requests = row.num_request_slots - 1 if row else 0
     if instance.phase == "prefill":
         batches: list[int] = []
         sequences = options.max_num_seqs or requests

@@ -162,7 +162,7 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
         f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}{held}, mesh {told['mesh']}   {artifact.path}",
         *([f"deployment {told['deployment']}"] if told["deployment"] else []),
         f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots, "
-        f"requests in flight: {limits.num_seats - 1}",
+        f"requests in flight: {limits.num_request_slots - 1}",
         f"drafts a step: {limits.drafts}; log probabilities: {f'of up to {most} most likely tokens' if most else 'none'}",
         _memory_line(artifact.manifest, memory),
         "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),

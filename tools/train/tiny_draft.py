@@ -35,8 +35,8 @@ def continue_texts(
     texts, ids, state, start = prompts, prompts, step.state, 0
     for _ in range(length):
         inputs = {**step.inputs, "tokens": ids.to(torch.int32)}
-        inputs["starts"] = torch.full_like(step.inputs["starts"], start)
-        inputs["lengths"] = torch.full_like(step.inputs["lengths"], ids.shape[1])
+        inputs["num_computed_tokens"] = torch.full_like(step.inputs["num_computed_tokens"], start)
+        inputs["query_lens"] = torch.full_like(step.inputs["query_lens"], ids.shape[1])
         hidden, state, _ = qwen3_5.forward(cfg, params, state, inputs)
         logits = qwen3_5.head(cfg, params, hidden.view(rows, ids.shape[1], -1)[:, -1])
         start += ids.shape[1]
@@ -95,11 +95,11 @@ def unroll(
     table = torch.nn.functional.pad(step.inputs["page_table"].repeat_interleave(count, 0), (0, extra))
     table.scatter_(1, bases.reshape(-1, 1) + 1 + torch.arange(extra), own_pages)
     slots = torch.zeros(requests, dtype=torch.int32)
-    inputs = {"page_table": table, "lengths": slots + 1, "read_slots": slots, "write_slots": slots[:, None]}
+    inputs = {"page_table": table, "query_lens": slots + 1, "state_slots_in": slots, "state_slots_out": slots[:, None]}
     deeper = []
     for j in range(extra):
         fed = logits.argmax(-1) if own_tokens else texts.gather(1, (bases + 2 + j).clamp(max=length)).flatten()
-        inputs |= {"tokens": fed.to(torch.int32)[:, None], "starts": (bases.flatten() + 1 + j).to(torch.int32)}
+        inputs |= {"tokens": fed.to(torch.int32)[:, None], "num_computed_tokens": (bases.flatten() + 1 + j).to(torch.int32)}
         taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
         ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
         logits = qwen3_5.head(cfg, params, ahead)

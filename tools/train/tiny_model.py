@@ -102,10 +102,10 @@ def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0
     limits = Limits(page_size=1, num_pages=rows * length + 1 + spare_pages, num_slots=rows + 1, max_model_len=length)
     avals = qwen3_5.abstract_state(cfg, limits, torch.float32)
     inputs = StepInputs(Bucket("prefill", rows, length), limits).padding(LAYER_INPUTS)
-    inputs["lengths"].fill_(length)
+    inputs["query_lens"].fill_(length)
     inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
-    inputs["read_slots"].copy_(torch.arange(1, rows + 1))
-    inputs["write_slots"].copy_(inputs["read_slots"][:, None])
+    inputs["state_slots_in"].copy_(torch.arange(1, rows + 1))
+    inputs["state_slots_out"].copy_(inputs["state_slots_in"][:, None])
     return StepArguments(tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), avals), inputs)
 
 

@@ -70,7 +70,7 @@ class LiveRow:
 
     Attributes:
         row: index in the batch.
-        seat: the request slot that keeps what its next step starts from.
+        request_slot: the request slot that keeps what its next step starts from.
         start, count: tokens in the cache before the step, and new tokens in it.
         pages: its pages, with room for drafts.
         slots: state slots it writes.
@@ -78,7 +78,7 @@ class LiveRow:
     """
 
     row: int
-    seat: int
+    request_slot: int
     start: int
     count: int
     pages: list[int]
@@ -112,20 +112,23 @@ def poisoned_step(
     filled = [page for row in rows for page in row.filled_pages(row.start, limits.page_size)]
     state = [_random_pool(leaf, filled, [row.read for row in rows], generator) for leaf in signature.state]
     for leaf, pool in zip(signature.state, state, strict=True):
-        if is_seats(leaf) and bucket.kind == "decode":
+        if is_request_slots(leaf) and bucket.kind == "decode":
             for row in rows:
-                pool[row.seat, request_slots.START], pool[row.seat, request_slots.ACCEPTED] = row.start, row.slots.index(row.read)
-                pool[row.seat, request_slots.TOKENS :] = tokens[row.row]
+                pool[row.request_slot, request_slots.START], pool[row.request_slot, request_slots.ACCEPTED] = (
+                    row.start,
+                    row.slots.index(row.read),
+                )
+                pool[row.request_slot, request_slots.TOKENS :] = tokens[row.row]
     inputs = _inputs(bucket, limits, rows, tokens, vocab, generator)
     return PoisonedStep([*params, *state, *(inputs[leaf.path] for leaf in signature.inputs)], rows)
 
 
 def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Generator) -> list[LiveRow]:
-    """Live rows none of which share a page, state slot or seat."""
+    """Live rows none of which share a page, state slot or request slot."""
     decode, Q, P = bucket.kind == "decode", bucket.q_len, limits.page_size
     free_pages = (1 + torch.randperm(limits.num_pages - 1, generator=generator)).tolist()
     free_slots = (1 + torch.randperm(limits.num_slots - 1, generator=generator)).tolist()
-    free_seats = (1 + torch.randperm(limits.num_seats - 1, generator=generator)).tolist()
+    free_request_slots = (1 + torch.randperm(limits.num_request_slots - 1, generator=generator)).tolist()
     width, most_pages = (Q if decode else 1), min(limits.pages_per_request, len(free_pages) // max(1, live))
     # A prefill reads and writes the same slot when served; with two slots a state that was not written shows as NaN.
     separate = not decode and len(free_slots) >= 2 * live
@@ -137,7 +140,7 @@ def _random_rows(bucket: Bucket, limits: Limits, live: int, generator: torch.Gen
         pages = [free_pages.pop() for _ in range(min(most_pages, -(-(start + count + ahead) // P)))]
         slots = [free_slots.pop() for _ in range(width)]
         read = free_slots.pop() if separate else slots[_random(0, width - 1, generator)]
-        rows.append(LiveRow(row, free_seats.pop(), start, count, pages, slots, read))
+        rows.append(LiveRow(row, free_request_slots.pop(), start, count, pages, slots, read))
     return rows
 
 
@@ -149,8 +152,14 @@ def _inputs(
     for row in rows:
         inputs["tokens"][row.row, : row.count] = tokens[row.row, : row.count]
         inputs["page_table"][row.row, : len(row.pages)] = torch.tensor(row.pages)
-        inputs["write_slots"][row.row] = torch.tensor(row.slots)
-        scalars = {"starts": row.start, "lengths": row.count, "read_slots": row.read, "seats": row.seat, "drafts": limits.drafts}
+        inputs["state_slots_out"][row.row] = torch.tensor(row.slots)
+        scalars = {
+            "num_computed_tokens": row.start,
+            "query_lens": row.count,
+            "state_slots_in": row.read,
+            "request_slots": row.request_slot,
+            "drafts": limits.drafts,
+        }
         scalars |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
         for name, value in scalars.items():
             inputs[name][row.row] = value
@@ -159,7 +168,7 @@ def _inputs(
 
 def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], generator: torch.Generator) -> torch.Tensor:
     """A state pool with random values in what is filled: (page, tokens in it), or slots."""
-    if is_seats(leaf):
+    if is_request_slots(leaf):
         return torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype)
     pool = torch.full(leaf.aval.shape, NAN, dtype=leaf.aval.dtype)
     if is_paged(leaf):
@@ -176,9 +185,9 @@ def is_paged(leaf: Leaf) -> bool:
     return leaf.aval.axes[0] == "pages"
 
 
-def is_seats(leaf: Leaf) -> bool:
-    """Whether a state leaf is the pool of seats."""
-    return leaf.aval.axes[0] == "seats"
+def is_request_slots(leaf: Leaf) -> bool:
+    """Whether a state leaf is the pool of request slots."""
+    return leaf.aval.axes[0] == "request_slots"
 
 
 def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature) -> None:
@@ -186,14 +195,14 @@ def plant_drafts(reference: Executable, case: PoisonedStep, signature: Signature
 
     Which draft is right depends on those before it, so the reference runs once for each of the k places.
     """
-    index = next(i for i, leaf in enumerate(signature.state) if is_seats(leaf))
+    index = next(i for i, leaf in enumerate(signature.state) if is_request_slots(leaf))
     pool = case.operands[len(signature.params) + index]
     names = [leaf.path for leaf in signature.outputs]
     for place in range(pool.shape[1] - request_slots.TOKENS - 1):
         sampled = dict(zip(names, reference(_copy_state(case, signature)), strict=True))["tokens"]
         for i, live in enumerate(case.live):
             if i % sampled.shape[1] > place:
-                pool[live.seat, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
+                pool[live.request_slot, request_slots.TOKENS + 1 + place] = sampled[live.row, place]
 
 
 def compare(
@@ -284,8 +293,8 @@ def _of_main_layers(leaf: Leaf) -> bool:
 
 def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     """Values of live rows in a pool, flat; with `counts` [B] only those of accepted tokens."""
-    if is_seats(leaf):
-        return pool[[row.seat for row in live]]
+    if is_request_slots(leaf):
+        return pool[[row.request_slot for row in live]]
     if not is_paged(leaf):
         return pool[[slot for row in live for slot in row.slots]]
     ends = {row.row: row.start + (row.count if counts is None else int(counts[row.row])) for row in live}

@@ -11,10 +11,10 @@ from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
-from .compare import deviation, is_paged, is_seats
+from .compare import deviation, is_paged, is_request_slots
 from .small_model import BucketCase, SmallModel, model_params
-from .speculation import SEATS, check_logprobs, check_seats, compare_drafts, first_position, same_draft_inputs
-from .step_trace import ExpectedOutputs, StepTrace, seat_pool
+from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
+from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
 
 Run = Callable[[Sequence[Sequence[torch.Tensor]]], list[list[torch.Tensor]]]
 """One step of all ranks: operands of each, results of each; state operands are updated in place."""
@@ -53,7 +53,7 @@ class RankOutputs:
     """The outputs of all ranks.
 
     Attributes:
-        steps: outputs of each rank by name, with its pool of seats after the step, by number of the step.
+        steps: outputs of each rank by name, with its pool of request slots after the step, by number of the step.
         state: pools of each rank after the last step.
         before, after: pools of each rank around some of the steps.
     """
@@ -91,16 +91,16 @@ class Ranks:
         return Ranks(small, trace, signature.state, tuple(params))
 
     def run(self, graphs: Graphs, keep: Collection[int] = ()) -> RankOutputs:
-        """Runs all steps; inputs and seats of each come from the trace, whatever the ranks computed before.
+        """Runs all steps; inputs and request slots of each come from the trace, whatever the ranks computed before.
 
         Args:
             keep: numbers of the steps around which the state is kept.
         """
         state: States = tuple(self._initial_pools(rank) for rank in range(self.small.mesh.size))
-        steps, before, after, seats = {}, {}, {}, seat_pool(self.leaves)
+        steps, before, after, request_slots = {}, {}, {}, request_slot_pool(self.leaves)
         for number, trace_step in enumerate(self.trace.steps):
             for rank, pools in enumerate(state):
-                pools[seats].copy_(trace_step.seats[self.group(rank)])
+                pools[request_slots].copy_(trace_step.request_slots[self.group(rank)])
             if number in keep:
                 before[number] = self._copy(state)
             steps[number] = self._run_step(graphs, number, state)
@@ -146,8 +146,8 @@ class Ranks:
             inputs = {**trace_step.inputs[self.group(rank)], COORDS: self.small.mesh.coords(rank)}
             operands.append([*self.params[rank], *pools, *(inputs[leaf.path] for leaf in signature.inputs)])
         outputs = [dict(zip((leaf.path for leaf in signature.outputs), results, strict=True)) for results in run(operands)]
-        seats = seat_pool(self.leaves)
-        return tuple({**own, SEATS: pools[seats].clone()} for own, pools in zip(outputs, state, strict=True))
+        request_slots = request_slot_pool(self.leaves)
+        return tuple({**own, REQUEST_SLOTS: pools[request_slots].clone()} for own, pools in zip(outputs, state, strict=True))
 
     def _copy(self, state: States) -> States:
         return tuple([pool.to(leaf.aval.dtype, copy=True) for pool, leaf in zip(pools, self.leaves, strict=True)] for pools in state)
@@ -174,12 +174,12 @@ class Ranks:
         return self.small.mesh.coordinates(rank)["dp"]
 
     def live_values(self, rank: int, pools: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Each of a rank's pools but the seats, with what it holds of requests: [tokens or slots, ...]."""
+        """Each of a rank's pools but the request slots, with what it holds of requests: [tokens or slots, ...]."""
         group = self.group(rank)
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
                 yield leaf, torch.cat([pool[page, :used] for page, used in self.trace.pages[group]] or [pool[0, :0]])
-            elif not is_seats(leaf):
+            elif not is_request_slots(leaf):
                 yield leaf, pool[list(self.trace.slots[group])]
 
 
@@ -188,7 +188,7 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
 
     The median difference of a rank's logits and of each pool's live rows must be within `typical`, every logit within `worst`, and each
     pool within `state`. A greedy token, and a draft, must equal the trace's where its logit leads by more than the difference of the
-    logits can explain. Counts and seats must follow from the tokens and drafts of the rank itself.
+    logits can explain. Counts and request slots must follow from the tokens and drafts of the rank itself.
 
     Returns:
         rows, logits_error, typical_error, state_error; the number of tokens and drafts that had to be equal; and token_mismatches and
@@ -222,12 +222,12 @@ def _check_step(
     trace_step, group = ranks.trace.steps[number], ranks.group(rank)
     what = f"{where}, step {number} ({trace_step.case.bucket.name})"
     if (expected := trace_step.expected[group]) is None:
-        check_seats(trace_step, group, outputs, what)
+        check_request_slots(trace_step, group, outputs, what)
         return None
     error = _errors(expected, outputs["logits"])
     _refuse(float(error.max()), allowed.worst, f"{what}: logits")
     _count(counts, "token", expected, outputs["tokens"], _compare_tokens(expected, outputs["tokens"], error, allowed.typical), what)
-    check_seats(trace_step, group, outputs, what)
+    check_request_slots(trace_step, group, outputs, what)
     if ranks.small.limits.drafts:
         compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.typical)
         _count(counts, "draft", expected, outputs["drafts"], compared, what)
@@ -239,7 +239,7 @@ def _check_step(
 def check_identical(ranks: Ranks, left: RankOutputs, right: RankOutputs, what: str) -> dict[str, float]:
     """Compares two graphs that do the same arithmetic, bit for bit: tokens of live rows, and all pools but what is null.
 
-    Counts and drafts are compared too, because the seats, which are a pool, contain them.
+    Counts and drafts are compared too, because the request slots, which are a pool, contain them.
 
     Args:
         left: with the state after every step that `right` has.

@@ -9,7 +9,7 @@ import torch
 
 from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
-from ...lowering.executable import Executable, load_compiled
+from ...lowering.executable import Executable, open_executable
 from ..progress import Progress
 from .compare import TOLERANCES, Differences, check_tolerance, compare, plant_drafts, poisoned_step
 
@@ -65,11 +65,11 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
         for live in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch})
         for seed in range(SEEDS)
     ]
-    eager = load_compiled(artifact.path / entry.reference, "eager")
+    eager = open_executable(artifact.path / entry.reference, "eager")
     if entry.bucket.kind == "decode":
         for case in cases:
             plant_drafts(eager, case, signature)
-    candidate = load_compiled(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
+    candidate = open_executable(artifact.path / entry.compiled.file, entry.compiled.backend) if entry.compiled else eager
     differences, what = Differences(), f"{entry.bucket.name} ({entry.backend})"
     for reference, name in ((eager, "the eager graph"), (_row_by_row(artifact, entry), "eager rows run alone")):
         if reference is not None:
@@ -84,7 +84,7 @@ def _row_by_row(artifact: Artifact, entry: GraphEntry) -> Executable | None:
     single = next((e for e in (*artifact.manifest.graphs, *artifact.manifest.references) if e.bucket == bucket), None)
     if single is None or entry.bucket.batch == 1:
         return None
-    return RowByRow(load_compiled(artifact.path / single.reference, "eager"), entry, artifact)
+    return RowByRow(open_executable(artifact.path / single.reference, "eager"), entry, artifact)
 
 
 class RowByRow:
@@ -96,13 +96,13 @@ class RowByRow:
         self.single = single
         manifest = artifact.manifest
         self.shared = len(manifest.params) + len(manifest.state)
-        self.seats = self.shared + [leaf.path for leaf in entry.inputs].index("seats")
+        self.request_slots = self.shared + [leaf.path for leaf in entry.inputs].index("request_slots")
         self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the batch; rows of padding are zero."""
         results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]
-        for row in torch.nonzero(operands[self.seats]).flatten().tolist():
+        for row in torch.nonzero(operands[self.request_slots]).flatten().tolist():
             inputs = [operand[row : row + 1] for operand in operands[self.shared :]]
             for result, value in zip(results, self.single([*operands[: self.shared], *inputs]), strict=True):
                 result[row] = value[0]

@@ -132,7 +132,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     longest = max(CHUNK_TOKENS, *(case.bucket.q_len for case in cases)) + PROMPT_EXCESS + decoded
     page, slots = manifest.limits.page_size, manifest.limits.slots_per_request
     pages = -(-longest // page)
-    # Some pages, slots and a seat stay without an owner: they hold NaN, which must never be read.
+    # Some pages, slots and a request slot stay without an owner: they hold NaN, which must never be read.
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
     models = small, with_variant(small, variant), with_variant(small, plain)
     return SmallModel(*models, mesh, cases, limits, requests, steps, max((entry.max_logprobs for entry in manifest.graphs), default=0))

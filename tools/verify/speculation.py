@@ -1,4 +1,4 @@
-"""Checks of what one rank's step sampled, accepted, drafted and left in its seats."""
+"""Checks of what one rank's step sampled, accepted, drafted and left in its request slots."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from ...graphs.errors import VerifyError
 from ...models.request_slots import ACCEPTED, START, TOKENS
 from .step_trace import ExpectedOutputs, TraceStep
 
-SEATS = "seats"
-"""Name of the pool of seats after the step, among a rank's outputs."""
+REQUEST_SLOTS = "request_slots"
+"""Name of the pool of request slots after the step, among a rank's outputs."""
 
 
-def check_seats(step: TraceStep, group: int, outputs: Mapping[str, torch.Tensor], what: str) -> None:
-    """Counts follow from the tokens that the rank sampled, and the seat of each live row holds what its next step starts from.
+def check_request_slots(step: TraceStep, group: int, outputs: Mapping[str, torch.Tensor], what: str) -> None:
+    """Counts follow from the tokens that the rank sampled, and the request slot of each live row holds what its next step starts from.
 
-    All other seats are unchanged, and padding has count 0.
+    All other request slots are unchanged, and padding has count 0.
 
     Args:
-        outputs: of a rank of the group, with its seats after the step.
+        outputs: of a rank of the group, with its request slots after the step.
 
     Raises:
-        VerifyError: naming the row or the seat, and both sides.
+        VerifyError: naming the row or the request slot, and both sides.
     """
-    before, inputs = step.seats[group], step.inputs[group]
-    seats_after, decode = before.clone(), step.case.bucket.kind == "decode"
+    before, inputs = step.request_slots[group], step.inputs[group]
+    request_slots_after, decode = before.clone(), step.case.bucket.kind == "decode"
     counts = torch.zeros(step.case.bucket.batch, dtype=torch.int32)
     expected = step.expected[group]
     for row, valid in zip(expected.rows, expected.valid, strict=True) if expected else ():
-        seat, tokens = int(inputs["seats"][row]), outputs["tokens"][row]
-        counts[row] = _accepted(before[seat, TOKENS:], tokens, valid) if decode else inputs["lengths"][row]
+        request_slot, tokens = int(inputs["request_slots"][row]), outputs["tokens"][row]
+        counts[row] = _accepted(before[request_slot, TOKENS:], tokens, valid) if decode else inputs["query_lens"][row]
         last = int(counts[row]) - 1 if decode else 0
         drafts = outputs["drafts"][row] if "drafts" in outputs else tokens[:0]
-        seats_after[seat, START] = first_position(step, group, row) + counts[row]
-        seats_after[seat, ACCEPTED] = last
-        seats_after[seat, TOKENS:] = torch.cat([tokens[last : last + 1], drafts])
+        request_slots_after[request_slot, START] = first_position(step, group, row) + counts[row]
+        request_slots_after[request_slot, ACCEPTED] = last
+        request_slots_after[request_slot, TOKENS:] = torch.cat([tokens[last : last + 1], drafts])
     if decode and outputs["counts"].tolist() != counts.tolist():
         raise VerifyError(f"{what}: counts are {outputs['counts'].tolist()}; by the tokens it sampled they are {counts.tolist()}")
-    for seat, (actual, right) in enumerate(zip(outputs[SEATS].tolist(), seats_after.tolist(), strict=True)):
+    for request_slot, (actual, right) in enumerate(zip(outputs[REQUEST_SLOTS].tolist(), request_slots_after.tolist(), strict=True)):
         if actual != right:
-            raise VerifyError(f"{what}: seat {seat} holds {actual}; what the next step starts from is {right}")
+            raise VerifyError(f"{what}: request slot {request_slot} holds {actual}; what the next step starts from is {right}")
 
 
 def _accepted(candidates: torch.Tensor, sampled: torch.Tensor, valid: int) -> int:
@@ -53,7 +53,11 @@ def _accepted(candidates: torch.Tensor, sampled: torch.Tensor, valid: int) -> in
 def first_position(step: TraceStep, group: int, row: int) -> int:
     """Position of the row's first new token in its request."""
     inputs = step.inputs[group]
-    return int(step.seats[group][inputs["seats"][row], START] if step.case.bucket.kind == "decode" else inputs["starts"][row])
+    return int(
+        step.request_slots[group][inputs["request_slots"][row], START]
+        if step.case.bucket.kind == "decode"
+        else inputs["num_computed_tokens"][row]
+    )
 
 
 def same_draft_inputs(step: TraceStep, group: int, place: int, outputs: Mapping[str, torch.Tensor]) -> bool:

@@ -10,13 +10,13 @@ import torch
 from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from .compare import is_paged, is_seats
+from .compare import is_paged, is_request_slots
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
 NAN = float("nan")
 UNOWNED = -7
-"""Content of seats that no request owns: no legal token, position or slot."""
+"""Content of request slots that no request owns: no legal token, position or slot."""
 SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
 GREEDY: Mapping[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 Inputs = dict[str, torch.Tensor]
@@ -28,7 +28,7 @@ class TraceRequest:
 
     Attributes:
         prompt: ids that are not in the cache yet.
-        pages, slots, seat: its own.
+        pages, slots, request slot: its own.
         sampling: sampling parameters by input name.
         cached: tokens in the cache.
         written: state slots that its last step wrote.
@@ -37,7 +37,7 @@ class TraceRequest:
     prompt: list[int]
     pages: list[int]
     slots: list[int]
-    seat: int
+    request_slot: int
     sampling: Mapping[str, float]
     cached: int = 0
     written: list[int] = field(default_factory=list)
@@ -74,13 +74,13 @@ class TraceStep:
 
     Attributes:
         inputs: of each group, by name.
-        seats: each group's pool of seats before the step.
+        request_slots: each group's pool of request slots before the step.
         expected: of each group; None where it has no live row.
     """
 
     case: BucketCase
     inputs: tuple[Inputs, ...]
-    seats: tuple[torch.Tensor, ...]
+    request_slots: tuple[torch.Tensor, ...]
     expected: tuple[ExpectedOutputs | None, ...]
 
 
@@ -107,7 +107,7 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     """Runs requests through the unsharded model: their prompts in chunks where it has prefill buckets, then decode steps.
 
     Groups have different requests, and different numbers of them; the last of several groups idles at times. Live rows of a decode step
-    lie at random places among padding. Before each decode step the drafts in the seats are replaced by some right ones and a wrong one,
+    lie at random places among padding. Before each decode step the drafts in the request slots are replaced by right ones and a wrong one,
     so that every count of accepted drafts occurs; some rows verify fewer drafts than they have. One request starts close to the end of
     its context, with a random state as after a prefill on another instance, and reaches the end.
     """
@@ -122,9 +122,9 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
     return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), tuple(pages), tuple(slots))
 
 
-def seat_pool(leaves: Sequence[Leaf]) -> int:
-    """Position of the pool of seats among state pools."""
-    return next(i for i, leaf in enumerate(leaves) if is_seats(leaf))
+def request_slot_pool(leaves: Sequence[Leaf]) -> int:
+    """Position of the pool of request slots among state pools."""
+    return next(i for i, leaf in enumerate(leaves) if is_request_slots(leaf))
 
 
 class _Recorder:
@@ -135,7 +135,7 @@ class _Recorder:
         self.drafts, self.vocab = small.limits.drafts, int(small.reference.config.vocab_size)
         self.reference = ReferenceRun(small.reference, small.limits, model_params(small.reference, checkpoint), small.max_logprobs)
         self.leaves = self.reference.leaves(small.cases[0].bucket)
-        self.seats = seat_pool(self.leaves)
+        self.request_slots = request_slot_pool(self.leaves)
         self.of_kind = {kind: [case for case in small.cases if case.form.kind == kind] for kind in ("prefill", "decode")}
         self.steps_left = small.decode_steps * len(self.of_kind["decode"])
         self.decoded = dict.fromkeys(self.of_kind["decode"], 0)
@@ -147,7 +147,7 @@ class _Recorder:
             torch.full(leaf.aval.shape, NAN if leaf.aval.dtype.is_floating_point else UNOWNED, dtype=leaf.aval.dtype)
             for leaf in self.leaves
         ]
-        pools[self.seats][0] = 0
+        pools[self.request_slots][0] = 0
         return pools
 
     def _requests(self, group: int) -> list[TraceRequest]:
@@ -155,13 +155,13 @@ class _Recorder:
         chunk = max((case.bucket.q_len for case in self.of_kind["prefill"]), default=2 * PROMPT_EXCESS)
         prompts = [chunk + min(PROMPT_EXCESS - group % 5, chunk), 1 + group % 7, chunk // 2 + group % 3]
         prompts = [min(length, chunk) for length in prompts] if self._idles(group) else prompts
-        pages, slots, seats = (self._shuffled(count) for count in (limits.num_pages, limits.num_slots, limits.num_seats))
+        pages, slots, request_slots = (self._shuffled(count) for count in (limits.num_pages, limits.num_slots, limits.num_request_slots))
         requests = []
         for i in range(most if group % 2 == 0 and not self._idles(group) else 1):
             own_pages = [pages.pop() for _ in range(limits.pages_per_request)]
             own_slots = [slots.pop() for _ in range(limits.slots_per_request)]
             prompt, sampling = self._random_tokens(prompts[(i + group // 2) % 3]), SAMPLED if i == 1 else GREEDY
-            request = TraceRequest(prompt, own_pages, own_slots, seats.pop(), sampling)
+            request = TraceRequest(prompt, own_pages, own_slots, request_slots.pop(), sampling)
             if i == 2 and self.steps_left:
                 # Its context ends with the last step if it accepts one draft in all.
                 self._set_random_state(self.states[group], request, limits.max_model_len - self.steps_left - 1)
@@ -171,7 +171,7 @@ class _Recorder:
         return requests
 
     def _shuffled(self, count: int) -> list[int]:
-        """All numbers below `count` but 0, the null page, slot and seat."""
+        """All numbers below `count` but 0, the null page, slot and request slot."""
         return [1 + int(i) for i in torch.randperm(count - 1, generator=self.generator)]
 
     def _random_tokens(self, count: int) -> list[int]:
@@ -188,8 +188,8 @@ class _Recorder:
                 for i, page in enumerate(request.pages):
                     used = min(max(cached - i * pool.shape[1], 0), pool.shape[1])
                     pool[page, :used] = torch.randn(used, *pool.shape[2:], generator=self.generator)
-            elif is_seats(leaf):
-                pool[request.seat] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts)], dtype=torch.int32)
+            elif is_request_slots(leaf):
+                pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts)], dtype=torch.int32)
             else:
                 pool[request.slots[0]] = 0.3 * torch.randn(pool.shape[1:], generator=self.generator)
 
@@ -221,8 +221,8 @@ class _Recorder:
 
     def _step(self, case: BucketCase, waiting: Sequence[list[TraceRequest]]) -> TraceStep:
         groups = [self._group_step(case, group, requests[: case.bucket.batch]) for group, requests in enumerate(waiting)]
-        inputs, seats, expected = zip(*groups, strict=True)
-        return TraceStep(case, inputs, seats, expected)
+        inputs, request_slots, expected = zip(*groups, strict=True)
+        return TraceStep(case, inputs, request_slots, expected)
 
     def _group_step(
         self, case: BucketCase, group: int, requests: list[TraceRequest]
@@ -233,15 +233,15 @@ class _Recorder:
         inputs = self._inputs(bucket, live)
         if bucket.kind == "decode":
             self._replace_drafts(case, state, inputs, live)
-        seats = state[self.seats].clone()
+        request_slots = state[self.request_slots].clone()
         if not requests:
-            return inputs, seats, None
+            return inputs, request_slots, None
         outputs, self.states[group] = self.reference.step(bucket, state, inputs)
         valid, taken = zip(*(self._advance(bucket, request, inputs, row, outputs) for row, request in live.items()), strict=True)
         greedy = tuple(request.sampling is GREEDY for request in requests)
         no_drafts = torch.zeros(bucket.batch, 0)
         results = (outputs.get(name, no_drafts)[rows] for name in ("tokens", "logits", "drafts", DRAFT_LOGITS))
-        return inputs, seats, ExpectedOutputs(tuple(rows), valid, taken, greedy, *results)
+        return inputs, request_slots, ExpectedOutputs(tuple(rows), valid, taken, greedy, *results)
 
     def _inputs(self, bucket: Bucket, live: Mapping[int, TraceRequest]) -> Inputs:
         logprobs, decode = self.small.max_logprobs > 0, bucket.kind == "decode"
@@ -250,9 +250,9 @@ class _Recorder:
         for row, request in live.items():
             end = self._decode_row(inputs, row, request) if decode else self._prefill_row(inputs, row, request)
             pages = -(-min(end, self.small.limits.max_model_len) // self.small.limits.page_size)
-            inputs["seats"][row] = request.seat
+            inputs["request_slots"][row] = request.request_slot
             inputs["page_table"][row, :pages] = torch.tensor(request.pages[:pages], dtype=torch.int32)
-            inputs["write_slots"][row] = torch.tensor(request.slots[: inputs["write_slots"].shape[1]], dtype=torch.int32)
+            inputs["state_slots_out"][row] = torch.tensor(request.slots[: inputs["state_slots_out"].shape[1]], dtype=torch.int32)
             for name, value in request.sampling.items():
                 inputs[name][row] = value
             if logprobs:
@@ -263,7 +263,11 @@ class _Recorder:
         """Sets the row's next chunk; returns the number of tokens that need pages."""
         chunk = request.prompt[: inputs["tokens"].shape[1]]
         inputs["tokens"][row, : len(chunk)] = torch.tensor(chunk, dtype=torch.int32)
-        inputs["starts"][row], inputs["lengths"][row], inputs["read_slots"][row] = request.cached, len(chunk), request.slots[0]
+        inputs["num_computed_tokens"][row], inputs["query_lens"][row], inputs["state_slots_in"][row] = (
+            request.cached,
+            len(chunk),
+            request.slots[0],
+        )
         if self.drafts:
             inputs["next_tokens"][row] = [*request.prompt, -1][len(chunk)]
         return request.cached + len(chunk) + self.drafts
@@ -274,17 +278,17 @@ class _Recorder:
         return request.cached + 2 * self.drafts + 1
 
     def _replace_drafts(self, case: BucketCase, state: list[torch.Tensor], inputs: Inputs, live: Mapping[int, TraceRequest]) -> None:
-        """Replaces the drafts in the seats: as many right ones as wanted, then a wrong one, then random tokens."""
-        k, pool, right = self.drafts, state[self.seats], {}
+        """Replaces the drafts in the request slots: as many right ones as wanted, then a wrong one, then random tokens."""
+        k, pool, right = self.drafts, state[self.request_slots], {}
         for row, request in live.items():
             inputs["drafts"][row], right[row] = self._draft_counts(case, request)
-            pool[request.seat, request_slots.TOKENS + 1 :] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
+            pool[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(self._random_tokens(k), dtype=torch.int32)
         for place in range(min(max(right.values(), default=-1) + 1, k)):
             tokens = self.reference.step(case.bucket, state, inputs)[0]["tokens"]
             for row, request in live.items():
                 if place <= right[row]:
                     offset = 0 if place < right[row] else 1 + self._random_below(self.vocab - 1)
-                    pool[request.seat, request_slots.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
+                    pool[request.request_slot, request_slots.TOKENS + 1 + place] = (tokens[row, place] + offset) % self.vocab
 
     def _draft_counts(self, case: BucketCase, request: TraceRequest) -> tuple[int, int]:
         """How many drafts of a request the step verifies, and how many of its drafts are to be right."""
@@ -302,7 +306,7 @@ class _Recorder:
     ) -> tuple[int, int]:
         """Moves a request behind a step; returns how many results of its row count, and by how many tokens its caches grew."""
         if bucket.kind == "prefill":
-            valid, taken = 1, int(inputs["lengths"][row])
+            valid, taken = 1, int(inputs["query_lens"][row])
             request.prompt, request.written = request.prompt[taken:], request.slots[:1]
         else:
             valid = min(1 + int(inputs["drafts"][row]), self.small.limits.max_model_len - request.cached)

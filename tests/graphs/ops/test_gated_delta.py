@@ -21,16 +21,16 @@ def draw(B: int, Q: int, Hk: int, H: int, Dk: int, Dv: int, seed: int = 0) -> Op
     return {"q": q, "k": k, "v": torch.randn(B, Q, H, Dv, generator=r), "g": g, "beta": beta, "state": state}
 
 
-def run(x: Operands, chunk: int, lengths: list[int] | None = None, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, Q, H, Dv] and the stored states: [B, Q, ...] token by token, [B, 1, ...] in chunks."""
     B, Q = x["g"].shape[:2]
     W = 1 if chunk else Q
     one = torch.zeros_like(x["state"][:1])
     pool = torch.cat([one + float("nan"), x["state"], one.expand(B * W, -1, -1, -1)])
     read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * W, dtype=torch.int32).view(B, W)
-    starts = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
-    valid = torch.tensor(lengths or [Q] * B, dtype=torch.int32)
-    out, stored = ops.gated_delta(*(x[n] for n in ("q", "k", "v", "g", "beta")), pool, read, write, starts, valid, chunk)
+    num_computed_tokens = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
+    valid = torch.tensor(query_lens or [Q] * B, dtype=torch.int32)
+    out, stored = ops.gated_delta(*(x[n] for n in ("q", "k", "v", "g", "beta")), pool, read, write, num_computed_tokens, valid, chunk)
     return out, stored[B + 1 :].view(B, W, *x["state"].shape[1:])
 
 

@@ -52,14 +52,14 @@ def ints(*values: Any) -> torch.Tensor:
 
 
 def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor) -> tuple[Any, ...]:
-    starts, lengths = ints(*[0, 3, 5][:B]), ints(*[Q, Q, Q - 1][:B])
-    return r(B, Q, C), r(C, taps), r(9, taps - 1, C), ints(*[1, 2, 3][:B]), write, starts, lengths
+    num_computed_tokens, query_lens = ints(*[0, 3, 5][:B]), ints(*[Q, Q, Q - 1][:B])
+    return r(B, Q, C), r(C, taps), r(9, taps - 1, C), ints(*[1, 2, 3][:B]), write, num_computed_tokens, query_lens
 
 
-def delta(r: Draw, B: int, Q: int, write: torch.Tensor, lengths: torch.Tensor, chunk: int) -> tuple[Any, ...]:
+def delta(r: Draw, B: int, Q: int, write: torch.Tensor, query_lens: torch.Tensor, chunk: int) -> tuple[Any, ...]:
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
     g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)
-    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), lengths, chunk
+    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), query_lens, chunk
 
 
 def experts(r: Draw, T: int, M: int, E: int, F: int) -> tuple[Any, ...]:
@@ -111,10 +111,10 @@ def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
 
 
-def accepting(r: Draw, *lengths: int) -> tuple[Any, ...]:
+def accepting(r: Draw, *query_lens: int) -> tuple[Any, ...]:
     """Rows of four candidates of three ids: some drafts are right by chance, and some of those are not valid."""
-    B = len(lengths)
-    return r.below(3, B, 4), r.below(3, B, 4), ints(*lengths)
+    B = len(query_lens)
+    return r.below(3, B, 4), r.below(3, B, 4), ints(*query_lens)
 
 
 def likely(r: Draw, B: int, Q: int, V: int, most: int) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
         "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
     },
-    "cache_slots": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
+    "slot_mapping": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
     "cache_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 5, 1, 7), r(3, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
         "even": lambda r: (r(3, 4, 2, 3), r(3, 4, 2, 3), r(5, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
@@ -209,14 +209,14 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     },
     "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
-    "seat_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
+    "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
     "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
 }
 
 # Where no gradient goes: integers, what is rounded to them, and the thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
-    *("accept", "cache_slots", "positions", "rope_angles", "sample", "seat_write"),
+    *("accept", "slot_mapping", "positions", "rope_angles", "sample", "request_slot_write"),
     *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
 )
 
@@ -523,32 +523,32 @@ def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
     return x
 
 
-def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, lengths: tuple[int, ...]) -> tuple[Any, Any, Live]:
+def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
     """Row 0 is fresh and points at a slot nobody wrote, row 1 goes on from slot 2, row 2 is padding."""
-    B = len(lengths)
-    clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*lengths))
-    x = poison(clean[0], *[(b, slice(length, None)) for b, length in enumerate(lengths)])
+    B = len(query_lens)
+    clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens))
+    x = poison(clean[0], *[(b, slice(length, None)) for b, length in enumerate(query_lens)])
     used = write[:, -1].tolist()[: 2 if B == 3 else B]
     return (
         clean,
         (x, clean[1], poison(clean[2], 0, 8), *clean[3:]),
         lambda t: [
-            *(t[0][b, :length] for b, length in enumerate(lengths)),
+            *(t[0][b, :length] for b, length in enumerate(query_lens)),
             t[1][used],
             t[1][2],
         ],
     )
 
 
-def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, lengths: tuple[int, ...], chunk: int) -> tuple[Any, Any, Live]:
-    B = len(lengths)
+def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int) -> tuple[Any, Any, Live]:
+    B = len(query_lens)
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
     g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4)
-    tokens, slots = (q, k, v, g, beta), (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*lengths), chunk)
-    pool, padding = r.f32(9, 4, 5, 3), [(b, slice(length, None)) for b, length in enumerate(lengths)]
+    tokens, slots = (q, k, v, g, beta), (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens), chunk)
+    pool, padding = r.f32(9, 4, 5, 3), [(b, slice(length, None)) for b, length in enumerate(query_lens)]
     used = write[:, -1].tolist()[: 2 if B == 3 else B]
     spoiled = (*(poison(x, *padding) for x in tokens), poison(pool, 0, 8), *slots)
-    return (*tokens, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][2]]
+    return (*tokens, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][2]]
 
 
 def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
@@ -571,8 +571,8 @@ def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
 
 
 def poisoned_last_rows(r: Draw) -> tuple[Any, Any, Live]:
-    x, lengths = r(9, 5), ints(2, 3, 1)
-    return (x, lengths), (poison(x, 2, 7, 8), lengths), lambda t: t
+    x, query_lens = r(9, 5), ints(2, 3, 1)
+    return (x, query_lens), (poison(x, 2, 7, 8), query_lens), lambda t: t
 
 
 def poisoned_few_choices(r: Draw) -> tuple[Any, Any, Live]:
@@ -612,7 +612,7 @@ def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "accept": [],
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
-    "cache_slots": [],
+    "slot_mapping": [],
     "cache_write": [poisoned_cache],
     "causal_conv": [
         lambda r: poisoned_conv(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
@@ -655,7 +655,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],
     "rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
-    "seat_write": [],
+    "request_slot_write": [],
     "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
     "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],
 }

@@ -121,10 +121,10 @@ def test_rows() -> None:
 
 
 def test_positions_and_cache_slots() -> None:
-    starts, lengths, table, P, Q = [6, 0, 3, 11], [2, 0, 3, 1], [[4, 2, 1], [0, 0, 0], [3, 5, 6], [7, 8, 9]], 4, 3
-    assert ops.positions(i32(*starts), Q).tolist() == [s + t for s in starts for t in range(Q)]
-    got = ops.cache_slots(i32(*starts), i32(*lengths), i32(*table), P, Q).view(4, Q).tolist()
-    for row, start, length, pages in zip(got, starts, lengths, table, strict=True):
+    num_computed_tokens, query_lens, table, P, Q = [6, 0, 3, 11], [2, 0, 3, 1], [[4, 2, 1], [0, 0, 0], [3, 5, 6], [7, 8, 9]], 4, 3
+    assert ops.positions(i32(*num_computed_tokens), Q).tolist() == [s + t for s in num_computed_tokens for t in range(Q)]
+    got = ops.slot_mapping(i32(*num_computed_tokens), i32(*query_lens), i32(*table), P, Q).view(4, Q).tolist()
+    for row, start, length, pages in zip(got, num_computed_tokens, query_lens, table, strict=True):
         at = range(start, start + Q)
         assert row[:length] == [pages[j // P] * P + j % P for j in at[:length]]
         assert all(0 <= slot < P for slot in row[length:]), "padding lies in the null page"

@@ -28,32 +28,32 @@ def test_equals_dense_attention_per_request(H: int, G: int, D: int, P: int, dtyp
     pages = list(range(1, B * N + 1))
     pick.shuffle(pages)
     table = torch.tensor(pages, dtype=torch.int32).view(B, N)
-    lengths = [3, 1, 2, 0]
-    starts = [pick.randrange(N * P - length + 1) for length in lengths[:3]] + [0]
+    query_lens = [3, 1, 2, 0]
+    num_computed_tokens = [pick.randrange(N * P - length + 1) for length in query_lens[:3]] + [0]
     q = torch.randn(B, Q, H, D, generator=r).to(dtype)
     pools = [torch.randn(B * N + 1, P, G, D, generator=r).to(dtype) for _ in range(2)]
-    got = ops.paged_attention(q, *pools, table, *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths)), 0.3)
+    got = ops.paged_attention(q, *pools, table, *(torch.tensor(x, dtype=torch.int32) for x in (num_computed_tokens, query_lens)), 0.3)
     for b in range(B):
-        for t in range(lengths[b]):
-            seen = range(starts[b] + t + 1)
+        for t in range(query_lens[b]):
+            seen = range(num_computed_tokens[b] + t + 1)
             keys, values = (torch.stack([pool[table[b, j // P], j % P] for j in seen]) for pool in pools)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(got[b, t].double(), dense(q[b, t], keys, values, 0.3), rtol=tolerance, atol=tolerance)
 
 
 def test_a_written_cache_is_the_sequence_itself() -> None:
-    """cache_slots, cache_write and paged_attention together: two chunks through pages are causal attention over the whole."""
+    """slot_mapping, cache_write and paged_attention together: two chunks through pages are causal attention over the whole."""
     r = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(1, 7, 4, 5, generator=r), torch.randn(7, 2, 5, generator=r), torch.randn(7, 2, 5, generator=r)
     pools = tuple(torch.full((6, 3, 2, 5), float("nan")) for _ in range(2))
     table, outs, at = torch.tensor([[4, 1, 5]], dtype=torch.int32), [], 0
     for length in (4, 3):
-        starts, lengths = torch.tensor([at], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-        slots = ops.cache_slots(starts, lengths, table, 3, 4)
+        num_computed_tokens, query_lens = torch.tensor([at], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        slots = ops.slot_mapping(num_computed_tokens, query_lens, table, 3, 4)
         padded = [torch.nn.functional.pad(x[at : at + length], (0, 0, 0, 0, 0, 4 - length), value=float("nan")) for x in (k, v)]
         pools = ops.cache_write(*pools, *padded, slots)
         queries = torch.nn.functional.pad(q[:, at : at + length], (0, 0, 0, 0, 0, 4 - length))
-        outs.append(ops.paged_attention(queries, *pools, table, starts, lengths, 0.4)[0, :length])
+        outs.append(ops.paged_attention(queries, *pools, table, num_computed_tokens, query_lens, 0.4)[0, :length])
         at += length
     want = torch.stack([dense(q[0, t], k[: t + 1], v[: t + 1], 0.4) for t in range(7)])
     torch.testing.assert_close(torch.cat(outs).double(), want, rtol=1e-5, atol=1e-5)

@@ -94,11 +94,11 @@ def writing(r: Draw) -> Example:
 
 def attention(r: Draw, Q: int) -> Example:
     """Row 0 goes on after 7 keys in pages 4, 2, 1, row 1 begins in page 3, row 2 is padding; nobody owns pages 0 and 5."""
-    table, starts, lengths = ints([4, 2, 1], [3, 0, 0], [0, 0, 0]), ints(7, 0, 0), ints(Q, 1 if Q == 1 else Q - 1, 0)
+    table, num_computed_tokens, query_lens = ints([4, 2, 1], [3, 0, 0], [0, 0, 0]), ints(7, 0, 0), ints(Q, 1 if Q == 1 else Q - 1, 0)
     seen = (7 + Q) % 4 or 4
     unused = (0, 5, (1, slice(seen, None)), (3, slice(Q, None)))
     q, k, v = poison(r(3, Q, 4, 8), 2), poison(r(6, 4, 2, 8), *unused), poison(r(6, 4, 2, 8), *unused)
-    return Example((q, k, v, table, starts, lengths, 0.4), lambda t: [t[0][b, : lengths[b]] for b in range(2)])
+    return Example((q, k, v, table, num_computed_tokens, query_lens, 0.4), lambda t: [t[0][b, : query_lens[b]] for b in range(2)])
 
 
 def full_context(r: Draw) -> Example:
@@ -107,28 +107,30 @@ def full_context(r: Draw) -> Example:
     return Example((r(2, 4, 4, 8), r(5, 4, 2, 8), r(5, 4, 2, 8), table, ints(7, 3), ints(1, 4), 0.4), lambda t: [t[0][0, :1], t[0][1]])
 
 
-def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, lengths: tuple[int, ...]) -> Example:
+def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...]) -> Example:
     """The first row is fresh and reads a slot nobody wrote, the last is padding and shares slot 0 with nobody live."""
-    B, starts = len(lengths), ints(0, 3, 0)
-    tails = [(b, slice(length, None)) for b, length in enumerate(lengths) if write.shape[1] == 1 or not length]
+    B, num_computed_tokens = len(query_lens), ints(0, 3, 0)
+    tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if write.shape[1] == 1 or not length]
     x, pool = poison(r(B, Q, 6), *tails), poison(r(9, taps - 1, 6), 0, 8)
     used = write[:2].flatten().tolist()
     return Example(
-        (x, r(6, taps), pool, read, write, starts, ints(*lengths)),
-        lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][7]],
+        (x, r(6, taps), pool, read, write, num_computed_tokens, ints(*query_lens)),
+        lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]],
     )
 
 
-def delta(r: Draw, Q: int, starts: torch.Tensor, read: torch.Tensor, write: torch.Tensor, lengths: tuple[int, ...], chunk: int) -> Example:
+def delta(
+    r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int
+) -> Example:
     """The last row is padding; nobody wrote slots 0 and 8."""
-    B = len(lengths)
+    B = len(query_lens)
     tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
-    tails = [(b, slice(length, None)) for b, length in enumerate(lengths) if chunk or not length]
+    tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if chunk or not length]
     pool = poison(r(9, 4, 5, 6), 0, 8)
     used = write[:2].flatten().tolist()
     return Example(
-        (*(poison(x, *tails) for x in tokens), pool, read, write, starts, ints(*lengths), chunk),
-        lambda t: [*(t[0][b, :n] for b, n in enumerate(lengths)), t[1][used], t[1][7]],
+        (*(poison(x, *tails) for x in tokens), pool, read, write, num_computed_tokens, ints(*query_lens), chunk),
+        lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]],
     )
 
 
@@ -153,7 +155,7 @@ def verifying(r: Draw) -> Example:
 
 
 def seating(r: Draw) -> Example:
-    """Two rows of padding share the null seat."""
+    """Two rows of padding share the null request slot."""
     return Example((r.below(99, 7, 5), ints(4, 0, 1, 0, 6), r.below(99, 5, 5)), lambda t: [t[0][1:]])
 
 
@@ -171,7 +173,7 @@ def verify_rows(r: Draw) -> Example:
 EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "accept": {"drafts": verifying, "none": lambda r: Example((r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)))},
     "add_rms_norm": {"offset": lambda r: Example((r(5, 7), r(5, 7), r(7), 1e-6, 1.0))},
-    "cache_slots": {
+    "slot_mapping": {
         "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
         "end": lambda r: Example((ints(11), ints(1), ints([4, 2, 1]), 4, 3)),
     },
@@ -208,7 +210,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
-    "seat_write": {"padding": seating},
+    "request_slot_write": {"padding": seating},
     "swiglu_linear": {"odd": lambda r: Example((r(5, 7), r(2, 3, 7) / 3))},
     "token_logprobs": {"padding": telling},
 }
@@ -241,7 +243,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "none": types_of("Greater Cast"),
     },
     "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
-    "cache_slots": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
+    "slot_mapping": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
     "cache_write": {"padding": types_of("ScatterPaKvCache")},
     "causal_conv": {
         **dict.fromkeys(("verify", "decode"), CONV | types_of("Pack")),
@@ -264,7 +266,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "rope": {"partial": ROTATION | types_of("StridedSliceV2"), "whole": ROTATION},
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
-    "seat_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},
+    "request_slot_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
     "token_logprobs": {
         "padding": types_of("ArgMaxWithValue Cast Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"),

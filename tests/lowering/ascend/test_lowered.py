@@ -67,14 +67,14 @@ def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, exp
             force(serving, (eager, device), answers)
         want, said = eager.step(bucket, given), device.step(bucket, given)
         for group, (a, b) in enumerate(zip(said, want, strict=True)):
-            told, rows = fleets.told(bucket, given[group]), given[group]["seats"] > 0
+            told, rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
             torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["tokens"][told], b["tokens"][told])
             assert all(torch.equal(a[name][rows], b[name][rows]) for name in a if name not in ("tokens", "logits"))
             if not told[rows].all():
                 continue
             for leaf, mine, theirs in zip(eager.names, device.pool(group), eager.pool(group), strict=True):
-                # Page 0, slot 0 and seat 0 are what padding writes, in whatever way.
+                # Page 0, slot 0 and request slot 0 are what padding writes, in whatever way.
                 assert torch.allclose(mine[1:], theirs[1:], rtol=0, atol=TOLERANCE), f"step {n}, group {group}, {leaf}"
         serving.heard(bucket, given, want)
     # Of quantised products one activation that rounds the other way is seen at once; in these steps none does.
@@ -83,9 +83,9 @@ def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, exp
 
 
 def force(serving: Any, both: Sequence[Any], answers: Sequence[Any]) -> None:
-    """The same drafts in the seats of all ranks of a group, however they run."""
+    """The same drafts in the request slots of all ranks of a group, however they run."""
     for group, truth in enumerate(answers):
-        for pool in (pool for fleet in both for pool in fleet.seats(group)):
+        for pool in (pool for fleet in both for pool in fleet.request_slots(group)):
             serving.force(group, pool, truth)
 
 
@@ -99,7 +99,7 @@ def test_what_padding_holds_reaches_nobody() -> None:
     for bucket, given in serving.steps(3):
         want, said = eager.step(bucket, given), device.step(bucket, given)
         for own, a, b in zip(given, said, want, strict=True):
-            told, rows = fleets.told(bucket, own), own["seats"] > 0
+            told, rows = fleets.told(bucket, own), own["request_slots"] > 0
             torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["drafts"][rows], b["drafts"][rows])
         serving.heard(bucket, given, want)
@@ -114,12 +114,12 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
     for n, (bucket, given) in enumerate(serving.steps(3)):
         if n == 2:
             for fleet in both:
-                fleet.seats(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
+                fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
         a, b = (fleet.step(bucket, given)[0] for fleet in both)
         assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
         serving.heard(bucket, given, [b])
     assert b["counts"].tolist() == [0, 0]
-    assert all(fleet.seats(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
+    assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
 
 
 # --- what a lowered graph is ---
@@ -144,7 +144,7 @@ def test_the_main_graph_only_calls(decode: Partitioned) -> None:
     assert {n.target for n in found.graph.graph.nodes if n.op == "call_function"} == {operator.getitem}
     layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     order = [str(n.target) for n in found.graph.graph.nodes if n.op == "call_module"]
-    assert order == ["prologue", *layers, "between_1", "draft_take", "draft", *("draft_take_own", "draft") * 2, "epilogue"]
+    assert order == ["prologue", *layers, "between_1", "extend_draft_cache", "draft", *("extend_draft_cache_own", "draft") * 2, "epilogue"]
     assert list(bodies(found.graph)) == list(dict.fromkeys(order))
     assert [n.meta["leaf"] for n in found.graph.graph.nodes if n.op == "placeholder"] == [leaf.name for leaf in decode.signature.operands]
 
@@ -249,7 +249,7 @@ def test_calls_write_one_pool_one_after_the_other() -> None:
     """As the passes of a draft head do: no call takes what another made, all take the pool."""
     fleet = fleets.Fleet(fleets.model(experts=False), Mesh(), drafts=3)
     graph = lowered(fleet.partitioned(fleets.Bucket("decode", 2, 4)))
-    calls = [n for n in graph.graph.nodes if n.op == "call_module" and str(n.target).startswith("draft_")]
+    calls = [n for n in graph.graph.nodes if n.op == "call_module" and str(n.target).startswith("extend_draft_cache")]
     read = [[arg.meta["leaf"] for arg in call.args if str(arg.meta.get("leaf", "")).startswith("state.")] for call in calls]
     assert read == [["state.mtp.k", "state.mtp.v"]] * 3
 

@@ -39,8 +39,8 @@ def test_rows_get_what_their_requests_own():
     for row, name in enumerate(names):
         pages = list(manager.pages.owned(name))
         assert inputs["page_table"][row, : len(pages)].tolist() == pages
-        assert inputs["write_slots"][row].tolist() == list(manager.state_slots.owned(name))
-        assert inputs["seats"][row] == manager.request_slots.owned(name)[0]
+        assert inputs["state_slots_out"][row].tolist() == list(manager.state_slots.owned(name))
+        assert inputs["request_slots"][row] == manager.request_slots.owned(name)[0]
     row = {name: row for row, name in enumerate(names)}
     assert inputs["base"][row["a"]] == 5 + generated - 1
     assert inputs["uniform"][row["a"]].tolist() == [random_number(9, generated + i) for i in range(3)]
@@ -54,7 +54,7 @@ def test_a_prefill_starts_from_and_fills_the_first_state_slot_and_the_request_sl
     for next_token, index in ((9, 0), (-1, 0)):
         state, inputs, _ = advance(state, manager)
         slot, request_slot = manager.state_slots.owned("a")[0], manager.request_slots.owned("a")[0]
-        assert (inputs["read_slots"].tolist(), inputs["write_slots"].tolist(), inputs["seats"].tolist()) == (
+        assert (inputs["state_slots_in"].tolist(), inputs["state_slots_out"].tolist(), inputs["request_slots"].tolist()) == (
             [slot],
             [[slot]],
             [request_slot],
@@ -79,8 +79,8 @@ def test_pages_grow_before_the_step_that_needs_them_and_come_back_with_the_rest(
 def test_an_idle_group_runs_padding_and_owns_nothing():
     manager = KVCacheManager(LIMITS)
     inputs = manager.inputs(BUCKETS[1], GroupStep())
-    assert inputs["write_slots"].shape == (2, 2)
-    assert not any(inputs[name].any() for name in ("seats", "page_table", "write_slots", "base"))
+    assert inputs["state_slots_out"].shape == (2, 2)
+    assert not any(inputs[name].any() for name in ("request_slots", "page_table", "state_slots_out", "base"))
     manager.check(fresh(RULES).groups[0])
 
 

@@ -277,7 +277,7 @@ def check_group(policy, group):
     assert all(live.decoding for live in group.running[:-1])
     assert group.free_pages(limits) >= 0
     assert group.free_slots(limits) >= 0
-    assert len(group.running) < limits.num_seats
+    assert len(group.running) < limits.num_request_slots
     for live in group.running:
         assert live.num_computed_tokens <= live.num_pages * limits.page_size
         assert live.num_tokens < limits.max_model_len

@@ -12,7 +12,7 @@ from support import tiny
 from npucompile.graphs.errors import SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
-from npucompile.lowering.executable import check_operands, load_compiled
+from npucompile.lowering.executable import check_operands, open_executable
 from npucompile.models import request_slots
 from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader
@@ -102,14 +102,14 @@ def test_rows_are_live_and_share_nothing(artifact: Artifact, context: int) -> No
     pages = inputs["page_table"][inputs["page_table"] > 0].tolist()
     # Four candidates, and three drafts after them.
     assert len(pages) == len(set(pages)) == 4 * -(-min(64, context + 7) // manifest.limits.page_size)
-    assert len(set(inputs["write_slots"].flatten().tolist()) - {0}) == 16
+    assert len(set(inputs["state_slots_out"].flatten().tolist()) - {0}) == 16
     pools = dict(zip((leaf.name for leaf in manifest.state), operands[len(manifest.params) : -len(entry.inputs)], strict=True))
-    held = pools.pop("state.seats")[inputs["seats"].long()]
-    assert len(set(inputs["seats"].tolist()) - {0}) == 4
+    held = pools.pop("state.request_slots")[inputs["request_slots"].long()]
+    assert len(set(inputs["request_slots"].tolist()) - {0}) == 4
     assert (held[:, request_slots.START].tolist(), held[:, request_slots.ACCEPTED].tolist()) == ([context] * 4, [0] * 4)
     assert len(set(held[:, request_slots.TOKENS :].flatten().tolist())) > 8
     assert all(bool(torch.count_nonzero(pool) > 0.9 * pool.numel()) for pool in pools.values())
-    outputs = load_compiled(artifact.path / entry.reference, "eager")(operands)
+    outputs = open_executable(artifact.path / entry.reference, "eager")(operands)
     counts = dict(zip((leaf.name for leaf in entry.outputs), outputs, strict=True))["outputs.counts"]
     assert all(1 <= count <= 4 for count in counts.tolist())
 
@@ -135,8 +135,8 @@ def test_every_step_starts_where_the_first_one_did(artifact: Artifact) -> None:
     weights = artifact.load_weights()
     entry = entry_of(artifact.manifest, "decode-b2-q4")
     made = prepare(artifact, [weights[leaf.name] for leaf in artifact.manifest.params], entry, 5)
-    assert made.seats is not None
-    pool, first = made.seats
+    assert made.request_slots is not None
+    pool, first = made.request_slots
     assert any(operand is pool for operand in made.operands)
     eager, found = made.executables["eager"], []
 

@@ -44,7 +44,7 @@ class Steps:
         self.calls.append((bucket.kind, 5.0))
         if bucket.kind == "prefill":
             return FinishedStep([{"tokens": np.full((1, 1), len(self.calls), np.int32)}])
-        counts = np.where(inputs[0]["seats"] > 0, inputs[0]["drafts"] + 1, 0).astype(np.int32)
+        counts = np.where(inputs[0]["request_slots"] > 0, inputs[0]["drafts"] + 1, 0).astype(np.int32)
         return FinishedStep([{"tokens": np.full((bucket.batch, bucket.q_len), len(self.calls), np.int32), "counts": counts}])
 
     def refresh(self) -> bool:

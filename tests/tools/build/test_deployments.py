@@ -84,7 +84,7 @@ def test_every_phase_can_be_placed_and_sized(row, phase):
     assert bool(phase.buckets) == (phase.name != "prefill")
     assert row.quantization in ("w4a8", "w8a8", "bf16")
     sizes = limits_for(row, phase, kind.page_size)
-    assert (sizes.num_slots - 1) // sizes.slots_per_request == sizes.num_seats - 1 == phase.group_requests
+    assert (sizes.num_slots - 1) // sizes.slots_per_request == sizes.num_request_slots - 1 == phase.group_requests
     assert sizes.drafts == phase.num_speculative_tokens
     assert sizes.slots_per_request == (1 if phase.name == "prefill" else sizes.drafts + 1)
     assert phase.group_requests >= max(phase.buckets, default=1)

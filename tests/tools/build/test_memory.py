@@ -74,7 +74,7 @@ def w4a8_leaves() -> tuple[list[Leaf], list[Leaf], Limits]:
         params.append(Leaf(f"params.{name}", aval))
     pools = tree.flatten(model.family.abstract_state(model.config, limits, torch.bfloat16))
     state = [Leaf(name, replace(aval, dtype=torch.bfloat16)) for name, aval in pools]
-    return params, [*state, Leaf("seats", request_slots.state(limits))], limits
+    return params, [*state, Leaf("request_slots", request_slots.state(limits))], limits
 
 
 def test_qwen_397b_on_an_a3_node_adds_up():
@@ -95,8 +95,8 @@ def test_qwen_397b_on_an_a3_node_adds_up():
     assert told["state slots"] == limits.num_slots * 45 * (32 * 128 * 128 + 3 * 12288 // 2) * 2
     assert plan.page_bytes * limits.num_pages == told["KV pages"]
     assert plan.slot_bytes * limits.num_slots == told["state slots"]
-    # A position, an index and four tokens of each of 54 requests, and the null seat's.
-    assert plan.seat_bytes * 55 == told["seats"] == 55 * 6 * 4
+    # A position, an index and four tokens of each of 54 requests, and the null request slot's.
+    assert plan.request_slot_bytes * 55 == told["request_slots"] == 55 * 6 * 4
     assert told["other state"] == 0
     assert told["activations"] == 4 * told["workspace"] == GIB
     assert told["communication"] == 3 * 2 * HCCL_BUFFER_BYTES + 2 * (-(-window // MIB) * MIB)
@@ -133,7 +133,7 @@ def test_a_table_explains_every_part():
         "217 slots, 4 a request",
         "draft head",
         "unquantised; its pages are among the KV pages",
-        "55 seats, 24 B a seat: what each request goes on with",
+        "55 request slots, 24 B a request slot: what each request goes on with",
         "dp (8 ranks) 2 x 200 MiB",
         "3.04 GiB  what torch_npu never offers",
         "of 64.00 GiB a rank",
@@ -188,9 +188,9 @@ def test_a_part_that_is_neither_pages_nor_slots_is_counted():
     assert (told["KV pages"], told["state slots"], told["other state"]) == (48, 0, 5)
 
 
-def made(limits: Limits, fixed: int, page: int, slot: int, limit: int, seat: int = 0) -> MemoryPlan:
-    pools = Part("pools", limits.num_pages * page + limits.num_slots * slot + limits.num_seats * seat, "")
-    return MemoryPlan("ascend-a3", "dp=1,tp=1", (Part("fixed", fixed, ""), pools), limit, page, slot, seat, limits)
+def made(limits: Limits, fixed: int, page: int, slot: int, limit: int, request_slot: int = 0) -> MemoryPlan:
+    pools = Part("pools", limits.num_pages * page + limits.num_slots * slot + limits.num_request_slots * request_slot, "")
+    return MemoryPlan("ascend-a3", "dp=1,tp=1", (Part("fixed", fixed, ""), pools), limit, page, slot, request_slot, limits)
 
 
 def whole(requests: int, pages: int, per_request: int) -> Limits:
@@ -210,12 +210,12 @@ sizes = st.integers(0, 200)
     st.integers(0, 9),
     st.integers(0, 40_000),
 )
-def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_request, fixed, page, slot, seat, limit):
-    asked = made(whole(requests, pages, per_request), fixed, page, slot, limit, seat)
+def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_request, fixed, page, slot, request_slot, limit):
+    asked = made(whole(requests, pages, per_request), fixed, page, slot, limit, request_slot)
     fit = largest_fitting(asked)
 
     def fits(limits: Limits) -> bool:
-        return made(limits, fixed, page, slot, limit, seat).fits
+        return made(limits, fixed, page, slot, limit, request_slot).fits
 
     assert fit.requests == 0 or fits(whole(fit.requests, pages, per_request))
     assert not fits(whole(fit.requests + 1, pages, per_request))

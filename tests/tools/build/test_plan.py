@@ -44,7 +44,7 @@ def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
 @pytest.mark.parametrize("drafts", range(8))
 def test_as_many_drafts_as_are_asked_for(tiny_checkpoint, drafts):
     made = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
-    assert (made.limits.drafts, made.limits.slots_per_request, made.limits.num_seats) == (drafts, drafts + 1, 5)
+    assert (made.limits.drafts, made.limits.slots_per_request, made.limits.num_request_slots) == (drafts, drafts + 1, 5)
     assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {drafts + 1}
     assert (made.model.drafting, made.notes) == (drafts > 0, ())
 
@@ -72,8 +72,8 @@ def test_bytes_are_those_of_the_real_tensors(tiny_checkpoint):
     keys_and_values = 2 * 2 * made.limits.num_pages * made.limits.page_size * 16 * 4
     recurrent = made.limits.num_slots * 2 * 8 * 8 * 4
     convolved = made.limits.num_slots * 3 * (2 * 8 + 2 * 8) * 4
-    seats = made.limits.num_seats * (2 + 4) * 4
-    assert made.state_bytes == keys_and_values + recurrent + convolved + seats
+    request_slots = made.limits.num_request_slots * (2 + 4) * 4
+    assert made.state_bytes == keys_and_values + recurrent + convolved + request_slots
     head = sum(tensor.nbytes for name, tensor in load_file(file).items() if name.startswith("mtp."))
     assert tiny.planned(tiny_checkpoint, num_speculative_tokens=0).params_bytes == made.params_bytes - head
 
@@ -119,7 +119,7 @@ def test_what_is_not_legal_is_refused_with_what_is(tiny_checkpoint, options, mes
 
 def test_more_requests_than_rows(tiny_checkpoint):
     made = tiny.planned(tiny_checkpoint, max_num_seqs=6)
-    assert (made.limits.num_seats, made.limits.num_slots, made.limits.num_pages) == (7, 25, 25)
+    assert (made.limits.num_request_slots, made.limits.num_slots, made.limits.num_pages) == (7, 25, 25)
 
 
 def test_buckets_in_any_order_and_twice_are_one_set(tiny_checkpoint):

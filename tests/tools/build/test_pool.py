@@ -27,7 +27,7 @@ from npucompile.tools.build.pool import CompileJob
 
 BIG = "qwen3.5-397b"
 FULL, LINEAR = "full_attention", "linear_attention"
-TAKE, OWN, DRAFT = "draft_take", "draft_take_own", "draft"
+TAKE, OWN, DRAFT = "extend_draft_cache", "extend_draft_cache_own", "draft"
 
 # What the layers of the full model are made of, whatever else there is: every operator of these once a layer.
 MOE = ("MoeGatingTopK", "MoeDistributeDispatchV2", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeDistributeCombineV2", "SwiGlu")

@@ -49,7 +49,7 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
     assert (everything["limits"]["drafts"], everything["limits"]["slots_per_request"], everything["max_logprobs"]) == (3, 4, 20)
     decode, prefill = everything["buckets"][-1], everything["buckets"][0]
     assert decode["inputs"] == {
-        "drafts": "i32[4]", "base": "i32[4]", "seats": "i32[4]", "page_table": "i32[4,4]", "write_slots": "i32[4,4]",
+        "drafts": "i32[4]", "base": "i32[4]", "request_slots": "i32[4]", "page_table": "i32[4,4]", "state_slots_out": "i32[4,4]",
         "temperature": "f32[4]", "top_k": "i32[4]", "top_p": "f32[4]", "min_p": "f32[4]", "logprobs": "i32[4]", "uniform": "f32[4,7]",
     }  # fmt: skip
     assert decode["outputs"] == {
@@ -63,7 +63,7 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
 def test_what_a_bucket_takes_and_gives_is_shown_with_it(tmp_path, tiny_artifact):
     lines = tiny.cli(tmp_path, "inspect", tiny_artifact, "--bucket", "2").stdout.splitlines()
     assert lines[-3] == ""
-    assert lines[-2].startswith("inputs   drafts i32[2], base i32[2], seats i32[2], page_table i32[2,4], ")
+    assert lines[-2].startswith("inputs   drafts i32[2], base i32[2], request_slots i32[2], page_table i32[2,4], ")
     assert lines[-1].endswith("counts i32[2], drafts i32[2,3]")
 
 

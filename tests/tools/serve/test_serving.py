@@ -20,7 +20,7 @@ from support import tiny
 
 from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.executable import open_executable
 from npucompile.models import request_slots
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.server.client import Client
@@ -134,12 +134,12 @@ class Alone:
     def __init__(self, path, prompt):
         artifact = Artifact.open(path)
         self.manifest, weights = artifact.manifest, artifact.load_weights()
-        self.executables = {e.bucket: load_compiled(path / (e.compiled.file if e.compiled else e.eager), e.backend) for e in self.entries}
+        self.executables = {e.bucket: open_executable(path / (e.compiled.file if e.compiled else e.eager), e.backend) for e in self.entries}
         self.params = [weights[leaf.name] for leaf in self.manifest.params]
         self.state = {leaf.name: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.manifest.state}
         self.pages = list(range(1, 1 + self.manifest.limits.pages_per_request))
         self.slots = list(range(1, 1 + self.manifest.limits.slots_per_request))
-        self.seat, self.start, self.said = self.state["state.seats"][1], len(prompt), []
+        self.request_slot, self.start, self.said = self.state["state.request_slots"][1], len(prompt), []
         self.said.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
 
     @property
@@ -162,11 +162,11 @@ class Alone:
 
     def memory(self):
         """Keys and values of all its tokens, and the recurrent and convolution state after the last one."""
-        slot, found = self.slots[int(self.seat[request_slots.ACCEPTED])], {}
+        slot, found = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
         for name, pool in self.state.items():
             if name.endswith((".k", ".v")):
                 found[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
-            elif name != "state.seats":
+            elif name != "state.request_slots":
                 found[name] = pool[slot].clone()
         return found
 
@@ -186,7 +186,7 @@ def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_th
             break
         known = plain.said[len(drafting.said) :][:2]
         wrong = [token if i < right else (token + 1) % 40 for i, token in enumerate(known)]
-        drafting.seat[request_slots.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
+        drafting.request_slot[request_slots.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
         counts.append(drafting.decode(2))
     assert set(counts) == {1, 2, 3}
     assert drafting.said == plain.said[: len(drafting.said)]

@@ -36,17 +36,21 @@ def texts():
 def drafts_of_one_position(cfg, params, text, base, own_tokens):
     """As a server drafts: the head's cache holds entries of tokens up to `base`, then one token at a time is appended."""
     step = tiny_model.fresh_step(cfg, 1, LENGTH + 4)
-    inputs = {**step.inputs, "lengths": torch.tensor([base + 1], dtype=torch.int32)}
+    inputs = {**step.inputs, "query_lens": torch.tensor([base + 1], dtype=torch.int32)}
     ids = text.to(torch.int32)
     hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**inputs, "tokens": ids[None, : base + 1]})
     taken, state = qwen3_5.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
-    one = {**step.inputs, "lengths": torch.ones(1, dtype=torch.int32)}
-    last = {**one, "starts": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
+    one = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
+    last = {**one, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
     ahead = qwen3_5.draft(cfg, params, state, last, taken[-1:])
     logits = [qwen3_5.head(cfg, params, ahead)[0]]
     for j in range(tiny_draft.DEPTH - 1):
         token = int(logits[-1].argmax()) if own_tokens else int(text[base + 2 + j])
-        inputs = {**one, "tokens": torch.tensor([[token]], dtype=torch.int32), "starts": torch.tensor([base + 1 + j], dtype=torch.int32)}
+        inputs = {
+            **one,
+            "tokens": torch.tensor([[token]], dtype=torch.int32),
+            "num_computed_tokens": torch.tensor([base + 1 + j], dtype=torch.int32),
+        }
         taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
         ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
         logits.append(qwen3_5.head(cfg, params, ahead)[0])

@@ -30,7 +30,7 @@ def signature(bucket: Bucket, limits: Limits) -> Signature:
             Leaf("state.layers.0.k", pages),
             Leaf("state.layers.1.s", Aval((limits.num_slots, 3), f32, slots)),
             *((Leaf("state.mtp.k", pages),) if limits.drafts else ()),
-            Leaf("state.seats", request_slots.state(limits)),
+            Leaf("state.request_slots", request_slots.state(limits)),
         ),
         tuple(Leaf(f"inputs.{name}", aval) for name, aval in StepInputs(bucket, limits).avals().items()),
         tuple(Leaf(f"outputs.{name}", aval) for name, aval in outputs.items()),
@@ -49,18 +49,18 @@ class Toy:
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         of = {leaf.name: operand for leaf, operand in zip(self.signature.operands, operands, strict=True)}
         out = {leaf.path: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.signature.outputs}
-        for row in torch.nonzero(of["inputs.seats"]).flatten().tolist():
+        for row in torch.nonzero(of["inputs.request_slots"]).flatten().tolist():
             self.row(row, of, out)
         return list(out.values())
 
     def row(self, row: int, of: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
         k, s, pages = of["state.layers.0.k"], of["state.layers.1.s"], of["inputs.page_table"][row]
-        seat, slots = of["state.seats"][of["inputs.seats"][row]], of["inputs.write_slots"][row]
+        request_slot, slots = of["state.request_slots"][of["inputs.request_slots"][row]], of["inputs.state_slots_out"][row]
         decode = self.bucket.kind == "decode"
         if decode:
-            start, length, read = int(seat[0]), 1 + int(of["inputs.drafts"][row]), int(slots[seat[1]])
+            start, length, read = int(request_slot[0]), 1 + int(of["inputs.drafts"][row]), int(slots[request_slot[1]])
         else:
-            start, length, read = (int(of[f"inputs.{name}"][row]) for name in ("starts", "lengths", "read_slots"))
+            start, length, read = (int(of[f"inputs.{name}"][row]) for name in ("num_computed_tokens", "query_lens", "state_slots_in"))
         total = sum((k[pages[at // 4], at % 4].sum() for at in range(start + (self.fault == "reads ahead"))), torch.zeros(()))
         state = s[read].sum() if start else torch.zeros(())
         total = total + (s[0].sum() if self.fault == "reads null" else 0)
@@ -72,7 +72,7 @@ class Toy:
         said = out["logits"][row].argmax(-1).int()
         out["tokens"][row] = 1 - said if self.fault == "tokens wrong" else said
         count = 1
-        while decode and count < length and seat[2 + count] == said[count - 1]:
+        while decode and count < length and request_slot[2 + count] == said[count - 1]:
             count += 1
         if decode:
             out["counts"][row] = count - (self.fault == "counts wrong" and count > 1)
@@ -82,7 +82,7 @@ class Toy:
             last = count if decode else length
             for at in range(start, start + last):
                 of["state.mtp.k"][pages[at // 4], at % 4] = at * 0.5 + (self.fault == "head wrong")
-        seat.copy_(torch.tensor([start + count, count - 1 + (self.fault == "seat wrong"), *made], dtype=torch.int32))
+        request_slot.copy_(torch.tensor([start + count, count - 1 + (self.fault == "request slot wrong"), *made], dtype=torch.int32))
 
 
 def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[compare.PoisonedStep]:
@@ -98,7 +98,7 @@ def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: i
     return cases
 
 
-FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "seat wrong")
+FAULTS = ("reads ahead", "reads null", "writes wrong", "state wrong", "logits wrong", "tokens wrong", "request slot wrong")
 CASES = [
     (Bucket("decode", 4, 1), PLAIN, FAULTS),
     (Bucket("decode", 3, 3), DRAFTING, (*FAULTS, "counts wrong", "drafts wrong", "head wrong")),

@@ -13,7 +13,7 @@ from npucompile.graphs.types import Rules
 from npucompile.models.request_slots import START, TOKENS
 from npucompile.tools.verify import emulated_run
 from npucompile.tools.verify.emulated_run import AllowedDifferences, RankOutputs, Ranks, check_against_trace, check_identical
-from npucompile.tools.verify.step_trace import seat_pool
+from npucompile.tools.verify.step_trace import request_slot_pool
 
 F32 = torch.float32
 STRICT = AllowedDifferences(typical=1e-5, worst=1e-4, state=1e-4)
@@ -109,14 +109,14 @@ def test_a_token_is_not_bound_where_the_two_best_logits_are_closer_than_the_tole
 def otherwise(ranks, outputs, number, place):
     """The outputs, but that rank 0 takes another first token in a row, and all that follows from it."""
     step = ranks.trace.steps[number]
-    row, seat = step.expected[0].rows[place], int(step.inputs[0]["seats"][step.expected[0].rows[place]])
-    tokens, counts, pool = (outputs.steps[number][0][name].clone() for name in ("tokens", "counts", "seats"))
-    draft = int(step.seats[0][seat, TOKENS + 1])
+    row, request_slot = step.expected[0].rows[place], int(step.inputs[0]["request_slots"][step.expected[0].rows[place]])
+    tokens, counts, pool = (outputs.steps[number][0][name].clone() for name in ("tokens", "counts", "request_slots"))
+    draft = int(step.request_slots[0][request_slot, TOKENS + 1])
     tokens[row, 0] = next(token for token in range(3) if token not in (int(tokens[row, 0]), draft))
     counts[row] = 1
-    pool[seat, :TOKENS] = torch.tensor([int(step.seats[0][seat, START]) + 1, 0])
-    pool[seat, TOKENS] = tokens[row, 0]
-    return changed(outputs, number, 0, tokens=tokens, counts=counts, seats=pool)
+    pool[request_slot, :TOKENS] = torch.tensor([int(step.request_slots[0][request_slot, START]) + 1, 0])
+    pool[request_slot, TOKENS] = tokens[row, 0]
+    return changed(outputs, number, 0, tokens=tokens, counts=counts, request_slots=pool)
 
 
 def test_a_wrong_draft_is_refused(ranks, outputs):
@@ -124,14 +124,14 @@ def test_a_wrong_draft_is_refused(ranks, outputs):
         number = next(i for i, step in enumerate(ranks.trace.steps) if step.case.form.kind == kind and step.expected[0])
         step = ranks.trace.steps[number]
         row = step.expected[0].rows[0]
-        drafts, pool = (outputs.steps[number][0][name].clone() for name in ("drafts", "seats"))
+        drafts, pool = (outputs.steps[number][0][name].clone() for name in ("drafts", "request_slots"))
         drafts[row, 1] = (drafts[row, 1] + 1) % 256
-        pool[step.inputs[0]["seats"][row], TOKENS + 2] = drafts[row, 1]
+        pool[step.inputs[0]["request_slots"][row], TOKENS + 2] = drafts[row, 1]
         with pytest.raises(VerifyError, match=rf"eager, rank 0 .*step {number} .*: drafts of rows .* are .*, one device's "):
-            check_against_trace(ranks, changed(outputs, number, 0, drafts=drafts, seats=pool), STRICT, "eager")
+            check_against_trace(ranks, changed(outputs, number, 0, drafts=drafts, request_slots=pool), STRICT, "eager")
 
 
-def test_a_count_or_a_seat_that_does_not_follow_is_refused(ranks, outputs):
+def test_a_count_or_a_request_slot_that_does_not_follow_is_refused(ranks, outputs):
     number = decode_step(ranks)
     row = ranks.trace.steps[number].expected[0].rows[0]
     counts = outputs.steps[number][0]["counts"].clone()
@@ -139,10 +139,10 @@ def test_a_count_or_a_seat_that_does_not_follow_is_refused(ranks, outputs):
     with pytest.raises(VerifyError, match=rf"eager, rank 0 .*step {number} .*: counts are "):
         check_against_trace(ranks, changed(outputs, number, 0, counts=counts), STRICT, "eager")
     idle = next(i for i, step in enumerate(ranks.trace.steps) if step.expected[1] is None)
-    pool = outputs.steps[idle][2]["seats"].clone()
+    pool = outputs.steps[idle][2]["request_slots"].clone()
     pool[-1, 0] += 1
-    with pytest.raises(VerifyError, match=rf"eager, rank 2 .*step {idle} .*: seat {len(pool) - 1} holds "):
-        check_against_trace(ranks, changed(outputs, idle, 2, seats=pool), STRICT, "eager")
+    with pytest.raises(VerifyError, match=rf"eager, rank 2 .*step {idle} .*: request slot {len(pool) - 1} holds "):
+        check_against_trace(ranks, changed(outputs, idle, 2, request_slots=pool), STRICT, "eager")
 
 
 def spoiling(ranks, number, spoil):
@@ -167,21 +167,21 @@ def at(ranks, number, place):
     """Row, pages and offsets of what a live row of group 0 takes in."""
     step = ranks.trace.steps[number]
     row = step.expected[0].rows[place]
-    where = int(step.seats[0][step.inputs[0]["seats"][row], START]) + torch.arange(step.expected[0].taken[place])
+    where = int(step.request_slots[0][step.inputs[0]["request_slots"][row], START]) + torch.arange(step.expected[0].taken[place])
     return row, step.inputs[0]["page_table"][row, where // 128], where % 128
 
 
-def test_every_step_is_given_the_seats_of_the_trace(ranks, outputs):
+def test_every_step_is_given_the_request_slots_of_the_trace(ranks, outputs):
     number = decode_step(ranks)
 
     def spoil(pools, results, names):
-        pools[seat_pool(ranks.leaves)].fill_(3)
+        pools[request_slot_pool(ranks.leaves)].fill_(3)
 
     again = ranks.run(spoiling(ranks, number, spoil))
-    assert again.steps[number][0]["seats"].unique().tolist() == [3]
+    assert again.steps[number][0]["request_slots"].unique().tolist() == [3]
     for later in range(number + 1, len(ranks.trace.steps)):
         assert torch.equal(again.steps[later][0]["tokens"], outputs.steps[later][0]["tokens"])
-    with pytest.raises(VerifyError, match=rf"rank 0 .*step {number} .*: seat 0 holds \[3, 3, 3, 3, 3\]"):
+    with pytest.raises(VerifyError, match=rf"rank 0 .*step {number} .*: request slot 0 holds \[3, 3, 3, 3, 3\]"):
         check_against_trace(ranks, again, STRICT, "eager")
 
 

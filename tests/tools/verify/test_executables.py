@@ -13,7 +13,7 @@ from npucompile.graphs.errors import ArtifactError, VerifyError
 from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.graph_io import decode, encode
-from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.executable import open_executable
 from npucompile.tools.progress import Progress
 from npucompile.tools.verify import compare
 from npucompile.tools.verify.executables import RowByRow, verify
@@ -114,18 +114,18 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
     manifest = artifact.manifest
     entries = {entry.bucket.name: entry for entry in manifest.graphs}
     entry = entries["decode-b4-q4"]
-    single, whole = (load_compiled(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q4", "decode-b4-q4"))
+    single, whole = (open_executable(tiny_artifact / entries[name].eager, "eager") for name in ("decode-b1-q4", "decode-b4-q4"))
     weights = artifact.load_weights()
     values = {
-        "seats": [1, 0, 2, 0], "drafts": [3, 0, 1, 0], "base": [0] * 4, "logprobs": [1, 0, 0, 0],
-        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "write_slots": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
+        "request_slots": [1, 0, 2, 0], "drafts": [3, 0, 1, 0], "base": [0] * 4, "logprobs": [1, 0, 0, 0],
+        "page_table": [[1, 0, 0, 0], [0] * 4, [2, 0, 0, 0], [0] * 4], "state_slots_out": [[1, 2, 3, 4], [0] * 4, [5, 6, 7, 8], [0] * 4],
         "temperature": [0] * 4, "top_k": [0] * 4, "top_p": [1] * 4, "min_p": [0] * 4, "uniform": [[0] * 7] * 4,
     }  # fmt: skip
 
     def operands():
         state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
-        seats = state[[leaf.name for leaf in manifest.state].index("state.seats")]
-        seats[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
+        request_slots = state[[leaf.name for leaf in manifest.state].index("state.request_slots")]
+        request_slots[1:3] = torch.tensor([[0, 0, 3, 4, 5, 6], [0, 0, 9, 8, 7, 6]])
         inputs = [torch.tensor(values[leaf.path], dtype=leaf.aval.dtype) for leaf in entry.inputs]
         return [*(weights[leaf.name] for leaf in manifest.params), *state, *inputs]
 
@@ -138,5 +138,5 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
         assert not found[1].any()
         assert not found[3].any()
     for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
-        # What padding leaves in the null page, slot and seat is nobody's.
+        # What padding leaves in the null page, slot and request slot is nobody's.
         assert torch.allclose(mine[1:], its[1:], atol=1e-5)

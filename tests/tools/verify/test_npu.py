@@ -84,7 +84,7 @@ def test_every_check_is_named_with_its_measurements(prove):
     [
         ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
         ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
-        ("seat_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"seat \d holds \["),
+        ("request_slot_write", lambda pool: torch.cat([pool[1:], pool[:1]]), r"request slot \d holds \["),
     ],
     ids=["none", "wrong", "another"],
 )
@@ -215,7 +215,7 @@ def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_de
     def traced(case, at, *valid):
         """Groups with so many live results each, of a row with so many tokens in the caches."""
         expected = tuple(ExpectedOutputs((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
-        inputs = {"starts": torch.tensor([at]), "seats": torch.tensor([1])}
+        inputs = {"num_computed_tokens": torch.tensor([at]), "request_slots": torch.tensor([1])}
         return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), expected)
 
     def chosen(*steps):

@@ -14,7 +14,7 @@ from npucompile.lowering.lower import lower_eager
 from npucompile.models import step
 from npucompile.tools.verify.reference_run import DRAFT_LOGITS, ReferenceRun
 from npucompile.tools.verify.small_model import model_params
-from npucompile.tools.verify.step_trace import seat_pool
+from npucompile.tools.verify.step_trace import request_slot_pool
 
 F32 = torch.float32
 
@@ -36,7 +36,7 @@ def played(image, kind):
     """A step's inputs and pools of numbers; NaN stays where it is null."""
     traced_step, generator = traced(image, kind), torch.Generator().manual_seed(3)
     pools = [torch.randn(leaf.aval.shape, generator=generator) for leaf in image.trace.leaves]
-    pools[seat_pool(image.trace.leaves)] = traced_step.seats[0].clone()
+    pools[request_slot_pool(image.trace.leaves)] = traced_step.request_slots[0].clone()
     return traced_step, pools
 
 

@@ -155,7 +155,7 @@ def test_a_small_model_is_held_as_the_large_one():
     assert small.limits.max_model_len >= longest
     assert small.limits.num_pages > 1 + small.requests * small.limits.pages_per_request
     assert small.limits.num_slots > 1 + small.requests * width
-    assert small.limits.num_seats > 1 + small.requests
+    assert small.limits.num_request_slots > 1 + small.requests
 
 
 @pytest.mark.parametrize("drafts", range(8))

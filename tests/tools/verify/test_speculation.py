@@ -1,4 +1,4 @@
-"""tools/verify/speculation.py: counts, seats, drafts and log probabilities of one rank in one step, right and wrong in every way."""
+"""tools/verify/speculation.py: counts, drafts, request slots and log probabilities of one rank in one step, right and wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from npucompile.graphs.errors import VerifyError
 from npucompile.graphs.types import Bucket
-from npucompile.tools.verify.speculation import check_logprobs, check_seats, compare_drafts, first_position, same_draft_inputs
+from npucompile.tools.verify.speculation import check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
 from npucompile.tools.verify.step_trace import ExpectedOutputs, TraceStep
 
 V, K = 8, 2
@@ -28,7 +28,7 @@ def leading(*best, lead=1.0):
 
 
 def decode(valid=(3, 2), taken=(2, 1)):
-    """Rows 0 and 2 of three are live, in seats 3 and 1: positions 10 and 20, candidates 5 6 7 and 1 2 3."""
+    """Rows 0 and 2 of three are live, in request slots 3 and 1: positions 10 and 20, candidates 5 6 7 and 1 2 3."""
     case = SimpleNamespace(bucket=Bucket("decode", 3, K + 1))
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(20, 2, 1, 2, 3), i32(-7, -7, -7, -7, -7), i32(10, 0, 5, 6, 7)])
     tokens = torch.stack([i32(6, 4, 4), i32(3, 4, 5)])
@@ -36,7 +36,7 @@ def decode(valid=(3, 2), taken=(2, 1)):
     expected = ExpectedOutputs(
         (0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), made, torch.stack([leading(1, 2), leading(3, 4)])
     )
-    inputs = {"seats": i32(3, 0, 1), "drafts": i32(2, 0, 1)}
+    inputs = {"request_slots": i32(3, 0, 1), "drafts": i32(2, 0, 1)}
     return TraceStep(case, (inputs,), (pool,), (expected,))
 
 
@@ -47,22 +47,22 @@ def decoded():
         "tokens": torch.stack([i32(6, 4, 4), i32(0, 0, 0), i32(3, 4, 5)]),
         "counts": i32(2, 0, 1),
         "drafts": torch.stack([i32(1, 2), i32(0, 0), i32(3, 4)]),
-        "seats": pool,
+        "request_slots": pool,
     }
 
 
 def prefill(following=-1):
-    """A chunk of four tokens from position 8 on, of the request in seat 2."""
+    """A chunk of four tokens from position 8 on, of the request in request slot 2."""
     case = SimpleNamespace(bucket=Bucket("prefill", 1, 4))
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(-7, -7, -7, -7, -7), i32(8, 0, 7, 7, 7)])
     expected = ExpectedOutputs((0,), (1,), (4,), (True,), i32(6)[None], torch.randn(1, 1, V), i32(1, 2)[None], leading(1, 2)[None])
-    inputs = {"seats": i32(2), "starts": i32(8), "lengths": i32(4), "next_tokens": i32(following)}
+    inputs = {"request_slots": i32(2), "num_computed_tokens": i32(8), "query_lens": i32(4), "next_tokens": i32(following)}
     return TraceStep(case, (inputs,), (pool,), (expected,))
 
 
 def prefilled():
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(-7, -7, -7, -7, -7), i32(12, 0, 6, 1, 2)])
-    return {"tokens": i32(6)[None], "drafts": i32(1, 2)[None], "seats": pool}
+    return {"tokens": i32(6)[None], "drafts": i32(1, 2)[None], "request_slots": pool}
 
 
 def spoiled(outputs, name, at, value):
@@ -72,20 +72,20 @@ def spoiled(outputs, name, at, value):
 
 
 def test_what_follows_is_accepted():
-    check_seats(decode(), 0, decoded(), "it")
-    check_seats(prefill(), 0, prefilled(), "it")
+    check_request_slots(decode(), 0, decoded(), "it")
+    check_request_slots(prefill(), 0, prefilled(), "it")
     assert (first_position(decode(), 0, 2), first_position(prefill(), 0, 0)) == (20, 8)
 
 
-def test_a_group_that_idles_leaves_its_seats_as_they_are():
+def test_a_group_that_idles_leaves_its_request_slots_as_they_are():
     step = decode()
-    idle = TraceStep(step.case, ({"seats": i32(0, 0, 0)},), step.seats, (None,))
-    outputs = {**decoded(), "counts": i32(0, 0, 0), "seats": step.seats[0]}
-    check_seats(idle, 0, outputs, "it")
+    idle = TraceStep(step.case, ({"request_slots": i32(0, 0, 0)},), step.request_slots, (None,))
+    outputs = {**decoded(), "counts": i32(0, 0, 0), "request_slots": step.request_slots[0]}
+    check_request_slots(idle, 0, outputs, "it")
     with pytest.raises(VerifyError, match=r"it: counts are \[1, 0, 0\]; by the tokens it sampled they are \[0, 0, 0\]"):
-        check_seats(idle, 0, {**outputs, "counts": i32(1, 0, 0)}, "it")
-    with pytest.raises(VerifyError, match=r"it: seat 2 holds \[-7, -7, -7, -7, 0\]"):
-        check_seats(idle, 0, spoiled(outputs, "seats", (2, 4), 0), "it")
+        check_request_slots(idle, 0, {**outputs, "counts": i32(1, 0, 0)}, "it")
+    with pytest.raises(VerifyError, match=r"it: request slot 2 holds \[-7, -7, -7, -7, 0\]"):
+        check_request_slots(idle, 0, spoiled(outputs, "request_slots", (2, 4), 0), "it")
 
 
 @pytest.mark.parametrize(
@@ -100,44 +100,44 @@ def test_a_group_that_idles_leaves_its_seats_as_they_are():
 )
 def test_drafts_count_up_to_the_first_wrong_one_or_as_far_as_they_are_verified(valid, sampled, count):
     step, outputs = decode(valid=(valid, 2)), spoiled(decoded(), "tokens", 0, i32(*sampled))
-    outputs = spoiled(spoiled(outputs, "counts", 0, count), "seats", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
-    check_seats(step, 0, outputs, "it")
+    outputs = spoiled(spoiled(outputs, "counts", 0, count), "request_slots", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
+    check_request_slots(step, 0, outputs, "it")
     for other in {0, 1, 2, 3} - {count}:
         with pytest.raises(VerifyError, match=rf"it: counts are \[{other}, 0, 1\]; by the tokens it sampled they are \[{count}, 0, 1\]"):
-            check_seats(step, 0, spoiled(outputs, "counts", 0, other), "it")
+            check_request_slots(step, 0, spoiled(outputs, "counts", 0, other), "it")
 
 
 def test_counts_of_padding_are_nothing():
     with pytest.raises(VerifyError, match=r"counts are \[2, 1, 1\]"):
-        check_seats(decode(), 0, spoiled(decoded(), "counts", 1, 1), "it")
+        check_request_slots(decode(), 0, spoiled(decoded(), "counts", 1, 1), "it")
 
 
-@pytest.mark.parametrize("seat", range(4))
+@pytest.mark.parametrize("request_slot", range(4))
 @pytest.mark.parametrize("column", range(5))
-def test_every_number_of_every_seat_is_looked_at(seat, column):
+def test_every_number_of_every_request_slot_is_looked_at(request_slot, column):
     outputs = decoded()
-    value = int(outputs["seats"][seat, column]) + 1
-    with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
-        check_seats(decode(), 0, spoiled(outputs, "seats", (seat, column), value), "it")
-    if seat < 3:
-        with pytest.raises(VerifyError, match=rf"it: seat {seat} holds "):
-            check_seats(prefill(), 0, spoiled(prefilled(), "seats", (seat, column), 9), "it")
+    value = int(outputs["request_slots"][request_slot, column]) + 1
+    with pytest.raises(VerifyError, match=rf"it: request slot {request_slot} holds "):
+        check_request_slots(decode(), 0, spoiled(outputs, "request_slots", (request_slot, column), value), "it")
+    if request_slot < 3:
+        with pytest.raises(VerifyError, match=rf"it: request slot {request_slot} holds "):
+            check_request_slots(prefill(), 0, spoiled(prefilled(), "request_slots", (request_slot, column), 9), "it")
 
 
-def test_without_drafts_a_seat_has_a_token_alone():
+def test_without_drafts_a_request_slot_has_a_token_alone():
     step, expected = decode(), decode().expected[0]
-    pool = step.seats[0][:, :3]
+    pool = step.request_slots[0][:, :3]
     alone = TraceStep(
         SimpleNamespace(bucket=Bucket("decode", 3, 1)), step.inputs, (pool,), (ExpectedOutputs((0, 2), (1, 1), (1, 1), *vars_of(expected)),)
     )
     outputs = {
         "tokens": i32(6, 0, 3)[:, None],
         "counts": i32(1, 0, 1),
-        "seats": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
+        "request_slots": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
     }
-    check_seats(alone, 0, outputs, "it")
-    with pytest.raises(VerifyError, match=r"seat 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
-        check_seats(alone, 0, spoiled(outputs, "seats", (3, 2), 7), "it")
+    check_request_slots(alone, 0, outputs, "it")
+    with pytest.raises(VerifyError, match=r"request slot 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
+        check_request_slots(alone, 0, spoiled(outputs, "request_slots", (3, 2), 7), "it")
 
 
 def vars_of(expected):

@@ -10,7 +10,7 @@ import torch
 from support import small_images as images
 
 from npucompile.models.request_slots import ACCEPTED, START, TOKENS
-from npucompile.tools.verify.step_trace import GREEDY, SAMPLED, UNOWNED, record_trace, seat_pool
+from npucompile.tools.verify.step_trace import GREEDY, SAMPLED, UNOWNED, record_trace, request_slot_pool
 
 BOTH, DECODE, PREFILL = ("prefill", "decode"), ("decode",), ("prefill",)
 
@@ -32,16 +32,16 @@ def start(step, group, row):
     """Tokens of a row's request in the caches before a step."""
     inputs = step.inputs[group]
     if step.case.form.kind == "prefill":
-        return int(inputs["starts"][row])
-    return int(step.seats[group][inputs["seats"][row], START])
+        return int(inputs["num_computed_tokens"][row])
+    return int(step.request_slots[group][inputs["request_slots"][row], START])
 
 
 def by_request(image, group):
-    """Each request's steps in order: (step, row), told apart by their seat."""
+    """Each request's steps in order: (step, row), told apart by their request slot."""
     found = {}
     for step in image.trace.steps:
         for row in live(step, group):
-            found.setdefault(int(step.inputs[group]["seats"][row]), []).append((step, row))
+            found.setdefault(int(step.inputs[group]["request_slots"][row]), []).append((step, row))
     return found
 
 
@@ -53,7 +53,7 @@ def test_prompts_come_first_and_groups_have_different_requests(image):
     kinds = [step.case.form.kind for step in image.trace.steps]
     assert kinds == ["prefill"] * kinds.count("prefill") + ["decode"] * 6
     assert [len(by_request(image, group)) for group in range(3)] == [3, 1, 1]
-    prompts = [sum(int(step.inputs[group]["lengths"].sum()) for step in steps_of(image, "prefill")) for group in range(3)]
+    prompts = [sum(int(step.inputs[group]["query_lens"].sum()) for step in steps_of(image, "prefill")) for group in range(3)]
     assert len(set(prompts)) == 3
     assert not torch.equal(steps_of(image, "prefill")[0].inputs[0]["tokens"], steps_of(image, "prefill")[0].inputs[1]["tokens"])
 
@@ -66,7 +66,7 @@ def test_the_last_group_idles_while_others_work_and_works_while_they_idle(image)
     for step in image.trace.steps:
         for group in range(3):
             if not live(step, group):
-                assert int(step.inputs[group]["seats"].sum()) == 0
+                assert int(step.inputs[group]["request_slots"].sum()) == 0
                 assert int(step.inputs[group]["page_table"].sum()) == 0
 
 
@@ -76,13 +76,15 @@ def test_decode_has_an_odd_number_of_rows_at_changing_places_and_padding(image):
     assert len(set(rows)) > 1
     for step in steps_of(image, "decode"):
         (empty,) = set(range(4)) - set(live(step, 0))
-        assert not any(int(step.inputs[0][name][empty].sum()) for name in ("seats", "drafts", "base", "page_table", "write_slots"))
+        assert not any(
+            int(step.inputs[0][name][empty].sum()) for name in ("request_slots", "drafts", "base", "page_table", "state_slots_out")
+        )
 
 
 def test_a_prompt_is_read_in_chunks_that_follow_each_other_and_know_what_comes_next(image):
     prompts = [[(step, row) for step, row in steps if step.case.form.kind == "prefill"] for steps in by_request(image, 0).values()]
     (chunks,) = ([(step.inputs[0], row) for step, row in steps] for steps in prompts if len(steps) > 1)
-    assert [(int(inputs["starts"][row]), int(inputs["lengths"][row])) for inputs, row in chunks] == [(0, 40), (40, 37)]
+    assert [(int(inputs["num_computed_tokens"][row]), int(inputs["query_lens"][row])) for inputs, row in chunks] == [(0, 40), (40, 37)]
     (first, row), (second, there) = chunks
     assert int(first["next_tokens"][row]) == int(second["tokens"][there, 0])
     assert int(second["next_tokens"][there]) == -1
@@ -90,11 +92,11 @@ def test_a_prompt_is_read_in_chunks_that_follow_each_other_and_know_what_comes_n
 
 def test_state_slots_follow_the_contract_of_the_recurrent_operator(image):
     for steps in by_request(image, 0).values():
-        own = {tuple(step.inputs[0]["write_slots"][row].tolist()) for step, row in decoded(steps)}
+        own = {tuple(step.inputs[0]["state_slots_out"][row].tolist()) for step, row in decoded(steps)}
         assert len(own) == 1
         assert len(set(own.pop()) - {0}) == 3
         for step, row in decoded(steps):
-            assert 0 <= int(step.seats[0][step.inputs[0]["seats"][row], ACCEPTED]) < 3
+            assert 0 <= int(step.request_slots[0][step.inputs[0]["request_slots"][row], ACCEPTED]) < 3
 
 
 def test_a_step_goes_on_behind_the_tokens_that_the_last_one_accepted(image):
@@ -102,14 +104,14 @@ def test_a_step_goes_on_behind_the_tokens_that_the_last_one_accepted(image):
         for (step, row), (after, there) in pairwise(decoded(steps)):
             inputs, expected = step.inputs[0], step.expected[0]
             place = expected.rows.index(row)
-            tokens, given = expected.tokens[place].tolist(), step.seats[0][inputs["seats"][row], TOKENS:].tolist()
+            tokens, given = expected.tokens[place].tolist(), step.request_slots[0][inputs["request_slots"][row], TOKENS:].tolist()
             count = start(after, 0, there) - start(step, 0, row)
             assert count == expected.taken[place]
             assert 1 <= count <= expected.valid[place]
             assert given[1:count] == tokens[: count - 1]
             assert count == expected.valid[place] or given[count] != tokens[count - 1]
-            seat = after.seats[0][after.inputs[0]["seats"][there]].tolist()
-            assert (seat[ACCEPTED], seat[TOKENS]) == (count - 1, tokens[count - 1])
+            request_slot = after.request_slots[0][after.inputs[0]["request_slots"][there]].tolist()
+            assert (request_slot[ACCEPTED], request_slot[TOKENS]) == (count - 1, tokens[count - 1])
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
@@ -132,7 +134,7 @@ def test_drafts_that_are_right_are_not_accepted_where_they_are_not_to_be_verifie
             for step, row in decoded(steps):
                 expected, inputs = step.expected[group], step.inputs[group]
                 place, asked = expected.rows.index(row), int(inputs["drafts"][row])
-                given = step.seats[group][inputs["seats"][row], TOKENS:].tolist()
+                given = step.request_slots[group][inputs["request_slots"][row], TOKENS:].tolist()
                 room = image.small.limits.max_model_len - start(step, group, row)
                 assert expected.valid[place] == min(1 + asked, room)
                 found += expected.taken[place] == 1 + asked < 3 and given[1 + asked] == expected.tokens[place, asked]
@@ -171,16 +173,16 @@ def test_one_request_reaches_the_end_of_its_context(image):
     assert any(expected.taken[expected.rows.index(row)] > 1 for step, row in steps for expected in [step.expected[0]])
 
 
-def test_seats_of_nobody_hold_what_would_be_noticed_and_the_null_seat_nothing(image):
-    at = seat_pool(image.trace.leaves)
+def test_seats_of_nobody_hold_what_would_be_noticed_and_the_null_request_slot_nothing(image):
+    at = request_slot_pool(image.trace.leaves)
     for group in range(3):
         owned = set(by_request(image, group))
         pool = image.trace.final_state[group][at]
         nobodys = set(range(1, len(pool))) - owned
         assert nobodys
-        assert all(pool[seat].tolist() == [UNOWNED] * pool.shape[1] for seat in nobodys)
+        assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in nobodys)
         assert pool[0].tolist() == [0] * pool.shape[1]
-        assert all(pool[seat, START] > 0 for seat in owned)
+        assert all(pool[request_slot, START] > 0 for request_slot in owned)
 
 
 def test_expected_values_are_finite_where_they_count_and_state_is_nan_where_nothing_was_written(image):
@@ -194,7 +196,7 @@ def test_expected_values_are_finite_where_they_count_and_state_is_nan_where_noth
     assert [steps[0][0].case.form.kind for steps in by_request(image, 0).values()].count("decode") == 1
     for group in range(3):
         for leaf, first, last in zip(image.trace.leaves, image.trace.initial_state[group], image.trace.final_state[group], strict=True):
-            if leaf.aval.axes[0] == "seats":
+            if leaf.aval.axes[0] == "request_slots":
                 continue
             assert bool(torch.isnan(first).all()) == (group > 0)
             if leaf.aval.axes[0] == "pages":
@@ -209,7 +211,7 @@ def test_expected_values_are_finite_where_they_count_and_state_is_nan_where_noth
 
 
 def slots_of(steps, group):
-    return {slot for step, row in steps for slot in step.inputs[group]["write_slots"][row].tolist()}
+    return {slot for step, row in steps for slot in step.inputs[group]["state_slots_out"][row].tolist()}
 
 
 def test_some_rows_sample_and_most_do_not(image):
@@ -225,29 +227,29 @@ def test_without_prefill_requests_begin_with_a_state_that_was_sent_to_them():
     image = images.image("dp=2", DECODE)
     step = image.trace.steps[0]
     row = live(step, 0)[0]
-    seat = step.seats[0][step.inputs[0]["seats"][row]].tolist()
-    assert seat[START] > 0
-    assert seat[ACCEPTED] == 0
-    slot, page = int(step.inputs[0]["write_slots"][row, 0]), int(step.inputs[0]["page_table"][row, 0])
+    request_slot = step.request_slots[0][step.inputs[0]["request_slots"][row]].tolist()
+    assert request_slot[START] > 0
+    assert request_slot[ACCEPTED] == 0
+    slot, page = int(step.inputs[0]["state_slots_out"][row, 0]), int(step.inputs[0]["page_table"][row, 0])
     for leaf, pool in zip(image.trace.leaves, image.trace.initial_state[0], strict=True):
-        if leaf.aval.axes[0] == "seats":
+        if leaf.aval.axes[0] == "request_slots":
             continue
-        filled = pool[page, : seat[START]] if leaf.aval.axes[0] == "pages" else pool[slot]
+        filled = pool[page, : request_slot[START]] if leaf.aval.axes[0] == "pages" else pool[slot]
         assert bool(torch.isfinite(filled).all())
         assert bool(torch.isnan(pool).any())
 
 
-def test_an_instance_that_only_prefills_drafts_and_fills_its_seats():
+def test_an_instance_that_only_prefills_drafts_and_fills_its_request_slots():
     image = images.image("dp=2", PREFILL, drafts=3)
     assert image.small.limits.slots_per_request == 1
-    pool = image.trace.final_state[0][seat_pool(image.trace.leaves)]
+    pool = image.trace.final_state[0][request_slot_pool(image.trace.leaves)]
     assert pool.shape[1] == TOKENS + 4
     last = image.trace.steps[-1]
     expected, inputs = last.expected[1], last.inputs[1]
-    seat = int(inputs["seats"][expected.rows[0]])
+    request_slot = int(inputs["request_slots"][expected.rows[0]])
     taken = start(last, 1, expected.rows[0]) + expected.taken[0]
     wanted = [taken, 0, int(expected.tokens[0, 0]), *expected.drafts[0].tolist()]
-    assert image.trace.final_state[1][seat_pool(image.trace.leaves)][seat].tolist() == wanted
+    assert image.trace.final_state[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == wanted
 
 
 def test_a_seed_gives_the_same_trace_and_another_one_another():
@@ -258,5 +260,5 @@ def test_a_seed_gives_the_same_trace_and_another_one_another():
 
     one, same, other = again(1), again(1), again(2)
     assert all(torch.equal(a.inputs[0]["uniform"], b.inputs[0]["uniform"]) for a, b in zip(one, same, strict=True))
-    assert all(torch.equal(a.seats[0], b.seats[0]) for a, b in zip(one, same, strict=True))
-    assert not torch.equal(one[0].seats[0], other[0].seats[0])
+    assert all(torch.equal(a.request_slots[0], b.request_slots[0]) for a, b in zip(one, same, strict=True))
+    assert not torch.equal(one[0].request_slots[0], other[0].request_slots[0])

@@ -444,12 +444,12 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
     counts = set()
     for bucket, given in serving.steps(3):
         for group, truth in enumerate(answers if bucket.kind == "decode" else ()):
-            for pool in (pool for fleet in (plain, before, *after) for pool in fleet.seats(group)):
+            for pool in (pool for fleet in (plain, before, *after) for pool in fleet.request_slots(group)):
                 serving.force(group, pool, truth)
-        given = [{**own, "logprobs": (own["seats"] == 1).int()} for own in given]
+        given = [{**own, "logprobs": (own["request_slots"] == 1).int()} for own in given]
         want, said, *others = (fleet.step(bucket, given) for fleet in (plain, before, *after))
         for group, outputs in enumerate(said):
-            told, rows = fleets.told(bucket, given[group]), given[group]["seats"] > 0
+            told, rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
             for output, value in outputs.items():
                 meant = told if value.shape[: told.dim()] == told.shape else rows
                 torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)

@@ -86,10 +86,10 @@ class Paged:
     """Three sequences of 3, 1 and 4 queries over 13, 8 and 4 keys, in shuffled pages of 8, the rest of the pool NaN."""
 
     def __init__(self, dtype: torch.dtype, counts: tuple[int, ...] = (3, 1, 4)) -> None:
-        self.counts, self.lengths, self.H, self.G, self.D = counts, (13, 8, 4), 6, 2, 16
+        self.counts, self.query_lens, self.H, self.G, self.D = counts, (13, 8, 4), 6, 2, 16
         self.q = torch.randn(sum(counts), self.H, self.D).to(dtype)
-        self.k = [torch.randn(n, self.G, self.D).to(dtype) for n in self.lengths]
-        self.v = [torch.randn(n, self.G, self.D).to(dtype) for n in self.lengths]
+        self.k = [torch.randn(n, self.G, self.D).to(dtype) for n in self.query_lens]
+        self.v = [torch.randn(n, self.G, self.D).to(dtype) for n in self.query_lens]
         self.table = torch.tensor([[4, 1], [2, 0], [3, 0]], dtype=torch.int32)
         self.caches = [torch.full((6, 8, self.G, self.D), NAN, dtype=dtype) for _ in "kv"]
         for cache, rows in zip(self.caches, (self.k, self.v), strict=True):
@@ -113,7 +113,7 @@ class Paged:
         arguments = {
             "atten_mask": state.causal_mask(),
             "actual_seq_lengths": torch.tensor(self.counts).cumsum(0),
-            "actual_seq_lengths_kv": torch.tensor(self.lengths),
+            "actual_seq_lengths_kv": torch.tensor(self.query_lens),
             "block_table": self.table,
             "num_heads": self.H,
             "num_key_value_heads": self.G,

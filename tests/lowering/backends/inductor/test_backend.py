@@ -24,7 +24,7 @@ from npucompile.lowering.artifact import graph_io
 from npucompile.lowering.backend import backend
 from npucompile.lowering.backends.inductor import aoti
 from npucompile.lowering.backends.inductor import backend as inductor
-from npucompile.lowering.executable import check_operands, load_compiled
+from npucompile.lowering.executable import check_operands, open_executable
 from npucompile.lowering.lower import Lowered
 
 F32, I32 = torch.float32, torch.int32
@@ -44,7 +44,7 @@ SIGNATURE = Signature(
         Leaf("state.states", Aval((9, 2, 5, 6), F32)),
     ),
     inputs=(
-        *(Leaf(f"inputs.{name}", Aval((3,), I32)) for name in ("pages", "offsets", "read", "write", "starts")),
+        *(Leaf(f"inputs.{name}", Aval((3,), I32)) for name in ("pages", "offsets", "read", "write", "num_computed_tokens")),
         Leaf("inputs.after", Aval((3, 2), I32)),
         Leaf("inputs.rows", Aval((6, 64), F32)),
         Leaf("inputs.knobs", Aval((3, 6), F32)),
@@ -75,21 +75,21 @@ def meant(primitive: Primitive) -> Callable[..., Any]:
 
 def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A paged write and a recurrent state, read by one index and written by another; then one of each native operator, on views."""
-    w, taps, gate_up, down, pool, slots, windows, states, pages, offsets, read, write, starts, after, rows, knobs = operands
+    w, taps, gate_up, down, pool, slots, windows, states, pages, offsets, read, write, num_computed_tokens, after, rows, knobs = operands
     state = torch.where((read == 0).reshape(3, 1, 1), 0.0, slots[read]) * 0.5 + 1
     written = torch.ops.aten.index_put(pool, [pages, offsets], state.reshape(3, 2, 32))
     new_slots = torch.ops.aten.index_put(slots, [write], state)
-    two = torch.full_like(starts, 2)
+    two = torch.full_like(num_computed_tokens, 2)
     mixed, gates, x = rows.split([22, 26, 16], -1)
     scores = rule(ops.linear)(x, w)
     share, ids = scores[:, :4].softmax(-1).topk(2)
     outs = rule(ops.moe_experts)(x, share, ids.to(I32), gate_up, down)
-    mixed, windows = rule(ops.causal_conv)(mixed.view(3, 2, 22), taps, windows, read, after, starts, two)
+    mixed, windows = rule(ops.causal_conv)(mixed.view(3, 2, 22), taps, windows, read, after, num_computed_tokens, two)
     q, k, v = mixed.split([6, 6, 10], -1)
     g, beta = (half.sigmoid().view(3, 2, 2) for half in gates[:, :4].chunk(2, -1))
     heads = q.view(3, 2, 1, 6), k.view(3, 2, 1, 6), v.view(3, 2, 2, 5)
-    delta, states = rule(ops.gated_delta)(*heads, -g, beta, states, read, after, starts, two, 0)
-    seen = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], starts, two, 0.2)
+    delta, states = rule(ops.gated_delta)(*heads, -g, beta, states, read, after, num_computed_tokens, two, 0)
+    seen = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], num_computed_tokens, two, 0.2)
     temperature, top_k, top_p, min_p, *uniform = knobs.unbind(-1)
     logits = scores.view(3, 2, 8)
     tokens = rule(ops.sample)(logits, temperature, top_k.to(I32), top_p, min_p, torch.stack(uniform).t())
@@ -121,7 +121,7 @@ def operands() -> list[torch.Tensor]:
         torch.randn(leaf.aval.shape, generator=generator) if "pool" not in leaf.name else torch.zeros(leaf.aval.shape)
         for leaf in SIGNATURE.operands
     ]
-    slots = {"pages": [5, 1, 70], "offsets": [0, 15, 3], "read": [2, 0, 8], "write": [3, 1, 7], "starts": [4, 0, 12]}
+    slots = {"pages": [5, 1, 70], "offsets": [0, 15, 3], "read": [2, 0, 8], "write": [3, 1, 7], "num_computed_tokens": [4, 0, 12]}
     slots["after"] = [[2, 4], [1, 5], [6, 7]]
     knobs = {"temperature": [0.7, 0.0, 1.5], "top_k": [3, 0, 0], "top_p": [0.9, 1.0, 1.0], "min_p": [0.0, 0.0, 0.1]}
     uniform = [[0.3, 0.0, 0.9], [0.6, 0.0, 0.5]]
@@ -156,7 +156,7 @@ def package(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
 
 
 def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None:
-    executable = load_compiled(package, "inductor")
+    executable = open_executable(package, "inductor")
     assert executable.backend == "inductor"
     ours, theirs = operands(), operands()
     check_operands(ours, SIGNATURE)
@@ -177,11 +177,11 @@ def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None
 SERVE = """
 import sys, torch
 from npucompile.graphs import compile_count as events
-from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.executable import open_executable
 from pathlib import Path
 def peak():  # of this process alone: what getrusage tells is at least what the parent had
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
-run = load_compiled(Path(sys.argv[1]), "inductor")
+run = open_executable(Path(sys.argv[1]), "inductor")
 pool = torch.zeros({pages}, 16, 2, 32)
 given = torch.load(sys.argv[2])
 given[{at}] = pool
@@ -233,7 +233,7 @@ def test_a_package_is_what_torch_calls_one(package: Path) -> None:
 def test_a_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.pt2").write_bytes(package.read_bytes()[:-2000])
     with pytest.raises(LoweringError, match=r"cut.pt2 is not a package torch \S+ can load"):
-        load_compiled(tmp_path / "cut.pt2", "inductor")
+        open_executable(tmp_path / "cut.pt2", "inductor")
 
 
 # --- refusals, without a compile ---

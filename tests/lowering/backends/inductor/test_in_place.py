@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs.types import Aval, Bucket, Leaf, Signature
 from npucompile.lowering.backends.inductor import aoti, backend
 from npucompile.lowering.backends.inductor.in_place import COPY, PUT, PUT_IN_PLACE, write_in_place
-from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.executable import open_executable
 from npucompile.lowering.lower import Lowered
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -220,10 +220,10 @@ def given() -> list[torch.Tensor]:
 SERVE = """
 import sys, torch
 from pathlib import Path
-from npucompile.lowering.executable import load_compiled
+from npucompile.lowering.executable import open_executable
 def peak():  # of this process alone: what getrusage tells is at least what the parent had
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
-run = load_compiled(Path(sys.argv[1]), "inductor")
+run = open_executable(Path(sys.argv[1]), "inductor")
 pool = torch.zeros({pages}, 16, 64)
 given = (pool, torch.tensor([5, 40, 900]), torch.ones(3, 64))
 before = peak()
@@ -247,7 +247,7 @@ def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypat
     out.write_bytes(backend.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
     ours, theirs = given(), given()
     for _ in range(2):
-        (said,), (expected,) = load_compiled(out, "inductor")(ours), graph(*theirs)
+        (said,), (expected,) = open_executable(out, "inductor")(ours), graph(*theirs)
         assert torch.allclose(said, expected)
     assert torch.allclose(ours[0], theirs[0])
     assert int(theirs[0].count_nonzero()) > 3 * 64

@@ -150,23 +150,23 @@ def test_nan_stays_nan_and_its_neighbours_what_they_are(run):
 # --- states in slots ---
 
 
-def slots(B, Q, starts):
+def slots(B, Q, num_computed_tokens):
     """Rows read slot 1 + b, but odd ones one that they write; pools have slots that nobody uses, the first among them."""
     write = ints(range(1 + B, 1 + B + B * Q)).view(B, Q)
     read = ints([int(write[b, Q // 2]) if b % 2 else 1 + b for b in range(B)])
-    return 2 + B + B * Q, read, write, ints(starts)
+    return 2 + B + B * Q, read, write, ints(num_computed_tokens)
 
 
-def pool_for(read, starts, total, *shape, seed=5):
+def pool_for(read, num_computed_tokens, total, *shape, seed=5):
     """NaN but where a row goes on from."""
     pool = torch.full((total, *shape), NAN)
-    live = read[starts > 0].long()
+    live = read[num_computed_tokens > 0].long()
     pool[live] = randn(len(live), *shape, seed=seed)
     return pool
 
 
-def convolution(B, Q, C, taps, starts):
-    total, read, write, begins = slots(B, Q, starts)
+def convolution(B, Q, C, taps, num_computed_tokens):
+    total, read, write, begins = slots(B, Q, num_computed_tokens)
     return randn(B, Q, C), randn(C, taps, seed=1), pool_for(read, begins, total, taps - 1, C), read, write, begins
 
 
@@ -185,23 +185,23 @@ def stored(got, want, write):
 
 @pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
 def test_the_convolution_is_the_reference(run, case):
-    *rest, read, write, starts = convolution(*case)
-    out, want_pool = ops.causal_conv(*rest, read, write, starts, torch.full_like(starts, case[1]))
-    close(run.conv(*rest, read, write, starts), out)
+    *rest, read, write, num_computed_tokens = convolution(*case)
+    out, want_pool = ops.causal_conv(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]))
+    close(run.conv(*rest, read, write, num_computed_tokens), out)
     stored(rest[2], want_pool, write)
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
 def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
-    x, weight, pool, read, write, starts = convolution(*case)
-    together, windows = run.conv(x, weight, whole := pool.clone(), read, write, starts), whole
+    x, weight, pool, read, write, num_computed_tokens = convolution(*case)
+    together, windows = run.conv(x, weight, whole := pool.clone(), read, write, num_computed_tokens), whole
     for b in range(case[0]):
         row, own = slice(b, b + 1), pool.clone()
-        assert torch.equal(run.conv(x[row], weight, own, read[row], write[row], starts[row]), together[row])
+        assert torch.equal(run.conv(x[row], weight, own, read[row], write[row], num_computed_tokens[row]), together[row])
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.conv(x[row, token], weight, pool, at, write[row, token], starts[row] + t)
+            one = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
             assert torch.equal(one, together[row, token])
             at = write[row, t]
         used = write[b].long()
@@ -209,8 +209,8 @@ def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
         assert torch.equal(pool[used], windows[used])
 
 
-def rule(B, Q, Hk, H, Dk, Dv, starts):
-    total, read, write, begins = slots(B, Q, starts)
+def rule(B, Q, Hk, H, Dk, Dv, num_computed_tokens):
+    total, read, write, begins = slots(B, Q, num_computed_tokens)
     q, k = (torch.nn.functional.normalize(randn(B, Q, Hk, Dk, seed=seed), dim=-1) for seed in (1, 2))
     r = torch.Generator().manual_seed(3)
     g, beta = -torch.rand(B, Q, H, generator=r), torch.rand(B, Q, H, generator=r)
@@ -226,26 +226,26 @@ RULES = [
 
 @pytest.mark.parametrize("case", RULES, ids=str)
 def test_the_delta_rule_is_the_reference(run, case):
-    *rest, read, write, starts = rule(*case)
-    out, want_pool = ops.gated_delta(*rest, read, write, starts, torch.full_like(starts, case[1]), 0)
-    close(run.delta(*rest, read, write, starts), out)
+    *rest, read, write, num_computed_tokens = rule(*case)
+    out, want_pool = ops.gated_delta(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]), 0)
+    close(run.delta(*rest, read, write, num_computed_tokens), out)
     stored(rest[5], want_pool, write)
 
 
 @pytest.mark.parametrize("case", RULES, ids=str)
 def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
-    *tokens, pool, read, write, starts = rule(*case)
-    together, states = run.delta(*tokens, whole := pool.clone(), read, write, starts), whole
+    *tokens, pool, read, write, num_computed_tokens = rule(*case)
+    together, states = run.delta(*tokens, whole := pool.clone(), read, write, num_computed_tokens), whole
     with run.threads(2):
-        assert torch.equal(run.delta(*tokens, again := pool.clone(), read, write, starts), together)
+        assert torch.equal(run.delta(*tokens, again := pool.clone(), read, write, num_computed_tokens), together)
     assert torch.equal(again.view(I32), states.view(I32))
     for b in range(case[0]):
         row, own = slice(b, b + 1), pool.clone()
-        assert torch.equal(run.delta(*(x[row] for x in tokens), own, read[row], write[row], starts[row]), together[row])
+        assert torch.equal(run.delta(*(x[row] for x in tokens), own, read[row], write[row], num_computed_tokens[row]), together[row])
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], starts[row] + t)
+            one = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
             assert torch.equal(one, together[row, token])
             at = write[row, t]
         used = write[b].long()
@@ -256,19 +256,21 @@ def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
 # --- attention ---
 
 
-def attending(B: int, Q: int, H: int, G: int, D: int, P: int, starts: list[int], lengths: list[int], dtype: torch.dtype, seed: int = 0):
-    """Queries, pools that are NaN wherever no live row may read, tables, starts and lengths."""
+def attending(
+    B: int, Q: int, H: int, G: int, D: int, P: int, num_computed_tokens: list[int], query_lens: list[int], dtype: torch.dtype, seed: int = 0
+):
+    """Queries, pools that are NaN wherever no live row may read, tables, num_computed_tokens and query_lens."""
     r = torch.Generator().manual_seed(seed)
-    N = max(1, -(-max(s + Q for s in starts) // P))
+    N = max(1, -(-max(s + Q for s in num_computed_tokens) // P))
     order = (1 + torch.randperm(B * N + 3, generator=r)).tolist()
     table = ints(order[: B * N]).view(B, N)
     pools = [torch.full((B * N + 4, P, G, D), NAN, dtype=dtype) for _ in range(2)]
     for b in range(B):
-        for at in range(starts[b] + lengths[b]):
+        for at in range(num_computed_tokens[b] + query_lens[b]):
             for pool in pools:
                 pool[table[b, at // P], at % P] = torch.randn(G, D, generator=r).to(dtype)
     q = torch.randn(B, Q, H, D, generator=r).to(dtype)
-    return q, *pools, table, ints(starts), ints(lengths), D**-0.5
+    return q, *pools, table, ints(num_computed_tokens), ints(query_lens), D**-0.5
 
 
 ATTENTIONS = [
@@ -294,13 +296,13 @@ def test_attention_is_the_reference_for_every_valid_query(run, case, dtype):
 
 
 def test_a_row_of_attention_is_the_same_in_every_batch(run):
-    q, k, v, table, starts, lengths, scale = attending(*ATTENTIONS[-1], F32)
+    q, k, v, table, num_computed_tokens, query_lens, scale = attending(*ATTENTIONS[-1], F32)
     for threads in (1, 2):
         with run.threads(threads):
-            together = run.attention(q, k, v, table, starts, lengths, scale)
+            together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
         for b in range(0, 16, 5):
             one = slice(b, b + 1)
-            assert torch.equal(run.attention(q[one], k, v, table[one], starts[one], lengths[one], scale)[0], together[b])
+            assert torch.equal(run.attention(q[one], k, v, table[one], num_computed_tokens[one], query_lens[one], scale)[0], together[b])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -308,19 +310,19 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run):
 def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
     """A candidate sees what it would see had it been fed alone."""
     Q = sizes[0]
-    q, k, v, table, starts, lengths, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
-    together = run.attention(q, k, v, table, starts, lengths, scale)
+    q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
+    together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
     for t in range(Q):
-        one = run.attention(q[:, t : t + 1], k, v, table, starts + t, torch.ones_like(lengths), scale)
+        one = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
         assert torch.equal(one[:, 0], together[:, t])
 
 
 def test_padding_rows_harm_nobody(run):
-    q, k, v, table, starts, lengths, scale = attending(3, 4, 4, 2, 64, 16, [60, 3, 9], [4, 4, 4], F32)
-    want = run.attention(q, k, v, table, starts, lengths, scale)
-    table, starts, lengths = table.clone(), starts.clone(), lengths.clone()
-    table[1], starts[1], lengths[1] = 0, 0, 0
-    got = run.attention(q, k, v, table, starts, lengths, scale)
+    q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, 4, 4, 2, 64, 16, [60, 3, 9], [4, 4, 4], F32)
+    want = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
+    table, num_computed_tokens, query_lens = table.clone(), num_computed_tokens.clone(), query_lens.clone()
+    table[1], num_computed_tokens[1], query_lens[1] = 0, 0, 0
+    got = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
     assert torch.equal(got[[0, 2]], want[[0, 2]])
 
 
