@@ -133,7 +133,7 @@ def test_a_table_explains_every_part():
         "217 slots, 4 a request",
         "draft head",
         "unquantised; its pages are among the KV pages",
-        "55 request slots, 24 B a request slot: what each request goes on with",
+        "55 slots, 24 B a slot: what each request goes on with",
         "dp (8 ranks) 2 x 200 MiB",
         "3.04 GiB  what torch_npu never offers",
         "of 64.00 GiB a rank",
