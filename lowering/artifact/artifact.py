@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
 from ..toolchain import differences, missing_features
 from .lock import exclusive
-from .manifest import Compiled, FileRecord, GraphEntry, Manifest, decode, encode
+from .manifest import FileRecord, GraphEntry, Manifest, decode, encode
 
 MANIFEST = "manifest.msgpack"
 _MIB = 1024**2
@@ -323,4 +323,4 @@ def _open_or_none(path: Path) -> Artifact | None:
         return None
 
 
-__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "Compiled", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]
+__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]

@@ -28,7 +28,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class ExecutableRecord:
     """The executable of a graph.
 
     Attributes:
@@ -66,7 +66,7 @@ class GraphEntry:
     eager: str | None
     stages: str
     digest: str
-    compiled: Compiled | None
+    compiled: ExecutableRecord | None
     cost: Mapping[str, int]
     memory: Mapping[str, int]
     collectives: tuple[tuple[str, str, str], ...]
@@ -232,7 +232,7 @@ def _entry(plain: dict[str, Any]) -> GraphEntry:
             "bucket": Bucket(**plain["bucket"]),
             "inputs": _leaves(plain["inputs"]),
             "outputs": _leaves(plain["outputs"]),
-            "compiled": Compiled(**compiled) if compiled else None,
+            "compiled": ExecutableRecord(**compiled) if compiled else None,
             "collectives": tuple((a, b, c) for a, b, c in plain["collectives"]),
         }
     )

@@ -24,7 +24,8 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering import backend as backend_table
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
+from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
 from npucompile.lowering.lower import Lowered
@@ -246,7 +247,7 @@ def with_compiled(path: Path, name: str = "eager", buckets: Sequence[str] | None
 
     def compiled(entry: GraphEntry) -> GraphEntry:
         wanted = buckets is None or entry.bucket.name in buckets
-        return replace(entry, compiled=Compiled(name, entry.eager, entry.digest)) if wanted else entry
+        return replace(entry, compiled=ExecutableRecord(name, entry.eager, entry.digest)) if wanted else entry
 
     return published(path, lambda before, _: replace(before, graphs=tuple(map(compiled, before.graphs)), **fields))
 

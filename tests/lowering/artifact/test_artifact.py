@@ -22,7 +22,7 @@ from safetensors.torch import save
 from npucompile.graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter, graph_key
-from npucompile.lowering.artifact.manifest import Compiled, GraphEntry, Manifest
+from npucompile.lowering.artifact.manifest import ExecutableRecord, GraphEntry, Manifest
 from npucompile.lowering.toolchain import toolchain
 
 WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -37,7 +37,7 @@ def described(writer: ArtifactWriter, *, compiled: bytes | None = None) -> Manif
         eager=writer.add("graphs", b"eager graph", "graph"),
         stages=writer.add("stages", b"texts", "json.z"),
         digest="key",
-        compiled=Compiled("inductor", writer.add("graphs", compiled, "pt2"), "key") if compiled else None,
+        compiled=ExecutableRecord("inductor", writer.add("graphs", compiled, "pt2"), "key") if compiled else None,
         cost={},
         memory={},
         collectives=(),

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from npucompile.graphs.types import DTYPES, Aval, Bucket, Leaf, Limits
-from npucompile.lowering.artifact.manifest import FORMAT, Compiled, FileRecord, GraphEntry, Manifest, decode, encode, entry_of, plain_entry
+from npucompile.lowering.artifact.manifest import (
+    FORMAT,
+    ExecutableRecord,
+    FileRecord,
+    GraphEntry,
+    Manifest,
+    decode,
+    encode,
+    entry_of,
+    plain_entry,
+)
 
 ENTRY = GraphEntry(
     bucket=Bucket("decode", 4, 1),
@@ -22,7 +32,7 @@ ENTRY = GraphEntry(
     eager="graphs/a.graph",
     stages="stages/b.json.z",
     digest="d" * 64,
-    compiled=Compiled("inductor", "graphs/c.pt2", "k" * 64),
+    compiled=ExecutableRecord("inductor", "graphs/c.pt2", "k" * 64),
     cost={"flops": 10, "read_bytes": 2**40},
     memory={"peak_bytes": 7},
     collectives=(("all_reduce", "tp", "f32[4]"),),
@@ -75,7 +85,7 @@ def test_of_how_many_tokens_log_probabilities_are_told_is_what_the_outputs_hold(
 
 
 DEVICE_ENTRY = replace(
-    ENTRY, eager=None, compiled=Compiled("ge", "graphs/c.ge", "k" * 64), verified={}, stamp="p" * 64, census={"MatMul": 3, "Add": 1}
+    ENTRY, eager=None, compiled=ExecutableRecord("ge", "graphs/c.ge", "k" * 64), verified={}, stamp="p" * 64, census={"MatMul": 3, "Add": 1}
 )
 DEVICE = replace(
     MANIFEST,
