@@ -131,17 +131,17 @@ def import_breaches(root: Path) -> Iterator[str]:
     outside = {folder: outside_allowed(root, folder) for folder in LAW}
     for path in sources(root):
         folder = path.split("/")[0]
-        for found in imports(root, path):
-            where = f"{path}:{found.line}"
-            top, _, inner = found.target.partition(".")
+        for imported in imports(root, path):
+            where = f"{path}:{imported.line}"
+            top, _, inner = imported.target.partition(".")
             legal_outside = outside[folder] | {name for below, names in OUTSIDE_BELOW.items() if path.startswith(below) for name in names}
-            if not found.target:
+            if not imported.target:
                 yield f"{where}: imports a module whose name cannot be read from the source"
             elif top != PACKAGE:
                 if top not in sys.stdlib_module_names and top not in legal_outside:
                     yield f"{where}: {folder} imports {top}, which is neither the standard library nor one of {sorted(legal_outside)}"
-            elif not found.relative:
-                yield f"{where}: imports {found.target} absolutely; inside the house imports are relative"
+            elif not imported.relative:
+                yield f"{where}: imports {imported.target} absolutely; inside the house imports are relative"
             elif inner and not any(inner == legal or inner.startswith(f"{legal}.") for legal in (folder, *LAW[folder])):
                 yield f"{where}: {folder} imports {inner}; it may import {', '.join(LAW[folder]) or 'only itself'}"
 
@@ -223,8 +223,8 @@ LAWS = (import_breaches, environment_breaches, tree_breaches, length_breaches, m
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_the_house_keeps(law: Callable[[Path], Iterator[str]]) -> None:
-    found = list(law(ROOT))
-    assert not found, "\n" + "\n".join(found)
+    broken = list(law(ROOT))
+    assert not broken, "\n" + "\n".join(broken)
 
 
 def test_every_folder_is_read() -> None:
@@ -341,8 +341,8 @@ OTHER_BREACHES = [
 
 @pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES + OTHER_BREACHES)
 def test_a_breach_is_caught(tmp_path: Path, path: str, text: str, message: str) -> None:
-    found = breaches(tmp_path, {path: text})
-    assert any(message in breach for breach in found), found
+    broken = breaches(tmp_path, {path: text})
+    assert any(message in breach for breach in broken), broken
 
 
 @pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES)

@@ -59,14 +59,14 @@ def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
     tables = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tools").rglob("*.json")}
     assert tables
     expected |= tables
-    found = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
-    assert expected - found == set()
+    files = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
+    assert expected - files == set()
 
 
 def test_holds_nothing_else(wheel: Path) -> None:
-    found = files_under(wheel)
-    assert {p.split("/")[0] for p in found if ".dist-info/" not in p} == {"npucompile"}
-    assert {p.split("/")[1] for p in found if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
+    files = files_under(wheel)
+    assert {p.split("/")[0] for p in files if ".dist-info/" not in p} == {"npucompile"}
+    assert {p.split("/")[1] for p in files if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
 
 
 def test_imports_alone(wheel: Path, tmp_path: Path) -> None:

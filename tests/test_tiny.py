@@ -37,8 +37,8 @@ def artifacts(tmp_path_factory):
     """By k, of one checkpoint."""
     home = tmp_path_factory.mktemp("home")
     model = tiny.write_checkpoint(home / "model", seed=7, agreeing=True)
-    for k, told in ((3, 2), (0, 0)):
-        sizes = {"buckets": (1, 4), "prefill": (16,), "num_speculative_tokens": k, "max_logprobs": told}
+    for k, num_logprobs in ((3, 2), (0, 0)):
+        sizes = {"buckets": (1, 4), "prefill": (16,), "num_speculative_tokens": k, "max_logprobs": num_logprobs}
         tiny.built(tiny.planned(model, **sizes), home / f"k{k}", fresh=True)
     return {k: Artifact.open(home / f"k{k}") for k in (3, 0)}
 
@@ -68,9 +68,9 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
     plain = CpuExecutor(artifacts[0])
     for options, answers in zip(OPTIONS, streamed, strict=True):
         sampling = Sampling(**{name: value for name, value in options.items() if name != "speculative_tokens"})
-        expected = [one for prompt in PROMPTS for one in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]
-        assert [answer.token_ids for answer in answers] == [one.token_ids for one in expected]
-        assert [answer.text for answer in answers] == [codec.decode(one.token_ids) for one in expected]
+        expected = [completion for prompt in PROMPTS for completion in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]
+        assert [answer.token_ids for answer in answers] == [completion.token_ids for completion in expected]
+        assert [answer.text for answer in answers] == [codec.decode(completion.token_ids) for completion in expected]
         assert len({answer.token_ids for answer in answers}) == len(PROMPTS)
         for answer in answers:
             check_usage(answer.usage, options.get("speculative_tokens", 3))
@@ -80,12 +80,12 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
 async def stream(url):
     """All prompts with all options, at once over one socket."""
 
-    async def one(client, prompt, options):
+    async def completion(client, prompt, options):
         wanted = {"max_output_tokens": TOKENS, "top_logprobs": 2, "include": ["message.output_text.logprobs"], **options}
         return await client.create(prompt, **wanted).completion()
 
     async with await Client.connect(url) as client:
-        rows = [asyncio.gather(*(one(client, prompt, options) for prompt in PROMPTS)) for options in OPTIONS]
+        rows = [asyncio.gather(*(completion(client, prompt, options) for prompt in PROMPTS)) for options in OPTIONS]
         return await asyncio.gather(*rows)
 
 

@@ -28,14 +28,14 @@ class Bump(NamedTuple):
 @pytest.fixture
 def define() -> Iterator[Define]:
     """Defines primitives for one test; torch keeps the operators for as long as the process lives, so names are used once."""
-    made: list[str] = []
+    defined: list[str] = []
 
     def define(name: str, operands: type[Any], factors: str, **options: Any) -> Primitive[Any]:
-        made.append(name)
+        defined.append(name)
         return Primitive(name, operands, factors=factors, **options)
 
     yield define
-    for name in made:
+    for name in defined:
         TABLE.pop(name, None)
 
 

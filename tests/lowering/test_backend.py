@@ -28,9 +28,9 @@ def test_every_file_or_folder_is_a_backend() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backend_has_its_name_and_a_suffix_of_its_own(name: str) -> None:
-    found = backend(name)
-    assert found.name == name
-    assert [other for other in NAMES if backend(other).suffix == found.suffix] == [name]
+    exported = backend(name)
+    assert exported.name == name
+    assert [other for other in NAMES if backend(other).suffix == exported.suffix] == [name]
 
 
 @pytest.mark.parametrize("name", ["eager", "null"])

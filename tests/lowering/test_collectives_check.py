@@ -51,12 +51,12 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
 
 def of_all(ge_file, mesh=MESH):
     """What the GE file of each rank says, patched as a loader would with communicators of its own."""
-    told = []
+    per_rank = []
     for rank in range(mesh.size):
         mine = {name: mesh.group(name, rank) for name in mesh.groups()}
         names = {name: f"hccl_{name}_{ranks[0]}" for name, ranks in mine.items()}
-        told.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
-    return told
+        per_rank.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
+    return per_rank
 
 
 # --- what is read ---
@@ -82,9 +82,9 @@ def test_a_group_the_mesh_lacks_is_named():
 
 def test_a_shipped_graph_says_what_the_partitioned_one_does():
     wanted = (*LAYER * 3, ("all_to_all_single", "tp", "bf16[8,32]"), ("all_reduce", "dp", "i32[8]"))
-    found = of_ge_file(shipped(wanted), in_order=True)
-    assert found == wanted
-    agree(wanted, found)
+    collectives = of_ge_file(shipped(wanted), in_order=True)
+    assert collectives == wanted
+    agree(wanted, collectives)
 
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
@@ -119,7 +119,7 @@ def test_an_order_that_data_leave_open_is_refused_where_it_matters():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda c: c[:-1],
@@ -131,8 +131,8 @@ def test_an_order_that_data_leave_open_is_refused_where_it_matters():
         (lambda c: [c[0], c[1], ("moe_dispatch", "world", "bf16[32,64]"), c[3]], r"collective 2 .* i8\[32,64\], .* bf16\[32,64\]"),
     ],
 )
-def test_the_first_difference_from_the_partitioned_graph_is_named(change, said):
-    with pytest.raises(LoweringError, match=said):
+def test_the_first_difference_from_the_partitioned_graph_is_named(change, message):
+    with pytest.raises(LoweringError, match=message):
         agree(LAYER, change(list(LAYER)))
 
 

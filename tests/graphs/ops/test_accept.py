@@ -88,22 +88,22 @@ BLOCKS = [(1, 0, 2), (2, 1, 1), (0, 0, 0)]
 
 def tables():
     """Logits after every prefix of up to three tokens of three."""
-    made = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     prefixes = [prefix for n in range(4) for prefix in itertools.product(range(3), repeat=n)]
-    return {prefix: torch.randn(3, generator=made) for prefix in prefixes}
+    return {prefix: torch.randn(3, generator=generator) for prefix in prefixes}
 
 
 def rejection(drafts, probabilities, draw):
     """What a block gives: each draft kept with its probability, the first that is not replaced from what is left of p without it."""
-    said = ()
+    block = ()
     for draft in drafts:
-        p = list(probabilities[said])
+        p = list(probabilities[block])
         if draw.random() < p[draft]:
-            said += (draft,)
+            block += (draft,)
             continue
         p[draft] = 0.0
-        return (*said, *draw.choices(range(3), p))
-    return (*said, *draw.choices(range(3), probabilities[said]))
+        return (*block, *draw.choices(range(3), p))
+    return (*block, *draw.choices(range(3), probabilities[block]))
 
 
 def ours(drafts, logits, knobs):
@@ -118,12 +118,12 @@ def ours(drafts, logits, knobs):
 
 def exact(drafts, probabilities):
     """Probability of every block that can be."""
-    found, along = {}, 1.0
+    masses, along = {}, 1.0
     for t, draft in enumerate((*drafts, None)):
         p = probabilities[drafts[:t]]
-        found |= {(*drafts[:t], token): along * p[token] for token in range(3) if token != draft}
+        masses |= {(*drafts[:t], token): along * p[token] for token in range(3) if token != draft}
         along *= p[draft] if draft is not None else 0.0
-    return {block: p for block, p in found.items() if p > 0}
+    return {block: p for block, p in masses.items() if p > 0}
 
 
 def improbability(statistic, freedom):
@@ -147,9 +147,9 @@ def test_blocks_are_distributed_as_rejection_sampling_makes_them(knobs, drafts):
     draw = random.Random(7)
     theirs, mine = [rejection(drafts, probabilities, draw) for _ in range(TRIALS)], ours(drafts, logits, knobs)
     assert set(theirs) | set(mine) <= set(wanted)
-    counts = [{block: said.count(block) for block in wanted} for said in (mine, theirs)]
-    for seen in counts:
-        fit = sum((seen[block] - TRIALS * p) ** 2 / (TRIALS * p) for block, p in wanted.items())
+    counts = [{block: blocks.count(block) for block in wanted} for blocks in (mine, theirs)]
+    for block_counts in counts:
+        fit = sum((block_counts[block] - TRIALS * p) ** 2 / (TRIALS * p) for block, p in wanted.items())
         assert improbability(fit, len(wanted) - 1) > SIGNIFICANCE
     apart = sum((counts[0][block] - counts[1][block]) ** 2 / max(counts[0][block] + counts[1][block], 1) for block in wanted)
     assert improbability(apart, len(wanted) - 1) > SIGNIFICANCE
@@ -158,7 +158,7 @@ def test_blocks_are_distributed_as_rejection_sampling_makes_them(knobs, drafts):
 def test_the_test_sees_a_bias_of_two_percent():
     """A draft that is kept a little too often fails it."""
     p = [0.5, 0.3, 0.2]
-    seen = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
-    fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, seen, strict=True))
+    counts = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
+    fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, counts, strict=True))
     assert improbability(fit, 2) < SIGNIFICANCE
     assert improbability(5.99, 2) == pytest.approx(0.05, rel=1e-2)

@@ -25,8 +25,8 @@ def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: boo
     """Outputs [B, Q, H, Dv] and the stored states: [B, Q, ...] token by token, [B, 1, ...] in chunks."""
     B, Q = x["g"].shape[:2]
     W = 1 if chunk else Q
-    one = torch.zeros_like(x["state"][:1])
-    pool = torch.cat([one + float("nan"), x["state"], one.expand(B * W, -1, -1, -1)])
+    zeros = torch.zeros_like(x["state"][:1])
+    pool = torch.cat([zeros + float("nan"), x["state"], zeros.expand(B * W, -1, -1, -1)])
     read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * W, dtype=torch.int32).view(B, W)
     num_computed_tokens = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
     valid = torch.tensor(query_lens or [Q] * B, dtype=torch.int32)

@@ -397,10 +397,10 @@ def test_cost_counts_what_is_there(case: Case) -> None:
     assert isinstance(cost, Cost)
     assert all(type(n) is int and n >= 0 for n in (cost.flops, cost.read_bytes, cost.write_bytes))
     written = nbytes(*flat(case.primitive.rule("reference")(*args)))
-    held = nbytes(*[a for a in args if isinstance(a, torch.Tensor)])
+    operand_bytes = nbytes(*[a for a in args if isinstance(a, torch.Tensor)])
     assert 0 < cost.write_bytes < written if case.primitive.donates else cost.write_bytes == written
     assert cost.read_bytes > 0
-    assert cost.read_bytes <= held or case.name in REREADS
+    assert cost.read_bytes <= operand_bytes or case.name in REREADS
 
 
 # --- gradients ---
@@ -438,9 +438,9 @@ def ranks(primitive: Primitive, args: tuple[Any, ...]) -> list[int]:
 
 
 def by_letter(primitive: Primitive, args: tuple[Any, ...]) -> dict[str, Strategy]:
-    _, *found = strategies(primitive, ranks(primitive, args))
+    _, *by_letters = strategies(primitive, ranks(primitive, args))
     letters = primitive.factors.ranked(ranks(primitive, args)).letters
-    return dict(zip(letters, found, strict=True))
+    return dict(zip(letters, by_letters, strict=True))
 
 
 def split(args: tuple[Any, ...], primitive: Primitive, placements: list[Placement]) -> list[tuple[Any, ...]] | None:
@@ -471,13 +471,13 @@ def sharded(run: Callable[..., Any], primitive: Primitive, args: tuple[Any, ...]
     return [joined(place, *pair) for place, *pair in zip(results, *parts, strict=True)]
 
 
-def joined(place: Placement, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def joined(place: Placement, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     if place.is_shard():
-        return torch.cat([one, other], place.dim)
+        return torch.cat([first, second], place.dim)
     if place.is_partial():
-        return one + other
-    same(one, other)
-    return one
+        return first + second
+    same(first, second)
+    return first
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -500,10 +500,10 @@ def test_sharded_by_two_letters_at_once_is_the_whole(name: str) -> None:
     primitive, done, pairs = TABLE[name], set(), set()
     for case in (c for c in CASES if c.name == name and c.dtype == torch.float32):
         want = primitive.rule("reference")(*case.args)
-        found = by_letter(primitive, case.args)
-        for pair in permutations(found, 2):
+        by_letters = by_letter(primitive, case.args)
+        for pair in permutations(by_letters, 2):
             pairs.add(pair)
-            got = sharded(primitive.rule("reference"), primitive, case.args, [found[letter] for letter in pair])
+            got = sharded(primitive.rule("reference"), primitive, case.args, [by_letters[letter] for letter in pair])
             if got is not None:
                 done.add(pair)
                 same(got, want, case.tolerance)

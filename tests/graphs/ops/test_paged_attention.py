@@ -35,8 +35,8 @@ def test_equals_dense_attention_per_request(H: int, G: int, D: int, P: int, dtyp
     got = ops.paged_attention(q, *pools, table, *(torch.tensor(x, dtype=torch.int32) for x in (num_computed_tokens, query_lens)), 0.3)
     for b in range(B):
         for t in range(query_lens[b]):
-            seen = range(num_computed_tokens[b] + t + 1)
-            keys, values = (torch.stack([pool[table[b, j // P], j % P] for j in seen]) for pool in pools)
+            positions = range(num_computed_tokens[b] + t + 1)
+            keys, values = (torch.stack([pool[table[b, j // P], j % P] for j in positions]) for pool in pools)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(got[b, t].double(), dense(q[b, t], keys, values, 0.3), rtol=tolerance, atol=tolerance)
 

@@ -21,17 +21,17 @@ def masses(logits: list[float], temperature: float, top_k: int, top_p: float, mi
     heat = [math.exp((x - max(logits)) / temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranked = order[:top_k] if top_k > 0 else order
-    total, kept, reached = sum(heat[i] for i in ranked), [], 0.0
+    total, nucleus, reached = sum(heat[i] for i in ranked), [], 0.0
     for i in ranked:
         assume(top_p >= 1 or abs(reached - top_p) > 1e-5)
-        if reached >= top_p < 1 and kept:
+        if reached >= top_p < 1 and nucleus:
             break
-        kept.append(i)
+        nucleus.append(i)
         reached += heat[i] / total
     assume(all(abs(h - min_p) > 1e-5 or h == 1 for h in heat))
-    kept = [i for i in kept if heat[i] >= min_p]
-    total = sum(heat[i] for i in kept)
-    return [heat[i] / total if i in kept else 0.0 for i in range(len(logits))]
+    nucleus = [i for i in nucleus if heat[i] >= min_p]
+    total = sum(heat[i] for i in nucleus)
+    return [heat[i] / total if i in nucleus else 0.0 for i in range(len(logits))]
 
 
 def draws(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: torch.Tensor) -> torch.Tensor:

@@ -205,9 +205,9 @@ def test_bodies_lose_what_no_call_reads(reads: list[tuple[int, ...]], left: list
     graph = unread_dropped(*reads)
     body = bodies(graph)["three"]
     assert calls(body) == left
-    kept = len({n for one in reads for n in one})
-    assert len(body.graph.output_node().args[0]) == kept
-    assert {len(n.meta["val"]) for n in graph.graph.nodes if n.op == "call_module"} == {kept}
+    num_read = len({n for one in reads for n in one})
+    assert len(body.graph.output_node().args[0]) == num_read
+    assert {len(n.meta["val"]) for n in graph.graph.nodes if n.op == "call_module"} == {num_read}
 
 
 def test_a_result_that_only_dead_nodes_unpack_is_unread() -> None:

@@ -35,10 +35,10 @@ def partitioned(step: Step, mesh: str, rules: Rules = RULES) -> Partitioned:
 
 def run(step: Step, mesh: str, rules: Rules = RULES) -> list[torch.Tensor]:
     """What every rank gets; groups are given other inputs, group g has x + g."""
-    found = partitioned(step, mesh, rules)
-    tp, size = found.mesh.axis("tp"), found.mesh.size
+    program = partitioned(step, mesh, rules)
+    tp, size = program.mesh.axis("tp"), program.mesh.size
     operands = [[W.chunk(size)[r], X + r // tp, torch.tensor([r // tp, r % tp], dtype=torch.int32)] for r in range(size)]
-    return [y for (y,) in RankEmulator(found.graph, found.mesh)(operands)]
+    return [y for (y,) in RankEmulator(program.graph, program.mesh)(operands)]
 
 
 # --- one device ---
@@ -131,8 +131,8 @@ def test_sums_are_addends_until_they_are_asked_for(mesh: str) -> None:
 
 
 def test_a_sum_over_an_axis_that_is_not_split_is_the_value() -> None:
-    found = partitioned(lambda w, x: shard_map(lambda x: x + 1, [(x, (None, None))], Sum("vocab")), "tp=2")
-    assert found.collectives == ()
+    program = partitioned(lambda w, x: shard_map(lambda x: x + 1, [(x, (None, None))], Sum("vocab")), "tp=2")
+    assert program.collectives == ()
 
 
 # --- refusals ---

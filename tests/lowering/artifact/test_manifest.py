@@ -80,8 +80,8 @@ def test_a_bucket_runs_on_eager_until_compiled() -> None:
 
 
 def test_of_how_many_tokens_log_probabilities_are_told_is_what_the_outputs_hold() -> None:
-    told = Leaf("outputs.top_ids", Aval((4, 1, 5), torch.int32))
-    assert (ENTRY.max_logprobs, replace(ENTRY, outputs=(*ENTRY.outputs, told)).max_logprobs) == (0, 5)
+    leaf = Leaf("outputs.top_ids", Aval((4, 1, 5), torch.int32))
+    assert (ENTRY.max_logprobs, replace(ENTRY, outputs=(*ENTRY.outputs, leaf)).max_logprobs) == (0, 5)
 
 
 DEVICE_ENTRY = replace(

@@ -110,22 +110,22 @@ LEGAL: dict[Step, dict[str, dict[int, int]]] = {
 
 @pytest.mark.parametrize("step", LEGAL, ids=lambda step: step.__name__)
 def test_each_body_has_its_pools_in_one_place(step: Step) -> None:
-    found, _ = placed(step)
-    assert {name: pools for name, pools in found.bodies.items() if name in LEGAL[step]} == LEGAL[step]
-    assert not any(pools for name, pools in found.bodies.items() if name not in LEGAL[step])
+    donated, _ = placed(step)
+    assert {name: pools for name, pools in donated.bodies.items() if name in LEGAL[step]} == LEGAL[step]
+    assert not any(pools for name, pools in donated.bodies.items() if name not in LEGAL[step])
 
 
 @pytest.mark.parametrize("step", LEGAL, ids=lambda step: step.__name__)
 def test_values_of_a_pool_are_in_its_memory(step: Step) -> None:
     """All those of its aval that calls make, here; and nothing else."""
-    found, graph = placed(step)
+    donated, graph = placed(step)
     pools = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     values = {node for node in graph.graph.nodes if node.op != "output" and not isinstance(node.meta["val"], tuple)}
-    assert set(found.pools) == {node for node in values if node.meta["val"].shape == POOL.shape}
-    assert all(found.pools[pool] is pool for pool in pools)
-    for node in set(found.pools) - set(pools):
+    assert set(donated.pools) == {node for node in values if node.meta["val"].shape == POOL.shape}
+    assert all(donated.pools[pool] is pool for pool in pools)
+    for node in set(donated.pools) - set(pools):
         # `write` gives its pools in the order in which it takes them.
-        assert found.pools[node] is pools[node.args[1]]
+        assert donated.pools[node] is pools[node.args[1]]
 
 
 # --- what is refused ---
@@ -182,12 +182,12 @@ def viewed(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     return {"y": x, "z": view + 1}, s
 
 
-def told(s: Tree, i: Tree) -> tuple[Tree, Tree]:
+def returned(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     s, x = written(s, i, i["x"])
     return {"y": x, "pool": s["v"]}, s
 
 
-def told_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
+def returned_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     new, x = written(s, i, i["x"])
     return {"y": x, "pool": s["v"]}, new
 
@@ -208,8 +208,8 @@ REFUSED: dict[Step, str] = {
     swapped: r"state.k ends as arg1_1, which no call computes; legal is the pool itself, or a result of a call that takes it",
     exchanged: r"state.k ends as arg1_1, which no call computes",
     viewed: r"peek returns a view of state.k, which write writes in place; legal are values of their own",
-    told: r"state.v is written in place, and getitem_\d would be a result in its memory",
-    told_before: r"state.v is written in place, and arg1_1 would be a result in its memory",
+    returned: r"state.v is written in place, and getitem_\d would be a result in its memory",
+    returned_before: r"state.v is written in place, and arg1_1 would be a result in its memory",
     kept_once: r"body dense is called with pools at operands {} and at {0: 0}; legal is one place",
 }  # fmt: skip
 

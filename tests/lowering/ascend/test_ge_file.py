@@ -108,7 +108,7 @@ def test_a_patch_of_nothing_is_refused(ge_file, patch):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"feeds": (0, 1, 4)}, "feeds"),
         ({"feeds": (0, 1, 1, 2)}, "at most once"),
@@ -119,8 +119,8 @@ def test_a_patch_of_nothing_is_refused(ge_file, patch):
         ({"graph": b""}, "without a graph"),
     ],
 )
-def test_contradictions_are_refused_before_they_are_written(ge_file, change, said):
-    with pytest.raises(LoweringError, match=said):
+def test_contradictions_are_refused_before_they_are_written(ge_file, change, message):
+    with pytest.raises(LoweringError, match=message):
         encode(replace(ge_file, **change))
 
 

@@ -123,13 +123,13 @@ def test_moe_route(dtype: torch.dtype, renormalise: bool) -> None:
 
 
 @pytest.mark.parametrize("quantise", [False, True])
-@pytest.mark.parametrize("held", [4, 9], ids=["some", "all"])
+@pytest.mark.parametrize("num_local", [4, 9], ids=["some", "all"])
 @pytest.mark.usefixtures("torchair")
-def test_moe_sort_up_to_the_rows_that_count(held: int, quantise: bool) -> None:
-    args = (draw(6, 7, dtype=BF16), choices(6, 3, 9), held, 9, quantise)
+def test_moe_sort_up_to_the_rows_that_count(num_local: int, quantise: bool) -> None:
+    args = (draw(6, 7, dtype=BF16), choices(6, 3, 9), num_local, 9, quantise)
     got, want = on_cpu(ops.moe_sort, args), reference(ops.moe_sort, args)
     live = int(want[2].sum())
-    assert 0 < live == (18 if held == 9 else live)
+    assert 0 < live == (18 if num_local == 9 else live)
     assert torch.equal(got[0][:live], want[0][:live])
     assert torch.equal(got[1][:live], want[1][:live]) or not quantise
     assert torch.equal(got[2], want[2])
@@ -276,8 +276,8 @@ class Network:
         return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], ints(r), *tail) for r in range(self.ranks)]
 
     def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self.experts // self.ranks
-        return self.gate_up[r * held : (r + 1) * held], self.down[r * held : (r + 1) * held]
+        local = self.experts // self.ranks
+        return self.gate_up[r * local : (r + 1) * local], self.down[r * local : (r + 1) * local]
 
     def alone(self) -> list[torch.Tensor]:
         """What one device with all experts makes of the same tokens."""
@@ -329,10 +329,10 @@ def test_int8_experts_on_many_devices_are_near_those_on_one(ranks: int) -> None:
     net = Network(ranks)
     sent = ops.moe_dispatch.rule("group_reference")(net.dispatch(True))
     packed = [quantise_w8(w) for w in (net.gate_up, net.down)]
-    held = net.experts // ranks
+    local = net.experts // ranks
     rows = []
     for r, (rows8, scale, counts, *_) in enumerate(sent):
-        own = [part[r * held : (r + 1) * held] for pair in packed for part in pair]
+        own = [part[r * local : (r + 1) * local] for pair in packed for part in pair]
         rows.append(ops.grouped_experts_w8a8(rows8, scale, counts, *own, F32))
     for got, want in zip(ops.moe_combine.rule("group_reference")(net.combine(rows, sent)), net.alone(), strict=True):
         assert ((got - want).norm() / want.norm()).item() < 0.02

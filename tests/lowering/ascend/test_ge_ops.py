@@ -95,8 +95,8 @@ def writing(r: Draw) -> Example:
 def attention(r: Draw, Q: int) -> Example:
     """Row 0 goes on after 7 keys in pages 4, 2, 1, row 1 begins in page 3, row 2 is padding; nobody owns pages 0 and 5."""
     table, num_computed_tokens, query_lens = ints([4, 2, 1], [3, 0, 0], [0, 0, 0]), ints(7, 0, 0), ints(Q, 1 if Q == 1 else Q - 1, 0)
-    seen = (7 + Q) % 4 or 4
-    unused = (0, 5, (1, slice(seen, None)), (3, slice(Q, None)))
+    num_keys = (7 + Q) % 4 or 4
+    unused = (0, 5, (1, slice(num_keys, None)), (3, slice(Q, None)))
     q, k, v = poison(r(3, Q, 4, 8), 2), poison(r(6, 4, 2, 8), *unused), poison(r(6, 4, 2, 8), *unused)
     return Example((q, k, v, table, num_computed_tokens, query_lens, 0.4), lambda t: [t[0][b, : query_lens[b]] for b in range(2)])
 
@@ -293,8 +293,8 @@ def traced(name: str, args: tuple[Any, ...], finish: Callable[..., Any], **optio
 
     def run(*operands: torch.Tensor) -> Any:
         rest = iter(operands)
-        given = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
-        return finish(given, flat(TABLE[name].lower_for("ge")(*given)))
+        values = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
+        return finish(values, flat(TABLE[name].lower_for("ge")(*values)))
 
     fakes = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in tensors(args)]
     return make_fx(run, **options)(*fakes), fakes

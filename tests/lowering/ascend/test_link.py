@@ -168,8 +168,8 @@ def looked_at_before(feeds_the_write):
     rows, new = main.operand("inputs.rows", ROWS), main.operand("inputs.new", NEW)
     main.body("look", lambda pool, rows, new: (pool.index_select(0, rows.view(2)) + new,), [POOL, ROWS, NEW])
     main.body("scatter", scatter, [X, POOL, ROWS, NEW])
-    (seen,) = main.call("look", pool, rows, new)
-    return main.done(*main.call("scatter", x, pool, rows, seen if feeds_the_write else new), seen)
+    (look,) = main.call("look", pool, rows, new)
+    return main.done(*main.call("scatter", x, pool, rows, look if feeds_the_write else new), look)
 
 
 def test_a_call_that_reads_a_state_before_it_is_written_comes_first_by_data(ta):

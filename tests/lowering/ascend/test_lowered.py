@@ -37,8 +37,8 @@ def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
     return harness.load(tmp_path_factory.mktemp("stubs"))
 
 
-def lowered(found: Partitioned) -> GraphModule:
-    return lower(found).graph
+def lowered(partitioned: Partitioned) -> GraphModule:
+    return lower(partitioned).graph
 
 
 # --- a model, all ranks ---
@@ -62,21 +62,21 @@ def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, exp
     eager, device = (fleets.Fleet(model, where, form=form, drafts=drafts) for form in (fleets.functional, lowered))
     buffers = [[t.data_ptr() for t in own] for own in device.state]
     answers, serving = fleets.answers(model, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
-    for n, (bucket, given) in enumerate(serving.steps(4)):
+    for n, (bucket, inputs) in enumerate(serving.steps(4)):
         if n > 1 and drafts:
             force(serving, (eager, device), answers)
-        want, said = eager.step(bucket, given), device.step(bucket, given)
-        for group, (a, b) in enumerate(zip(said, want, strict=True)):
-            told, rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
-            torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
-            assert torch.equal(a["tokens"][told], b["tokens"][told])
+        want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
+        for group, (a, b) in enumerate(zip(got, want, strict=True)):
+            sampled, rows = fleets.told(bucket, inputs[group]), inputs[group]["request_slots"] > 0
+            torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
+            assert torch.equal(a["tokens"][sampled], b["tokens"][sampled])
             assert all(torch.equal(a[name][rows], b[name][rows]) for name in a if name not in ("tokens", "logits"))
-            if not told[rows].all():
+            if not sampled[rows].all():
                 continue
             for leaf, mine, theirs in zip(eager.names, device.pool(group), eager.pool(group), strict=True):
                 # Page 0, slot 0 and request slot 0 are what padding writes, in whatever way.
                 assert torch.allclose(mine[1:], theirs[1:], rtol=0, atol=TOLERANCE), f"step {n}, group {group}, {leaf}"
-        serving.heard(bucket, given, want)
+        serving.heard(bucket, inputs, want)
     # Of quantised products one activation that rounds the other way is seen at once; in these steps none does.
     assert [[t.data_ptr() for t in own] for own in device.state] == buffers, "pools are written in place"
     assert all(float(t[1:].abs().max()) > 0 for t in device.pool(0)), "every pool was written"
@@ -96,13 +96,13 @@ def test_what_padding_holds_reaches_nobody() -> None:
     for pool in (pool for own in device.state for pool in own if pool.is_floating_point()):
         pool.fill_(float("nan"))
     serving = fleets.Serving(2, 1, (1, 1))
-    for bucket, given in serving.steps(3):
-        want, said = eager.step(bucket, given), device.step(bucket, given)
-        for own, a, b in zip(given, said, want, strict=True):
-            told, rows = fleets.told(bucket, own), own["request_slots"] > 0
-            torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
+    for bucket, inputs in serving.steps(3):
+        want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
+        for own, a, b in zip(inputs, got, want, strict=True):
+            sampled, rows = fleets.told(bucket, own), own["request_slots"] > 0
+            torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["drafts"][rows], b["drafts"][rows])
-        serving.heard(bucket, given, want)
+        serving.heard(bucket, inputs, want)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -111,13 +111,13 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
     model, last = fleets.model(experts=False), fleets.limits(drafts).max_model_len
     both = [fleets.Fleet(model, Mesh(), form=form, drafts=drafts) for form in (fleets.functional, lowered)]
     serving = fleets.Serving(2, drafts, (2,))
-    for n, (bucket, given) in enumerate(serving.steps(3)):
+    for n, (bucket, inputs) in enumerate(serving.steps(3)):
         if n == 2:
             for fleet in both:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
-        a, b = (fleet.step(bucket, given)[0] for fleet in both)
+        a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
         assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
-        serving.heard(bucket, given, [b])
+        serving.heard(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
 
@@ -207,8 +207,8 @@ def run(found: Partitioned) -> None:
     step, outputs = RankEmulator(lowered(found), Mesh()), len(found.signature.outputs)
     for _ in range(2):
         results = found.graph(*state, x)
-        (said,) = step([[*own, x]])
-        torch.testing.assert_close(said, list(results[:outputs]))
+        (got,) = step([[*own, x]])
+        torch.testing.assert_close(got, list(results[:outputs]))
         state = list(results[outputs:])
         torch.testing.assert_close(own, state)
 

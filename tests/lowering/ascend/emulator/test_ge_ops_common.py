@@ -37,9 +37,9 @@ def test_names_that_torchair_keeps_for_itself_are_no_attributes() -> None:
     torch.tensor([True, False]), torch.tensor([-128, 127], dtype=torch.int8), torch.empty(0, 3), torch.tensor(7, dtype=torch.int32),
 ])  # fmt: skip
 def test_constants_have_their_dtype_shape_and_bits(value: torch.Tensor) -> None:
-    found = read(gc.message("Const", {}, [""], [], {"value": value})).attrs["value"]
-    assert (found.dtype, found.shape) == (value.dtype, value.shape)
-    assert torch.equal(found, value)
+    tensor = read(gc.message("Const", {}, [""], [], {"value": value})).attrs["value"]
+    assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+    assert torch.equal(tensor, value)
 
 
 def test_a_constant_of_the_wrong_size_or_type_is_refused() -> None:

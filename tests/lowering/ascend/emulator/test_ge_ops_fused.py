@@ -139,9 +139,9 @@ def test_what_torchair_makes_of_an_operator_is_its_kernel(ta: Any, kind: str, na
     # Clones: int4 kernels destroy their rows.
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, case)
     wanted = [want for want in told(KERNELS[f"{name}.default"](*args, **kwargs)) if want.numel()]
-    for found, want in zip(results, wanted, strict=True):
-        assert found.dtype == want.dtype
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for got, want in zip(results, wanted, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
         assert (want != 0).any()
 
 

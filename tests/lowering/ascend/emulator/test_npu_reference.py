@@ -162,13 +162,13 @@ def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[l
 
     harness.load(cache_dir)
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=_fake_store())
-    found = []
+    answers = []
     for name, call in cases:
         namespace, op, overload = name.split(".")
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), call)
         known = [torch.distributed.group.WORLD.group_name if a in ("tp", "dp", "world") else a for a in args]
-        found.append(told(getattr(getattr(getattr(torch.ops, namespace), op), overload)(*known, **kwargs)))
-    return found
+        answers.append(told(getattr(getattr(getattr(torch.ops, namespace), op), overload)(*known, **kwargs)))
+    return answers
 
 
 def _fake_store() -> Any:

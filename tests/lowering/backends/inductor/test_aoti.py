@@ -95,10 +95,10 @@ def test_an_interrupted_compile_leaves_torch_and_the_cache_as_they_were(tmp_path
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     before = (cache_dir(), codecache._HEADER_DIR, CppWrapperCpu.generate_input_output_runtime_checks)
-    seen = []
+    names = []
 
     def interrupted(graph: object, operands: object, options: object) -> None:
-        seen.append((cache_dir(), codecache._HEADER_DIR, [p.name for p in (tmp_path / "graphs").iterdir()]))
+        names.append((cache_dir(), codecache._HEADER_DIR, [p.name for p in (tmp_path / "graphs").iterdir()]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch._inductor, "aot_compile", interrupted)
@@ -106,6 +106,6 @@ def test_an_interrupted_compile_leaves_torch_and_the_cache_as_they_were(tmp_path
     (tmp_path / "graphs" / "g_1" / "left.cpp").write_text("of an earlier compile")
     with pytest.raises(KeyboardInterrupt):
         aoti.compile_files(torch.fx.GraphModule({}, torch.fx.Graph()), [], "g_1", cache_dir=tmp_path, threads=0)
-    assert seen == [(str(tmp_path), str(tmp_path / "headers"), ["g_1"])]
+    assert names == [(str(tmp_path), str(tmp_path / "headers"), ["g_1"])]
     assert (cache_dir(), codecache._HEADER_DIR, CppWrapperCpu.generate_input_output_runtime_checks) == before
     assert os.listdir(tmp_path / "graphs") == []

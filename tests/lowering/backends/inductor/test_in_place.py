@@ -128,9 +128,9 @@ def counted(graph: GraphModule) -> tuple[int, int, int]:
     return targets.count(PUT), targets.count(PUT_IN_PLACE), targets.count(COPY)
 
 
-def check(step: Step, written: int, kept: int, reshaped: bool = False) -> None:
+def check(step: Step, written: int, replaced: int, reshaped: bool = False) -> None:
     """The pass leaves so many writes in place and so many replacements, and a step that computes what it computed."""
-    graph, given, expected = graph_of(step), operands(), operands()
+    graph, values, expected = graph_of(step), operands(), operands()
     output = graph(*expected)
     for node in graph.graph.nodes:
         if reshaped and node.target is torch.ops.aten.view.default:
@@ -138,9 +138,9 @@ def check(step: Step, written: int, kept: int, reshaped: bool = False) -> None:
     write_in_place(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    assert counted(graph) == (kept, written, int(written == 0))
-    assert torch.equal(graph(*given), output)
-    for mine, its in zip(given, expected, strict=True):
+    assert counted(graph) == (replaced, written, int(written == 0))
+    assert torch.equal(graph(*values), output)
+    for mine, its in zip(values, expected, strict=True):
         assert torch.equal(mine, its)
 
 
@@ -179,8 +179,8 @@ def test_each_pool_is_judged_by_itself() -> None:
         last = put(put(other, [rows], values), [rows + 1], values)
         return other.sum(), first, last
 
-    given = [operands()[0], operands()[0], operands()[1], operands()[2]]
-    graph = make_fx(step, tracing_mode="fake")(*given)
+    values = [operands()[0], operands()[0], operands()[1], operands()[2]]
+    graph = make_fx(step, tracing_mode="fake")(*values)
     pools = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     with graph.graph.inserting_before(output):
@@ -213,7 +213,7 @@ def paged(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> tuple
     return torch.stack(read).sum(0), pool
 
 
-def given() -> list[torch.Tensor]:
+def paged_operands() -> list[torch.Tensor]:
     return [torch.zeros(PAGES, 16, 64), torch.tensor([5, 40, 900]), torch.arange(192.0).view(3, 64) / 64]
 
 
@@ -225,9 +225,9 @@ def peak():  # of this process alone: what getrusage tells is at least what the 
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 run = open_executable(Path(sys.argv[1]), "inductor")
 pool = torch.zeros({pages}, 16, 64)
-given = (pool, torch.tensor([5, 40, 900]), torch.ones(3, 64))
+operands = (pool, torch.tensor([5, 40, 900]), torch.ones(3, 64))
 before = peak()
-run(given)
+run(operands)
 print(peak() - before, bool(pool[0, 7].any()))
 """
 
@@ -235,7 +235,7 @@ print(peak() - before, bool(pool[0, 7].any()))
 def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aoti.shutil, "which", lambda name: None)
     with torch.no_grad():
-        graph = make_fx(paged, tracing_mode="fake")(*given())
+        graph = make_fx(paged, tracing_mode="fake")(*paged_operands())
     pool = next(node for node in graph.graph.nodes if node.op == "placeholder")
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     with graph.graph.inserting_before(output):
@@ -245,10 +245,10 @@ def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypat
     out = tmp_path / "chain.pt2"
     lowered = Lowered(Bucket("decode", 1, 1), "inductor", graph, SIGNATURE)
     out.write_bytes(backend.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
-    ours, theirs = given(), given()
+    ours, theirs = paged_operands(), paged_operands()
     for _ in range(2):
-        (said,), (expected,) = open_executable(out, "inductor")(ours), graph(*theirs)
-        assert torch.allclose(said, expected)
+        (got,), (expected,) = open_executable(out, "inductor")(ours), graph(*theirs)
+        assert torch.allclose(got, expected)
     assert torch.allclose(ours[0], theirs[0])
     assert int(theirs[0].count_nonzero()) > 3 * 64
     done = subprocess.run([sys.executable, "-c", SERVE.format(pages=PAGES), str(out)], check=True, capture_output=True, text=True)

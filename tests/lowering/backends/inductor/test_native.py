@@ -201,8 +201,8 @@ def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(one, together[row, token])
+            single = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
+            assert torch.equal(single, together[row, token])
             at = write[row, t]
         used = write[b].long()
         assert torch.equal(own[used], windows[used])
@@ -245,8 +245,8 @@ def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(one, together[row, token])
+            single = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
+            assert torch.equal(single, together[row, token])
             at = write[row, t]
         used = write[b].long()
         assert torch.equal(own[used], states[used])
@@ -301,8 +301,8 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run):
         with run.threads(threads):
             together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
         for b in range(0, 16, 5):
-            one = slice(b, b + 1)
-            assert torch.equal(run.attention(q[one], k, v, table[one], num_computed_tokens[one], query_lens[one], scale)[0], together[b])
+            row = slice(b, b + 1)
+            assert torch.equal(run.attention(q[row], k, v, table[row], num_computed_tokens[row], query_lens[row], scale)[0], together[b])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -313,8 +313,8 @@ def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
     q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
     together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
     for t in range(Q):
-        one = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
-        assert torch.equal(one[:, 0], together[:, t])
+        single = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
+        assert torch.equal(single[:, 0], together[:, t])
 
 
 def test_padding_rows_harm_nobody(run):
@@ -466,13 +466,13 @@ def test_arithmetic_stays_as_it_is_written():
 
 def signatures(text: str) -> list[tuple[str, list[str]]]:
     """Names and argument types of the C functions that a text declares."""
-    found = re.findall(r"AOTITorchError (\w+)\(([^)]*)\)", re.sub(r"\s+", " ", text))
-    return sorted((name, [argument.rsplit(" ", 1)[0].strip() for argument in arguments.split(",")]) for name, arguments in found)
+    declarations = re.findall(r"AOTITorchError (\w+)\(([^)]*)\)", re.sub(r"\s+", " ", text))
+    return sorted((name, [argument.rsplit(" ", 1)[0].strip() for argument in arguments.split(",")]) for name, arguments in declarations)
 
 
 def test_the_shims_define_what_packages_are_told_they_define():
     declared, text = native.shims(), (native.FOLDER / f"{native.SHIMS}.cpp").read_text()
-    ours = {one.op: name for name, one in operators.TABLE.items() if name.startswith("npuc_")}
+    ours = {single.op: name for name, single in operators.TABLE.items() if name.startswith("npuc_")}
     assert set(ours) <= set(declared)
     assert signatures(text[text.index('extern "C"') :]) == signatures("\n".join(declared[op][0] for op in ours))
     assert all(f"aoti_torch_cpu_{name}(" in declared[op][0] for op, name in ours.items())
