@@ -1,4 +1,4 @@
-"""The import law and the shape of the tree, read from the sources with ast; nothing is imported to check it."""
+"""The import rules and the shape of the tree, checked with ast; nothing is imported to check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel carries all of the house and nothing else, and works with only itself on the path."""
+"""The wheel contains all source files and nothing else, and works on a path of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every trace of this process is counted, whoever asks for it."""
+"""graphs/compile_count.py: every trace in this process is counted, wherever it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs and memory of graphs small enough to count by hand."""
+"""graphs/cost.py: costs and memory of graphs that are small enough to count by hand."""
 
 from __future__ import annotations
 

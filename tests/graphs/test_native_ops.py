@@ -1,4 +1,4 @@
-"""graphs/native_ops.py: an operator by name, and the code that is bound to it."""
+"""graphs/native_ops.py: native operators are found by name, and call the function that is bound to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A primitive says by its name what it lacks, what it was given, and what it takes."""
+"""graphs/primitive.py: errors of a primitive name it and say what is missing, what was given and what is legal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inputs a bucket's graph has, in which order, of which shapes, and what fills them in rows of padding."""
+"""graphs/step_inputs.py: names, order and shapes of a bucket's inputs, and their values in padding rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend is one file that exports one record under its own name; asking for one loads no other."""
+"""lowering/backend.py: a backend is one file that exports one object under its own name; looking one up imports no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/collectives_check.py: ranks that agree run to the end; any one of them that differs is named before anything runs."""
+"""lowering/collectives_check.py: ranks with equal collectives finish; any difference is refused and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executables are loaded by the name of their backend; operands that compiled code would misread are refused before."""
+"""lowering/executable.py: executables are opened by the name of their backend; operands that they would misread are refused."""
 
 from __future__ import annotations
 

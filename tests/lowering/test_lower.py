@@ -1,4 +1,4 @@
-"""Lowered graphs compute what the partitioned graph computes, and write their pools without anybody noticing."""
+"""lowering/lower.py: lowered graphs compute what the partitioned graph computes, and write pools without changing any result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part that repeats is traced once a kind, computes what it would inline, and reads nothing but its operands."""
+"""graphs/ir/block.py: a repeated part is traced once per kind, computes what inlined code computes, and reads only its operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph that calls bodies, its flat form and its outlined form compute what untraced code does."""
+"""graphs/ir/flatten.py: a graph that calls bodies, its flat form and its outlined form compute what the untraced function computes."""
 
 from __future__ import annotations
 

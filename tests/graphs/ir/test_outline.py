@@ -1,4 +1,4 @@
-"""What lies between calls becomes a body, so that a graph is calls and nothing else; values are in test_graphs_flatten.py."""
+"""graphs/ir/outline.py: code between calls becomes bodies, so that the main graph contains calls only (test_flatten.py compares values)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""graphs/ir/record.py: what is written down is what make_fx writes down of the same function over fake tensors."""
+"""graphs/ir/record.py: a recorded graph equals the graph that make_fx records of the same function over fake tensors."""
 
 from __future__ import annotations
 

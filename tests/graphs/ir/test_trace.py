@@ -1,4 +1,4 @@
-"""A traced program is flat, functional and named, and a program that lies about its results is refused."""
+"""graphs/ir/trace.py: a traced program is flat, functional and named; a program whose results contradict its declaration is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts are kept as rejection sampling keeps them: by exhaustion, by exact masses, and by a test against the textbook's algorithm."""
+"""graphs/ops/accept.py: acceptance equals rejection sampling, shown exhaustively, by exact probabilities and by a statistical test."""
 
 from __future__ import annotations
 

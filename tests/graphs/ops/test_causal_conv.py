@@ -1,4 +1,4 @@
-"""The causal convolution equals torch's conv1d over a request's whole history, and its windows are that history."""
+"""graphs/ops/causal_conv.py: the convolution equals torch's conv1d over a request's whole history, and its windows are that history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts taken apart, sorted, grouped, spread over devices or rounded, are the fused experts."""
+"""Experts applied one by one, sorted, grouped, sharded over ranks or quantised equal the fused experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every primitive of the table answers the same questions: shapes, lowerings, donation, cost, gradients, shards, poison."""
+"""Every primitive of the table passes the same tests: shapes, lowerings, donation, cost, gradients, shards, poison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention equals dense softmax attention, request by request, over keys gathered by hand."""
+"""graphs/ops/paged_attention.py: paged attention equals dense softmax attention, request by request, over keys gathered in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling has exactly the masses that temperature, top-k, top-p and min-p define, found by inverting a grid of random numbers."""
+"""graphs/ops/sample.py: probabilities of sampled tokens are exactly those that temperature, top-k, top-p and min-p define."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities are those of the whole distribution in f64, whatever the logits, and only for rows that ask."""
+"""graphs/ops/token_logprobs.py: log probabilities equal those computed in f64, for any logits, and only for rows that ask for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pass does one thing to a tiny graph, and none changes what a random one computes."""
+"""Each pass makes one kind of change to a small graph, and none changes what a random graph computes."""
 
 from __future__ import annotations
 

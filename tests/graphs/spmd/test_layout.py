@@ -1,4 +1,4 @@
-"""Logical axes become placements, and constrain reduces exactly where it stands."""
+"""graphs/spmd/layout.py: logical axes become placements, and `constrain` reduces exactly where it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The partitioner splits what the rules say, moves data where the model says, and refuses everything else."""
+"""graphs/spmd/partition.py: the partitioner shards what the rules say, communicates where the model says, and refuses everything else."""
 
 from __future__ import annotations
 

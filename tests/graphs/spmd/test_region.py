@@ -1,4 +1,4 @@
-"""A region is one device's code: its shards, its position, and the groups it talks to; run here on every rank of a mesh."""
+"""graphs/spmd/region.py: a region sees one rank's shards, its coordinates and its groups; each test runs all ranks of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies follow letters, one at a time, for operands of the ranks they have."""
+"""graphs/spmd/sharding.py: strategies shard one letter at a time, over operands of the ranks that an operator takes."""
 
 from __future__ import annotations
 

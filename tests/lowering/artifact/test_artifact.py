@@ -1,4 +1,4 @@
-"""An artifact appears whole or not at all, is what its manifest says or refused, and changes under a reader only as a whole."""
+"""lowering/artifact/artifact.py: an artifact is published atomically, and refused where it does not match its manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs survive bytes: same operators, arguments, values and results; whatever the format has no place for is refused by name."""
+"""lowering/artifact/graph_io.py: a graph reads back with the same operators, arguments, values and results; others are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest is the same bytes for the same content, reads back equal, and betrays any damage."""
+"""lowering/artifact/manifest.py: equal manifests have equal bytes, read back equal, and any damage is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/artifact/shards.py: each rank reads its own part."""
+"""lowering/artifact/shards.py: each rank loads its own shards."""
 
 from __future__ import annotations
 

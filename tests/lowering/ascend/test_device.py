@@ -1,7 +1,7 @@
-"""lowering/ascend/device.py: what is called of torchair, in which order, is what torchair's own generated code calls.
+"""lowering/ascend/device.py: the executable calls torchair in the order in which torchair's own generated code calls it.
 
-No CANN here: a recorder stands in for torchair's objects, its signatures are compared with theirs, and its log with the log of the
-source that the real `codegen` emits for the same graph.
+Without CANN, a recorder stands in for torchair's objects: its signatures are compared with theirs, and its log of calls with that of
+the code that the real `codegen` emits for the same graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pool is written in place where every call that reads what is replaced comes before, and is refused where none says so."""
+"""lowering/ascend/donation.py: a pool is donated only where every reader of the old value precedes the write by data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/ge_file.py: a GE file survives its bytes, the same one has the same bytes, each rank gets its own."""
+"""lowering/ascend/ge_file.py: a GE file reads back equal, equal files have equal bytes, and each rank gets its own patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The expert primitives lowered for GE mean what their references say, and torchair converts them."""
+"""Lowerings of the expert primitives for GE compute what their references compute, and torchair converts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every primitive's lowering for GE means what its reference means, and converts, fused operators and all, by the real torchair."""
+"""Every primitive's lowering for GE computes what its reference computes, and the real torchair converts it."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""lowering/ascend/inspect_ge.py: the text and census of a GE graph are complete, and each broken invariant is named."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""lowering/ascend/link.py: bodies are linked into one GE graph with in-place pools, and inconsistent bodies are refused."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Graphs lowered for GE say and remember, on every rank, what the partitioned graphs they were made of do."""
+"""lowering/ascend/lowered.py: on every rank graphs lowered for GE compute what the partitioned graphs compute."""
 
 from __future__ import annotations
 

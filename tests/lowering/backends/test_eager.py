@@ -1,4 +1,4 @@
-"""The eager executable runs a graph node by node, holds nothing longer than needed, and refuses what it cannot run."""
+"""lowering/backends/eager.py: the eager executable runs a graph node by node, frees values early, and refuses what it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/backends/ge.py: a prepared process lowers and converts; one that is not, or cannot, says what it lacks."""
+"""lowering/backends/ge.py: a prepared process lowers and converts; a process that cannot says what it lacks."""
 
 from __future__ import annotations
 

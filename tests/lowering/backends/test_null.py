@@ -1,4 +1,4 @@
-"""The null backend reports on the partitioned graph itself: it changes nothing, compiles nothing, runs nothing."""
+"""lowering/backends/null.py: the null backend reports on the partitioned graph itself, without changing, compiling or running it."""
 
 from __future__ import annotations
 

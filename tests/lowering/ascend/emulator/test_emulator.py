@@ -1,4 +1,4 @@
-"""One graph on all ranks of a mesh: collectives by group, bodies, updates in place, and what is refused."""
+"""lowering/ascend/emulator/emulator.py: one graph runs on all ranks of a mesh; bad graphs and meshes are refused."""
 
 import gc
 import operator

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_interpreter.py: the file that would be shipped gives what the graph gave before torchair, on every rank."""
+"""lowering/ascend/emulator/ge_interpreter.py: the shipped GE file computes what the graph before torchair computes, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_group.py: what torchair makes of a collective gives every member what the collective gives it."""
+"""lowering/ascend/emulator/ge_ops_group.py: what torchair makes of a collective equals the collective, on every rank."""
 
 from __future__ import annotations
 

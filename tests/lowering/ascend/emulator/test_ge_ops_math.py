@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_math.py: what torchair makes of a torch function gives what the function gives."""
+"""lowering/ascend/emulator/ge_ops_math.py: what torchair makes of torch functions equals the functions."""
 
 from __future__ import annotations
 

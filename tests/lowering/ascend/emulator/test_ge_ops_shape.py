@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_shape.py: what torchair makes of a function that moves elements gives what the function gives."""
+"""lowering/ascend/emulator/ge_ops_shape.py: what torchair makes of functions that move elements equals the functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives against their definition, dispatch and combine against loops over tokens."""
+"""lowering/ascend/emulator/kernels_group.py: collectives equal their definitions, dispatch and combine equal loops over tokens."""
 
 import pytest
 import torch

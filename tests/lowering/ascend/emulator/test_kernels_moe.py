@@ -1,4 +1,4 @@
-"""Routing against plain loops, grouped products against one product at a time, quantised ones against exact integers."""
+"""lowering/ascend/emulator/kernels_moe.py: routing equals plain loops, grouped products single ones, quantised ones exact integers."""
 
 import math
 import struct

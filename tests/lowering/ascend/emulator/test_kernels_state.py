@@ -1,4 +1,4 @@
-"""NPU operators over pools: caches against plain loops, attention against torch's, the delta rule against transformers'."""
+"""lowering/ascend/emulator/kernels_state.py: caches equal plain loops, attention torch's, the delta rule transformers'."""
 
 import pytest
 import torch

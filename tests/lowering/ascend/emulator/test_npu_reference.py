@@ -1,4 +1,4 @@
-"""The table of kernels is whole, and every kernel's results have the shapes and dtypes that torch_npu's own Meta kernels say."""
+"""lowering/ascend/emulator/npu_reference.py: every operator has a kernel, with the shapes and dtypes of torch_npu's Meta kernels."""
 
 import json
 import os

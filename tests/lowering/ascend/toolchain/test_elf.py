@@ -1,4 +1,4 @@
-"""lowering/ascend/toolchain/elf.py: what a compiled library defines, wants and needs; anything else is refused."""
+"""lowering/ascend/toolchain/elf.py: which symbols and libraries a compiled library defines and needs; other files are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""lowering/ascend/toolchain/harness.py: torchair's real converter runs without CANN, and its import leaves this process as it was.
+"""lowering/ascend/toolchain/harness.py: torchair's real converter runs without CANN, and importing it has no side effects here.
 
-What an import does can be seen once a process: one child does all of it, under -W error, and tells what it saw.
+The effects of an import can be observed once per process, so one child process does it all, under -W error, and reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""lowering/ascend/toolchain/stubs.py: stand-ins for CANN are made once, by whoever comes first, and never where CANN is."""
+"""lowering/ascend/toolchain/stubs.py: stub libraries are compiled once, also by concurrent processes, and never where CANN is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides a compiled graph's bytes is pinned, and torch's settings are as before after a compile."""
+"""lowering/backends/inductor/aoti.py: everything that decides a package's bytes is fixed; torch's settings are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package computes what the eager graph computes, writes state in place without copying it, and is the same bytes again."""
+"""lowering/backends/inductor/backend.py: a package computes what the eager graph computes, writes pools in place, and is reproducible."""
 
 from __future__ import annotations
 

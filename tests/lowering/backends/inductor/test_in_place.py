@@ -1,4 +1,4 @@
-"""lowering/backends/inductor/in_place.py: chains of replacements become writes in place where nobody reads the old value."""
+"""lowering/backends/inductor/in_place.py: chains of `index_put` become writes in place where nothing reads the old value."""
 
 from __future__ import annotations
 

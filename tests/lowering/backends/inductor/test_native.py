@@ -1,4 +1,4 @@
-"""lowering/backends/inductor/native.py: the C++ kernels compute what the primitives mean, row by row, and packages carry them."""
+"""lowering/backends/inductor/native.py: the C++ kernels compute what the primitives compute, row by row, and are linked into packages."""
 
 from __future__ import annotations
 
