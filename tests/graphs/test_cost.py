@@ -22,7 +22,7 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 class Build:
-    """A graph and its signature, made node by node."""
+    """A graph and its signature, built node by node."""
 
     def __init__(self) -> None:
         self.graph = Graph()

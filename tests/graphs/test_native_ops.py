@@ -77,7 +77,7 @@ def test_few_rows_in_float32_go_through_kernels_and_others_through_torch(rows: i
 
 @pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])
 def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
-    """`whole`: a prefill, which stores one state a row."""
+    """`whole` is a prefill, which stores one state per row."""
     kernel, (B, Q, H, D), zeros = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
     slots = ints(B), ints(B, 1 if whole else Q), ints(B), ints(B)
     assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots) == ({"npuc_conv"} if kernel else set())
@@ -86,7 +86,7 @@ def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool,
 
 
 def test_operators_that_write_a_pool_say_so() -> None:
-    """The pool alone, and no other operator writes anything: what traces them must know."""
+    """Schemas declare the pool as written and nothing else, which tracing relies on."""
     writes = {
         (name, argument.name)
         for name, native in native_ops.TABLE.items()

@@ -27,7 +27,7 @@ class Bump(NamedTuple):
 
 @pytest.fixture
 def define() -> Iterator[Define]:
-    """Defines primitives for one test; torch keeps the operators for as long as the process lives, so names are used once."""
+    """Defines primitives for one test; torch keeps operators until the process ends, so each name is used once."""
     defined: list[str] = []
 
     def define(name: str, operands: type[Any], factors: str, **options: Any) -> Primitive[Any]:

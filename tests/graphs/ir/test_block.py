@@ -117,7 +117,7 @@ def test_what_differs_is_another_body(first: Any, second: Any, request: pytest.F
 
 
 def test_one_operand_twice_or_two_are_one_body() -> None:
-    """How the caller came by its operands is no part of a body."""
+    """A body does not depend on how the caller computed its operands."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         one, _ = block("pair", pair, (), x, {"a": x})
@@ -142,7 +142,7 @@ def test_trees_go_in_and_come_out() -> None:
 
 
 def test_bodies_are_called_by_tuple_and_unpacked() -> None:
-    """What whoever reads a graph may count on: flat operands, a tuple of results, a value at every node."""
+    """Guarantees to every reader of a graph: flat operands, a tuple of results, and a value at every node."""
 
     def step(p: Tree, x: torch.Tensor) -> Tree:
         return block("pair", pair, (), x, {"a": x + 1})[1]
@@ -216,7 +216,7 @@ def reads_lent(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_value_of_the_program_read_past_the_operands_is_refused() -> None:
-    """Computed in the graph and reached through a global: it would be a constant of the trace."""
+    """A tensor that is computed in the graph and read through a global would become a constant of the trace."""
 
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         LENT["value"] = x * 3
@@ -267,7 +267,7 @@ W = Aval((6, 8), F32, (None, "ffn"))
 
 
 def layouts(x: torch.Tensor, w: torch.Tensor) -> Tree:
-    """Results laid out in every way: whole, split, an addend, and the operand itself."""
+    """Results of every layout: replicated, sharded, partial, and the operand itself."""
     hidden = x @ w
     return {"whole": x * 2, "split": hidden, "sum": ops.linear(hidden, w), "given": w}
 
@@ -302,7 +302,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_another_layout_is_another_body() -> None:
-    """The same global shape, once whole and once split."""
+    """Equal global shapes, once replicated and once sharded."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         square = p["w"][:, :6] if not isinstance(p["w"], DTensor) else constrain(p["w"], None, None)[:, :6]
@@ -319,7 +319,7 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_addend_is_no_whole_value() -> None:
-    """On each device they have the same shape; one body would sum both, or neither."""
+    """On each rank they have the same shape, and one body would reduce both or neither."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         part = ops.linear(x @ p["w"], p["w"])
@@ -343,7 +343,7 @@ def _numbered(w: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_body_reads_the_position_as_an_operand() -> None:
-    """The tracer is rank 0; a rank's own place comes in through `inputs.coords`, in bodies too."""
+    """The graph is traced as rank 0; in bodies too a rank's coordinates come from `inputs.coords`."""
 
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         return block("layer", mine, (), p["w"]) + block("layer", mine, (), p["w"])

@@ -76,7 +76,7 @@ def test_a_flat_graph_flattens_to_itself() -> None:
 
 
 def nested() -> GraphModule:
-    """A body that calls a body; block makes none, a reader of graphs may be given one."""
+    """A body that calls a body; `block` never makes one, but flattening supports it."""
     graph = traced(chain).graph
     inner, outer = bodies(graph)["pair"], traced(lambda x, y: (x + y, y)).graph
     root = torch.nn.Module()
@@ -123,7 +123,7 @@ STEP = st.tuples(st.integers(0, 2), st.sampled_from([1.0, 0.5]), st.booleans(), 
 @settings(max_examples=20)
 @given(st.lists(STEP, min_size=1, max_size=7), st.lists(st.integers(0, 99), min_size=1, max_size=4))
 def test_random_programs_compute_the_same_in_every_form(steps: list[Any], returned: list[int]) -> None:
-    """As untraced code, traced with bodies, flattened, outlined, optimised, and all of these of each other."""
+    """The untraced function, the traced graph, its flat, outlined and optimised forms, and combinations of them agree."""
 
     def step(*values: torch.Tensor) -> list[torch.Tensor]:
         known = list(values)

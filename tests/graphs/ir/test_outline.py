@@ -28,7 +28,7 @@ def graph_of(step: Any) -> GraphModule:
 
 
 def outlined(step: Any) -> GraphModule:
-    """The outlined graph, which computes what `step` does and leaves the traced one alone."""
+    """The outlined graph, checked to compute what `step` does and to leave the traced graph unchanged."""
     graph = graph_of(step)
     before = as_text(graph, "")
     outlined_graph = outline(graph)

@@ -20,7 +20,7 @@ Forward = Callable[[Tree, Tree, Tree], Any]
 
 
 def program(forward: Forward) -> Program:
-    """Two parameters, two pools, two inputs."""
+    """A program with two parameters, two pools and two inputs."""
     params = {"layers": [{"w": Aval((5, 3), F32, ("ffn", None))}], "norm": Aval((3,), F32)}
     state = {"k": Aval((4, 2, 1, 3), F32), "v": Aval((4, 2, 1, 3), F32)}
     return Program("toy", Bucket("decode", 2, 1), forward, params, state, {"x": Aval((2, 3), F32), "slots": Aval((2,), I32)})

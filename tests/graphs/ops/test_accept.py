@@ -33,7 +33,7 @@ def drawn(logits, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.parametrize("backend", ["eager", "ge"])
 def test_every_block_keeps_its_leading_equal_drafts_and_one_token(backend):
-    """All drafts and draws of two tokens, three drafts a row, every length."""
+    """Every combination of drafts and samples of two tokens, for three drafts per row and every number of valid drafts."""
     blocks = [
         (sampled, (9, *drafts), length)
         for sampled in itertools.product(range(2), repeat=4)
@@ -63,7 +63,7 @@ def distribution(seed):
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_draft_is_kept_by_its_probability_and_replaced_from_what_is_left(knobs, seed):
-    """Over an even grid of random numbers, whose shares are the probabilities to within its width."""
+    """Over an even grid of random numbers, frequencies equal probabilities to within one grid step."""
     logits = distribution(seed)
     p = speculators.textbook(logits, **knobs)
     rows = logits.expand(GRID, 2, V)
@@ -83,18 +83,18 @@ def test_a_draft_is_kept_by_its_probability_and_replaced_from_what_is_left(knobs
 
 TRIALS, SIGNIFICANCE = 40_000, 1e-3
 BLOCKS = [(1, 0, 2), (2, 1, 1), (0, 0, 0)]
-"""Drafts of a block; of three tokens, so that every outcome is frequent."""
+"""Drafts of a block, from a vocabulary of three tokens, so that every outcome is frequent."""
 
 
 def tables():
-    """Logits after every prefix of up to three tokens of three."""
+    """Logits after every prefix of up to three tokens, from a vocabulary of three."""
     generator = torch.Generator().manual_seed(5)
     prefixes = [prefix for n in range(4) for prefix in itertools.product(range(3), repeat=n)]
     return {prefix: torch.randn(3, generator=generator) for prefix in prefixes}
 
 
 def rejection(drafts, probabilities, draw):
-    """What a block gives: each draft kept with its probability, the first that is not replaced from what is left of p without it."""
+    """The textbook's block: each draft is kept with its probability; the first rejected one is resampled from p without it."""
     block = ()
     for draft in drafts:
         p = list(probabilities[block])
@@ -107,7 +107,7 @@ def rejection(drafts, probabilities, draw):
 
 
 def ours(drafts, logits, knobs):
-    """The same by `sample` and `accept`, TRIALS times."""
+    """Blocks by `sample` and `accept`, TRIALS times."""
     along = [logits[drafts[:t]] for t in range(4)]
     rows = torch.stack(along).expand(TRIALS, 4, 3)
     sampled = drawn(rows, torch.rand(TRIALS, 4, generator=torch.Generator().manual_seed(6)), **knobs)
@@ -117,7 +117,7 @@ def ours(drafts, logits, knobs):
 
 
 def exact(drafts, probabilities):
-    """Probability of every block that can be."""
+    """Probability of every possible block."""
     masses, along = {}, 1.0
     for t, draft in enumerate((*drafts, None)):
         p = probabilities[drafts[:t]]
@@ -127,7 +127,7 @@ def exact(drafts, probabilities):
 
 
 def improbability(statistic, freedom):
-    """How likely a chi-square of so many degrees of freedom is to be this large; a certain outcome has none."""
+    """Probability of a chi-square at least this large; 1 for a certain outcome, which has no degrees of freedom."""
     if not freedom:
         return float(statistic < 1e-6)
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
@@ -156,7 +156,7 @@ def test_blocks_are_distributed_as_rejection_sampling_makes_them(knobs, drafts):
 
 
 def test_the_test_sees_a_bias_of_two_percent():
-    """A draft that is kept a little too often fails it."""
+    """Keeping a draft 2% too often fails the test."""
     p = [0.5, 0.3, 0.2]
     counts = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
     fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, counts, strict=True))

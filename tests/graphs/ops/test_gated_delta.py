@@ -35,7 +35,7 @@ def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: boo
 
 
 def oracle(rule: Any, x: Operands, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers scales queries by 1/sqrt(Dk) itself, ours come scaled; its states are [.., Dk, Dv], ours the other way."""
+    """transformers scales queries by 1/sqrt(Dk) itself and its states are [.., Dk, Dv]; here queries are scaled and states [.., Dv, Dk]."""
     scale, start = x["q"].shape[-1] ** 0.5, options.pop("initial_state")
     turned = None if start is None else start.transpose(-1, -2)
     out, after = rule(x["q"] * scale, x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=turned, output_final_state=True, **options)
@@ -84,7 +84,7 @@ def test_chunks_are_token_by_token_and_so_are_their_gradients(chunk: int) -> Non
 
 
 def exact(x: Operands) -> torch.Tensor:
-    """The rule as its docstring states it, in f64."""
+    """The rule as the primitive's docstring states it, in f64."""
     q, k, v, g, beta, state = (x[n].double() for n in ("q", "k", "v", "g", "beta", "state"))
     share = v.shape[2] // q.shape[2]
     outs = []

@@ -40,7 +40,7 @@ def fused(m: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_choice(m: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The definition, choice by choice in float64."""
+    """The definition of a mixture of experts, choice by choice in float64."""
     out = torch.zeros(m["x"].shape, dtype=torch.float64)
     for t, row in enumerate(m["x"].double()):
         for share, e in zip(m["share"][t].double(), m["ids"][t].tolist(), strict=True):
@@ -165,7 +165,7 @@ def test_rows_arrive_by_expert_then_by_source() -> None:
 
 
 def in_threads(ranks: int, member: Callable[[int, str], Any]) -> list[Any]:
-    """Runs every member of a process group in a thread of its own."""
+    """Runs every rank of a process group in its own thread."""
     results: list[Any] = [None] * ranks
     failures: list[BaseException] = []
     store = dist.HashStore()

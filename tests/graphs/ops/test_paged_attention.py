@@ -42,7 +42,7 @@ def test_equals_dense_attention_per_request(H: int, G: int, D: int, P: int, dtyp
 
 
 def test_a_written_cache_is_the_sequence_itself() -> None:
-    """slot_mapping, cache_write and paged_attention together: two chunks through pages are causal attention over the whole."""
+    """slot_mapping, cache_write and paged_attention over two chunks equal causal attention over the whole."""
     r = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(1, 7, 4, 5, generator=r), torch.randn(7, 2, 5, generator=r), torch.randn(7, 2, 5, generator=r)
     pools = tuple(torch.full((6, 3, 2, 5), float("nan")) for _ in range(2))

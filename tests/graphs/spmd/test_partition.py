@@ -40,7 +40,7 @@ def program(forward: Callable[[Tree, Tree, Tree], Any], width: int = F) -> Progr
 
 
 def mlp(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """A column-parallel, then a row-parallel product, and a head split over the vocabulary."""
+    """A column-parallel and a row-parallel matmul, and a head sharded over the vocabulary."""
     hidden = torch.nn.functional.silu(ops.linear(i["x"], p["up"]))
     down = constrain(ops.linear(hidden, p["down"]), None, None)
     x, stream = ops.add_rms_norm(down, i["x"], p["norm"], 1e-6, 1.0)
@@ -101,14 +101,14 @@ def test_the_text_of_two_devices(golden: Callable[[str, str], None]) -> None:
 
 
 def test_partitioning_again_gives_the_same_graph() -> None:
-    """Whatever other meshes this process has partitioned for in between."""
+    """Also after this process has partitioned for other meshes."""
     first = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("tp=2", "dp=2,tp=2", "")}
     again = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("", "dp=2,tp=2", "tp=2")}
     assert first == again
 
 
 def test_every_rank_has_the_same_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is traced as rank 0; traced as any other rank it is the same, so one graph serves all."""
+    """Traced as any rank, the graph is the same, so one graph serves all ranks."""
     start = dist.init_process_group
     partitions = []
     for rank in range(4):
@@ -120,7 +120,7 @@ def test_every_rank_has_the_same_certificate(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shards_together_are_the_whole() -> None:
-    """Both devices' graphs, run here with the sum and the gather done by hand, give the unsharded results."""
+    """The graphs of both ranks, run with collectives written in the test, give the unsharded results."""
     whole, two = split(mlp, ""), split(mlp)
     values = operands(whole)
     want = whole.graph(*values)
@@ -143,7 +143,7 @@ def at(*coords: int) -> torch.Tensor:
 
 
 def step_by_step(partitioned: Partitioned, values: list[torch.Tensor]) -> Iterator[Any]:
-    """Runs a graph; at each collective yields what this device sends and is sent what it gets. Ends by yielding the results."""
+    """Runs a graph: yields the operand of each collective and is sent its result; at the end yields the graph's results."""
     known: dict[Any, Any] = {}
     rest = iter(values)
     for node in partitioned.graph.graph.nodes:
@@ -191,7 +191,7 @@ def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
 
 
 def test_groups_do_not_communicate_without_a_region() -> None:
-    """dp is manual: what is split over tp is split the same, whatever dp is."""
+    """dp is a manual axis: sharding over tp is the same for every size of dp."""
     assert split(mlp, "dp=3,tp=2").collectives == split(mlp).collectives
     alone = split(mlp, "dp=3")
     assert alone.collectives == ()
@@ -229,7 +229,7 @@ def test_experts_may_lie_on_all_devices() -> None:
 
 
 def test_a_share_is_taken_at_the_device_s_own_position() -> None:
-    """The graph is traced on rank 0; each rank takes its own rows by its coordinates."""
+    """The graph is traced as rank 0; each rank takes its own rows by its coordinates."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return {"y": constrain(constrain(i["x"], "rows", None) * 2, None, None)}, s
@@ -257,7 +257,7 @@ def test_only_experts_may_be_split_over_groups() -> None:
 
 
 def test_a_name_that_no_group_has_is_refused() -> None:
-    """An axis over all of a mesh is `world`; over some axes of it, in another order, there is no group."""
+    """A logical axis over all mesh axes uses the group `world`; over some axes in another order there is no group."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return {"y": shard_map(lambda x: all_gather(x, "experts"), [(i["x"], (None, None))], (None, None))}, s

@@ -73,7 +73,7 @@ def publish(path: Path, *, compiled: bytes | None = None) -> Manifest:
 
 
 def interrupted(path: Path, *, publishing: bool = False) -> None:
-    """A build that fails when it has added files, or one publish later."""
+    """A build that fails after it has added files, or after its first publish."""
     with ArtifactWriter(path) as writer:
         manifest = described(writer, compiled=b"better code")
         if publishing:

@@ -120,9 +120,9 @@ ARGUMENTS = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and in every bit."""
+    """Whether two values are equal in type and in every bit."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        # FX keeps lists in a list type of its own.
+        # FX stores lists in its own list type.
         return isinstance(a, tuple) == isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)

@@ -48,7 +48,7 @@ def test_each_rank_loads_its_part(tmp_path):
 
 
 def mapped(tensors, file):
-    """Names of the tensors whose memory is a mapping of a file."""
+    """Names of the tensors whose memory is mapped from a file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
     ranges = [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
     return {name for name, tensor in tensors.items() if any(tensor.data_ptr() in addresses for addresses in ranges)}

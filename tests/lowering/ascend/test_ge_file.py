@@ -16,7 +16,7 @@ from npucompile.lowering.ascend.ge_file import FORMAT, GeFile, canonical, decode
 
 
 def model(attributes=("group", "rank", "a", "b", "c", "d", "e")) -> bytes:
-    """x, state -> all-reduce, dispatch; a called graph holds a second operator of the same name."""
+    """x, state -> all-reduce, dispatch; a called graph has a second operator of the same name."""
     built = messages().ModelDef()
     for name in ("main", "called"):
         graph = built.graph.add(name=name)
@@ -87,7 +87,7 @@ def test_each_rank_gets_its_number_and_its_communicators(ge_file):
         assert ops["reduce"].attr["group"].s == groups["tp"].encode()
         assert ops["reduce"].attr["a"].s == b"tp"
         assert patched(mine, 9, {}) is mine
-    # What all ranks share is as it was.
+    # The unpatched file is unchanged.
     assert parse(ge_file.graph) == parse(model())
 
 

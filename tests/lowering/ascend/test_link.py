@@ -164,7 +164,7 @@ def test_calls_that_write_one_state_follow_each_other(ta):
 
 
 def looked_at_before(feeds_the_write):
-    """A call that reads a state before another one writes it: what is written is made of what was read, or is not."""
+    """A call that reads a state before another call writes it; the written value depends on the first call's result, or not."""
     main = gb.Main()
     x, pool = main.operand("params.x", X), main.operand("state.pool", POOL)
     rows, new = main.operand("inputs.rows", ROWS), main.operand("inputs.new", NEW)
@@ -256,7 +256,7 @@ def test_state_may_stand_behind_the_outputs(ta):
 
 
 def with_options(monkeypatch, options):
-    """Makes bodies have further options: a function of the body's name."""
+    """Adds options to converted bodies, as a function of the body's name."""
 
     def convert(gm, ta, name):
         body = convert_body(gm, ta, name)

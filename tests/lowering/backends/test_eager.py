@@ -26,7 +26,7 @@ def module(graph: Graph) -> GraphModule:
 
 
 def arithmetic() -> GraphModule:
-    """Lists, tuples, nested lists, keyword arguments, several results and an operand as a result."""
+    """A graph with lists, tuples, nested lists, keyword arguments, several results and an operand as a result."""
     graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     both = graph.call_function(aten.cat.default, ([x, y], 0))
@@ -73,7 +73,7 @@ def test_needs_no_gradient_and_leaves_none() -> None:
 
 
 class Watch:
-    """Functions for a graph that remember, weakly, what they made, and how many of it are alive when `count` runs."""
+    """Functions for a graph that keep weak references to their results, and a count of those alive when `count` runs."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[torch.Tensor]] = []

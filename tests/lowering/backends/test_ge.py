@@ -35,7 +35,7 @@ def prepared(tmp_path_factory):
 
 
 def forward(params, state, inputs):
-    """A layer that keeps something in pools, and one sum over ranks."""
+    """A partitioned layer with pools and one all-reduce."""
     x = inputs["x"]
     key, value = (ops.linear(x, params[name]).view(T, G, D) for name in ("key", "value"))
     k, v = ops.cache_write(state["k"], state["v"], key, value, inputs["slots"])

@@ -21,7 +21,7 @@ MESHES = ["", "tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=4,tp=2", "dp=3,tp=5", "dp
 
 
 class Named:
-    """Stands for an operator of torch_npu, which this process need not import."""
+    """Stands in for an operator of torch_npu, so that this process need not import torch_npu."""
 
     __module__ = "npu"
 
@@ -36,7 +36,7 @@ class Named:
 
 
 def built(*names: str, fn: Callable[..., Any], **bodies: GraphModule) -> GraphModule:
-    """A graph with placeholders of these names; fn(graph, *placeholders) adds the rest and returns its results."""
+    """A graph with placeholders of these names; fn(graph, *placeholders) adds the other nodes and returns the results."""
     graph, root = Graph(), torch.nn.Module()
     for name, body in bodies.items():
         setattr(root, name, body)
@@ -82,7 +82,7 @@ def test_gather_matmul_scatter_is_the_unsharded_product(mesh: str) -> None:
     x, w = torch.randn(dp, tp, 8), torch.randn(8, 4 * tp)
 
     def body(g: Graph, x: Node, w_rows: Node) -> list[Node]:
-        """Rows of x are on tp ranks, w is split over its contraction: gather the rows, multiply, sum and scatter."""
+        """Rows of x are sharded over tp, w over its contracted dimension: all-gather, multiply, reduce-scatter."""
         whole = waited(g, c10d.all_gather_into_tensor.default, x, tp, "tp")
         mine = g.call_function(aten.mm.default, (whole, w_rows))
         return [waited(g, c10d.reduce_scatter_tensor.default, mine, "sum", tp, "tp")]
@@ -221,7 +221,7 @@ CALLS: list[list[Shout]] = []
 
 @pytest.fixture(scope="module")
 def shout() -> Iterator[Primitive[Shout]]:
-    """A primitive whose result is every member's values, its own first."""
+    """A primitive whose result is the values of all ranks of the group, the rank's own first."""
     primitive = Primitive("lockstep_shout", Shout, factors="_ -> _")
     primitive.reference(lambda args: pytest.fail("it has a meaning only for a whole group"))
 

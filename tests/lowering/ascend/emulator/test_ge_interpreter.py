@@ -39,7 +39,7 @@ def copied(ranks: Operands) -> Operands:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit, and undefined where the other is."""
+    """Whether two tensors are equal in every bit, with NaN in the same elements."""
     return torch.equal(a.nan_to_num(-7), b.nan_to_num(-7))
 
 
@@ -48,7 +48,7 @@ def equal(one: Operands, other: Operands) -> bool:
 
 
 def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
-    """Results of the last step, which are those of the graph in every order; the state is too, after each of the steps."""
+    """Runs the GE file in every order; results and state equal the graph's. Returns the results of the last step."""
     where = Mesh.parse(mesh)
     before, results = copied(ranks), []
     for _ in range(steps):
@@ -68,7 +68,7 @@ def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 
 
 
 def operand(leaf: str, val: torch.Tensor, seed: int) -> torch.Tensor:
-    """What `ge_bodies.two_kinds` may be called with: places that are there and differ, lengths that fit."""
+    """A legal operand of `ge_bodies.two_kinds`: slots that exist and differ, lengths that fit."""
     name = leaf.rpartition(".")[2]
     numbers = {
         "slots": [5, 6, 130, 131, 300, 301, 400, 401], "q_ends": [2, 4, 6, 8], "kv_lens": [7, 4, 46, 18], "write": list(range(1, 9)),
@@ -151,7 +151,7 @@ def test_groups_are_those_of_the_mesh(ta: Any) -> None:
 
 
 class Hand:
-    """A ModelDef under construction, one line an operator."""
+    """A ModelDef under construction, operator by operator."""
 
     def __init__(self) -> None:
         self.model = messages().ModelDef()
@@ -213,7 +213,7 @@ def test_views_share_memory_and_all_else_has_its_own() -> None:
     assert moved.tolist() == [[0, 2], [1, 3]]
     assert copy.tolist() == [0, 1, 2, 3]
     assert operands[0].tolist() == written.tolist() == [0, 9, 2, 3]
-    # A result is a copy of its own.
+    # A result is a copy, not the pool itself.
     operands[0].zero_()
     assert written.tolist() == [0, 9, 2, 3]
 
@@ -416,13 +416,13 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> None:
-    """Bit by bit in every order that GE may take, over prompts and steps that accept all drafts, some or none."""
+    """Bit by bit, in every order that GE may choose, over prefill and steps that accept all drafts, some or none."""
     case = WHOLE[name]
     mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
     cache: dict[Bucket, tuple[Any, GeFile]] = {}
 
     def both(partitioned: Partitioned) -> tuple[Any, GeFile]:
-        """The graph before torchair, and after it; made once for a bucket."""
+        """The graph before torchair and the GE file after it, cached by bucket."""
         bucket = partitioned.program.bucket
         if bucket not in cache:
             lowered = lower(partitioned)

@@ -103,7 +103,7 @@ def test_dtypes_are_those_of_ge() -> None:
     with pytest.raises(LoweringError, match=r"attribute dst_type is dtype number 28; legal are \[0, 1, 2, 3"):
         gc.call("Cast", dst_type=28).dtype("dst_type")
     assert INT4 not in DTYPES
-    # Of the same names the messages have other numbers.
+    # The numbers of the messages' DataType differ from torchair's, for the same names.
     assert {number: messages().DataType.Name(number) for number in (1, 27)} == {1: "DT_FLOAT", 27: "DT_BF16"}
 
 

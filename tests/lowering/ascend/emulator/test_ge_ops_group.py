@@ -58,7 +58,7 @@ def test_what_torchair_makes_of_a_collective_is_the_collective(ta: Any, kind: st
 
 
 def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens go to the members that own their experts, become something there, and come back."""
+    """Tokens are dispatched to the ranks of their experts, changed there, and combined again."""
     sent = npu.npu_moe_distribute_dispatch_v2(x, ids, "world", 4, 0, 8, quant_mode=0, expert_token_nums_type=1)
     rows = sent[0] * 2 + 1
     return (npu.npu_moe_distribute_combine_v2(rows, ids, sent[2], sent[4], weights, "world", 4, 0, 8, shared_expert_x=shared),)
@@ -105,7 +105,7 @@ def together(kind: str, inputs: list[dict[str, Any]], **attrs: Any) -> list[Any]
 
 
 def parts(x: torch.Tensor, sent: list[int], taken: list[int], at: list[int] | None = None) -> dict[str, torch.Tensor]:
-    """Inputs of an exchange of uneven parts, in elements."""
+    """Inputs of an all-to-all with uneven splits, counted in elements."""
 
     def places(counts: list[int]) -> torch.Tensor:
         return gc.i64(*[sum(counts[:i]) for i in range(len(counts))])

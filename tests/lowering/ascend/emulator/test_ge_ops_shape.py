@@ -25,7 +25,7 @@ WIDE = torch.tensor([[3, 0, 0, 1], [1, 2, 3, 0], [0, 0, 0, 0]])
 
 
 def made(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of no operand but one that it adds to, as a body must have one."""
+    """A function without operands, given one that it adds to, because a body needs an operand."""
     return lambda x: x + fn()
 
 
@@ -84,7 +84,7 @@ def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, f
 
 
 def _on_cpu(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """What `made` would add, on a device that holds numbers."""
+    """The tensors that `made` would add, on a device with data."""
     if kind == "Fill":
         return x + 2.5
     return x + torch.arange(4, dtype=I32) if x.dtype is I32 else x + torch.arange(1.0, 3.0, 0.5)

@@ -75,7 +75,7 @@ IDS = torch.tensor([[3, 0], [1, 3], [2, 1], [3, 5]], dtype=torch.int32)
 
 
 def routed(ids: torch.Tensor, low: int, high: int) -> list[int]:
-    """Flat choices in the order of their rows."""
+    """Flat indices of the choices, in the order of their rows."""
     return [i for e in range(low, high) for i, v in enumerate(ids.flatten().tolist()) if v == e]
 
 

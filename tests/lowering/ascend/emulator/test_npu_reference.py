@@ -157,7 +157,7 @@ def told(results: Any) -> list[list[Any]]:
 
 
 def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[list[list[Any]]]:
-    """Shapes and dtypes that the operators' Meta kernels give; the caller's process is not for torch_npu."""
+    """Shapes and dtypes of the operators' Meta kernels, computed in a child process that may import torch_npu."""
     from npucompile.lowering.ascend.toolchain import harness
 
     harness.load(cache_dir)
@@ -191,7 +191,7 @@ print("ANSWER" + json.dumps(cases.ask_torch_npu([(name, case()) for name, case i
 
 @pytest.fixture(scope="module")
 def metas(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[Any]]]:
-    """What torch_npu says of every case, from a process of its own."""
+    """Shapes and dtypes that torch_npu gives for every case, from a child process."""
     command = [sys.executable, "-c", CHILD, __file__, str(tmp_path_factory.mktemp("stubs"))]
     child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, check=False)
     assert child.returncode == 0, child.stderr

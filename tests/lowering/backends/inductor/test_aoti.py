@@ -15,7 +15,7 @@ from npucompile.lowering.backends.inductor import aoti, native
 
 @pytest.fixture(autouse=True)
 def archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernels would be; what makes them is tested by itself."""
+    """Stands in for the archive of kernels, which test_native.py tests."""
     monkeypatch.setattr(native, "archive", lambda compiler, level, cache_dir: cache_dir / "native" / f"kernels-{level}.a")
 
 

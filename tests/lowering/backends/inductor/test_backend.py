@@ -65,7 +65,7 @@ Rule = Callable[[Primitive], Callable[..., Any]]
 
 
 def compiled(primitive: Primitive) -> Callable[..., Any]:
-    """What a graph for this backend calls: kernels of ours, as all is small and in float32."""
+    """A primitive's lowering for this backend; small float32 operands select native kernels."""
     return primitive.lower_for("inductor")
 
 
@@ -74,7 +74,7 @@ def meant(primitive: Primitive) -> Callable[..., Any]:
 
 
 def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A paged write and a recurrent state, read by one index and written by another; then one of each native operator, on views."""
+    """A paged write, a recurrent state that is read and written in different slots, and each native operator on views."""
     w, taps, gate_up, down, pool, slots, windows, states, pages, offsets, read, write, num_computed_tokens, after, rows, knobs = operands
     state = torch.where((read == 0).reshape(3, 1, 1), 0.0, slots[read]) * 0.5 + 1
     written = torch.ops.aten.index_put(pool, [pages, offsets], state.reshape(3, 2, 32))
@@ -99,7 +99,7 @@ def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def lowered() -> GraphModule:
-    """`step` as a lowered graph: flat, outputs only, copies into those donated pools that no kernel writes at the end."""
+    """`step` as a lowered graph: flat, returning outputs only; donated pools that no kernel writes are copied into at the end."""
     with torch.no_grad():
         fakes = (torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in SIGNATURE.operands)
         graph = make_fx(partial(step, compiled), tracing_mode="fake")(*fakes)
@@ -136,7 +136,7 @@ def operands() -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        # Precompiling headers costs more than it saves for two small graphs.
+        # For two small graphs, precompiling headers costs more than it saves.
         patch.setattr(aoti.shutil, "which", lambda name: None)
         yield tmp_path_factory.mktemp("cache")
 
@@ -195,7 +195,7 @@ print(2.0 ** -1060 / 2 > 0, bool((torch.tensor([2.0 ** -140]) / 2 > 0).all()))
 
 
 def test_serving_copies_no_pool_loads_no_compiler_and_flushes_no_small_number(package: Path, tmp_path: Path) -> None:
-    """Flushing would be a property of the thread that loads: seen by everyone, and by this proof only in a fresh process."""
+    """A library that flushes denormals does so in the thread that loads it, which only a fresh process can show."""
     at = POOLS.start
     torch.save([value if i != at else None for i, value in enumerate(operands())], tmp_path / "operands.pt")
     code = SERVE.format(pages=PAGES, at=at)
@@ -206,7 +206,7 @@ def test_serving_copies_no_pool_loads_no_compiler_and_flushes_no_small_number(pa
 
 
 def test_a_package_calls_every_native_operator() -> None:
-    """The one that these tests compile: what a graph calls of them is proven there."""
+    """The package compiled here covers all native operators, so that the tests of its results do too."""
     targets = {node.target for node in lowered().graph.nodes}
     assert {native.op for name, native in native_ops.TABLE.items() if name.startswith("npuc_")} <= targets
 
