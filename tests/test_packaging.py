@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
 NOT_SOURCES = (".*", "__pycache__", "dist", "artifacts", "*.egg-info")
 
-# Run with -S: no .pth file is read, so an editable install cannot lend what the wheel lacks.
+# Run with -S, so that no .pth file of an editable install adds files that the wheel lacks.
 IMPORT_ALL = """
 import importlib, importlib.metadata, json, pkgutil, sys
 wheel, *libraries = sys.argv[1:]
@@ -32,7 +32,7 @@ print(json.dumps({"files": files, "commands": commands, "versions": [npucompile.
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked; built from a copy so that no build folder is left in the tree or taken from it."""
+    """The wheel, unpacked; built from a copy of the tree, so that neither affects the other's build folder."""
     place = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, place / "source", ignore=not_sources)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(place / "source")]
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def not_sources(folder: str, names: list[str]) -> set[str]:
-    """What is not to be copied; `build` only at the root, where tools write, since a package has that name too."""
+    """Names that are not copied; `build` only at the root, since tools/build is a package."""
     return shutil.ignore_patterns(*NOT_SOURCES)(folder, names) | ({"build"} if Path(folder) == ROOT else set())
 
 

@@ -27,7 +27,7 @@ def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[i
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
-    """The smallest bucket and limits."""
+    """A decode step has no token and no position among its inputs except `base`, the smallest possible position."""
     Q, limits = drafts + 1, replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
     wanted = ANY | {"drafts": (), "base": (), "state_slots_out": (Q,), "uniform": (2 * Q - 1,)}
     assert shapes(Bucket("decode", 3, Q), limits) == wanted

@@ -24,7 +24,7 @@ GE = {"all_gather_into_tensor": "HcomAllGather", "reduce_scatter_tensor": "HcomR
 
 
 def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
-    """A GE file whose collectives follow each other, each behind a cast, as they would after torchair."""
+    """A GE file with a chain of collectives, each after a cast, as torchair converts them."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     last, patches = "x", []
@@ -50,7 +50,7 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
 
 
 def of_all(ge_file, mesh=MESH):
-    """What the GE file of each rank says, patched as a loader would with communicators of its own."""
+    """The collectives of each rank, read from the GE file patched with that rank's communicators."""
     per_rank = []
     for rank in range(mesh.size):
         mine = {name: mesh.group(name, rank) for name in mesh.groups()}
@@ -204,7 +204,7 @@ def test_one_graph_on_all_ranks_never_hangs(collectives, mesh):
 
 
 def finishes(per_rank):
-    """Runs the lists as HCCL would: any collective whose members are all at it, with the same name and type, one at a time."""
+    """Runs the lists as HCCL would: in any order, each collective that all its members have reached with equal name and type."""
     left = [list(talks) for talks in per_rank]
     while any(left):
         for talks in left:

@@ -20,20 +20,20 @@ from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import Lowered, lower_eager, lower_inline
 from npucompile.models import qwen3_5, step
 
-# Graphs lowered for inductor call native operators, whoever runs them.
+# Graphs lowered for inductor call native operators, also when Python runs them.
 pytestmark = pytest.mark.usefixtures("kernels")
 
 F32, I32 = torch.float32, torch.int32
 Forward = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
-# --- donation, one way at a time ---
+# --- donation, one case at a time ---
 
 # Three pages of four slots, one head of width five; each step writes two slots.
 POOL = Aval((3, 4, 1, 5), F32)
 
 
 def whole(forward: Forward, optimised: bool = True) -> Partitioned:
-    """Three pools a, b, c and the step's rows and slots."""
+    """A step over three pools a, b, c, rows and slots, partitioned for one device."""
     state = {name: POOL for name in "abc"}
     inputs = {"rows": Aval((2, 1, 5), F32), "slots": Aval((2,), I32)}
     partitioned = partition(trace(Program("toy", Bucket("decode", 2, 1), forward, {}, state, inputs)), Mesh(), Rules())
@@ -78,7 +78,7 @@ def swapped(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def copied_to_another(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The old a goes to b through a view, while a itself is written."""
+    """The old value of a is written to b through a view, while a itself is written."""
     a, c = write(s, i, "a", "c")
     return {"y": i["rows"] + 1}, {"a": a, "b": s["a"].view(12, 5).view(3, 4, 1, 5), "c": c}
 
@@ -95,7 +95,7 @@ def written_twice(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def written_twice_and_read_between(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """As a draft head does: each write depends on what was read after the one before."""
+    """As in a draft head, each write depends on a read after the previous write."""
     a, b = write(s, i)
     middle = (a * b).sum()
     a, b = ops.cache_write(a, b, i["rows"] + middle, i["rows"] - middle, i["slots"] - 1)
@@ -116,7 +116,7 @@ def first_value_is_looked_at_after_the_second(p: Tree, s: Tree, i: Tree) -> tupl
 
 
 def second_writer_takes_a_third_pool(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The second writer may not write c, which is read later: so b is not written in place either, nor by the first writer."""
+    """c is read after the second writer, which so cannot write in place; neither writer of b can then."""
     a, b = write(s, i)
     b, c = ops.cache_write(b, s["c"], i["rows"] + 1, i["rows"] - 1, i["slots"] - 1)
     return {"y": b.sum() - s["c"].sum()}, {"a": a, "b": b, "c": c}
@@ -128,7 +128,7 @@ def one_pool_in_two_places(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def outputs_are_pools(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Old, new, unchanged, and views of each; nobody's next step may change them."""
+    """Old, new and unchanged values and views of each as outputs; the next step must not change them."""
     a, b = write(s, i)
     outputs = {"new": a, "part": b[1], "row": b.view(12, 5)[3:4], "kept": s["c"], "look": s["c"][0]}
     return outputs, {**s, "a": a, "b": b}
@@ -140,7 +140,7 @@ def outputs_are_old_pools(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def convolution(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """A donating primitive with a result of its own beside the pool."""
+    """A donating primitive that also returns a result besides the pool."""
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 1
     y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, slots[:, None], slots, slots + 1)
@@ -148,7 +148,7 @@ def convolution(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def convolution_token_by_token(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The same, with a window after every token; the pool is a view, so nothing writes it in place, however it is lowered."""
+    """The same with a window after every token; the pool is a view, so no lowering writes it in place."""
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 2
     both = torch.cat([slots - 1, slots])[None]
@@ -156,7 +156,7 @@ def convolution_token_by_token(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
     return {"y": y}, {**s, "a": new.view(3, 4, 1, 5)}
 
 
-# What writes the pools in the eager form: the number of in-place variants, of copies at the end, and of values set apart first.
+# Expected in the eager form: the number of in-place variants, of copies at the end, and of values cloned before.
 WAYS: list[tuple[Forward, int, int, int]] = [
     (in_place, 1, 0, 0),
     (old_value_is_read_before, 1, 0, 0),
@@ -182,7 +182,7 @@ WAYS: list[tuple[Forward, int, int, int]] = [
 
 @dataclass
 class Steps:
-    """Five steps of a graph: outputs of each, as they were when returned and as they are at the end, and the last state."""
+    """Five steps of a graph: the outputs of each when returned and after the last step, and the last state."""
 
     returned: list[list[torch.Tensor]]
     at_end: list[list[torch.Tensor]]
@@ -298,7 +298,7 @@ def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -
 
 
 def test_every_result_of_an_in_place_variant_goes_to_its_reader(request: pytest.FixtureRequest) -> None:
-    """A primitive that returns two values around its pool, so that indices shift when the pool's goes away."""
+    """A primitive that returns a value before and after its pool, so that indices shift when the pool's is dropped."""
     request.addfinalizer(lambda: TABLE.pop("test_three", None))
 
     class Three(NamedTuple):
@@ -356,7 +356,7 @@ LIMITS = Limits(page_size=4, num_pages=11, num_slots=7, max_model_len=20, slots_
 
 
 def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Partitioned:
-    """A step whose windows go to a pool of their own; `old` says what is read of the pool before and after: (before, after) -> output."""
+    """A step with a pool of convolution windows; `old` computes an output of the pool's values: (before, after) -> output."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], i["num_computed_tokens"], i["num_computed_tokens"])
@@ -369,7 +369,7 @@ def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Part
 
 @pytest.mark.parametrize("free", [True, False])
 def test_a_kernel_writes_a_pool_that_nothing_reads_later(free: bool) -> None:
-    """Where something does, the old pool is what it reads, and the reference makes the new one."""
+    """A later reader sees the old pool, and the functional reference computes the new one."""
     partitioned = convolved(lambda before, after: after * 2 if free else before * 2)
     lowered = lower_inline(partitioned, "inductor")
     assert ("npuc_native.npuc_conv" in calls(lowered)) == free
@@ -477,7 +477,7 @@ SAMPLING = {"temperature": [0.0, 0.9], "top_k": [0, 3], "top_p": [1.0, 0.8], "mi
 
 
 def run(stages: Stages, steps: list[dict[str, object]]) -> None:
-    """Functional, eager and inlined graphs over the same steps: outputs and pools agree after each."""
+    """Runs the functional, eager and inlined graphs over the same steps; outputs and pools agree after each."""
     signature = stages.optimised.signature
     state_at = slice(len(signature.params), len(signature.params) + len(signature.state))
     forms = [EagerExecutable(stages.eager.graph), EagerExecutable(stages.inductor.graph)]
@@ -491,7 +491,7 @@ def run(stages: Stages, steps: list[dict[str, object]]) -> None:
             values[state_at] = own
             got = form(values)
             torch.testing.assert_close(got, want[: len(signature.outputs)], rtol=1e-4, atol=1e-5)
-            # Tokens that are not valid go to null pages and slots, and what they are is nobody's business.
+            # Padding tokens are written to null pages and slots, whose contents are undefined.
             torch.testing.assert_close([pool[1:] for pool in own], [pool[1:] for pool in pools[0]], rtol=1e-4, atol=1e-5)
 
 

@@ -127,7 +127,7 @@ def exact(drafts, probabilities):
 
 
 def improbability(statistic, freedom):
-    """Probability of a chi-square at least this large; 1 for a certain outcome, which has no degrees of freedom."""
+    """Probability of a chi-square at least this large; without degrees of freedom 1 if it is zero, else 0."""
     if not freedom:
         return float(statistic < 1e-6)
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))

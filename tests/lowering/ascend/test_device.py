@@ -27,7 +27,7 @@ CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
 
 
 class Recorder:
-    """Stands in for a GeGraph; writes down what is called."""
+    """Stands in for a GeGraph and logs the calls."""
 
     def __init__(self, log, model_def=None, serialized_model_def=None, name=None):
         self.log, self.name = log, name
@@ -168,7 +168,7 @@ def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
     assert [tensor.tolist() for tensor in results] == [[0.0]]
     _, fed, assigned = log[-1]
     assert fed == [id(operands[index]) for index in FEEDS]
-    # The pool's result is read by the sum, so its operator writes in place; the buffer is the memory of an output of its own.
+    # The sum reads the pool's result, so its operator writes in place; the buffer is bound to an output of its own.
     assert (ge_file.outputs, {operand for _, operand in ge_file.donations}) == (1, {3})
     assert 2 in ge_file.bound
     assert {(output, id(operands[operand])) for output, operand in ge_file.donations} == {
@@ -262,7 +262,7 @@ def test_communicators_are_made_by_their_groups():
         return SimpleNamespace(_get_backend=lambda where: backend if where.type == "npu" else None)
 
     assert device.communicators({"world": group("world"), "tp": group("tp")}, 5) == {"tp": "hccl_tp", "world": "hccl_world"}
-    # In one order on all ranks: making a communicator waits for the others of the group.
+    # The order is the same on all ranks, because creating a communicator waits for the group's other ranks.
     assert calls == [("tp", 5, True), ("world", 5, True)]
 
 
@@ -270,7 +270,7 @@ def test_communicators_are_made_by_their_groups():
 
 
 def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> GeFile:
-    """x @ w with w given twice: to the product, and where `second_reader` says; a GroupedMatmul with an absent bias."""
+    """x @ w with w also read where `second_reader` says, and a GroupedMatmul without bias."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     for index, name in enumerate(("x", "w", "experts")):

@@ -43,7 +43,7 @@ def lowered(primitive: Primitive, args: Args) -> tuple[torch.fx.GraphModule, lis
 
 
 class OnCpu(torch.fx.Interpreter):
-    """Runs NPU operators by their documented CPU kernels, and refuses to see a group's: those need all members."""
+    """Runs NPU operators by their CPU kernels; refuses those over a group, which need all its ranks."""
 
     def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
@@ -52,7 +52,7 @@ class OnCpu(torch.fx.Interpreter):
 
 
 def tensors(args: Args) -> list[torch.Tensor]:
-    # Clones: int4 kernels destroy their rows.
+    # Cloned, because int4 kernels overwrite their rows.
     return [a.clone() for a in args if isinstance(a, torch.Tensor)]
 
 
@@ -68,7 +68,7 @@ def reference(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
 
 
 def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args) -> list[str]:
-    """Types of the GE operators that torchair makes of the lowering, without what only shapes or fills operands."""
+    """Types of the GE operators of the converted lowering, without those that only reshape or fill operands."""
     graph, metas = lowered(primitive, args)
     with metas[0].fake_mode:
         runner = torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner
@@ -81,7 +81,7 @@ def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
 
 
 def choices(tokens: int, chosen: int, experts: int, seed: int = 0) -> torch.Tensor:
-    """[tokens, chosen] distinct experts a token."""
+    """[tokens, chosen] ids of experts, distinct for each token."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(-1)[:, :chosen].int()
 
@@ -180,10 +180,10 @@ def test_moe_experts_of_this_device(experts: int) -> None:
     (got,), (want,) = on_cpu(ops.moe_experts, args), reference(ops.moe_experts, args)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     (sort,) = (node for node in lowered(ops.moe_experts, args)[0].graph.nodes if "init_routing" in str(node.target))
-    assert sort.kwargs["expert_num"] == experts + 1  # the kernel's ids are below it, those made for other devices' too
+    assert sort.kwargs["expert_num"] == experts + 1  # upper bound of the kernel's ids, including the one for other ranks' experts
 
 
-# --- what torchair makes of them ---
+# --- converted by torchair ---
 
 EXPERTS_BF16 = experts_args(None, BF16)
 CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
@@ -259,7 +259,7 @@ def test_meta_kernels_agree_on_shapes(name: str) -> None:
 
 
 class Network:
-    """Tokens of several devices and the experts that they share out."""
+    """Tokens of several ranks, and the experts that are sharded over them."""
 
     def __init__(self, ranks: int, chosen: int = 3, experts: int = 8, dtype: torch.dtype = F32) -> None:
         self.ranks, self.experts, self.M, self.F, self.dtype = ranks, experts, 16, 8, dtype
@@ -280,14 +280,14 @@ class Network:
         return self.gate_up[r * local : (r + 1) * local], self.down[r * local : (r + 1) * local]
 
     def alone(self) -> list[torch.Tensor]:
-        """What one device with all experts makes of the same tokens."""
+        """Results of one device with all experts for the same tokens."""
         gate_up = self.gate_up.transpose(1, 2).unflatten(1, (2, self.F))
         down = self.down.transpose(1, 2)
         return [ops.moe_experts(x, share, ids, gate_up, down) for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
 
 
 def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
-    """The lowering's only NPU operator run for all members at once, with what their graphs compute around it."""
+    """Runs the lowering's only NPU operator for all ranks of the group, and the rest of their graphs around it."""
     graphs = [lowered(primitive, args)[0] for args in calls]
     collected: list[Any] = []
 

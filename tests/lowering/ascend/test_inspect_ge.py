@@ -41,7 +41,7 @@ def of_body(ta, fn, *, results=None):
 
 
 def edited(ge_file, edit):
-    """It, after `edit(operators by name, graph)`."""
+    """The GE file after `edit(operators by name, graph)`."""
     model = parse(ge_file.graph)
     edit({op.name: op for op in model.graph[0].op}, model.graph[0])
     return replace(ge_file, graph=model.SerializeToString(deterministic=True))

@@ -66,7 +66,7 @@ def test_many_at_once_end_with_one_complete_set(tmp_path):
         results = list(pool.map(stubs.stub_libraries, [tmp_path] * 4))
     assert results == [results[0]] * 4
     assert len(results[0]) == len(stubs.missing(stubs.wheel_path())[1])
-    # Nothing of the losers is left beside the winner's.
+    # The other processes' folders are removed.
     assert list(tmp_path.iterdir()) == [results[0][0].parent]
 
 

@@ -33,7 +33,7 @@ def two_links(pool, rows, first, second):
 
 
 def reads_between(pool, rows, first, second):
-    """Each link made of what the one before left."""
+    """Each link depends on the value that the previous one wrote."""
     before = pool[rows]
     one = put(pool, [rows], first)
     two = put(one, [rows + 1], second + one[rows].sum())
@@ -49,7 +49,7 @@ def read_afterwards(pool, rows, first, second):
 
 
 def another_shape(pool, rows, first, second):
-    """As a paged pool is written: by token, whatever its page."""
+    """Writes by token through a flat view, as for a paged pool."""
     flat = pool.view(24, 3)
     one = put(flat, [rows], first[:, 0]).view(6, 4, 3)
     read = one[1].sum()
@@ -58,7 +58,7 @@ def another_shape(pool, rows, first, second):
 
 
 def adds_up(pool, rows, first, second):
-    """The same place twice, summed."""
+    """Accumulates into the same rows twice."""
     return first.sum(), put(put(pool, [rows * 0], first, True), [rows * 0], second, True)
 
 
@@ -75,7 +75,7 @@ def reads_a_link_later(pool, rows, first, second):
 
 
 def reads_a_view_later(pool, rows, first, second):
-    """A view that was taken before sees what is written afterwards."""
+    """A view taken before a write in place would see the value written after it."""
     half = pool.split(3)[0].transpose(0, 1)
     two = put(put(pool, [rows], first), [rows + 1], second)
     return half.sum(), two
@@ -87,7 +87,7 @@ def writes_what_it_replaces(pool, rows, first, second):
 
 
 def turned(pool, rows, first, second):
-    """Of the same size, and in another order."""
+    """A transposed view has the same size but another order of elements."""
     one = put(pool.transpose(0, 1), [rows], first.new_ones(2, 6, 3))
     two = put(one, [rows + 1], first.new_ones(2, 6, 3) * 2)
     return first.sum(), two.transpose(0, 1)
@@ -110,7 +110,7 @@ def operands() -> list[torch.Tensor]:
 
 
 def graph_of(step: Step) -> GraphModule:
-    """A step as inductor shows it to the pass: functional, and the pool's new value copied home at the end."""
+    """A step in the form that inductor gives the pass: functional, with the new value copied into the pool at the end."""
     with torch.no_grad():
         graph = make_fx(step, tracing_mode="fake")(*operands())
     pool = next(node for node in graph.graph.nodes if node.op == "placeholder")
@@ -123,13 +123,13 @@ def graph_of(step: Step) -> GraphModule:
 
 
 def counted(graph: GraphModule) -> tuple[int, int, int]:
-    """Replacements, writes in place, and copies home."""
+    """Numbers of replacements, writes in place and copies into the pool."""
     targets = [node.target for node in graph.graph.nodes]
     return targets.count(PUT), targets.count(PUT_IN_PLACE), targets.count(COPY)
 
 
 def check(step: Step, written: int, replaced: int, reshaped: bool = False) -> None:
-    """The pass leaves so many writes in place and so many replacements, and a step that computes what it computed."""
+    """Runs the pass: checks the numbers of writes in place and replacements, and that the step's results are unchanged."""
     graph, values, expected = graph_of(step), operands(), operands()
     output = graph(*expected)
     for node in graph.graph.nodes:
@@ -191,7 +191,7 @@ def test_each_pool_is_judged_by_itself() -> None:
     assert counted(graph) == (2, 2, 1)
 
 
-# --- what inductor makes of it ---
+# --- compiled by inductor ---
 
 PAGES = 1 << 14  # 64 MB of pool: a copy of it cannot hide
 SIGNATURE = Signature(
@@ -203,7 +203,7 @@ SIGNATURE = Signature(
 
 
 def paged(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three writes by token; each reads what the one before left."""
+    """Three writes by token; each reads the value that the previous one wrote."""
     read = []
     for link in range(3):
         flat = put(pool.view(PAGES * 16, 64), [rows + link], values + link)
