@@ -1,4 +1,4 @@
-"""What every kind of device has in common: the protocol of a backend, and the table of backends by name."""
+"""The protocol of a backend, and the table of backends by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..graphs.errors import LoweringError
 from . import backends
 
 if TYPE_CHECKING:
-    # Only a build lowers and compiles; a serving process must not load the compilers with this table.
+    # A serving process imports this file and must not load the partitioner; only a build lowers and compiles.
     from ..graphs.spmd.partition import Partitioned
     from .executable import Executable
     from .lower import Lowered
@@ -24,7 +24,7 @@ class Compiled:
     """The last stage: the bytes of one executable.
 
     Attributes:
-        data: what the artifact stores and `Backend.open` reads.
+        data: content of the file that the artifact stores and `Backend.open` reads.
         census: number of operators by type, where the backend counts them.
     """
 
@@ -48,14 +48,14 @@ class Place:
 
 
 class Backend(Protocol):
-    """Takes a partitioned graph to something that runs on one kind of device.
+    """Lowers and compiles partitioned graphs for one kind of device, and opens the executables.
 
     A file or package in `lowering/backends` exports one as `BACKEND`. Only `name`, `suffix` and `lower` have no default; a backend
-    overrides what it cares about.
+    overrides the other methods where the default does not fit.
 
     Attributes:
-        name: as in manifests and on the command line; the name of its file.
-        suffix: extension of its executables, without the dot; None where there is nothing to compile.
+        name: the name in manifests and on the command line, and of its file or package.
+        suffix: extension of its executables, without the dot; None where it has none.
     """
 
     name: str
@@ -70,33 +70,33 @@ class Backend(Protocol):
         ...
 
     def prepare(self, cache_dir: Path) -> None:
-        """Makes this process ready to lower and compile; called before either, with a directory that outlives the process."""
+        """Prepares this process to lower and compile; called before either, with a directory that outlives the process."""
         return
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
-        """Makes the executable of one lowered graph; equal graphs give equal bytes.
+        """Compiles one lowered graph; equal graphs give equal bytes.
 
         Args:
-            cache_dir: where the compiler keeps what later compiles can use again.
+            cache_dir: the compiler's cache between compiles.
             threads: CPU threads that the code is specialised for; 0 asks the process at run time.
 
         Raises:
-            LoweringError: naming what the backend cannot express, or what its compiler said.
+            LoweringError: naming what the backend cannot express, or quoting its compiler's error.
         """
         raise LoweringError(f"backend {self.name} compiles nothing: it reports cost and memory only")
 
     def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
-        """Proves of an executable what can be proved without running it.
+        """Checks the invariants of an executable that can be checked without running it.
 
-        What runs on this machine is proved by running it beside the reference besides (tools/verify).
+        Executables that run on this machine are also run and compared with the reference (tools/verify).
 
         Raises:
-            LoweringError: naming the invariant that it breaks.
+            LoweringError: naming the invariant that is broken.
         """
         return
 
     def open(self, path: Path, place: Place) -> Executable:
-        """Loads what `compile` made; nothing is traced or compiled.
+        """Loads an executable that `compile` returned; nothing is traced or compiled.
 
         Raises:
             LoweringError: the file is not this backend's, or cannot run at that place.
@@ -104,15 +104,15 @@ class Backend(Protocol):
         raise LoweringError(f"backend {self.name!r} has no executables: it reports cost and memory only")
 
     def options(self, threads: int) -> Mapping[str, Any]:
-        """What decides the compiled bytes besides graph and toolchain; part of a graph's key."""
+        """The settings that decide the compiled bytes, besides graph and toolchain; part of a graph's key."""
         return {}
 
     def versions(self) -> Mapping[str, str]:
-        """Versions of what, besides torch, executables are made with; part of a graph's key and of a manifest's toolchain."""
+        """Versions of the packages, besides torch, that executables are built with; part of a graph's key and of a manifest's toolchain."""
         return {}
 
     def cpu_features(self) -> tuple[str, ...]:
-        """Features, by the names of `torch.cpu.get_capabilities()`, that code compiled here needs where it runs."""
+        """CPU features that executables compiled here need, by their names in `torch.cpu.get_capabilities()`."""
         return ()
 
     def compiles_here(self) -> str | None:
@@ -138,7 +138,7 @@ def backend(name: str) -> Backend:
     if name not in backend_names():
         raise LoweringError(f"no backend {name!r}; legal are {', '.join(backend_names())}")
     exported = importlib.import_module(f".backends.{name}", __package__).BACKEND
-    # By inheritance, not by structure: an object that only looks like a backend would lack the defaults.
+    # Inheritance is required: a class that merely has the right methods would lack the defaults of the others.
     if Backend not in type(exported).__mro__ or exported.name != name:
         raise LoweringError(f"lowering/backends/{name}.py must export BACKEND, a Backend named {name!r}, and exports {exported!r}")
     chosen: Backend = exported

@@ -1,4 +1,4 @@
-"""Turns a graph's collectives into the ordered list every rank of a group must share."""
+"""The collectives of a graph in their order, and the proof that all ranks of a group run the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ascend.inspect_ge import shape
 Collective = tuple[str, str, str]
 """(collective, group, type of its first result), the group by its symbol: the same on all ranks."""
 Talk = tuple[str, tuple[int, ...], str]
-"""(collective, ranks that take part, type): what one rank waits for."""
+"""(collective, ranks that take part, type): a collective as one rank runs it."""
 
 COLLECTIVES = {
     "HcomAllReduce": "all_reduce",
@@ -27,15 +27,15 @@ COLLECTIVES = {
     "MoeDistributeCombine": "moe_combine",
     "MoeDistributeCombineV2": "moe_combine",
 }
-"""GE operator that communicates -> the collective it is in a partitioned graph."""
+"""Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
 
 
 def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
-    """What each rank of a mesh waits for, by rank, when all run one graph.
+    """The collectives that each rank of a mesh runs, by rank, when all ranks run one graph.
 
     Raises:
-        LoweringError: a collective is over a group that the mesh has not.
+        LoweringError: a collective is over a group that the mesh does not have.
     """
     known = mesh.groups()
     if strange := sorted({group for _, group, _ in collectives if group not in known}):
@@ -44,109 +44,109 @@ def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
 
 
 def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, ...]:
-    """Every communication of a GE graph in its order, groups as the graph names them.
+    """The collectives of a GE graph in its order, groups as the graph names them.
 
     Args:
-        in_order: refuse a graph whose data leave the order of two collectives open: GE may then run either first.
+        in_order: refuse a graph in which two collectives do not depend on each other by data: GE may then run either first.
 
     Raises:
-        LoweringError: an operator communicates that is no collective of the house, or does so in a called graph, whose place in
-            the order nothing states.
+        LoweringError: an operator communicates and is not in `COLLECTIVES`, or is in a called graph, whose position in the order
+            is not stated anywhere.
     """
     main, *called = parse(ge_file.graph).graph
     for graph in called:
-        if talking := [op.name for op in _talking(graph.op)]:
-            raise LoweringError(f"{', '.join(talking)} communicate in the called graph {graph.name}; legal is the main graph alone")
-    found = _talking(main.op)
+        if names := [op.name for op in _communicating(graph.op)]:
+            raise LoweringError(f"{', '.join(names)} communicate in the called graph {graph.name}; legal is the main graph alone")
+    ops = _communicating(main.op)
     if in_order:
-        _check_order(main.op, [op.name for op in found])
-    return tuple(_collective(op) for op in found)
+        _check_order(main.op, [op.name for op in ops])
+    return tuple(_collective(op) for op in ops)
 
 
 def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
-    """What one rank waits for, as the GE file that was patched for it says.
+    """The collectives that one rank runs, read from the GE file that was patched for it.
 
     Args:
         ge_file: of this rank (`ge_file.patched`).
         members: ranks of each communicator of this rank, in their order, by its name.
 
     Raises:
-        LoweringError: as `of_ge_file`; a communicator is not known, or an operator has another number of ranks, or another
-            place in it, than its communicator.
+        LoweringError: as `of_ge_file`; or a communicator is unknown, or an operator's number of ranks or own rank differs from its
+            communicator's.
     """
-    for op in _talking(parse(ge_file.graph).graph[0].op):
+    for op in _communicating(parse(ge_file.graph).graph[0].op):
         _check_rank(op, rank, members)
     return [(name, members[group], kind) for name, group, kind in of_ge_file(ge_file)]
 
 
 def agree(partitioned: Sequence[Collective], shipped: Sequence[Collective]) -> None:
-    """Refuses a shipped graph that communicates otherwise than the partitioned graph it was made of.
+    """Refuses a shipped graph whose collectives differ from those of the partitioned graph it was made from.
 
     Raises:
         LoweringError: naming the first difference.
     """
     for position in range(max(len(partitioned), len(shipped))):
-        one, other = _at(partitioned, position), _at(shipped, position)
-        if one != other:
+        left, right = _at(partitioned, position), _at(shipped, position)
+        if left != right:
             raise LoweringError(
-                f"collective {position} of the partitioned graph is {_told(one)}, of the shipped graph {_told(other)}; "
+                f"collective {position} of the partitioned graph is {_describe(left)}, of the shipped graph {_describe(right)}; "
                 f"they have {len(partitioned)} and {len(shipped)}, and legal is the same list"
             )
 
 
 def check_ranks(per_rank: Sequence[Sequence[Talk]]) -> None:
-    """Proves that ranks which run these lists, each in its order, never wait for ever or take each other's data.
+    """Proves that ranks which run these collectives, each in its order, neither deadlock nor receive data of another collective.
 
     Args:
-        per_rank: what each rank waits for, by rank.
+        per_rank: the collectives of each rank, by rank.
 
     Raises:
         LoweringError: two members of a group have different lists for it, naming both, the position and both sides; or the lists
-            agree and the ranks of several groups still wait for each other in a circle.
+            agree and ranks of several groups deadlock because each waits for the next.
     """
-    told: dict[tuple[int, ...], dict[int, list[tuple[int, str, str]]]] = {}
-    for rank, talks in enumerate(per_rank):
-        for position, (name, members, kind) in enumerate(talks):
+    by_group: dict[tuple[int, ...], dict[int, list[tuple[int, str, str]]]] = {}
+    for rank, collectives in enumerate(per_rank):
+        for position, (name, members, kind) in enumerate(collectives):
             if rank not in members or len(set(members)) != len(members) or not set(members) <= set(range(len(per_rank))):
                 raise LoweringError(
                     f"rank {rank} is to take part in {name} {kind} over ranks {members}; legal are distinct ranks "
                     f"of 0 to {len(per_rank) - 1}, {rank} among them"
                 )
-            told.setdefault(members, {}).setdefault(rank, []).append((position, name, kind))
-    for members, lists in told.items():
+            by_group.setdefault(members, {}).setdefault(rank, []).append((position, name, kind))
+    for members, lists in by_group.items():
         first = members[0]
         for rank in members[1:]:
-            _same(members, (first, lists.get(first, [])), (rank, lists.get(rank, [])))
+            _check_same(members, (first, lists.get(first, [])), (rank, lists.get(rank, [])))
     _run(per_rank)
 
 
-def _check_order(ops: Iterable[Any], talking: Sequence[str]) -> None:
+def _check_order(ops: Iterable[Any], names: Sequence[str]) -> None:
     """Refuses the first collective that does not wait for the one before it."""
-    # By induction: what waits for the last collective waits for all.
-    number = {name: i for i, name in enumerate(talking)}
+    # By induction: an operator that depends on the last collective depends on all before it.
+    number = {name: i for i, name in enumerate(names)}
     waits: dict[str, int] = {}
     for op in ops:
         waits[op.name] = max((waits.get(tensor.rpartition(":")[0], 0) for tensor in op.input), default=0)
-        here = number.get(op.name)
-        if here is not None:
-            if waits[op.name] < here:
+        position = number.get(op.name)
+        if position is not None:
+            if waits[op.name] < position:
                 raise LoweringError(
-                    f"{op.name} does not wait for {talking[here - 1]}, and nothing else says which comes first; legal is an order by data"
+                    f"{op.name} does not wait for {names[position - 1]}, and nothing else says which comes first; legal is an order by data"
                 )
-            waits[op.name] = here + 1
+            waits[op.name] = position + 1
 
 
-def _talking(ops: Iterable[Any]) -> list[Any]:
-    """Operators that communicate, in order; whether one does is a matter of its type."""
+def _communicating(ops: Iterable[Any]) -> list[Any]:
+    """Operators that communicate, in order. All operators of a type do or none does, so each type is looked at once."""
     known: dict[str, bool] = {}
-    found = []
+    communicating = []
     for op in ops:
         kind = op.type
         if kind not in known:
             known[kind] = kind in COLLECTIVES or kind.startswith("Hcom") or any(op.attr[n].WhichOneof("value") == "s" for n in _named(op))
         if known[kind]:
-            found.append(op)
-    return found
+            communicating.append(op)
+    return communicating
 
 
 def _named(op: Any) -> list[str]:
@@ -180,28 +180,30 @@ def _check_rank(op: Any, rank: int, members: Mapping[str, tuple[int, ...]]) -> N
         raise LoweringError(f"rank {rank}: {op.name} has {_RANK} {op.attr[_RANK].i}; its place in {group!r} is {ranks.index(rank)}")
 
 
-def _at(talks: Sequence[Collective], position: int) -> Collective | None:
-    return talks[position] if position < len(talks) else None
+def _at(collectives: Sequence[Collective], position: int) -> Collective | None:
+    return collectives[position] if position < len(collectives) else None
 
 
-def _told(one: Collective | None) -> str:
-    return f"{one[0]} over {one[1]} of {one[2]}" if one else "missing"
+def _describe(collective: Collective | None) -> str:
+    return f"{collective[0]} over {collective[1]} of {collective[2]}" if collective else "missing"
 
 
-def _same(members: tuple[int, ...], one: tuple[int, list[tuple[int, str, str]]], other: tuple[int, list[tuple[int, str, str]]]) -> None:
-    """Compares two members' lists for their group: (rank, what it has)."""
-    (first, left), (rank, right) = one, other
-    for position in range(max(len(left), len(right))):
-        here, there = (talks[position] if position < len(talks) else None for talks in (left, right))
-        if here is None or there is None or here[1:] != there[1:]:
-            said = [f"{side[1]} {side[2]} (number {side[0]} of all it has)" if side else "nothing" for side in (here, there)]
+def _check_same(
+    members: tuple[int, ...], left: tuple[int, list[tuple[int, str, str]]], right: tuple[int, list[tuple[int, str, str]]]
+) -> None:
+    """Refuses two members of a group, each as (rank, its collectives in the group), whose lists differ."""
+    (first, ours), (rank, theirs) = left, right
+    for position in range(max(len(ours), len(theirs))):
+        a, b = (collectives[position] if position < len(collectives) else None for collectives in (ours, theirs))
+        if a is None or b is None or a[1:] != b[1:]:
+            has = [f"{side[1]} {side[2]} (number {side[0]} of all it has)" if side else "nothing" for side in (a, b)]
             raise LoweringError(
-                f"collective {position} of group {members}: rank {first} has {said[0]}, rank {rank} has {said[1]}; legal is the same on all"
+                f"collective {position} of group {members}: rank {first} has {has[0]}, rank {rank} has {has[1]}; legal is the same on all"
             )
 
 
 def _run(per_rank: Sequence[Sequence[Talk]]) -> None:
-    """Lets each rank take its next collective when all its members are there."""
+    """Simulates the ranks: a collective completes when it is the next one of all its members. Refuses lists that deadlock."""
     done = [0] * len(per_rank)
 
     def head(rank: int) -> tuple[int, ...] | None:
@@ -219,12 +221,12 @@ def _run(per_rank: Sequence[Sequence[Talk]]) -> None:
 
 
 def _circle(per_rank: Sequence[Sequence[Talk]], done: list[int], rank: int) -> list[str]:
-    """Who waits for whom, from one rank until a rank comes again."""
-    said: dict[int, str] = {}
-    while rank not in said:
+    """Which rank waits for which, followed from one rank until a rank repeats."""
+    waits: dict[int, str] = {}
+    while rank not in waits:
         name, members, kind = per_rank[rank][done[rank]]
-        # Lists of a group agree, so each member still has this collective ahead of it.
+        # Lists of a group agree, so a member that is not at this collective has yet to reach it.
         late = next(other for other in members if per_rank[other][done[other]][1] != members)
-        said[rank] = f"rank {rank} at its collective {done[rank]}, {name} {kind} over {members}, for rank {late}"
+        waits[rank] = f"rank {rank} at its collective {done[rank]}, {name} {kind} over {members}, for rank {late}"
         rank = late
-    return [*said.values()][list(said).index(rank) :]
+    return [*waits.values()][list(waits).index(rank) :]

@@ -1,4 +1,4 @@
-"""Executables: what every backend's compiled file is once it is opened, a callable over flat operands."""
+"""The protocol of an executable: a compiled graph that was opened, callable with flat operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..graphs.types import Aval, Signature
 from .backend import Place, backend
 
 HERE = Place()
-"""This process alone, on its CPU."""
+"""One process, on its CPU."""
 
 
 class Executable(Protocol):
@@ -25,25 +25,25 @@ class Executable(Protocol):
 
     @property
     def backend(self) -> str:
-        """Name of the backend that made it."""
+        """Name of the backend that compiled it."""
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step."""
 
 
 def open_executable(path: Path, name: str, place: Place = HERE) -> Executable:
-    """Opens what backend `name` compiled; nothing is traced or compiled.
+    """Opens an executable that backend `name` compiled; nothing is traced or compiled.
 
     Raises:
-        LoweringError: when there is no such backend, it has nothing to open, or the file is not its own.
+        LoweringError: when there is no such backend, it has no executables, or the file is not one of its own.
     """
     return backend(name).open(path, place)
 
 
 def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:
-    """Refuses operands a compiled graph would misread: it takes shapes, dtypes and strides for granted and never looks.
+    """Refuses operands that a compiled graph would misread, since it never checks shapes, dtypes or strides.
 
-    Called once, when operands are bound to a graph, not once a step.
+    Called once, when operands are bound to a graph, not at every step.
 
     Raises:
         LoweringError: naming the leaf, what it is and what it must be.

@@ -1,4 +1,4 @@
-"""Turns a partitioned graph into the graph one backend runs: primitives replaced by its lowerings, state donated."""
+"""Turns a partitioned graph into the graph that one backend runs: primitives replaced by its lowerings, state written in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..graphs.stage import Stage
 from ..graphs.types import Bucket, Signature
 
 if TYPE_CHECKING:
-    # A serving process loads this file with its backends; it has no use for the partitioner.
+    # A serving process loads this file with its backends and must not load the partitioner.
     from ..graphs.spmd.partition import Partitioned
 
 
@@ -31,7 +31,7 @@ class Lowered(Stage):
     """What a backend compiles: `graph(*operands) -> outputs`; state operands are written in place.
 
     Placeholders follow `signature.operands`, results `signature.outputs`.
-    The digest of the text keys the compiled graph.
+    The digest of its text is part of the executable's key.
     """
 
     bucket: Bucket
@@ -52,9 +52,9 @@ def lower_eager(partitioned: Partitioned) -> Lowered:
 
 
 def lower_inline(partitioned: Partitioned, backend: str) -> Lowered:
-    """Replaces primitives by their lowering for `backend`, down to aten, and ends with one copy per donated pool.
+    """Replaces primitives by their lowering for `backend`, down to aten, and copies each pool's new value into the pool at the end.
 
-    A compiler that knows donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
+    A compiler that supports donated operands turns `copy_(pool, index_put(pool, ...))` into an update in place.
     """
     signature, flat = partitioned.signature, flatten(partitioned.graph)
     compile_count.record("trace")
@@ -70,7 +70,7 @@ class _Inliner(Interpreter):
     """Runs a graph with a backend's lowerings in place of primitives.
 
     Args:
-        writers: nodes that may write what they replace; others, whose lowering might, are left to the reference.
+        writers: nodes that may write their pools in place; other donating nodes run the reference, which is functional.
     """
 
     def __init__(self, graph: GraphModule, backend: str, writers: Collection[Node]) -> None:
@@ -90,71 +90,71 @@ class _Inliner(Interpreter):
 def donate(graph: GraphModule, signature: Signature) -> None:
     """Makes a functional graph write its state operands in place, and return outputs only.
 
-    A pool that donating primitives write one after the other, each after the last reader of what it replaces, is written by their
-    in-place twins; any other new state is copied into its operand at the end, after every reader of the old value. No output shares
-    memory with a pool: the next step would change it under its reader.
+    Where a pool is replaced by a chain of donating primitives, each after the last reader of the value that it replaces, their in-place
+    variants write it. Any other new state is copied into its operand at the end, after every reader of the old value. An output that
+    shares memory with a pool is cloned, or the next step would change it while it is being read.
     """
     nodes = graph.graph
     pools, replaced = _pools(graph, signature)
     (output,) = (n for n in nodes.nodes if n.op == "output")
     for writer, pairs in _claims(graph, pools, replaced).items():
         _write_in_place(graph, writer, pairs)
-    # Whatever a twin wrote is by now the pool itself.
+    # A value that an in-place variant writes has been replaced by the pool itself.
     results = results_of(graph)
-    outputs, stored = results[: len(signature.outputs)], results[len(signature.outputs) :]
-    copies = [(pool, new) for pool, new in zip(pools, stored, strict=True) if new is not pool]
+    outputs, new_state = results[: len(signature.outputs)], results[len(signature.outputs) :]
+    copies = [(pool, new) for pool, new in zip(pools, new_state, strict=True) if new is not pool]
     written = {pool for pool, _ in copies}
     with nodes.inserting_before(output):
-        kept = [_apart(graph, node) if owner(node) in pools else node for node in outputs]
-        copies = [(pool, _apart(graph, new) if owner(new) in written else new) for pool, new in copies]
+        returned = [_cloned(graph, node) if owner(node) in pools else node for node in outputs]
+        copies = [(pool, _cloned(graph, new) if owner(new) in written else new) for pool, new in copies]
         for pool, new in copies:
             copy = nodes.call_function(torch.ops.aten.copy_.default, (pool, new))
             copy.meta["val"] = pool.meta["val"]
-    output.args = (tuple(kept),)
+    output.args = (tuple(returned),)
     nodes.lint()
     graph.recompile()
 
 
 def _pools(graph: GraphModule, signature: Signature) -> tuple[list[Node], list[Node]]:
-    """The state operands of a graph, and what it makes of them."""
+    """The state operands of a graph, and the values that it returns as their new state."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pools = placeholders[len(signature.params) : len(signature.params) + len(signature.state)]
     return pools, results_of(graph)[len(signature.outputs) :]
 
 
-def _claims(graph: GraphModule, pools: list[Node], stored: list[Node]) -> dict[Node, list[tuple[Node, Node]]]:
-    """The nodes that may write in place, in order: each with the pools it writes and the values that it makes of them.
+def _claims(graph: GraphModule, pools: list[Node], new_state: list[Node]) -> dict[Node, list[tuple[Node, Node]]]:
+    """The nodes that may write in place, in order: each with the pools that it writes and their new values.
 
-    A twin writes all that its primitive donates, so a pool written by a node that must not write another one is not written in
-    place either, nor by the nodes before that one.
+    An in-place variant writes every pool that its primitive donates. If one of them must not be written, the node cannot be replaced,
+    and none of its pools is written in place, neither by this node nor by the others of the chain.
     """
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
-    chains = {pool: _writers(pool, new, order) for pool, new in zip(pools, stored, strict=True)}
+    chains = {pool: _writers(pool, new, order) for pool, new in zip(pools, new_state, strict=True)}
     while True:
         claims: dict[Node, list[tuple[Node, Node]]] = {}
         for pool, chain in chains.items():
-            for writer, made in chain:
-                claims.setdefault(writer, []).append((pool, made))
-        part = [writer for writer, pairs in claims.items() if len(pairs) != len(_primitive(writer).donates)]
-        if not part:
+            for writer, new in chain:
+                claims.setdefault(writer, []).append((pool, new))
+        partial = [writer for writer, pairs in claims.items() if len(pairs) != len(_primitive(writer).donates)]
+        if not partial:
             return dict(sorted(claims.items(), key=lambda claim: order[claim[0]]))
-        chains = {pool: chain for pool, chain in chains.items() if not any(writer in part for writer, _ in chain)}
+        chains = {pool: chain for pool, chain in chains.items() if not any(writer in partial for writer, _ in chain)}
 
 
 def _writers(pool: Node, new: Node, order: dict[Node, int]) -> list[tuple[Node, Node]]:
-    """The donating primitives that turn `pool` into `new`, first to last, each with what it makes of it; none unless all may write it."""
-    found: list[tuple[Node, Node]] = []
+    """The donating primitives that turn `pool` into `new`, first to last, each with its new value; none unless all may write in place."""
+    chain: list[tuple[Node, Node]] = []
     while new is not pool:
-        step = _replacing(new)
-        if step is None or not _last_reader(step[1], step[0], order):
+        write = _replacing(new)
+        if write is None or not _last_reader(write[1], write[0], order):
             return []
-        found.insert(0, (step[0], new))
-        new = step[1]
-    return found
+        chain.insert(0, (write[0], new))
+        new = write[1]
+    return chain
 
 
 def _replacing(new: Node) -> tuple[Node, Node] | None:
-    """The donating primitive that made a value, and the value it replaces; None where none did."""
+    """The donating primitive whose result a value is, and the value that it replaces; None where it is no such result."""
     if new.target is not operator.getitem:
         return None
     writer, index = new.args
@@ -173,30 +173,30 @@ def _primitive(node: Node) -> Primitive[Any]:
 
 
 def _last_reader(value: Node, writer: Node, order: dict[Node, int]) -> bool:
-    """Whether nothing reads a value after `writer`, which reads it once, nor any view of it."""
+    """Whether `writer` takes a value once, and every other reader comes before it and is no view of the value."""
     others = [user for user in value.users if user is not writer]
     return list(writer.args).count(value) == 1 and all(order[user] < order[writer] and owner(user) is user for user in others)
 
 
 def _write_in_place(graph: GraphModule, writer: Node, pairs: list[tuple[Node, Node]]) -> None:
     primitive = _primitive(writer)
-    kept = primitive.kept_results
+    results = primitive.kept_results
     pools = {new.args[1]: pool for pool, new in pairs}
     with graph.graph.inserting_before(writer):
-        twin = graph.graph.call_function(primitive.inplace_op, writer.args)
-    values = [writer.meta["val"][i] for i in kept]
-    twin.meta["val"] = values[0] if len(kept) == 1 else tuple(values)
+        variant = graph.graph.call_function(primitive.inplace_op, writer.args)
+    values = [writer.meta["val"][i] for i in results]
+    variant.meta["val"] = values[0] if len(results) == 1 else tuple(values)
     for reader in list(writer.users):
         index = int(str(reader.args[1]))
-        if index not in pools and len(kept) > 1:
-            reader.args = (twin, kept.index(index))
+        if index not in pools and len(results) > 1:
+            reader.args = (variant, results.index(index))
             continue
-        reader.replace_all_uses_with(pools.get(index, twin))
+        reader.replace_all_uses_with(pools.get(index, variant))
         graph.graph.erase_node(reader)
     graph.graph.erase_node(writer)
 
 
-def _apart(graph: GraphModule, node: Node) -> Node:
+def _cloned(graph: GraphModule, node: Node) -> Node:
     copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta["val"] = node.meta["val"]
     return copy

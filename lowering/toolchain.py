@@ -1,4 +1,4 @@
-"""Turns this process into the record of what executables built here depend on."""
+"""The versions and the machine that executables depend on, and how those of a build differ from this process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def toolchain() -> dict[str, str]:
 
 
 def differences(built: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(field, built, running) of everything that keeps what was built from running here."""
+    """(field, built, running) of every version that differs; executables of another toolchain must not run here."""
     running = toolchain()
-    found = []
+    changed = []
     for name in sorted({*built, *running}):
         old, new = built.get(name, "not recorded"), running.get(name) or _installed(name)
         if old != new:
-            found.append((name, old, new))
-    return found
+            changed.append((name, old, new))
+    return changed
 
 
 def _installed(name: str) -> str:
-    """Version of a distribution that only some backends build with."""
+    """Version of a distribution that only some backends use."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -41,5 +41,5 @@ def _installed(name: str) -> str:
 
 def missing_features(needed: Iterable[str]) -> list[str]:
     """CPU features, by torch's names, that executables need and this machine lacks."""
-    here = torch.cpu.get_capabilities()
-    return sorted(name for name in needed if not here.get(name))
+    features = torch.cpu.get_capabilities()
+    return sorted(name for name in needed if not features.get(name))

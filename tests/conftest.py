@@ -1,4 +1,4 @@
-"""Turns torch and hypothesis into test settings: few threads, no deadlines, the same examples every time."""
+"""Settings of torch and hypothesis for tests (few threads, no deadlines, the same examples every time), and shared fixtures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Before torch: with torch_npu installed and no CANN its import would fail (npucompile/__init__.py does the same for users).
+# Set before torch is imported, which fails where torch_npu is installed without CANN (npucompile's __init__.py does the same).
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import torch
@@ -25,8 +25,10 @@ from transformers.utils import import_utils
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 # Where torch_npu is installed without CANN, transformers would import it and fail; here it is the oracle on the CPU.
-_found = import_utils._is_package_available
-import_utils._is_package_available = lambda name, *rest, **named: (False, "N/A") if name == "torch_npu" else _found(name, *rest, **named)
+_available = import_utils._is_package_available
+import_utils._is_package_available = lambda name, *rest, **named: (
+    (False, "N/A") if name == "torch_npu" else _available(name, *rest, **named)
+)
 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
@@ -34,7 +36,7 @@ settings.load_profile("ci")
 
 @pytest.fixture(scope="session")
 def courses() -> Callable[[str], Any]:
-    """What greedy requests of a model say: `speculators.Course` by the model's name in oracle.py; made once, not to be changed."""
+    """`speculators.Course` by the model's name in oracle.py, made once per model; not to be changed."""
     from support import oracle, speculators  # after transformers has been told that there is no torch_npu
 
     return functools.cache(lambda name: speculators.Course(oracle.drafting(name)))
@@ -42,7 +44,7 @@ def courses() -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def kernels() -> Iterator[ModuleType]:
-    """support/kernels.py, with every native operator callable while any test uses it."""
+    """tests/support/kernels.py, with every native operator bound for the session."""
     native_kernels.bind()
     yield native_kernels
     native_kernels.unbind()
@@ -56,7 +58,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It, built uncompiled in float32: decode batches 1, 2 and 4, three drafts, prefill chunks 4 and 16, context 64; not to be changed."""
+    """The checkpoint built uncompiled in float32: decode batches 1, 2, 4, three drafts, prefill 4 and 16, context 64; not to be changed."""
     out = tmp_path_factory.mktemp("artifact") / "tiny"
     tiny.built(tiny.planned(tiny_checkpoint), out)
     return out
@@ -67,19 +69,19 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of one random checkpoint by mesh, "" being one device; built once, not to be changed."""
     root = tmp_path_factory.mktemp("sharded")
     checkpoint = tiny.write_checkpoint(root / "checkpoint", **ranks.SIZES)
-    made: dict[str, Path] = {}
+    artifacts: dict[str, Path] = {}
 
     def find(mesh: str) -> Path:
-        if mesh not in made:
-            made[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
-        return made[mesh]
+        if mesh not in artifacts:
+            artifacts[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
+        return artifacts[mesh]
 
     return find
 
 
 @pytest.fixture
 def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """A copy of it that the test may change, where `npucompile` keeps artifacts with NPUCOMPILE_HOME at the test's directory."""
+    """A copy of `tiny_artifact` that the test may change, where `npucompile` looks for artifacts if NPUCOMPILE_HOME is `tmp_path`."""
     return Path(tiny.copied(tiny_artifact, tmp_path / "artifacts" / "tiny"))
 
 

@@ -1,4 +1,4 @@
-"""The import law and the shape of the tree, read from the sources with ast; nothing is imported to check it."""
+"""The import rules and the shape of the tree, checked with ast; nothing is imported to check it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "npucompile"
 
-# What each folder may import of the house, besides itself. Nobody imports tools.
+# What each folder may import of the project, besides itself. Nobody imports tools.
 LAW: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "models": ("graphs",),
@@ -28,7 +28,7 @@ LAW: dict[str, tuple[str, ...]] = {
 # What each folder may import from outside, besides the standard library; otherwise the dependencies of pyproject.toml.
 OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 
-# What files under a folder may import besides: the converter to Ascend graphs, the messages it makes, and a reader of its libraries.
+# Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
 OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools")}
 
 # Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
@@ -37,7 +37,7 @@ OPTIONAL_OUTSIDE = ("tools",)
 ENVIRONMENT_READERS = ("__init__.py", "tools/cli.py")
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
-# 400 is the budget, which tools/size.py reports; the rest is slack for the day a file is about to be split.
+# The budget, which tools/size.py reports, is 400; the rest is slack for files that are about to be split.
 HARD_LIMIT_LINES = 450
 
 # Folders that are tables: one parametrised test walks all their files.
@@ -54,7 +54,7 @@ UNTESTED = {
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the file's path, the line, and the dotted name of the module it reaches ("" where it cannot be read)."""
+    """One import: the file's path, the line, and the dotted name of the imported module ("" where it cannot be read)."""
 
     path: str
     line: int
@@ -63,7 +63,7 @@ class Import:
 
 
 def sources(root: Path) -> list[str]:
-    """Paths of the Python files of the house, relative to the root."""
+    """Paths of the package's Python files, relative to the root."""
     return sorted(p.relative_to(root).as_posix() for folder in LAW for p in (root / folder).rglob("*.py"))
 
 
@@ -103,7 +103,7 @@ def called_name(func: ast.expr) -> str:
 
 
 def dynamic_import(path: str, node: ast.Call) -> Import:
-    """An import by string: the literal start of the name decides (`f".backends.{name}"` reaches into `backends`)."""
+    """An import by string, resolved by the literal start of the name (`f".backends.{name}"` imports from `backends`)."""
     first = node.args[0] if node.args else None
     if isinstance(first, ast.JoinedStr) and first.values:
         first = first.values[0]
@@ -114,7 +114,7 @@ def dynamic_import(path: str, node: ast.Call) -> Import:
     return Import(path, node.lineno, target, relative=level > 0)
 
 
-# --- the laws; each yields what breaks it ---
+# --- the rules; each yields the breaches ---
 
 
 def outside_allowed(root: Path, folder: str) -> set[str]:
@@ -131,17 +131,17 @@ def import_breaches(root: Path) -> Iterator[str]:
     outside = {folder: outside_allowed(root, folder) for folder in LAW}
     for path in sources(root):
         folder = path.split("/")[0]
-        for found in imports(root, path):
-            where = f"{path}:{found.line}"
-            top, _, inner = found.target.partition(".")
+        for imported in imports(root, path):
+            where = f"{path}:{imported.line}"
+            top, _, inner = imported.target.partition(".")
             legal_outside = outside[folder] | {name for below, names in OUTSIDE_BELOW.items() if path.startswith(below) for name in names}
-            if not found.target:
+            if not imported.target:
                 yield f"{where}: imports a module whose name cannot be read from the source"
             elif top != PACKAGE:
                 if top not in sys.stdlib_module_names and top not in legal_outside:
                     yield f"{where}: {folder} imports {top}, which is neither the standard library nor one of {sorted(legal_outside)}"
-            elif not found.relative:
-                yield f"{where}: imports {found.target} absolutely; inside the house imports are relative"
+            elif not imported.relative:
+                yield f"{where}: imports {imported.target} absolutely; inside the house imports are relative"
             elif inner and not any(inner == legal or inner.startswith(f"{legal}.") for legal in (folder, *LAW[folder])):
                 yield f"{where}: {folder} imports {inner}; it may import {', '.join(LAW[folder]) or 'only itself'}"
 
@@ -223,8 +223,8 @@ LAWS = (import_breaches, environment_breaches, tree_breaches, length_breaches, m
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_the_house_keeps(law: Callable[[Path], Iterator[str]]) -> None:
-    found = list(law(ROOT))
-    assert not found, "\n" + "\n".join(found)
+    broken = list(law(ROOT))
+    assert not broken, "\n" + "\n".join(broken)
 
 
 def test_every_folder_is_read() -> None:
@@ -232,7 +232,7 @@ def test_every_folder_is_read() -> None:
     assert "graphs/types.py" in sources(ROOT)
 
 
-# --- the laws catch what they forbid ---
+# --- the rules catch what they forbid ---
 
 PYPROJECT = """
 [project]
@@ -341,8 +341,8 @@ OTHER_BREACHES = [
 
 @pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES + OTHER_BREACHES)
 def test_a_breach_is_caught(tmp_path: Path, path: str, text: str, message: str) -> None:
-    found = breaches(tmp_path, {path: text})
-    assert any(message in breach for breach in found), found
+    broken = breaches(tmp_path, {path: text})
+    assert any(message in breach for breach in broken), broken
 
 
 @pytest.mark.parametrize(("path", "text", "message"), IMPORT_BREACHES)

@@ -1,4 +1,4 @@
-"""The wheel carries all of the house and nothing else, and works with only itself on the path."""
+"""The wheel contains all source files and nothing else, and works on a path of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
 NOT_SOURCES = (".*", "__pycache__", "dist", "artifacts", "*.egg-info")
 
-# Run with -S: no .pth file is read, so an editable install cannot lend what the wheel lacks.
+# Run with -S, so that no .pth file of an editable install adds files that the wheel lacks.
 IMPORT_ALL = """
 import importlib, importlib.metadata, json, pkgutil, sys
 wheel, *libraries = sys.argv[1:]
@@ -32,7 +32,7 @@ print(json.dumps({"files": files, "commands": commands, "versions": [npucompile.
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked; built from a copy so that no build folder is left in the tree or taken from it."""
+    """The wheel, unpacked; built from a copy of the tree, so that neither affects the other's build folder."""
     place = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, place / "source", ignore=not_sources)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(place / "source")]
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def not_sources(folder: str, names: list[str]) -> set[str]:
-    """What is not to be copied; `build` only at the root, where tools write, since a package has that name too."""
+    """Names that are not copied; `build` only at the root, since tools/build is a package."""
     return shutil.ignore_patterns(*NOT_SOURCES)(folder, names) | ({"build"} if Path(folder) == ROOT else set())
 
 
@@ -59,14 +59,14 @@ def test_holds_every_source_and_bundled_file(wheel: Path) -> None:
     tables = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tools").rglob("*.json")}
     assert tables
     expected |= tables
-    found = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
-    assert expected - found == set()
+    files = {p for p in files_under(wheel / "npucompile") if "__pycache__" not in p}
+    assert expected - files == set()
 
 
 def test_holds_nothing_else(wheel: Path) -> None:
-    found = files_under(wheel)
-    assert {p.split("/")[0] for p in found if ".dist-info/" not in p} == {"npucompile"}
-    assert {p.split("/")[1] for p in found if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
+    files = files_under(wheel)
+    assert {p.split("/")[0] for p in files if ".dist-info/" not in p} == {"npucompile"}
+    assert {p.split("/")[1] for p in files if p.startswith("npucompile/")} - {"__init__.py"} == set(FOLDERS)
 
 
 def test_imports_alone(wheel: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The house stands: a random checkpoint becomes an artifact that is proved, a server and a stream, in seconds.
+"""An end-to-end test in seconds: a random checkpoint becomes a verified artifact, a server and a stream.
 
-Drafts make it faster and change nothing: every answer is told with them, without them, and by an artifact that knows none.
+Every response is generated with drafts, without drafts, and by an artifact built without drafts; all three must be equal.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """By k, of one checkpoint."""
+    """Artifacts of one checkpoint, by k."""
     home = tmp_path_factory.mktemp("home")
     model = tiny.write_checkpoint(home / "model", seed=7, agreeing=True)
-    for k, told in ((3, 2), (0, 0)):
-        sizes = {"buckets": (1, 4), "prefill": (16,), "num_speculative_tokens": k, "max_logprobs": told}
+    for k, num_logprobs in ((3, 2), (0, 0)):
+        sizes = {"buckets": (1, 4), "prefill": (16,), "num_speculative_tokens": k, "max_logprobs": num_logprobs}
         tiny.built(tiny.planned(model, **sizes), home / f"k{k}", fresh=True)
     return {k: Artifact.open(home / f"k{k}") for k in (3, 0)}
 
@@ -68,9 +68,9 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
     plain = CpuExecutor(artifacts[0])
     for options, answers in zip(OPTIONS, streamed, strict=True):
         sampling = Sampling(**{name: value for name, value in options.items() if name != "speculative_tokens"})
-        expected = [one for prompt in PROMPTS for one in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]
-        assert [answer.token_ids for answer in answers] == [one.token_ids for one in expected]
-        assert [answer.text for answer in answers] == [codec.decode(one.token_ids) for one in expected]
+        expected = [completion for prompt in PROMPTS for completion in complete(plain, [codec.encode(prompt)], sampling, TOKENS, eos)]
+        assert [answer.token_ids for answer in answers] == [completion.token_ids for completion in expected]
+        assert [answer.text for answer in answers] == [codec.decode(completion.token_ids) for completion in expected]
         assert len({answer.token_ids for answer in answers}) == len(PROMPTS)
         for answer in answers:
             check_usage(answer.usage, options.get("speculative_tokens", 3))
@@ -78,19 +78,19 @@ def test_a_checkpoint_becomes_a_stream(artifacts):
 
 
 async def stream(url):
-    """All prompts with all options, at once over one socket."""
+    """Sends all prompts with all options at once over one socket."""
 
-    async def one(client, prompt, options):
+    async def completion(client, prompt, options):
         wanted = {"max_output_tokens": TOKENS, "top_logprobs": 2, "include": ["message.output_text.logprobs"], **options}
         return await client.create(prompt, **wanted).completion()
 
     async with await Client.connect(url) as client:
-        rows = [asyncio.gather(*(one(client, prompt, options) for prompt in PROMPTS)) for options in OPTIONS]
+        rows = [asyncio.gather(*(completion(client, prompt, options) for prompt in PROMPTS)) for options in OPTIONS]
         return await asyncio.gather(*rows)
 
 
 def check_usage(usage, drafts):
-    """What the answer says of its drafts is possible, and what it does not draft costs a step each."""
+    """The draft counts in a response's usage are possible, and each token without a draft took a step of its own."""
     record = usage["npucompile"]
     steps, accepted = record["verify_steps"], record["accepted_per_position"]
     decode_steps = sum(record["decode_steps"].values())
@@ -99,7 +99,7 @@ def check_usage(usage, drafts):
         assert (steps, record["drafted_tokens"], accepted, record["acceptance_length"]) == (0, 0, [0, 0, 0], None)
         assert decode_steps == usage["output_tokens"] - 1
     else:
-        # At the end of the context there is no room for a draft.
+        # The context ends, so there is no room for a draft.
         assert 0 < steps <= decode_steps
         assert record["drafted_tokens"] <= drafts * steps
         assert record["acceptance_length"] == 1 + sum(accepted) / steps > 1
@@ -108,7 +108,7 @@ def check_usage(usage, drafts):
 
 
 def check_logprobs(answer, *, greedy):
-    """One for each token, with the two most likely ones; a greedy token is the first of them."""
+    """Log probabilities of each token and of the two most likely ones; a greedy token is the first of those."""
     assert [entry["token_id"] for entry in answer.logprobs] == list(answer.token_ids)
     for entry in answer.logprobs:
         first, second = entry["top_logprobs"]

@@ -1,1 +1,1 @@
-"""What a build leaves on disk: content-addressed files, one manifest, shards of weights."""
+"""The artifact of a build on disk: content-addressed files, a manifest and weights."""

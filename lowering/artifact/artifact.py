@@ -1,6 +1,6 @@
-"""Turns a directory into an artifact: content-addressed files, one manifest, refused loudly when either is not what it says.
+"""An artifact on disk: a directory of content-addressed files and one manifest, written atomically and checked when opened.
 
-manifest.msgpack             what everything is (lowering/artifact/manifest.py)
+manifest.msgpack             description of all (lowering/artifact/manifest.py)
 graphs/<digest>.graph        eager graph of a bucket
 graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
 stages/<digest>.json.z       texts of its stages
@@ -27,13 +27,13 @@ from safetensors.torch import load_file
 from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
 from ..toolchain import differences, missing_features
 from .lock import exclusive
-from .manifest import Compiled, FileRecord, GraphEntry, Manifest, decode, encode
+from .manifest import FileRecord, GraphEntry, Manifest, decode, encode
 
 MANIFEST = "manifest.msgpack"
 _MIB = 1024**2
 
 Stamp = tuple[int, int] | None
-"""Time and inode of a manifest; every publish makes new ones. None where there is no manifest."""
+"""Modification time and inode of a manifest; every publish changes them. None where there is no manifest."""
 
 
 class Artifact:
@@ -43,7 +43,7 @@ class Artifact:
         path: the directory.
         manifest: its description.
         digest: sha256 of the manifest's bytes.
-        stamp: when those were read, as `stamp` says it.
+        stamp: the manifest's stamp when it was read.
     """
 
     def __init__(self, path: Path, manifest: Manifest, digest: str, stamp: Stamp = None) -> None:
@@ -58,10 +58,10 @@ class Artifact:
 
         Raises:
             ArtifactMissing: there is no artifact.
-            ArtifactTampered: the manifest or a file is not what it should be; names the file and both digests.
+            ArtifactTampered: the manifest or a file does not match its digest; names the file and both digests.
             ArtifactStale: the manifest has another format.
         """
-        # Before the bytes: what is published in between must look newer than they are.
+        # Taken before the bytes are read, so that `reload` notices a manifest that is published in between.
         before = stamp(path)
         try:
             data = (path / MANIFEST).read_bytes()
@@ -74,27 +74,27 @@ class Artifact:
         return artifact
 
     def check_runnable(self) -> None:
-        """Refuses an artifact whose executables were built for another toolchain or a machine this one cannot stand in for.
+        """Refuses an artifact whose executables were built with another toolchain or need CPU features that this machine lacks.
 
         Raises:
             ArtifactStale: naming the field, the built and the running value.
         """
         if not any(entry.compiled for entry in self.manifest.graphs):
             return
-        found = differences(self.manifest.toolchain)
-        if found:
-            said = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in found)
-            raise ArtifactStale(f"{self.path} was built elsewhere: {said}; build it again here")
+        changed = differences(self.manifest.toolchain)
+        if changed:
+            text = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in changed)
+            raise ArtifactStale(f"{self.path} was built elsewhere: {text}; build it again here")
         lacking = missing_features(self.manifest.cpu_features)
         if lacking:
             raise ArtifactStale(f"{self.path} needs a CPU with {', '.join(lacking)}, which this one lacks; build it again here")
 
     def load_weights(self) -> dict[str, torch.Tensor]:
-        """Parameters by operand name, mapped from the file: pages are read on first use, and processes of one machine share them.
+        """Parameters by operand name, memory-mapped: pages are read on first use and shared by the processes of a machine.
 
         Raises:
             ArtifactError: the artifact was built without weights.
-            ArtifactTampered: the file cannot be read, or holds other tensors than the manifest says.
+            ArtifactTampered: the file cannot be read, or its tensors differ from the manifest's.
         """
         if self.manifest.weights is None:
             raise ArtifactError(f"{self.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
@@ -111,10 +111,10 @@ class Artifact:
         return dict(tensors)
 
     def reload(self) -> Artifact | None:
-        """The artifact as it is now, if a build has published since; files that are new are checked.
+        """Opens the artifact again if a build has published since, and checks its new files; None where nothing changed.
 
         Raises:
-            ArtifactError: what is there now cannot be used.
+            ArtifactError: the new artifact cannot be used.
         """
         if stamp(self.path) == self._stamp:
             return None
@@ -129,10 +129,10 @@ class Artifact:
 
 
 class ArtifactWriter:
-    """Adds files to an artifact and publishes manifests; one at a time per artifact.
+    """Adds files to an artifact and publishes manifests; an artifact has one writer at a time.
 
-    A new artifact is made in a sibling directory and renamed into place by the first `publish`, so that a build that is
-    refused before leaves nothing. Files are named by their content and never rewritten; a manifest is replaced atomically.
+    A new artifact is written to a sibling directory, which the first `publish` renames; a build that fails before leaves nothing.
+    Files are named by their content and never rewritten; a manifest is replaced atomically.
 
     Args:
         path: the artifact's directory.
@@ -167,8 +167,8 @@ class ArtifactWriter:
         with self._locked:
             if self._fresh:
                 shutil.rmtree(self.root, ignore_errors=True)
-            elif error is not None and (kept := self.published or (self.previous and self.previous.manifest)):
-                self.collect(kept)
+            elif error is not None and (manifest := self.published or (self.previous and self.previous.manifest)):
+                self.collect(manifest)
 
     def add(self, folder: str, data: bytes, suffix: str) -> str:
         """Stores bytes under their digest; returns the path in the artifact."""
@@ -182,11 +182,11 @@ class ArtifactWriter:
         return name
 
     def add_parts(self, folder: str, parts: Iterable[tuple[int, bytes | memoryview]], suffix: str) -> str:
-        """Stores a file that is never whole in memory under its digest; returns the path in the artifact.
+        """Stores a file under its digest without holding all of it in memory; returns the path in the artifact.
 
         Args:
-            parts: (offset, bytes) in any order; together they cover the file without gap or overlap. The digest is computed as they
-                arrive, and only parts that came before those in front of them are read back for it.
+            parts: (offset, bytes) in any order, covering the file without gap or overlap. The digest is computed as they arrive; only
+                a part that arrived out of order is read back for it.
 
         Raises:
             ValueError: the parts leave a gap or overlap.
@@ -205,7 +205,7 @@ class ArtifactWriter:
         return name
 
     def keep(self, name: str) -> bool:
-        """Takes a file of the previous artifact over, if it is there unharmed; returns whether it is."""
+        """Takes over a file of the previous artifact if it still matches its record; returns whether it does."""
         record = self.previous.manifest.files.get(name) if self.previous else None
         if record is None:
             return False
@@ -217,7 +217,7 @@ class ArtifactWriter:
         return True
 
     def publish(self, manifest: Manifest) -> Manifest:
-        """Makes a manifest the artifact's, with the records of all files it names; returns it with those."""
+        """Writes the artifact's manifest, completed with the records of all files that it names; returns it."""
         named = {manifest.weights, manifest.tokenizer}
         for entry in (*manifest.graphs, *manifest.references):
             named |= set(entry.files)
@@ -232,7 +232,7 @@ class ArtifactWriter:
         return manifest
 
     def collect(self, manifest: Manifest) -> None:
-        """Removes files that the manifest does not name."""
+        """Deletes files that the manifest does not name."""
         for folder in ("graphs", "stages", "weights", "tokenizer"):
             for file in sorted((self.path / folder).glob("*")):
                 if f"{folder}/{file.name}" not in manifest.files:
@@ -266,9 +266,9 @@ def check_file(file: Path, record: FileRecord) -> None:
 
 
 def graph_key(lowered_text: str, backend: str, options: Mapping[str, Any], toolchain: Mapping[str, str]) -> str:
-    """Digest that decides whether an executable is up to date."""
-    told = (lowered_text, backend, sorted(options.items()), sorted(toolchain.items()))
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    """Digest of everything that decides an executable's bytes; equal keys mean that it is up to date."""
+    parts = (lowered_text, backend, sorted(options.items()), sorted(toolchain.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:
@@ -279,7 +279,7 @@ def _sha256(file: Path) -> str:
 def _write_parts(stream: BinaryIO, parts: Iterable[tuple[int, bytes | memoryview]]) -> tuple[str, int]:
     """Writes parts at their offsets; returns the digest and size of all."""
     hasher, hashed = hashlib.sha256(), 0
-    early: dict[int, int] = {}  # of parts behind the first gap: end by begin
+    early: dict[int, int] = {}  # begin -> end of the parts behind the first gap
     for begin, data in parts:
         if begin < hashed or begin in early:
             raise ValueError(f"a part begins at byte {begin}, which another part covers")
@@ -290,7 +290,7 @@ def _write_parts(stream: BinaryIO, parts: Iterable[tuple[int, bytes | memoryview
             hashed += len(data)
         else:
             early[begin] = begin + len(data)
-        del data  # or it would be in memory while the next part is made
+        del data  # frees it before the generator computes the next part
         while (end := early.pop(hashed, None)) is not None:
             stream.seek(hashed)
             for offset in range(hashed, end, _MIB):
@@ -302,7 +302,7 @@ def _write_parts(stream: BinaryIO, parts: Iterable[tuple[int, bytes | memoryview
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Writes so that a reader, or a machine that stops, sees the old file or the new one."""
+    """Replaces a file atomically: a reader, or the machine after a crash, sees either the old file or the new one."""
     part = target.with_name(f".{target.name}.part")
     with part.open("wb") as stream:
         stream.write(data)
@@ -316,11 +316,11 @@ def _sync(stream: BinaryIO) -> None:
 
 
 def _open_or_none(path: Path) -> Artifact | None:
-    """An earlier artifact to take files over from; one that cannot be read has none to give."""
+    """The earlier artifact at `path`, to take files over from; None where it cannot be read."""
     try:
         return Artifact.open(path, check=False)
     except ArtifactError:
         return None
 
 
-__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "Compiled", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]
+__all__ = ["MANIFEST", "Artifact", "ArtifactWriter", "GraphEntry", "Manifest", "Stamp", "check_file", "graph_key", "stamp"]

@@ -1,4 +1,4 @@
-"""The right to write an artifact: one process has it at a time, and it ends with that process."""
+"""The lock of an artifact: one process may write it at a time, and the lock ends with that process."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from filelock import FileLock, Timeout
 
 from ...graphs.errors import ArtifactError
 
-PATIENCE_S = 0.1
-"""How long a lock may look taken because its holder is just removing the file."""
+RETRY_S = 0.1
+"""Time to retry for: a lock may look taken while its last holder is removing the file."""
 
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Holds a lock on the file `path`, which has the holder's process id in it and is removed afterwards.
+    """Holds a lock on the file `path`, which contains the holder's process id and is removed afterwards.
 
     Args:
         path: the lock file; created here, in a directory that exists.
-        what: named in the refusal.
+        what: name of the locked thing in the error.
 
     Raises:
-        ArtifactError: when another process holds it, naming its process id.
+        ArtifactError: when another process holds the lock, naming its process id.
     """
-    # A lock that merely is a file, which filelock falls back to, would outlive a killed process.
-    lock = FileLock(path, timeout=PATIENCE_S, poll_interval=PATIENCE_S / 10, fallback_to_soft=False)
+    # filelock's fallback, where the file's existence is the lock, would outlive a killed process.
+    lock = FileLock(path, timeout=RETRY_S, poll_interval=RETRY_S / 10, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
@@ -39,6 +39,6 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         path.write_text(f"{os.getpid()}\n", encoding="ascii")
         yield
     finally:
-        # Before the release: a file that is removed after it may be the next holder's.
+        # Removed before the release: afterwards the file may be the next holder's.
         path.unlink(missing_ok=True)
         lock.release()

@@ -1,7 +1,7 @@
-"""Turns the description of an artifact into bytes, the same bytes for the same description, and back.
+"""The manifest of an artifact: its records, and their encoding as bytes, equal for equal manifests.
 
-The bytes are msgpack: `{"format", "manifest", "sha256"}`, the manifest packed by itself and its digest beside it. The digest
-finds damage; it is no signature.
+The bytes are msgpack: `{"format", "manifest", "sha256"}`, where `manifest` is packed bytes and `sha256` their digest. The digest
+detects damage; it is no signature.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ FORMAT = 5
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the artifact must be."""
+    """Digest and size that a file of the artifact must have."""
 
     sha256: str
     size_bytes: int
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """The executable of a graph.
+class ExecutableRecord:
+    """The file of a graph's executable.
 
     Attributes:
-        backend: who made it.
+        backend: name of the backend that compiled it.
         file: path in the artifact.
-        key: digest of lowered graph, backend, options and toolchain; equal keys are equal executables.
+        key: digest of lowered graph, backend, options and toolchain; equal keys mean equal executables.
     """
 
     backend: str
@@ -44,20 +44,20 @@ class Compiled:
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """One bucket.
+    """The graph of one bucket.
 
     Attributes:
-        inputs, outputs: its step's inputs and outputs; params and state are the artifact's.
-        eager: path of the eager graph; None where the artifact is for a device that no eager graph runs on.
+        inputs, outputs: leaves of the step's inputs and outputs; params and state are those of the manifest.
+        eager: path of the eager graph; None where the artifact's target cannot run one.
         stages: path of the compressed texts of its stages.
-        digest: `artifact.graph_key` of what the build compiles: lowered text, backend, options and toolchain.
-        compiled: its executable; None while there is none.
+        digest: `artifact.graph_key` of its lowered text, backend, options and toolchain.
+        compiled: record of its executable; None while it is not compiled.
         cost: flops, read_bytes, write_bytes of one step.
         memory: params_bytes, state_bytes, inputs_bytes, peak_bytes.
         collectives: (collective, group, type) in program order.
-        verified: what comparing the executable with the reference measured; empty while there is none.
-        stamp: digest of all that decided this bucket before it was traced; of an equal stamp it need not be traced again.
-        census: operators of the executable by type, where its backend tells.
+        verified: measured differences between the executable and the reference; empty while it is not compiled.
+        stamp: digest of everything that decides the bucket's graph; while it is equal the bucket need not be traced again.
+        census: number of operators of the executable by type, where its backend counts them.
     """
 
     bucket: Bucket
@@ -66,7 +66,7 @@ class GraphEntry:
     eager: str | None
     stages: str
     digest: str
-    compiled: Compiled | None
+    compiled: ExecutableRecord | None
     cost: Mapping[str, int]
     memory: Mapping[str, int]
     collectives: tuple[tuple[str, str, str], ...]
@@ -76,7 +76,7 @@ class GraphEntry:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of all its files."""
+        """Paths of the files it names."""
         names = (self.eager, self.stages, self.compiled.file if self.compiled else None)
         return tuple(name for name in names if name)
 
@@ -85,7 +85,7 @@ class GraphEntry:
         """Path of the eager graph.
 
         Raises:
-            ArtifactError: nothing of the bucket runs on this machine.
+            ArtifactError: the artifact was built for another kind of device, so the bucket cannot run on this machine.
         """
         if self.eager is None:
             raise ArtifactError(
@@ -100,33 +100,33 @@ class GraphEntry:
 
     @property
     def max_logprobs(self) -> int:
-        """Of how many most likely tokens the step tells log probabilities; 0 tells none at all."""
+        """Number of most likely tokens whose log probabilities the step returns; 0 where it returns none."""
         return next((leaf.aval.shape[-1] for leaf in self.outputs if leaf.path == "top_ids"), 0)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is to be known of an artifact without its files.
+    """Everything about an artifact except the contents of its files.
 
     Attributes:
         model: name, family, config (its config.json), vocab_size, eos_ids.
-        dtype: name of the computing dtype.
+        dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.
         target: kind of machine it is for (tools/build/targets.py).
-        backend: name of the backend that the build compiles for.
+        backend: name of the backend that the build compiles with.
         params, state: flat operands shared by all graphs.
         graphs: buckets that are served.
-        references: eager graphs of one row, to compare rows of larger buckets with; not served.
-        weights, tokenizer: paths, where the artifact has them.
+        references: eager graphs of one row, with which rows of larger buckets are compared; not served.
+        weights, tokenizer: paths, or None where the artifact was built without them.
         files: path to record, for every file but the manifest.
-        toolchain: versions and machine the executables were built with.
-        cpu_features: what they need of a CPU, by torch's names.
-        source_digest: what the weights were read from.
-        build_arguments: command line that builds this again.
-        quantization: name of the scheme that parameters are held in; "none" where they are floats.
-        deployment: id of the named deployment it was built for, or "".
-        memory: plan of each device's memory (tools.memory), where the target has a limit of its own.
+        toolchain: versions and machine that the executables were built with.
+        cpu_features: CPU features that the executables need, by torch's names.
+        source_digest: digest of the checkpoint that the weights were read from.
+        build_arguments: command line that builds the artifact again.
+        quantization: name of the scheme that parameters are stored in; "none" where they are floats.
+        deployment: id of the named deployment that it was built for, or "".
+        memory: memory plan of each device (tools/build/memory.py), where the target has a limit of its own.
     """
 
     model: Mapping[str, Any]
@@ -167,16 +167,16 @@ def decode(data: bytes, where: str) -> Manifest:
     """Reads a manifest.
 
     Raises:
-        ArtifactTampered: when the bytes are no manifest, or not the ones that were written.
-        ArtifactStale: when they are one of another format.
+        ArtifactTampered: when the bytes are no manifest, or differ from those that were written.
+        ArtifactStale: when the manifest has another format.
     """
     try:
         outer = msgpack.unpackb(data, strict_map_key=False)
-        found = outer["format"]
+        version = outer["format"]
     except Exception as error:
         raise ArtifactTampered(f"{where}: {len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
-    if found != FORMAT:
-        raise ArtifactStale(f"{where}: manifest format is {found!r}, this npucompile reads {FORMAT}; build the artifact again")
+    if version != FORMAT:
+        raise ArtifactStale(f"{where}: manifest format is {version!r}, this npucompile reads {FORMAT}; build the artifact again")
     try:
         inner, expected = bytes(outer["manifest"]), str(outer["sha256"])
         digest = hashlib.sha256(inner).hexdigest()
@@ -190,13 +190,13 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def plain_entry(entry: GraphEntry) -> dict[str, Any]:
-    """An entry in values that msgpack packs."""
+    """An entry as plain values that msgpack can pack."""
     packed: dict[str, Any] = _plain(entry)
     return packed
 
 
 def entry_of(plain: dict[str, Any]) -> GraphEntry:
-    """The entry of `plain_entry`."""
+    """The inverse of `plain_entry`."""
     return _entry(plain)
 
 
@@ -232,7 +232,7 @@ def _entry(plain: dict[str, Any]) -> GraphEntry:
             "bucket": Bucket(**plain["bucket"]),
             "inputs": _leaves(plain["inputs"]),
             "outputs": _leaves(plain["outputs"]),
-            "compiled": Compiled(**compiled) if compiled else None,
+            "compiled": ExecutableRecord(**compiled) if compiled else None,
             "collectives": tuple((a, b, c) for a, b, c in plain["collectives"]),
         }
     )

@@ -1,1 +1,1 @@
-"""Executors of lowered graphs, one file a backend."""
+"""The backends, one file or package each."""

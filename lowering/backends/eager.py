@@ -1,4 +1,4 @@
-"""The reference backend: runs a graph node by node. The oracle of all others, and what a bucket runs while it has no executable."""
+"""The reference backend: runs a graph node by node. Others are compared with it, and buckets that are not compiled yet run on it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EagerExecutable:
         self._results: list[int] = []
         for node in nodes:
             if node.op == "call_function":
-                # A node nobody reads (an update in place) frees its own slot.
+                # Nothing reads the result of an update in place, so its own node frees it.
                 dead = [slot[s] for s in node.all_input_nodes if last[s] is node and s.op != "placeholder"]
                 free = dead + ([] if node in last else [slot[node]])
                 self._steps.append((slot[node], node.target, _bind(node.args, slot), _bind(node.kwargs, slot), free))
@@ -70,7 +70,7 @@ class EagerExecutable:
 
 
 class _Ref(int):
-    """Index of a node's value among the others."""
+    """Index of a node's value in the list of values."""
 
 
 def _bind(value: Any, slot: dict[Node, int]) -> Any:

@@ -1,4 +1,4 @@
-"""GE graphs for Ascend NPUs: lowered, converted and proved on any machine, run on one with CANN."""
+"""The backend of GE graphs for Ascend NPUs: builds and checks them on any machine, runs them where CANN is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Ge(Backend):
-    """Converts with torchair; without CANN over stub libraries. Modules of torch_npu are loaded by `prepare`, not by import."""
+    """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported."""
 
     name = "ge"
     suffix = "ge"
@@ -27,7 +27,7 @@ class Ge(Backend):
         self._loaded: harness.Torchair | None = None
 
     def prepare(self, cache_dir: Path) -> None:
-        """Loads torchair; without CANN over stub libraries that are kept in `cache_dir`.
+        """Loads torchair; without CANN, over stub libraries that are cached in `cache_dir`.
 
         Raises:
             LoweringError: saying what is missing and how to install it.
@@ -35,14 +35,14 @@ class Ge(Backend):
         self._loaded = harness.load(cache_dir)
 
     def lower(self, partitioned: Partitioned) -> Lowered:
-        """Bodies of NPU operators, each kind of layer once."""
+        """Lowers to bodies of NPU operators, each kind of layer once."""
         from ..ascend.lowered import lower
 
         self._torchair()
         return lower(partitioned)
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
-        """One GE graph for all ranks, in the container of lowering/ascend/ge_file.py."""
+        """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py."""
         from ..ascend import inspect_ge
         from ..ascend.ge_file import encode
         from ..ascend.link import link
@@ -51,7 +51,7 @@ class Ge(Backend):
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
-        """Pools are written in place, no length is baked in, and collectives are those of the partitioned graph, in its order."""
+        """Checks that pools are written in place, no length is baked in, and collectives are those of the partitioned graph in order."""
         from .. import collectives_check
         from ..ascend import inspect_ge
         from ..ascend.ge_file import decode
@@ -61,22 +61,22 @@ class Ge(Backend):
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
 
     def open(self, path: Path, place: Place) -> Executable:
-        """The graph patched for a rank; GE compiles it at its first step."""
+        """Loads the graph, patched for a rank; GE compiles it at its first step."""
         from ..ascend.device import load
 
         return load(path, self._torchair(), place.rank, place.groups)
 
     def versions(self) -> Mapping[str, str]:
-        """Those of the distributions that convert."""
+        """Versions of torch_npu and the distributions that it needs."""
         versions = harness.installed()
         return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
 
     def compiles_here(self) -> str | None:
-        """What of torch_npu is missing."""
+        """Says which part of torch_npu is missing."""
         return harness.available()
 
     def runs_here(self) -> str | None:
-        """GE graphs run where CANN and an NPU are."""
+        """Says that CANN or a part of torch_npu is missing."""
         if reason := harness.lacking(harness.installed()):
             return reason
         return None if cann(None) else "running a GE graph needs CANN and an NPU, and this machine has no CANN"

@@ -1,4 +1,4 @@
-"""Legality, cost and memory of a graph without anything that runs."""
+"""The backend that compiles and runs nothing: it reports legality, cost and memory only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Null(Backend):
         return Lowered(partitioned.program.bucket, self.name, partitioned.graph, partitioned.signature)
 
     def runs_here(self) -> str | None:
-        """Nothing runs anywhere."""
+        """It runs nowhere."""
         return "backend null reports cost and memory only"
 
 

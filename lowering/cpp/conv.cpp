@@ -1,4 +1,4 @@
-// The short causal convolution, window by window, as graphs/ops/causal_conv.py says; windows are read and written where they lie.
+// The causal convolution of graphs/ops/causal_conv.py, one window at a time; windows are read from the pool and written to it.
 #include <algorithm>
 #include <vector>
 
@@ -9,14 +9,14 @@ using namespace npuc;
 
 namespace {
 
-// Below so many products a second thread costs more than it brings.
+// Number of products from which a second thread pays.
 constexpr int64_t WORTH = 1 << 14;
 
 }  // namespace
 
 void npuc_conv(const float* x, const float* weight, float* state, const int32_t* read, const int32_t* write, const int32_t* starts,
                int64_t B, int64_t Q, int64_t C, int64_t taps, float* out) {
-    // Channels side by side, as the inputs have them; the last vector of them filled up.
+    // Weights transposed to [taps, C] like the inputs, with C padded to whole vectors.
     const int64_t past = taps - 1, wide = (C + L - 1) / L * L;
     std::vector<float> weights(taps * wide);
     for (int64_t c = 0; c < C; c++)

@@ -1,4 +1,4 @@
-// The gated delta rule token by token, as graphs/ops/gated_delta.py says; states are read and written where they lie.
+// The gated delta rule of graphs/ops/gated_delta.py, one token at a time; states are read from the pool and written to it.
 #include <cmath>
 
 #include "dots.h"
@@ -8,13 +8,13 @@ using namespace npuc;
 
 namespace {
 
-// Below so many products a second thread costs more than it brings.
+// Number of products from which a second thread pays.
 constexpr int64_t WORTH = 1 << 16;
 
-// One token of one head: takes the state `from` [Dv, Dk], null for zeros, to `to`, which may be the same.
+// One token of one head: reads the state `from` [Dv, Dk], null for zeros, and writes the next one to `to`, which may be the same.
 void one_token(const float* q, const float* k, const float* v, float decay, float beta, const float* from, float* to, int64_t Dk, int64_t Dv,
                float* out) {
-    // A state of zeros: any finite row, faded to nothing.
+    // Without a state, rows of zeros times a decay of zero.
     const float fade = from ? decay : 0.0f;
     if (!from) {
         std::fill(to, to + Dv * Dk, 0.0f);

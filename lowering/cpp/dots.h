@@ -1,5 +1,5 @@
-// Dot products of a few rows with many, the products of decode steps: weights come from memory, so they are asked for early and
-// read once; rows stay in the nearest cache.
+// Products of a few rows x with a large weight matrix w, as decode steps have them. Weights come from main memory, so they are
+// prefetched and read once; the rows of x stay in the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 
 namespace npuc {
 
-// Columns of one piece of a product, which one thread takes: a multiple of every tile's.
+// Columns of a piece, the unit of work of a thread: a multiple of every tile's columns.
 constexpr int64_t PIECE = 32;
 
-// Weights below which a second thread costs more than it brings.
+// Number of weights from which a second thread pays.
 constexpr int64_t SHARED = 1 << 15;
 
 // Dot products of R rows x and L / R rows w, each of K floats: lane r * (L / R) + n is x[r] . w[n]. The last K % L products are added
-// to a sum one by one. Asks for AHEAD lines of 64 bytes at `next` with every L floats of K.
+// one by one. Prefetches AHEAD cache lines of 64 bytes from `next` on for every L floats of K.
 template <int R, int AHEAD>
 INLINE vec dots(const float* const* x, const float* const* w, int64_t K, const char* next) {
     constexpr int N = L / R;
@@ -43,8 +43,8 @@ INLINE vec dots(const float* const* x, const float* const* w, int64_t K, const c
     return found;
 }
 
-// Calls `use(first row, rows, first column, columns, tile, N)` for every tile of x[0..M) . w[begin..end), w of K floats a row; lane
-// r * N + n of a tile is row r and column n of it.
+// Calls `use(first row, rows, first column, columns, tile, N)` for every tile of x[0..M) . w[begin..end), rows of w having K floats; lane
+// r * N + n of a tile is its row r and column n.
 template <int R, int AHEAD, typename Use>
 INLINE void sweep_with(const float* const* x, int64_t M, const float* w, int64_t begin, int64_t end, int64_t K, const Use& use) {
     constexpr int N = L / R;
@@ -56,13 +56,13 @@ INLINE void sweep_with(const float* const* x, int64_t M, const float* w, int64_t
         for (int64_t m = 0; m < M; m += R, next += AHEAD * (K / L) * 64) {
             const int64_t count = std::min<int64_t>(R, M - m);
             UNROLL for (int r = 0; r < R; r++) rows[r] = x[m + std::min<int64_t>(r, count - 1)];
-            // The next columns are on their way once 16 rows have asked for them.
+            // The first 16 rows have prefetched all of the next columns.
             use(m, count, n, columns, m < 16 ? dots<R, AHEAD>(rows, others, K, next) : dots<R, 0>(rows, others, K, next), N);
         }
     }
 }
 
-// The same with as many rows at once as there are, and as much asked for as the next columns take.
+// `sweep_with` for any M: tiles of up to 4 rows, and a prefetch that covers the next columns.
 template <typename Use>
 INLINE void sweep(const float* const* x, int64_t M, const float* w, int64_t begin, int64_t end, int64_t K, const Use& use) {
     constexpr int lines = 4 * L * L / 64;
@@ -78,7 +78,7 @@ INLINE void sweep(const float* const* x, int64_t M, const float* w, int64_t begi
         sweep_with<4, (lines + 15) / 16>(x, M, w, begin, end, K, use);
 }
 
-// Writes a tile of `sweep` to rows of `ld` floats.
+// Writes a tile of `sweep` to rows that are `ld` floats apart.
 INLINE void put(vec tile, int N, float* y, int64_t ld, int64_t rows, int64_t columns) {
     float found[L];
     store(found, tile);

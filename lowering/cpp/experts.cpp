@@ -1,4 +1,4 @@
-// A mixture of experts on few tokens, as graphs/ops/moe_experts.py says: an expert that nobody chose is not read.
+// The mixture of experts of graphs/ops/moe_experts.py for few tokens: weights of experts that no token chose are not read.
 #include <vector>
 
 #include "dots.h"
@@ -8,10 +8,10 @@ using namespace npuc;
 
 namespace {
 
-// Places (token * X + choice) grouped by expert.
+// The choices of all tokens, numbered token * X + choice, grouped by expert.
 struct Chosen {
-    std::vector<int64_t> places, first;  // of expert e: places[first[e]..first[e + 1])
-    std::vector<int64_t> experts;        // those that somebody chose
+    std::vector<int64_t> places, first;  // those of expert e are places[first[e]..first[e + 1])
+    std::vector<int64_t> experts;        // chosen by at least one token
 
     Chosen(const int32_t* ids, int64_t count, int64_t E) : places(count), first(E + 1) {
         for (int64_t i = 0; i < count; i++)
@@ -44,7 +44,7 @@ void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t*
                   int64_t X, int64_t E, int64_t F, int64_t M, float* out) {
     const Chosen chosen(ids, T * X, E);
     const int64_t taken = chosen.first[E], active = chosen.experts.size();
-    // Rows of one expert lie next to each other in all three.
+    // One row per choice, grouped by expert.
     std::vector<float> wide(taken * 2 * F), hidden(taken * F), outs(taken * M);
     std::vector<const float*> inputs(taken), hiddens(taken);
     std::vector<int64_t> row_of(T * X, -1);
@@ -74,7 +74,7 @@ void npuc_experts(const float* x, int64_t ld, const float* share, const int32_t*
                       put(tile, N, &outs[(from + m) * M + n], M, rows, count);
                   });
         }
-        // A token's experts are summed in the order of its choices, whoever else chose them.
+        // Summed in the order of the token's choices, so that the result does not depend on other tokens.
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < T; t++) {
             float* to = out + t * M;

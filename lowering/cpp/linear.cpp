@@ -1,4 +1,4 @@
-// Few rows times a weight matrix, as graphs/ops/linear.py says.
+// The product of graphs/ops/linear.py for few rows.
 #include <vector>
 
 #include "dots.h"

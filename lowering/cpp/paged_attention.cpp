@@ -1,6 +1,6 @@
-// Grouped-query attention over paged keys and values that are read in place, as graphs/ops/paged_attention.py says.
+// The grouped-query attention of graphs/ops/paged_attention.py over paged keys and values, which are read from the pools.
 //
-// One thread takes one key head of one request: all its query rows pass over the keys together, so each key is read once.
+// The unit of work of a thread is one key head of one request with all its query rows, so each key is read once.
 #include <cmath>
 #include <vector>
 
@@ -11,18 +11,18 @@ using namespace npuc;
 
 namespace {
 
-// B requests of Q tokens, H query heads on G key heads of width D, pages of P tokens, N pages a request.
+// B requests of Q tokens, H query heads and G key heads of width D, pages of P tokens, N pages per request.
 struct Sizes {
     int64_t B, Q, H, G, D, P, N;
 };
 
-// Below so many products a second thread costs more than it brings.
+// Number of products from which a second thread pays.
 constexpr int64_t WORTH = 1 << 16;
 
-// Values that rows take in together.
+// Values that are accumulated per pass over the query rows.
 constexpr int64_t VALUES = 32;
 
-// Floats of a head: where they lie, or widened into `copy`.
+// A head's elements as floats: in the pool itself, or widened into `copy`.
 const float* floats(const float* x, int64_t, float*) { return x; }
 
 const float* floats(const bf16* x, int64_t D, float* copy) {
@@ -30,7 +30,7 @@ const float* floats(const bf16* x, int64_t D, float* copy) {
     return copy;
 }
 
-// sums[r][d] += sum over j of weights[r][j] * values[j][d] for R rows and L columns of them, all d of a head in turn.
+// sums[r][d] += sum over j of weights[r][j] * values[j][d] for R rows, L columns d at a time.
 template <int R>
 void gather(float* sums, int64_t D, const float* weights, int64_t ld, const float* const* values, int64_t count) {
     int64_t d = 0;
@@ -48,7 +48,7 @@ void gather(float* sums, int64_t D, const float* weights, int64_t ld, const floa
             for (int r = 0; r < R; r++) sums[r * D + d] += weights[r * ld + j] * values[j][d];
 }
 
-// Softmax of `count` scores in place; room for L - 1 more lies behind them.
+// Softmax of `count` scores in place; the buffer has room for L - 1 more.
 void softmax(float* scores, int64_t count) {
     for (int64_t j = count; j % L; j++) scores[j] = -INFINITY;
     float lanes[L], most = -INFINITY, whole = 0.0f;
@@ -88,7 +88,7 @@ void one_head(const T* q, const T* k, const T* v, const int32_t* table, int64_t 
             put(dots<R, 0>(own, keys, D, nullptr), KEYS, &scores[row * ld + j], ld, std::min<int64_t>(R, rows - row), count);
         }
     }
-    // Token t sees keys up to start + t; values at and beyond `live` are never read: nobody wrote them.
+    // Token t attends to keys up to start + t; values at and beyond `live` have not been written and are never read.
     const auto seen = [&](int64_t row) { return std::min(start + row / heads + 1, last); };
     for (int64_t row = 0; row < rows; row++) softmax(&scores[row * ld], seen(row));
     const int64_t end = std::min(last, live);
@@ -97,7 +97,7 @@ void one_head(const T* q, const T* k, const T* v, const int32_t* table, int64_t 
         const int64_t count = std::min(VALUES, end - j);
         for (int64_t i = 0; i < count; i++) values[i] = floats(v + entry(j + i), D, &copies[i * D]);
         for (int64_t row = 0; row < rows; row++) {
-            // Four rows that see all of these at once; others one by one, as far as they see.
+            // Rows that attend to all of these values go four at a time; other rows one by one, up to the last value they attend to.
             const int64_t sees = std::min(seen(row) - j, count);
             if (sees == count && row + 4 <= rows) {
                 gather<4>(&found[row * D], D, &scores[row * ld + j], ld, values.data(), count);

@@ -1,4 +1,4 @@
-// Tokens of logits, as graphs/ops/sample.py says, and their log probabilities, as graphs/ops/token_logprobs.py says.
+// Sampling as in graphs/ops/sample.py, and log probabilities as in graphs/ops/token_logprobs.py.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -11,10 +11,10 @@ using namespace npuc;
 
 namespace {
 
-// Below so many logits a second thread costs more than it brings.
+// Number of logits from which a second thread pays.
 constexpr int64_t WORTH = 1 << 15;
 
-// The largest of x [V]; NaN where there is one, as torch has it.
+// The largest of x [V]; NaN if any is NaN, as torch.max.
 float largest(const float* x, int64_t V) {
     const auto later = [](float next, float found) { return next > found || next != next ? next : found; };
     float lanes[L], most = x[0];
@@ -32,16 +32,16 @@ float largest(const float* x, int64_t V) {
     return most;
 }
 
-// The first of the largest.
+// Index of the first of the largest.
 int32_t best(const float* x, int64_t V) {
     const float most = largest(x, V);
     return std::find_if(x, x + V, [&](float y) { return y == most || y != y; }) - x;
 }
 
-// Weights of a softmax, those that top_k, top_p or min_p drop set to zero.
+// Softmax of x [V] at a temperature, with zeros for the tokens that top_k, top_p or min_p drop.
 std::vector<float> kept(const float* x, int64_t V, float temperature, int32_t top_k, float top_p, float min_p) {
     std::vector<float> weights((V + L - 1) / L * L, -INFINITY);
-    // Below the largest, which no temperature, however small, turns into infinity.
+    // The largest is subtracted before the division, so that a small temperature cannot overflow to infinity.
     const float most = largest(x, V);
     for (int64_t i = 0; i < V; i++) weights[i] = (x[i] - most) / temperature;
     for (size_t i = 0; i < weights.size(); i += L) store(&weights[i], exponential(load(&weights[i])));
@@ -72,7 +72,7 @@ int32_t drawn(const std::vector<float>& weights, int64_t V, float uniform) {
     for (int64_t i = 0; i < V; i++) {
         mass += weights[i];
         if (weights[i] > 0) last = i;
-        // Never one of weight zero; and where rounding leaves the last sum below its target, the last kept one closes the distribution.
+        // A token of weight zero is never drawn; if rounding leaves the last sum below its target, the last token of nonzero weight is.
         if (mass > double(uniform) * whole) return last;
     }
     return last;

@@ -1,4 +1,4 @@
-// What a package calls: torch's handles of tensors become pointers and sizes of the kernels. Compiled into each package.
+// The functions that a package calls: they turn torch's tensor handles into the kernels' pointers and sizes. Linked into each package.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstdio>
@@ -14,7 +14,7 @@ void check(AOTITorchError error) {
     if (error != AOTI_TORCH_SUCCESS) throw Failed{};
 }
 
-// A tensor of a handle that somebody else owns.
+// The tensor of a handle, which it does not own.
 struct Tensor {
     void* data;
     const int64_t *sizes, *strides;
@@ -31,7 +31,7 @@ struct Tensor {
         sizes = found_sizes, strides = found_strides;
     }
 
-    // Whether elements lie next to each other from dimension `from` on.
+    // Whether dimensions `from` and later are contiguous.
     bool dense(int64_t from = 0) const {
         int64_t step = 1;
         for (int64_t d = dim - 1; d >= from; step *= sizes[d--])
@@ -40,7 +40,7 @@ struct Tensor {
     }
 };
 
-// A tensor as dense as a kernel wants it: as it lies, or copied.
+// A tensor's elements without gaps, copied if need be.
 template <typename T>
 struct Dense {
     std::vector<T> copy;
@@ -61,7 +61,7 @@ struct Dense {
     }
 };
 
-// Rows [T, K] of floats with any distance between them.
+// Rows [T, K] of floats that are `ld` floats apart, copied if a row has gaps.
 struct Rows {
     std::vector<float> copy;
     const float* data;
@@ -95,7 +95,7 @@ AOTITorchError guarded(const char* name, const Kernel& kernel) {
     }
 }
 
-// Operands whose layout the graph promises; what breaks the promise is an error of the compiler, never of a request.
+// Checks a layout that the graph guarantees; a failure is an error of the compiler, never of a request.
 void promised(bool kept) {
     if (!kept) throw Failed{};
 }

@@ -1,7 +1,7 @@
-// Vectors of floats as the compiler knows them, for every instruction set, and the one order in which sums are taken.
+// Vectors of floats for every instruction set, as GCC vector extensions, and sums in a fixed order.
 //
-// Nothing here is left to how a compiler reorders arithmetic: a result depends on its own operands alone, bit for bit, whatever
-// rows are computed beside it and however many threads there are.
+// The order of all arithmetic is fixed here, so that a row's result is the same bits whatever rows are computed beside it and however
+// many threads there are.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ INLINE void narrow(bf16& to, float x) {
     to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Keeps a loaded vector in a register: read from memory again for each row, it would take the load ports instead of the multipliers.
+// Keeps a loaded vector in a register; the compiler would load it again for each row, and the load ports would limit the speed.
 INLINE void hold(vec& v) {
 #if defined(__AVX512F__)
     asm("" : "+v"(v));
@@ -62,7 +62,7 @@ INLINE void hold(vec& v) {
 #endif
 }
 
-// The sums of L vectors: lane i of the result is that of a[i], each taken as a tree over halves.
+// The sums of L vectors: lane i of the result is the sum of a[i], added as a tree of halves.
 #if defined(__AVX512F__)
 INLINE vec sums(const vec (&a)[16]) {
     vec b[8], c[4], d[2];
@@ -92,8 +92,8 @@ INLINE vec sums(const vec (&a)[8]) {
 }
 #endif
 
-// e^x to 2 units in the last place, 0 for very small and about 2e38 for very large x (Cephes expf: 2^n times a polynomial of what is
-// left of x); NaN stays NaN.
+// e^x to 2 units in the last place, 0 for very small and about 2e38 for very large x; NaN stays NaN. As in Cephes expf: 2^n times a
+// polynomial of the remainder of x.
 INLINE vec exponential(vec x) {
     const vec low = fill(-87.0f), high = fill(88.0f), magic = fill(12582912.0f);
     const ints under = x < low;

@@ -1,4 +1,4 @@
-"""Every trace of this process is counted, whoever asks for it."""
+"""graphs/compile_count.py: every trace in this process is counted, wherever it starts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_tracing_and_partitioning_count() -> None:
     before = compile_count.count()
     traced = trace(Program("toy", Bucket("decode", 2, 1), forward, {}, {}, {"x": Aval((2,), torch.float32)}))
     assert compile_count.count() == before + 1
-    one = partition(traced, Mesh(), Rules())
+    partitioned = partition(traced, Mesh(), Rules())
     assert compile_count.count() == before + 1, "a mesh of one device takes what was traced"
     partition(traced.program, Mesh(), Rules())
     assert compile_count.count() == before + 2
     partition(traced, Mesh.parse("dp=2,tp=2"), Rules())
     assert compile_count.count() == before + 3
-    one.graph(torch.ones(2))
+    partitioned.graph(torch.ones(2))
     assert compile_count.count() == before + 3

@@ -1,4 +1,4 @@
-"""Costs and memory of graphs small enough to count by hand."""
+"""graphs/cost.py: costs and memory of graphs that are small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 class Build:
-    """A graph and its signature, made node by node."""
+    """A graph and its signature, built node by node."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -205,9 +205,9 @@ def calls(times: int, inside: int = 7) -> tuple[GraphModule, Signature]:
 
 
 def test_a_body_costs_at_every_call() -> None:
-    one, three = cost.cost(calls(1)[0]), cost.cost(calls(3)[0])
-    assert one == cost.cost(body(7)[0])
-    assert three == one + one + one
+    single, three = cost.cost(calls(1)[0]), cost.cost(calls(3)[0])
+    assert single == cost.cost(body(7)[0])
+    assert three == single + single + single
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
@@ -221,9 +221,9 @@ def test_a_call_needs_what_its_body_needs_and_keeps_its_results(times: int) -> N
 
 def test_results_of_a_call_that_replace_no_pool_are_kept() -> None:
     graph, donated = calls(1, inside=2)
-    kept = Signature((), (), (*donated.inputs, *donated.state), (*donated.outputs, *donated.state))
+    undonated = Signature((), (), (*donated.inputs, *donated.state), (*donated.outputs, *donated.state))
     assert cost.memory(graph, donated).peak_bytes == 3 * 1024, "2 and 1 within"
-    assert cost.memory(graph, kept).peak_bytes == 4 * 1024, "1 and 3"
+    assert cost.memory(graph, undonated).peak_bytes == 4 * 1024, "1 and 3"
 
 
 def test_what_is_made_beside_a_pool_ends_with_its_reader() -> None:

@@ -1,4 +1,4 @@
-"""Factor strings read as they are written, and nothing that could shard wrongly is accepted."""
+"""graphs/factors.py: factor strings are parsed as written, and strings that could shard wrongly are refused."""
 
 from __future__ import annotations
 

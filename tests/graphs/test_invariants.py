@@ -1,4 +1,4 @@
-"""Every invariant has a graph that breaks it, and the error names the invariant, the node and what is legal."""
+"""graphs/invariants.py: for every invariant a graph that breaks it; the error names the invariant, the node and the legal form."""
 
 from __future__ import annotations
 

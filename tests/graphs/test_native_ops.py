@@ -1,4 +1,4 @@
-"""graphs/native_ops.py: an operator by name, and the code that is bound to it."""
+"""graphs/native_ops.py: native operators are found by name, and call the function that is bound to them."""
 
 from __future__ import annotations
 
@@ -68,29 +68,29 @@ def test_what_depends_on_values_is_always_a_kernel() -> None:
 @pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (FEW_ROWS, F32), (FEW_ROWS + 1, F32), (1, torch.bfloat16)])
 def test_few_rows_in_float32_go_through_kernels_and_others_through_torch(rows: int, dtype: torch.dtype) -> None:
     few = rows <= FEW_ROWS and dtype == F32
-    x, made = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
-    assert called(ops.linear, x, made(5, 6)) == ({"npuc_linear"} if few else set())
-    assert called(ops.swiglu_linear, x, made(2, 5, 6)) == ({"npuc_linear"} if few else set())
-    experts = made(rows, 2), ints(rows, 2), made(4, 2, 5, 6), made(4, 6, 5)
+    x, zeros = torch.zeros(rows, 6, dtype=dtype), partial(torch.zeros, dtype=dtype)
+    assert called(ops.linear, x, zeros(5, 6)) == ({"npuc_linear"} if few else set())
+    assert called(ops.swiglu_linear, x, zeros(2, 5, 6)) == ({"npuc_linear"} if few else set())
+    experts = zeros(rows, 2), ints(rows, 2), zeros(4, 2, 5, 6), zeros(4, 6, 5)
     assert called(ops.moe_experts, x, *experts) == ({"npuc_experts"} if few else set())
 
 
 @pytest.mark.parametrize(("whole", "dtype"), [(False, F32), (True, F32), (False, torch.bfloat16)])
 def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool, dtype: torch.dtype) -> None:
-    """`whole`: a prefill, which stores one state a row."""
-    kernel, (B, Q, H, D), made = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
+    """`whole` is a prefill, which stores one state per row."""
+    kernel, (B, Q, H, D), zeros = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
     slots = ints(B), ints(B, 1 if whole else Q), ints(B), ints(B)
-    assert called(ops.causal_conv, made(B, Q, 6), made(6, 3), made(9, 2, 6), *slots) == ({"npuc_conv"} if kernel else set())
-    rows = made(B, Q, H, D), made(B, Q, H, D), made(B, Q, H, D), made(B, Q, H), made(B, Q, H)
-    assert called(ops.gated_delta, *rows, made(9, H, D, D), *slots, 4 if whole else 0) == ({"npuc_delta"} if kernel else set())
+    assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots) == ({"npuc_conv"} if kernel else set())
+    rows = zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H), zeros(B, Q, H)
+    assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots, 4 if whole else 0) == ({"npuc_delta"} if kernel else set())
 
 
 def test_operators_that_write_a_pool_say_so() -> None:
-    """The pool alone, and no other operator writes anything: what traces them must know."""
+    """Schemas declare the pool as written and nothing else, which tracing relies on."""
     writes = {
         (name, argument.name)
-        for name, one in native_ops.TABLE.items()
-        for argument in one.op._schema.arguments
+        for name, native in native_ops.TABLE.items()
+        for argument in native.op._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     assert writes == {("npuc_conv", "state"), ("npuc_delta", "state")}

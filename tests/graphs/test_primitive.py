@@ -1,4 +1,4 @@
-"""A primitive says by its name what it lacks, what it was given, and what it takes."""
+"""graphs/primitive.py: errors of a primitive name it and say what is missing, what was given and what is legal."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Bump(NamedTuple):
 
 @pytest.fixture
 def define() -> Iterator[Define]:
-    """Defines primitives for one test; torch keeps the operators for as long as the process lives, so names are used once."""
-    made: list[str] = []
+    """Defines primitives for one test; torch keeps operators until the process ends, so each name is used once."""
+    defined: list[str] = []
 
     def define(name: str, operands: type[Any], factors: str, **options: Any) -> Primitive[Any]:
-        made.append(name)
+        defined.append(name)
         return Primitive(name, operands, factors=factors, **options)
 
     yield define
-    for name in made:
+    for name in defined:
         TABLE.pop(name, None)
 
 

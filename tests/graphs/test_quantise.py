@@ -1,4 +1,4 @@
-"""Rounding to int8 and int4 is what the checkpoints' tools do, and packing loses nothing."""
+"""graphs/quantise.py: rounding to int8 and int4 equals that of the checkpoints' tools, and packing is lossless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every stage prints and costs itself, and they agree where they are of one graph."""
+"""graphs/stage.py: every stage has a text and a cost, and stages of one graph agree on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which state a row starts from, and after how many tokens each state is stored."""
+"""graphs/state_slots.py: which state a row starts from, and after how many tokens each state is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which inputs a bucket's graph has, in which order, of which shapes, and what fills them in rows of padding."""
+"""graphs/step_inputs.py: names, order and shapes of a bucket's inputs, and their values in padding rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY = {"request_slots": (), "page_table": (6,), **SAMPLING}
 
 
 def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[int, ...]]:
-    """Of every input, without the batch, which is its first size."""
+    """Shape of every input without the batch dimension, which is the first."""
     avals = StepInputs(bucket, limits, **options).avals()
     assert all(aval.shape[0] == bucket.batch for aval in avals.values())
     floats = {name for name, aval in avals.items() if aval.dtype == torch.float32}
@@ -27,7 +27,7 @@ def shapes(bucket: Bucket, limits: Limits, **options: bool) -> dict[str, tuple[i
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 def test_decode_reads_tokens_and_positions_from_request_slots(drafts):
-    """What it is given has no token and no position but the smallest possible one."""
+    """A decode step has no token and no position among its inputs except `base`, the smallest possible position."""
     Q, limits = drafts + 1, replace(LIMITS, slots_per_request=drafts + 1, drafts=drafts)
     wanted = ANY | {"drafts": (), "base": (), "state_slots_out": (Q,), "uniform": (2 * Q - 1,)}
     assert shapes(Bucket("decode", 3, Q), limits) == wanted
@@ -77,7 +77,7 @@ def test_padding_has_the_shapes_of_the_graph_and_inert_values(bucket):
 
 
 def test_inputs_are_given_by_name_too():
-    """Of a decode step those that its layers read from the request slots."""
+    """The inputs that a decode step's layers get from the request slots."""
     padding = StepInputs(Bucket("decode", 2, 4), LIMITS).padding(LAYER_INPUTS)
     assert set(padding) == set(LAYER_INPUTS)
     assert (padding["tokens"].shape, padding["state_slots_out"].shape, padding["page_table"].shape) == ((2, 4), (2, 4), (2, 6))

@@ -1,4 +1,4 @@
-"""Text says all that a graph computes, and nothing of the names FX chose."""
+"""graphs/text.py: the text of a graph contains all that it computes, and none of the names that FX chose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees flatten to dotted names in one order, and come back."""
+"""graphs/tree.py: trees flatten to dotted names in a fixed order, and unflatten to equal trees."""
 
 from __future__ import annotations
 

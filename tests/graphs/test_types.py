@@ -1,4 +1,4 @@
-"""The nouns refuse what they cannot mean, and say what they were given."""
+"""graphs/types.py: bad values of the basic types are refused with an error that contains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend is one file that exports one record under its own name; asking for one loads no other."""
+"""lowering/backend.py: a backend is one file that exports one object under its own name; looking one up imports no other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_every_file_or_folder_is_a_backend() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backend_has_its_name_and_a_suffix_of_its_own(name: str) -> None:
-    found = backend(name)
-    assert found.name == name
-    assert [other for other in NAMES if backend(other).suffix == found.suffix] == [name]
+    exported = backend(name)
+    assert exported.name == name
+    assert [other for other in NAMES if backend(other).suffix == exported.suffix] == [name]
 
 
 @pytest.mark.parametrize("name", ["eager", "null"])

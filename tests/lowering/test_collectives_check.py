@@ -1,4 +1,4 @@
-"""lowering/collectives_check.py: ranks that agree run to the end; any one of them that differs is named before anything runs."""
+"""lowering/collectives_check.py: ranks with equal collectives finish; any difference is refused and named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GE = {"all_gather_into_tensor": "HcomAllGather", "reduce_scatter_tensor": "HcomR
 
 
 def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
-    """A GE file whose collectives follow each other, each behind a cast, as they would after torchair."""
+    """A GE file with a chain of collectives, each after a cast, as torchair converts them."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     last, patches = "x", []
@@ -50,13 +50,13 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
 
 
 def of_all(ge_file, mesh=MESH):
-    """What the GE file of each rank says, patched as a loader would with communicators of its own."""
-    told = []
+    """The collectives of each rank, read from the GE file patched with that rank's communicators."""
+    per_rank = []
     for rank in range(mesh.size):
         mine = {name: mesh.group(name, rank) for name in mesh.groups()}
         names = {name: f"hccl_{name}_{ranks[0]}" for name, ranks in mine.items()}
-        told.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
-    return told
+        per_rank.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
+    return per_rank
 
 
 # --- what is read ---
@@ -82,9 +82,9 @@ def test_a_group_the_mesh_lacks_is_named():
 
 def test_a_shipped_graph_says_what_the_partitioned_one_does():
     wanted = (*LAYER * 3, ("all_to_all_single", "tp", "bf16[8,32]"), ("all_reduce", "dp", "i32[8]"))
-    found = of_ge_file(shipped(wanted), in_order=True)
-    assert found == wanted
-    agree(wanted, found)
+    collectives = of_ge_file(shipped(wanted), in_order=True)
+    assert collectives == wanted
+    agree(wanted, collectives)
 
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
@@ -119,7 +119,7 @@ def test_an_order_that_data_leave_open_is_refused_where_it_matters():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda c: c[:-1],
@@ -131,8 +131,8 @@ def test_an_order_that_data_leave_open_is_refused_where_it_matters():
         (lambda c: [c[0], c[1], ("moe_dispatch", "world", "bf16[32,64]"), c[3]], r"collective 2 .* i8\[32,64\], .* bf16\[32,64\]"),
     ],
 )
-def test_the_first_difference_from_the_partitioned_graph_is_named(change, said):
-    with pytest.raises(LoweringError, match=said):
+def test_the_first_difference_from_the_partitioned_graph_is_named(change, message):
+    with pytest.raises(LoweringError, match=message):
         agree(LAYER, change(list(LAYER)))
 
 
@@ -204,7 +204,7 @@ def test_one_graph_on_all_ranks_never_hangs(collectives, mesh):
 
 
 def finishes(per_rank):
-    """Runs the lists as HCCL would: any collective whose members are all at it, with the same name and type, one at a time."""
+    """Runs the lists as HCCL would: in any order, each collective that all its members have reached with equal name and type."""
     left = [list(talks) for talks in per_rank]
     while any(left):
         for talks in left:

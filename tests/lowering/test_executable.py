@@ -1,4 +1,4 @@
-"""Executables are loaded by the name of their backend; operands that compiled code would misread are refused before."""
+"""lowering/executable.py: executables are opened by the name of their backend; operands that they would misread are refused."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def step(w: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> tuple[torc
 def test_an_eager_file_runs_and_updates_state_in_place(tmp_path: Path) -> None:
     (tmp_path / "a.graph").write_bytes(graph_io.encode(make_fx(step, tracing_mode="fake")(*operands())))
     executable = open_executable(tmp_path / "a.graph", "eager")
-    given = operands()
+    values = operands()
     assert executable.backend == "eager"
-    (first,) = executable(given)
-    (second,) = executable(given)
+    (first,) = executable(values)
+    (second,) = executable(values)
     assert first.tolist() == [[2.0] * 3] * 2
     assert second.tolist() == [[4.0] * 3] * 2
-    assert given[1].tolist() == [[0, 0], [2, 2], [0, 0], [2, 2]]
+    assert values[1].tolist() == [[0, 0], [2, 2], [0, 0], [2, 2]]
 
 
 def test_a_backend_that_only_reports_has_nothing_to_load(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_right_operands_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "wrong", "said"),
+    ("at", "wrong", "message"),
     [
         (0, torch.ones(2, 3), r"params.w is \(2, 3\) torch.float32, the graph needs \(3, 2\) torch.float32"),
         (1, torch.zeros(4, 2).bfloat16(), r"state.pool is \(4, 2\) torch.bfloat16, the graph needs \(4, 2\) torch.float32"),
@@ -77,11 +77,11 @@ def test_right_operands_pass() -> None:
         (1, torch.zeros(4, 4)[:, :2], r"state.pool has strides \(4, 1\); legal is contiguous"),
     ],
 )
-def test_a_wrong_operand_is_named(at: int, wrong: torch.Tensor, said: str) -> None:
-    given = operands()
-    given[at] = wrong
-    with pytest.raises(LoweringError, match=f"operand {said}"):
-        check_operands(given, SIGNATURE)
+def test_a_wrong_operand_is_named(at: int, wrong: torch.Tensor, message: str) -> None:
+    values = operands()
+    values[at] = wrong
+    with pytest.raises(LoweringError, match=f"operand {message}"):
+        check_operands(values, SIGNATURE)
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])

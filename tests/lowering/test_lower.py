@@ -1,4 +1,4 @@
-"""Lowered graphs compute what the partitioned graph computes, and write their pools without anybody noticing."""
+"""lowering/lower.py: lowered graphs compute what the partitioned graph computes, and write pools without changing any result."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import Lowered, lower_eager, lower_inline
 from npucompile.models import qwen3_5, step
 
-# Graphs lowered for inductor call native operators, whoever runs them.
+# Graphs lowered for inductor call native operators, also when Python runs them.
 pytestmark = pytest.mark.usefixtures("kernels")
 
 F32, I32 = torch.float32, torch.int32
 Forward = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
-# --- donation, one way at a time ---
+# --- donation, one case at a time ---
 
 # Three pages of four slots, one head of width five; each step writes two slots.
 POOL = Aval((3, 4, 1, 5), F32)
 
 
 def whole(forward: Forward, optimised: bool = True) -> Partitioned:
-    """Three pools a, b, c and the step's rows and slots."""
+    """A step over three pools a, b, c, rows and slots, partitioned for one device."""
     state = {name: POOL for name in "abc"}
     inputs = {"rows": Aval((2, 1, 5), F32), "slots": Aval((2,), I32)}
-    found = partition(trace(Program("toy", Bucket("decode", 2, 1), forward, {}, state, inputs)), Mesh(), Rules())
-    return optimise(found) if optimised else found
+    partitioned = partition(trace(Program("toy", Bucket("decode", 2, 1), forward, {}, state, inputs)), Mesh(), Rules())
+    return optimise(partitioned) if optimised else partitioned
 
 
 def write(s: Tree, i: Tree, a: str = "a", b: str = "b") -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def swapped(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def copied_to_another(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The old a goes to b through a view, while a itself is written."""
+    """The old value of a is written to b through a view, while a itself is written."""
     a, c = write(s, i, "a", "c")
     return {"y": i["rows"] + 1}, {"a": a, "b": s["a"].view(12, 5).view(3, 4, 1, 5), "c": c}
 
@@ -95,7 +95,7 @@ def written_twice(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def written_twice_and_read_between(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """As a draft head does: each write depends on what was read after the one before."""
+    """As in a draft head, each write depends on a read after the previous write."""
     a, b = write(s, i)
     middle = (a * b).sum()
     a, b = ops.cache_write(a, b, i["rows"] + middle, i["rows"] - middle, i["slots"] - 1)
@@ -116,7 +116,7 @@ def first_value_is_looked_at_after_the_second(p: Tree, s: Tree, i: Tree) -> tupl
 
 
 def second_writer_takes_a_third_pool(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The second writer may not write c, which is read later: so b is not written in place either, nor by the first writer."""
+    """c is read after the second writer, which so cannot write in place; neither writer of b can then."""
     a, b = write(s, i)
     b, c = ops.cache_write(b, s["c"], i["rows"] + 1, i["rows"] - 1, i["slots"] - 1)
     return {"y": b.sum() - s["c"].sum()}, {"a": a, "b": b, "c": c}
@@ -128,7 +128,7 @@ def one_pool_in_two_places(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def outputs_are_pools(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Old, new, kept, and views of each; nobody's next step may change them."""
+    """Old, new and unchanged values and views of each as outputs; the next step must not change them."""
     a, b = write(s, i)
     outputs = {"new": a, "part": b[1], "row": b.view(12, 5)[3:4], "kept": s["c"], "look": s["c"][0]}
     return outputs, {**s, "a": a, "b": b}
@@ -140,7 +140,7 @@ def outputs_are_old_pools(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def convolution(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """A donating primitive with a result of its own beside the pool."""
+    """A donating primitive that also returns a result besides the pool."""
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 1
     y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, slots[:, None], slots, slots + 1)
@@ -148,7 +148,7 @@ def convolution(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def convolution_token_by_token(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """The same, with a window after every token; the pool is a view, so nothing writes it in place, however it is lowered."""
+    """The same with a window after every token; the pool is a view, so no lowering writes it in place."""
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 2
     both = torch.cat([slots - 1, slots])[None]
@@ -156,7 +156,7 @@ def convolution_token_by_token(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
     return {"y": y}, {**s, "a": new.view(3, 4, 1, 5)}
 
 
-# What writes the pools in the eager form: the number of in-place twins, of copies at the end, and of values set apart first.
+# Expected in the eager form: the number of in-place variants, of copies at the end, and of values cloned before.
 WAYS: list[tuple[Forward, int, int, int]] = [
     (in_place, 1, 0, 0),
     (old_value_is_read_before, 1, 0, 0),
@@ -182,10 +182,10 @@ WAYS: list[tuple[Forward, int, int, int]] = [
 
 @dataclass
 class Steps:
-    """Five steps of a graph: outputs of each, as they were when returned and as they are at the end, and the last state."""
+    """Five steps of a graph: the outputs of each when returned and after the last step, and the last state."""
 
     returned: list[list[torch.Tensor]]
-    kept: list[list[torch.Tensor]]
+    at_end: list[list[torch.Tensor]]
     state: list[torch.Tensor]
 
 
@@ -197,30 +197,30 @@ def inputs(n: int) -> list[torch.Tensor]:
     return [torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(10 + n)), torch.tensor([1 + n, 11 - n], dtype=I32)]
 
 
-def functional(found: Partitioned) -> Steps:
+def functional(partitioned: Partitioned) -> Steps:
     state, returned = first_state(), []
-    outputs = len(found.signature.outputs)
+    outputs = len(partitioned.signature.outputs)
     for n in range(5):
-        results = [t.clone() for t in found.graph(*state, *inputs(n))]
+        results = [t.clone() for t in partitioned.graph(*state, *inputs(n))]
         returned.append(results[:outputs])
         state = results[outputs:]
     return Steps(returned, returned, state)
 
 
 def donated(lowered: Lowered) -> Steps:
-    run, state, returned, kept = EagerExecutable(lowered.graph), first_state(), [], []
+    run, state, returned, at_end = EagerExecutable(lowered.graph), first_state(), [], []
     buffers = [t.data_ptr() for t in state]
     for n in range(5):
         results = run([*state, *inputs(n)])
         returned.append([t.clone() for t in results])
-        kept.append(results)
+        at_end.append(results)
     assert [t.data_ptr() for t in state] == buffers
-    return Steps(returned, kept, state)
+    return Steps(returned, at_end, state)
 
 
 def same(got: Steps, want: Steps) -> None:
-    for one, other in ((got.returned, want.returned), (got.kept, want.kept)):
-        for step_got, step_want in zip(one, other, strict=True):
+    for mine, theirs in ((got.returned, want.returned), (got.at_end, want.at_end)):
+        for step_got, step_want in zip(mine, theirs, strict=True):
             torch.testing.assert_close(step_got, step_want, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got.state, want.state, rtol=1e-6, atol=1e-6)
 
@@ -229,43 +229,43 @@ def calls(lowered: Lowered) -> list[str]:
     return [target_name(n.target) for n in lowered.graph.graph.nodes if n.op == "call_function"]
 
 
-@pytest.mark.parametrize(("forward", "twins", "copies", "apart"), WAYS, ids=[way[0].__name__ for way in WAYS])
-def test_pools_are_written_in_place_and_nobody_notices(forward: Forward, twins: int, copies: int, apart: int) -> None:
-    found = whole(forward)
-    lowered = lower_eager(found)
+@pytest.mark.parametrize(("forward", "variants", "copies", "apart"), WAYS, ids=[way[0].__name__ for way in WAYS])
+def test_pools_are_written_in_place_and_nobody_notices(forward: Forward, variants: int, copies: int, apart: int) -> None:
+    partitioned = whole(forward)
+    lowered = lower_eager(partitioned)
     names = calls(lowered)
     assert (sum(n.endswith("_") and n.startswith("npuc") for n in names), names.count("aten.copy_"), names.count("aten.clone")) == (
-        twins,
+        variants,
         copies,
         apart,
     )
-    want = functional(found)
+    want = functional(partitioned)
     same(donated(lowered), want)
-    same(donated(lower_inline(found, "inductor")), want)
+    same(donated(lower_inline(partitioned, "inductor")), want)
 
 
 @pytest.mark.parametrize("forward", [way[0] for way in WAYS if way[0] is not one_pool_in_two_places], ids=lambda f: f.__name__)
 def test_graphs_that_no_pass_has_seen_lower_too(forward: Forward) -> None:
-    found = whole(forward, optimised=False)
-    same(donated(lower_eager(found)), functional(found))
+    partitioned = whole(forward, optimised=False)
+    same(donated(lower_eager(partitioned)), functional(partitioned))
 
 
 def test_results_unpacked_twice_are_all_led_to_the_pool() -> None:
-    found = whole(in_place)
-    graph = found.graph.graph
+    partitioned = whole(in_place)
+    graph = partitioned.graph.graph
     unpacking = next(n for n in graph.nodes if n.name.startswith("getitem"))
     reader = next(n for n in unpacking.users if n.op == "call_function")
     with graph.inserting_after(unpacking):
         twice = graph.call_function(unpacking.target, unpacking.args)
         twice.meta["val"] = unpacking.meta["val"]
     reader.replace_input_with(unpacking, twice)
-    found.graph.recompile()
-    lowered = lower_eager(found)
+    partitioned.graph.recompile()
+    lowered = lower_eager(partitioned)
     assert "npuc.cache_write_" in calls(lowered)
-    same(donated(lowered), functional(found))
+    same(donated(lowered), functional(partitioned))
 
 
-def test_what_a_twin_returns_goes_to_its_readers() -> None:
+def test_what_an_in_place_variant_returns_goes_to_its_readers() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y, pool = ops.causal_conv(
             i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["num_computed_tokens"], i["num_computed_tokens"]
@@ -274,12 +274,12 @@ def test_what_a_twin_returns_goes_to_its_readers() -> None:
 
     params, state = {"w": Aval((5, 3), F32)}, {"pool": Aval((4, 2, 5), F32)}
     rows = {"x": Aval((2, 4, 5), F32), "slots": Aval((2,), I32), "num_computed_tokens": Aval((2,), I32)}
-    found = optimise(partition(trace(Program("conv", Bucket("decode", 2, 4), forward, params, state, rows)), Mesh(), Rules()))
-    lowered = lower_eager(found)
+    partitioned = optimise(partition(trace(Program("conv", Bucket("decode", 2, 4), forward, params, state, rows)), Mesh(), Rules()))
+    lowered = lower_eager(partitioned)
     assert calls(lowered) == ["aten.unsqueeze", "npuc.causal_conv_", "aten.mul.Tensor"]
-    w, pool, x = (torch.randn(leaf.aval.shape, generator=torch.Generator().manual_seed(0)) for leaf in found.signature.operands[:3])
+    w, pool, x = (torch.randn(leaf.aval.shape, generator=torch.Generator().manual_seed(0)) for leaf in partitioned.signature.operands[:3])
     slots = [torch.tensor([1, 3], dtype=I32), torch.tensor([2, 4], dtype=I32)]
-    want_y, want_pool = found.graph(w, pool, x, *slots)
+    want_y, want_pool = partitioned.graph(w, pool, x, *slots)
     (y,) = EagerExecutable(lowered.graph)([w, pool, x, *slots])
     assert torch.equal(y, want_y)
     assert torch.equal(pool, want_pool)
@@ -298,7 +298,7 @@ def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -
 
 
 def test_every_result_of_an_in_place_variant_goes_to_its_reader(request: pytest.FixtureRequest) -> None:
-    """A primitive that returns two values around its pool, so that indices shift when the pool's goes away."""
+    """A primitive that returns a value before and after its pool, so that indices shift when the pool's is dropped."""
     request.addfinalizer(lambda: TABLE.pop("test_three", None))
 
     class Three(NamedTuple):
@@ -316,15 +316,15 @@ def test_every_result_of_an_in_place_variant_goes_to_its_reader(request: pytest.
         return {"product": product * 2, "pool": pool * 3, "total": total * 4}, {"pool": pool}
 
     pool = Aval((2, 3), F32)
-    found = partition(trace(Program("three", Bucket("decode", 2, 1), forward, {}, {"pool": pool}, {"x": pool})), Mesh(), Rules())
-    lowered = lower_eager(optimise(found))
+    partitioned = partition(trace(Program("three", Bucket("decode", 2, 1), forward, {}, {"pool": pool}, {"x": pool})), Mesh(), Rules())
+    lowered = lower_eager(optimise(partitioned))
     assert calls(lowered) == ["npuc.test_three_", "getitem", "getitem", *["aten.mul.Tensor"] * 3]
-    x, held = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    product, new, total = EagerExecutable(lowered.graph)([held, x])
+    x, state = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    product, new, total = EagerExecutable(lowered.graph)([state, x])
     assert torch.equal(product, 2 * x)
     assert torch.equal(new, torch.full((2, 3), 6.0))
     assert torch.equal(total, 4 * (x + 1))
-    assert torch.equal(held, torch.full((2, 3), 2.0))
+    assert torch.equal(state, torch.full((2, 3), 2.0))
 
 
 # --- a whole model: one layer of each kind ---
@@ -356,7 +356,7 @@ LIMITS = Limits(page_size=4, num_pages=11, num_slots=7, max_model_len=20, slots_
 
 
 def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Partitioned:
-    """A step whose windows go to a pool of their own; `old` says what is read of the pool before and after: (before, after) -> output."""
+    """A step with a pool of convolution windows; `old` computes an output of the pool's values: (before, after) -> output."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], i["num_computed_tokens"], i["num_computed_tokens"])
@@ -369,14 +369,14 @@ def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Part
 
 @pytest.mark.parametrize("free", [True, False])
 def test_a_kernel_writes_a_pool_that_nothing_reads_later(free: bool) -> None:
-    """Where something does, the old pool is what it reads, and the reference makes the new one."""
-    found = convolved(lambda before, after: after * 2 if free else before * 2)
-    lowered = lower_inline(found, "inductor")
+    """A later reader sees the old pool, and the functional reference computes the new one."""
+    partitioned = convolved(lambda before, after: after * 2 if free else before * 2)
+    lowered = lower_inline(partitioned, "inductor")
     assert ("npuc_native.npuc_conv" in calls(lowered)) == free
     draw = torch.Generator().manual_seed(0)
     slots = [torch.tensor(s, dtype=I32) for s in ([1, 2], [[3, 4], [5, 1]], [1, 1])]
     operands = [*(torch.randn(shape, generator=draw) for shape in ((5, 3), (6, 2, 5), (2, 2, 5))), *slots]
-    *wanted, pool = found.graph(*operands)
+    *wanted, pool = partitioned.graph(*operands)
     torch.testing.assert_close(EagerExecutable(lowered.graph)(operands), wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(operands[1], pool, rtol=1e-6, atol=1e-6)
 
@@ -393,9 +393,9 @@ class Stages:
 def stages(bucket: Bucket) -> Stages:
     model = step.Model("tiny", qwen3_5.FAMILY, qwen3_5.Config.from_hf(CONFIG))
     traced = trace(step.program(model, bucket, LIMITS, F32))
-    found = partition(traced, Mesh(), Rules())
-    best = optimise(found)
-    return Stages(traced, found, best, lower_eager(best), lower_inline(best, "inductor"))
+    partitioned = partition(traced, Mesh(), Rules())
+    best = optimise(partitioned)
+    return Stages(traced, partitioned, best, lower_eager(best), lower_inline(best, "inductor"))
 
 
 @pytest.fixture(scope="module")
@@ -424,11 +424,11 @@ def test_lowering_leaves_the_partitioned_graph_alone(decode: Stages) -> None:
 
 
 def test_inlining_is_a_trace_and_counted_as_one() -> None:
-    found = whole(unchanged)
+    partitioned = whole(unchanged)
     before = compile_count.count()
-    lower_eager(found)
+    lower_eager(partitioned)
     assert compile_count.count() == before
-    lower_inline(found, "inductor")
+    lower_inline(partitioned, "inductor")
     assert compile_count.count() == before + 1
 
 
@@ -458,9 +458,9 @@ def test_lowered_placeholders_know_their_leaves_and_results_are_the_outputs(deco
         assert shapes == [leaf.aval.shape for leaf in lowered.signature.outputs]
 
 
-def operands(found: Stages, step_inputs: dict[str, object]) -> list[torch.Tensor]:
+def operands(stages: Stages, step_inputs: dict[str, object]) -> list[torch.Tensor]:
     r = torch.Generator().manual_seed(0)
-    leaves = found.optimised.signature.operands
+    leaves = stages.optimised.signature.operands
     values = []
     for leaf in leaves:
         kind, _, name = leaf.name.partition(".")
@@ -476,22 +476,22 @@ def operands(found: Stages, step_inputs: dict[str, object]) -> list[torch.Tensor
 SAMPLING = {"temperature": [0.0, 0.9], "top_k": [0, 3], "top_p": [1.0, 0.8], "min_p": [0.0, 0.1], "uniform": [0.5, 0.7]}
 
 
-def run(found: Stages, steps: list[dict[str, object]]) -> None:
-    """Functional, eager and inlined graphs over the same steps: outputs and pools agree after each."""
-    signature = found.optimised.signature
+def run(stages: Stages, steps: list[dict[str, object]]) -> None:
+    """Runs the functional, eager and inlined graphs over the same steps; outputs and pools agree after each."""
+    signature = stages.optimised.signature
     state_at = slice(len(signature.params), len(signature.params) + len(signature.state))
-    forms = [EagerExecutable(found.eager.graph), EagerExecutable(found.inductor.graph)]
-    pools = [operands(found, steps[0])[state_at] for _ in range(3)]
-    for given in steps:
-        values = operands(found, given)
+    forms = [EagerExecutable(stages.eager.graph), EagerExecutable(stages.inductor.graph)]
+    pools = [operands(stages, steps[0])[state_at] for _ in range(3)]
+    for step_inputs in steps:
+        values = operands(stages, step_inputs)
         values[state_at] = pools[0]
-        want = found.optimised.graph(*values)
+        want = stages.optimised.graph(*values)
         pools[0] = want[len(signature.outputs) :]
         for form, own in zip(forms, pools[1:], strict=True):
             values[state_at] = own
             got = form(values)
             torch.testing.assert_close(got, want[: len(signature.outputs)], rtol=1e-4, atol=1e-5)
-            # Tokens that are not valid go to null pages and slots, and what they are is nobody's business.
+            # Padding tokens are written to null pages and slots, whose contents are undefined.
             torch.testing.assert_close([pool[1:] for pool in own], [pool[1:] for pool in pools[0]], rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What differs between the machine that built and the one that runs is named with both values."""
+"""lowering/toolchain.py: differences between the building and the running machine are named with both values."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def test_what_cannot_be_loaded_is_told_once_and_the_old_executables_go_on(own_ar
     def change(manifest, writer):
         first, *rest = manifest.graphs
         file = writer.add("graphs", b"no graph", "stub")
-        return replace(manifest, graphs=(replace(first, compiled=tiny.Compiled("stub", file, "key")), *rest))
+        return replace(manifest, graphs=(replace(first, compiled=tiny.ExecutableRecord("stub", file, "key")), *rest))
 
     tiny.published(own_artifact, change)
     with pytest.raises(LoweringError):
@@ -355,7 +355,7 @@ def test_a_tampered_executable_is_not_swapped_in(own_artifact, stub):
     def change(manifest, writer):
         first, *rest = manifest.graphs
         file = writer.add("graphs", (own_artifact / first.eager).read_bytes() + b"\0", "stub")
-        return replace(manifest, graphs=(replace(first, compiled=tiny.Compiled("stub", file, "key")), *rest))
+        return replace(manifest, graphs=(replace(first, compiled=tiny.ExecutableRecord("stub", file, "key")), *rest))
 
     newer = tiny.published(own_artifact, change)
     file = own_artifact / newer.manifest.graphs[0].compiled.file

@@ -1,4 +1,4 @@
-"""Bodies of NPU operators traced on fake tensors, and a main graph that calls them, as the lowering makes them."""
+"""Bodies of NPU operators traced on fake tensors, and main graphs that call them, in the form of lowered graphs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DELTANET: dict[str, Shape] = {
 
 
 def loaded(cache: Path) -> Torchair:
-    """torchair, with its own operators; once a process."""
+    """torchair with its own operators, loaded once per process."""
     ta = load(cache)
     importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
     return ta
@@ -186,13 +186,13 @@ def inlined(main: fx.GraphModule) -> fx.GraphModule:
 
 
 def meanings(ops: Sequence[Any], operands: dict[str, int]) -> Counter[str]:
-    """Operators by what they compute from which operands, whatever their names are; `operands` is by name of a tensor."""
+    """Counts operators by type, attributes and the computation of their inputs, not by name; `operands` maps tensor names to operands."""
     known = {tensor: f"operand {i}" for tensor, i in operands.items()}
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for op in ops:
         attrs = [(key, value.SerializeToString(deterministic=True)) for key, value in sorted(op.attr.items())]
         inputs = [known[tensor] if tensor else "" for tensor in op.input if not tensor.endswith(":-1")]
         meaning = hashlib.sha256(repr((op.type, attrs, inputs)).encode()).hexdigest()
         known |= {f"{op.name}:{i}": f"{meaning}:{i}" for i in range(len(op.output_desc))}
-        found[meaning] += 1
-    return found
+        counts[meaning] += 1
+    return counts

@@ -1,4 +1,4 @@
-"""Single GE operators as torchair would serialise them, and functions that torchair has turned into whole GE files."""
+"""Single GE operators in torchair's serialised form, and functions converted by torchair to whole GE files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def message(kind: str, slots: Mapping[str, bool], results: Sequence[str], after:
     for slot, there in slots.items():
         op.input.append(f"{slot}_source:0" if there else "")
         op.input_desc.add().name = slot
-    for said in results:
+    for result in results:
         desc = op.output_desc.add()
-        if said:
-            desc.attr["_meta"].s = said.encode()
+        if result:
+            desc.attr["_meta"].s = result.encode()
     for name, value in attrs.items():
         _set(op.attr[name], value)
     return op
@@ -58,10 +58,10 @@ def call(kind: str, inputs: Mapping[str, Value | None] | None = None, results: i
 
 
 def run(kind: str, inputs: Mapping[str, Value | None] | None = None, **attrs: Any) -> Any:
-    """What one operator gives, all of its inputs and attributes having been read."""
-    made = call(kind, inputs, **attrs)
-    results = FUNCTIONS[kind](made)
-    made.finish()
+    """The results of one operator; fails if it leaves an input or attribute unread."""
+    operator = call(kind, inputs, **attrs)
+    results = FUNCTIONS[kind](operator)
+    operator.finish()
     return results
 
 
@@ -78,9 +78,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 def shipped(ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor], states: int = 0, calls: int = 1) -> tuple[Any, GeFile]:
-    """A main graph that calls a function, and its GE file; of the operands the first `states` are state.
+    """A main graph that calls a function, and its GE file; the first `states` operands are state.
 
-    With several calls every one has state of its own, and takes the first result of the one before as its first input.
+    With several calls, each has its own state and takes the first result of the previous call as its first input.
     """
     main = gb.Main()
     shapes = [(tuple(t.shape), t.dtype) for t in tensors]

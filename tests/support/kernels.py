@@ -1,6 +1,6 @@
-"""Binds the native operators to the kernels in lowering/cpp, for graphs and lowerings that Python runs node by node.
+"""The kernels of lowering/cpp through ctypes, bound to the native operators, so that Python can run graphs that call them.
 
-Packages reach the kernels through shims of their own; here ctypes stands in for those.
+Packages call the kernels through lowering/cpp/shims.cpp instead.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ F32, I32 = torch.float32, torch.int32
 
 _OWN = aoti.instruction_set() or "native"
 LEVELS = [_OWN, "x86-64-v3"] if _OWN == "x86-64-v4" else [_OWN]
-"""Architectures whose kernels this machine runs: its own first, and the one with vectors half as wide."""
+"""Architectures that the kernels are tested for: this machine's own, and for AVX-512 also the one with vectors half as wide."""
 
 _level = LEVELS[0]
 
 
 @functools.cache
 def library(architecture: str) -> ctypes.CDLL:
-    """The kernels as a shared library; compiled once for each state of their sources, whoever asks, and kept in the temporary folder."""
+    """The kernels as a shared library, compiled again only when their sources change, and cached in the temporary folder."""
     compiler = aoti.compiler()[0]
     vectors = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
     flags = [*native.FLAGS, "-fvisibility=default", "-shared", f"-march={architecture}", *vectors]
     units = [path for path in native.sources() if path.suffix == ".cpp" and path.stem != native.SHIMS]
-    told = [native.digest(), *aoti.compiler(), *flags, str(os.getuid())]
-    kept = Path(tempfile.gettempdir()) / f"npuc-kernels-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}.so"
-    if not kept.is_file():
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            made = Path(scratch) / kept.name
-            subprocess.run([compiler, *flags, *map(str, units), "-o", str(made)], check=True)
-            # Another worker may have made the same one meanwhile.
-            made.replace(kept)
-    return ctypes.CDLL(str(kept))
+    parts = [native.digest(), *aoti.compiler(), *flags, str(os.getuid())]
+    target = Path(tempfile.gettempdir()) / f"npuc-kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            subprocess.run([compiler, *flags, *map(str, units), "-o", str(built)], check=True)
+            # Atomic, because another pytest worker may compile the same library at the same time.
+            built.replace(target)
+    return ctypes.CDLL(str(target))
 
 
 @contextmanager
 def compiled_for(architecture: str) -> Iterator[None]:
-    """Kernels called inside are those for an architecture of LEVELS."""
+    """Inside, kernels are called in their version for an architecture of LEVELS."""
     global _level
     before, _level = _level, architecture
     try:
@@ -61,7 +61,7 @@ def compiled_for(architecture: str) -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Kernels called inside may take so many threads."""
+    """Inside, kernels use at most `count` threads."""
     openmp = library(_level)
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(count)
@@ -79,7 +79,7 @@ def bind() -> None:
 
 
 def unbind() -> None:
-    """Leaves them as they are in a process that runs packages alone."""
+    """Undoes `bind`; a process that only runs packages has no native operators bound."""
     for name in KERNELS:
         operators.TABLE[name].bind(None)
 
@@ -105,7 +105,7 @@ def conv(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, num_computed_tokens: torch.Tensor
 ) -> torch.Tensor:
     (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape)
-    x, weight, read, write, num_computed_tokens = (one.contiguous() for one in (x, weight, read, write, num_computed_tokens))
+    x, weight, read, write, num_computed_tokens = (t.contiguous() for t in (x, weight, read, write, num_computed_tokens))
     floats = _at(x, F32), _at(weight, F32, (C, taps)), _at(state, F32, (len(state), taps - 1, C))
     _call(
         "npuc_conv",
@@ -134,7 +134,9 @@ def delta(
     num_computed_tokens: torch.Tensor,
 ) -> torch.Tensor:
     (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape)
-    q, k, v, g, beta, read, write, num_computed_tokens = (one.contiguous() for one in (q, k, v, g, beta, read, write, num_computed_tokens))
+    q, k, v, g, beta, read, write, num_computed_tokens = (
+        tensor.contiguous() for tensor in (q, k, v, g, beta, read, write, num_computed_tokens)
+    )
     keys = _at(q, F32, (B, Q, Hk, Dk)), _at(k, F32), _at(v, F32, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
     slots = _at(state, F32, (len(state), H, Dv, Dk)), _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(num_computed_tokens, I32, (B,))
     _call("npuc_delta", *keys, *slots, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, F32))
@@ -152,7 +154,7 @@ def attention(
 ) -> torch.Tensor:
     (B, Q, H, D), (pages, P, G, _), N = q.shape, k_cache.shape, page_table.shape[1]
     out, name = torch.empty(q.shape, dtype=q.dtype), {F32: "npuc_attention", torch.bfloat16: "npuc_attention_bf16"}[q.dtype]
-    q, page_table, num_computed_tokens, query_lens = (one.contiguous() for one in (q, page_table, num_computed_tokens, query_lens))
+    q, page_table, num_computed_tokens, query_lens = (t.contiguous() for t in (q, page_table, num_computed_tokens, query_lens))
     pools = (_at(pool, q.dtype, (pages, P, G, D)) for pool in (k_cache, v_cache))
     rows = _at(page_table, I32), _at(num_computed_tokens, I32, (B,)), _at(query_lens, I32, (B,))
     _call(name, _at(q, q.dtype), *pools, *rows, ctypes.c_float(scale), _sizes(B, Q, H, G, D, P, N), _at(out, q.dtype))
@@ -168,7 +170,9 @@ def sample(
     uniform: torch.Tensor,
 ) -> torch.Tensor:
     (B, Q, V), out = logits.shape, torch.empty(uniform.shape, dtype=I32)
-    logits, temperature, top_k, top_p, min_p, uniform = (one.contiguous() for one in (logits, temperature, top_k, top_p, min_p, uniform))
+    logits, temperature, top_k, top_p, min_p, uniform = (
+        tensor.contiguous() for tensor in (logits, temperature, top_k, top_p, min_p, uniform)
+    )
     knobs = _at(temperature, F32, (B,)), _at(top_k, I32, (B,)), _at(top_p, F32, (B,)), _at(min_p, F32, (B,))
     _call("npuc_sample", _at(logits, F32), *knobs, _at(uniform, F32, (B, Q)), B, Q, V, _at(out, I32))
     return out
@@ -195,12 +199,12 @@ KERNELS = {
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows as they lie, where their elements are neighbours."""
+    """A matrix whose rows are contiguous, copied if need be."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _at(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> ctypes.c_void_p:
-    """Where its elements lie; a kernel would misread any others. `shape` None: the rows of a matrix, at any distance."""
+    """A tensor's data pointer, after a check of what the kernel relies on; `shape` None is for rows at any distance."""
     assert tensor.dtype == dtype, f"a tensor of {tensor.dtype} where a kernel reads {dtype}"
     assert shape is None or (tuple(tensor.shape) == tuple(shape) and tensor.is_contiguous()), f"{tuple(tensor.shape)} is not {shape}"
     return ctypes.c_void_p(tensor.data_ptr())
@@ -213,4 +217,4 @@ def _sizes(*sizes: int) -> ctypes.Array[ctypes.c_int64]:
 def _call(name: str, *arguments: object) -> None:
     kernel = getattr(library(_level), name)
     kernel.restype = None
-    kernel(*(ctypes.c_int64(one) if isinstance(one, int) else one for one in arguments))
+    kernel(*(ctypes.c_int64(value) if isinstance(value, int) else value for value in arguments))

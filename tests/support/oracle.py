@@ -1,4 +1,4 @@
-"""Random Qwen3.5 models of transformers with drawn weights, and a runner that serves the same weights from poisoned pools."""
+"""Qwen3.5 models of transformers with random weights, and a runner that serves the same weights from poisoned pools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def limits(drafts: int) -> Limits:
-    """Room for a few requests with so many drafts a step."""
+    """Limits with room for a few requests."""
     return Limits(page_size=8, num_pages=41, num_slots=13, max_model_len=160, slots_per_request=drafts + 1, drafts=drafts)
 
 
@@ -55,7 +55,7 @@ def settings(kinds: str, rotary: float = 0.25, theta: float = 1e4, **sizes: Any)
     }
 
 
-# Odd sizes on purpose: head widths that are no power of two, one and three value heads a key head, few experts.
+# Odd sizes on purpose: head widths that are no powers of two, one or three value heads per key head, few experts.
 CASES: dict[str, dict[str, Any]] = {
     "dense": settings("lllf", head_dim=18, num_attention_heads=3, num_key_value_heads=1),
     "dense-tied": settings(
@@ -74,10 +74,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def draw(module: torch.nn.Module, seed: int) -> None:
-    """Fills every parameter with values that no default hides: norms away from 1, decays and time steps spread.
+    """Fills every parameter with random values that differ from defaults: norms away from 1, decays and time steps spread.
 
-    The stream starts large, decays are slow and logits span a few units, as in a trained model: a norm of almost nothing
-    would magnify rounding until it hides mistakes.
+    As in a trained model, embeddings are large, decays are slow and logits span a few units; normalising a stream of almost zero
+    would magnify rounding errors until they hide mistakes.
     """
     generator = torch.Generator().manual_seed(seed)
     tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
@@ -102,14 +102,14 @@ def draw(module: torch.nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Oracle:
-    """One random model, as transformers runs it and as this project does.
+    """One random model in transformers and in this project.
 
     Attributes:
         theirs: the transformers model, float32, eval.
-        model: ours, with the same configuration.
-        weights: tree of float32 tensors for `qwen3_5.abstract_params`, the same values.
+        model: this project's model with the same configuration.
+        weights: the same weights as a tree of float32 tensors for `qwen3_5.abstract_params`.
         values: its config.json.
-        head: its draft head as transformers runs it, where it has one.
+        head: transformers' module of its draft head, where it has one.
     """
 
     theirs: Any
@@ -124,21 +124,21 @@ class Oracle:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """What transformers says after every token, without a cache: n ids -> [n, V] float32."""
+        """Logits of transformers after every token, without a cache: n ids -> [n, V] float32."""
         return self.theirs(torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
     def logits_step_by_step(self, ids: list[int], prompt: int) -> torch.Tensor:
         """The same with its cache: `prompt` tokens at once, then token by token; [len(ids) - prompt + 1, V] float32."""
         out = self.theirs(torch.tensor([ids[:prompt]]), use_cache=True)
-        said = [out.logits[0, -1]]
+        logits = [out.logits[0, -1]]
         for token in ids[prompt:]:
             out = self.theirs(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-            said.append(out.logits[0, -1])
-        return torch.stack(said).float()
+            logits.append(out.logits[0, -1])
+        return torch.stack(logits).float()
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
-        """Random ids; never 0, which padding holds."""
+        """Random ids, never 0, which is the padding."""
         generator = torch.Generator().manual_seed(1000 * seed + length)
         return torch.randint(1, self.model.config.vocab_size, (length,), generator=generator).tolist()
 
@@ -168,11 +168,11 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
 
 @functools.cache
 def bundled(name: str) -> Oracle:
-    """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
-    found = registry.find(name)
-    theirs = AutoModelForCausalLM.from_pretrained(found.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
-    params = qwen3_5.abstract_params(found.model.config, torch.float32)
-    return Oracle(theirs, found.model, checkpoint.load(checkpoint.open_checkpoint(found.checkpoint_dir), params), json.loads(found.text))
+    """A bundled model, loaded by transformers and by this project's loader, both in float32."""
+    entry = registry.find(name)
+    theirs = AutoModelForCausalLM.from_pretrained(entry.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    params = qwen3_5.abstract_params(entry.model.config, torch.float32)
+    return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
 HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}
@@ -186,7 +186,7 @@ def drafting(name: str) -> Oracle:
 
 
 def with_head(random: Oracle) -> Oracle:
-    """The same model with a draft head, drawn where it has none."""
+    """The same model with a draft head, which is random where the model has none."""
     model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
     kind = "Qwen3_5Moe" if model.config.num_experts else "Qwen3_5"
     layer, norm = getattr(random.modeling, f"{kind}DecoderLayer"), getattr(random.modeling, f"{kind}RMSNorm")
@@ -203,7 +203,7 @@ def with_head(random: Oracle) -> Oracle:
 
 
 def join(params: Tree, state_dict: dict[str, torch.Tensor]) -> Tree:
-    """Tensors for a tree of Param from a state dict with the names of its sources."""
+    """Tensors for a tree of Param, from a state dict with the checkpoint's names."""
     return tree.map_leaves(lambda p: p.source.join(*(state_dict[name] for name in p.source.names)).contiguous(), params)
 
 
@@ -219,7 +219,7 @@ def cast(tensors: Tree, params: Tree) -> Tree:
 
 
 def poisoned(avals: Tree) -> Tree:
-    """Pools full of NaN; request slots that nobody took hold tokens and places that no one can have, but for the null request slot."""
+    """Pools full of NaN, and request slots full of impossible tokens and positions, except the null request slot."""
 
     def fill(aval: Aval) -> torch.Tensor:
         if aval.dtype.is_floating_point:
@@ -233,7 +233,7 @@ def poisoned(avals: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a step: the request's new tokens and where its state lies."""
+    """One row of a step: the request's new tokens, and its pages and state slots."""
 
     tokens: list[int]
     start: int
@@ -243,11 +243,11 @@ class Row:
 
 
 PADDING = Row([], 3, [], 0, [0])
-"""A row that stands for nothing: it claims to continue from the null slot and the null page, which hold NaN."""
+"""A padding row: its inputs continue from the null slot and the null page, which hold NaN."""
 
 
 def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int = 0) -> dict[str, torch.Tensor]:
-    """What the layers of a step read; rows beyond those given are PADDING, with `junk` for tokens."""
+    """Inputs of a step's layers; rows beyond those given are PADDING, with `junk` for tokens."""
     B, out = bucket.batch, StepInputs(bucket, limits).padding(LAYER_INPUTS)
     out["tokens"].fill_(junk)
     for b, row in enumerate([*rows, *[PADDING] * (B - len(rows))]):
@@ -259,7 +259,7 @@ def inputs(bucket: Bucket, rows: list[Row], limits: Limits = LIMITS, junk: int =
 
 
 def blank(program: Program) -> dict[str, torch.Tensor]:
-    """A program's inputs where every row is padding: NaN for numbers."""
+    """Inputs of a program whose rows are all padding, with NaN for floats."""
     fill = {torch.float32: float("nan"), torch.int32: 0}
     return {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in program.inputs.items()}
 
@@ -268,7 +268,7 @@ class Runner:
     """Runs the programs of a model over one set of pools, which start as NaN; every row is greedy.
 
     Args:
-        drafts: k; the candidates of a decode step are those of the row, whatever was drafted.
+        drafts: k; a decode step verifies the tokens of the row, whatever was drafted.
     """
 
     def __init__(self, model: step.Model, weights: Tree, dtype: torch.dtype = torch.float32, drafts: int = 0) -> None:
@@ -285,21 +285,21 @@ class Runner:
         """
         program = step.program(self.model, bucket, self.limits, self.dtype, **options)
         read = inputs(bucket, rows, self.limits, junk)
-        given = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
+        operands = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
         live = slice(len(rows))
-        given["request_slots"][live] = torch.arange(1, len(rows) + 1)
+        operands["request_slots"][live] = torch.arange(1, len(rows) + 1)
         for name, value in {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}.items():
-            given[name][live] = value
+            operands[name][live] = value
         if bucket.kind == "decode":
-            given["drafts"][live], given["base"][live] = read["query_lens"][live] - 1, read["num_computed_tokens"][live]
-            self._sit(rows, read, junk)
+            operands["drafts"][live], operands["base"][live] = read["query_lens"][live] - 1, read["num_computed_tokens"][live]
+            self._fill_request_slots(rows, read, junk)
         elif self.limits.drafts:
-            given["next_tokens"][live] = -1
-        outputs, self.state = program.forward(self.weights, self.state, given)
+            operands["next_tokens"][live] = -1
+        outputs, self.state = program.forward(self.weights, self.state, operands)
         return {name: tensor[live] for name, tensor in outputs.items()}
 
-    def _sit(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:
-        """Puts the rows' candidates, places and slots in their request slots, and in the null request slot what PADDING claims."""
+    def _fill_request_slots(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:
+        """Writes the rows' tokens, positions and state slots to their request slots, and PADDING's to the null request slot."""
         pool = torch.zeros_like(self.state["request_slots"])
         pool[0, request_slots.START], pool[0, request_slots.TOKENS :] = PADDING.start, junk
         for b, row in enumerate(rows):
@@ -308,11 +308,11 @@ class Runner:
         self.state = {**self.state, "request_slots": pool}
 
     def prefill(self, ids: list[int], pages: list[int], slot: int, chunks: list[int], junk: int = 0) -> torch.Tensor:
-        """Runs a prompt through buckets of these sizes, the last one padded; logits [V] after the prompt."""
+        """Runs a prompt through prefill buckets of these sizes, the last one padded; returns the logits [V] after the prompt."""
         done, logits = 0, torch.empty(0)
         for size in chunks:
             part = ids[done : done + size]
             logits = self.step(Bucket("prefill", 1, size), [Row(part, done, pages, slot, [slot])], junk)["logits"]
             done += len(part)
-        assert done == len(ids), "the chunks hold the prompt"
+        assert done == len(ids), "the chunks cover the prompt"
         return logits[0, 0]

@@ -1,4 +1,4 @@
-"""Artifacts for several devices, and real processes that run them, all bounded in time."""
+"""Artifacts for several ranks, and real processes that run them, all with timeouts."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-"""Of the tiny model, so that tp=2 divides all of them."""
+"""Head counts of the tiny model that tp=2 divides."""
 
 TIMEOUT_S = 120
 
 
 def build(checkpoint: Path, out: Path, mesh: str = "") -> Path:
     """An uncompiled artifact of a checkpoint of these sizes for a mesh."""
-    made = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
-    tiny.built(made, out, fresh=True)
+    plan = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
+    tiny.built(plan, out, fresh=True)
     return out
 
 
 def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
-    """Of a process of the test."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    """Environment variables of a process that a test starts."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     own = {"NPUCOMPILE_HOME": str(home)} if home else {}
-    return {**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
+    return {**inherited, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
 
 
 def command(*arguments: object) -> list[str]:
@@ -57,7 +57,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits until something becomes true."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not true within {seconds} s"
@@ -65,7 +65,7 @@ def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def finished(process: subprocess.Popen[str], seconds: float = TIMEOUT_S) -> tuple[int, str, str]:
-    """Status and output of a process, which is killed when it does not end."""
+    """Status and output of a process, which is killed if it does not end in time."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def finished(process: subprocess.Popen[str], seconds: float = TIMEOUT_S) -> tupl
 
 
 def spawn(arguments: Sequence[object], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A process whose output is read."""
+    """Starts a process with its output piped."""
     return subprocess.Popen(list(map(str, arguments)), env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -26,7 +26,7 @@ def policy(
     length: int = 8,
     drafts: int = 0,
 ) -> Policy:
-    """Decode buckets of so many rows, prefill buckets of so many tokens, state slots for so many requests of up to `length` tokens."""
+    """Decode buckets by number of rows, prefill buckets by number of tokens, slots for `requests` requests of up to `length` tokens."""
     buckets = (*(Bucket("prefill", 1, q) for q in prefill), *(Bucket("decode", b, drafts + 1) for b in decode))
     return Policy(Limits(page_size, pages, 1 + requests * (drafts + 1), length, drafts + 1, drafts), buckets, burst)
 
@@ -69,12 +69,12 @@ def state_with(state: SchedulerState, groups: Iterable[GroupState], steps_in_fli
 
 
 def fresh(rules: Policy, *requests: Request) -> SchedulerState:
-    """One group whose requests all wait."""
+    """One group whose requests are all waiting."""
     return grouped(rules, requests)
 
 
 def grouped(rules: Policy, *groups: Sequence[Request]) -> SchedulerState:
-    """Groups whose requests all wait."""
+    """Groups whose requests are all waiting."""
     state = SchedulerState(rules, (GroupState(),) * len(groups))
     for i, requests in enumerate(groups):
         state = add(state, *requests, group=i)
@@ -82,7 +82,7 @@ def grouped(rules: Policy, *groups: Sequence[Request]) -> SchedulerState:
 
 
 def sampled(step: ScheduledStep, *tokens: int) -> list[list[SampledTokens | None]]:
-    """Results of a step that sampled these tokens for every row; of prefill the first of them, where the row samples."""
+    """Results of a step that sampled these tokens for every row; a prefill row that samples gets the first of them."""
 
     def tokens_of(samples: bool) -> tuple[int, ...]:
         return (tokens if step.bucket.kind == "decode" else tokens[:1]) if samples else ()

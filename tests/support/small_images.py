@@ -1,4 +1,4 @@
-"""Manifests of artifacts for NPUs that were never built, the small models in their image, and their step traces; each made once."""
+"""Manifests of artifacts for NPUs that are not built, the small models shrunk from them, and their step traces."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ DISPATCHED = ("moe_dispatch",) * 64
 
 
 def entry(kind: str, batch: int, q_len: int, talks: tuple[str, ...] = ()) -> GraphEntry:
-    """A bucket of which only its collectives are known."""
+    """A bucket's entry with nothing but its collectives."""
     return GraphEntry(
         Bucket(kind, batch, q_len), (), (), None, "", "", None, {}, {}, tuple((name, "world", "bf16[1]") for name in talks), {}
     )
 
 
 def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifest:
-    """As much of a manifest as the small image is made from."""
+    """The parts of a manifest that `shrink` reads."""
     chosen = {
         "model": {"name": name, "config": registry.find(name).text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),), "dtype": "bf16",
@@ -86,12 +86,12 @@ def partitioned(small: SmallModel, case: BucketCase, dtype: torch.dtype = F32, *
 
 @functools.cache
 def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: int = 2) -> Graphs:
-    """What runs the image's cases on all ranks with the references of primitives."""
-    made, small = {}, image(mesh, kinds, drafts=drafts).small
+    """The graphs of the image's cases, run on all ranks with the references of primitives."""
+    graphs, small = {}, image(mesh, kinds, drafts=drafts).small
     for case in small.cases:
         lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
-        made[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
-    return made
+        graphs[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
+    return graphs
 
 
 _SHIPPED: dict[tuple[str, str], Artifact] = {}
@@ -103,12 +103,12 @@ def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantizat
         home = factory.mktemp("shipped")
         layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
         model = tiny.write_checkpoint(home / "small", **sizes, **layers)
-        made = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
-        # The kernel of the recurrence takes states of the activations' type.
-        variant = replace(made.model.config.variant, recurrent=BF16)
-        made = replace(made, model=replace(made.model, config=replace(made.model.config, variant=variant)))
+        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
+        # The kernel of the delta rule takes states in the dtype of the activations.
+        variant = replace(plan.model.config.variant, recurrent=BF16)
+        plan = replace(plan, model=replace(plan.model, config=replace(plan.model.config, variant=variant)))
         threads = torch.get_num_threads()
-        driver.build(made, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
+        driver.build(plan, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
         _SHIPPED[quantization, mesh] = Artifact.open(home / "artifact")

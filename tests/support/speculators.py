@@ -1,4 +1,4 @@
-"""Requests served step by step by a model's own programs, with the drafts that a test wants: the smallest loop there can be."""
+"""A minimal serving loop over a model's programs, in which a test chooses the drafts of every step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from npucompile.runtime.rng import random_number
 
 PAGE, CONTEXT, REQUESTS = 8, 256, 6
 UNTAKEN = -(10**6)
-"""What a request slot holds before a request takes it: no token, and no place."""
+"""Content of a request slot before its first request: neither a token nor a position."""
 
 Call = Callable[[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Weights, state and inputs -> outputs; the list of state holds the new one afterwards."""
+"""Weights, state and inputs -> outputs; the list of state is updated."""
 
 
 def limits(drafts: int, context: int = CONTEXT, requests: int = REQUESTS) -> Limits:
-    """Room for so many requests of so many tokens."""
+    """Limits with room for `requests` requests of `context` tokens."""
     return Limits(PAGE, 1 + requests * context // PAGE, 1 + requests * (drafts + 1), context, drafts + 1, drafts)
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """How a request samples; `drafts` of them are verified, None is all, and `logprobs` asks for log probabilities."""
+    """Sampling parameters of a request; `drafts` is how many drafts are verified, None for all."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -48,11 +48,12 @@ class Knobs:
 
 @dataclass
 class Request:
-    """A request: its prompt, how it samples, and what it has said.
+    """A request: its prompt, its sampling parameters and its tokens.
 
     Attributes:
-        request_slot: where the device keeps its next step; its pages and slots follow from it.
-        counts: tokens that each of its decode steps gave.
+        request_slot: its request slot, which also determines its pages and state slots.
+        said: the tokens generated so far.
+        counts: number of tokens that each of its decode steps emitted.
     """
 
     prompt: list[int]
@@ -63,25 +64,25 @@ class Request:
 
     @property
     def start(self) -> int:
-        """Tokens that are in the caches: all but the last."""
+        """Number of its tokens in the caches: all but the last."""
         return len(self.prompt) + len(self.said) - 1
 
     def number(self, index: int) -> float:
-        """Random number of its token `index`."""
+        """Random number for its token `index`."""
         return random_number(self.knobs.seed, index)
 
 
 def traced(program: Program) -> Call:
-    """A program as the graph that an eager artifact holds: state in place."""
+    """Runs a program as the graph of an eager artifact, which writes state in place."""
     return _runs(program, lambda node: node.target)
 
 
 def direct(program: Program) -> Call:
-    """A program as it is written; for buckets that are not worth a trace."""
+    """Runs a program without tracing it; for buckets that are used once."""
 
     @torch.no_grad()
-    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        outputs, after = program.forward(tree.unflatten(program.params, weights), tree.unflatten(program.state, state), given)
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs, after = program.forward(tree.unflatten(program.params, weights), tree.unflatten(program.state, state), inputs)
         state[:] = [tensor for _, tensor in tree.flatten(after)]
         return dict(outputs)
 
@@ -89,10 +90,10 @@ def direct(program: Program) -> Call:
 
 
 def token_by_token(program: Program) -> Call:
-    """The traced graph with every product taken for one token at a time, which makes all its kernels row independent.
+    """Runs the traced graph with each matrix product and attention computed for one token at a time.
 
-    A matrix product may sum in another order where it has more rows, and attention where it has more keys; then what a token leaves
-    depends, in its last bits, on the rows around it.
+    The summation order of a matrix product may depend on its number of rows, and that of attention on its number of keys; a token's
+    results would then depend, in their last bits, on the rows beside it.
     """
     return _runs(program, _alone)
 
@@ -105,14 +106,14 @@ def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
     run, names = EagerExecutable(lowered.graph), [leaf.path for leaf in lowered.signature.outputs]
     wanted = [leaf.path for leaf in lowered.signature.inputs]
 
-    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(names, run([*weights, *state, *(given[name] for name in wanted)]), strict=True))
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(names, run([*weights, *state, *(inputs[name] for name in wanted)]), strict=True))
 
     return call
 
 
 def _alone(node: Any) -> Any:
-    """What a node calls: of products, their reference for each row."""
+    """The function that a node calls; for products, their reference applied to each row."""
     primitive = of_target(node.target)
     rows = {ops.linear.name: 1, ops.swiglu_linear.name: 1, ops.moe_experts.name: 3}
     if primitive is None or primitive.name not in (*rows, ops.paged_attention.name):
@@ -122,7 +123,7 @@ def _alone(node: Any) -> Any:
 
 
 def _each_row(reference: Any, count: int) -> Any:
-    """A product whose first `count` operands have a row a token."""
+    """A product applied token by token; its first `count` operands have a row per token."""
 
     def call(*args: Any) -> torch.Tensor:
         parts = zip(*(arg.split(1) for arg in args[:count]), strict=True)
@@ -141,36 +142,34 @@ def _each_query(
     query_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one query over its own keys; NaN for queries that are not valid."""
+    """Attention applied query by query; NaN for queries that are not valid."""
     out = torch.full_like(q, float("nan"))
     for b, length in enumerate(query_lens.tolist()):
         for t in range(length):
-            one = torch.ones(1, dtype=torch.int32)
+            single = torch.ones(1, dtype=torch.int32)
             out[b : b + 1, t : t + 1] = reference(
-                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, one, scale
+                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, single, scale
             )
     return out
 
 
 @functools.cache
 def _executable(
-    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, held: Limits, logprobs: int
+    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, limits: Limits, logprobs: int
 ) -> tuple[Call, dict[str, Aval]]:
-    """A bucket's program and its inputs, made once."""
-    program = step.program(model, bucket, held, torch.float32, max_logprobs=logprobs)
+    """A bucket's program, ready to run, and its inputs."""
+    program = step.program(model, bucket, limits, torch.float32, max_logprobs=logprobs)
     return run(program), program.inputs
 
 
 class Server:
-    """A model with its weights, pools full of NaN, and k drafts a step.
-
-    Prompts are taken in by the programs as they are written, decode steps by what `run` makes of them.
+    """A model with its weights, pools full of NaN, and k drafts per step.
 
     Args:
         held: sizes of the pools.
-        logprobs: of how many most likely tokens log probabilities are told.
-        padding: token of padding, in rows of prompts and in the null request slot.
-        run: how a decode program, and `run_prefill` how a prefill program, becomes something that runs.
+        logprobs: number of most likely tokens whose log probabilities are returned.
+        padding: token id of padding, in rows of prompts and in the null request slot.
+        run, run_prefill: turn a decode and a prefill program into a function.
     """
 
     def __init__(
@@ -196,22 +195,22 @@ class Server:
 
     @property
     def request_slots(self) -> torch.Tensor:
-        """The pool of request_slots [C, 2 + Q]."""
+        """The pool of request slots [C, 2 + Q]."""
         return self.state[self.names.index("request_slots")]
 
     def pages(self, request_slot: int) -> list[int]:
-        """All pages of a request slot's request; every other one has them in falling order."""
+        """All pages of a request slot's request, in descending order for every other one."""
         return _share(request_slot, self.limits.pages_per_request)
 
     def slots(self, request_slot: int) -> list[int]:
-        """All state slots of a request slot's request; every other one has them in falling order."""
+        """All state slots of a request slot's request, in descending order for every other one."""
         return _share(request_slot, self.limits.slots_per_request)
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Takes in all that is known of some requests and samples their next tokens.
+        """Prefills all tokens of some requests and samples their next tokens.
 
         Args:
-            chunks: sizes of the prefill buckets that follow each other; none is one bucket for the longest.
+            chunks: sizes of successive prefill buckets; by default one bucket for the longest request.
 
         Returns:
             the outputs of each request's last chunk.
@@ -221,83 +220,81 @@ class Server:
         done = 0
         for size in chunks or [max(map(len, known))]:
             bucket = Bucket("prefill", len(requests), size)
-            given = self.blank(bucket)
+            inputs = self.blank(bucket)
             for b, request in enumerate(requests):
                 if part := known[b][done : done + size]:
-                    self._sit(given, b, request)
-                    given["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
-                    given["num_computed_tokens"][b], given["query_lens"][b], given["state_slots_in"][b] = (
+                    self._fill_row(inputs, b, request)
+                    inputs["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
+                    inputs["num_computed_tokens"][b], inputs["query_lens"][b], inputs["state_slots_in"][b] = (
                         done,
                         len(part),
                         self.slots(request.request_slot)[0],
                     )
-                    given["uniform"][b, 0] = request.number(len(request.said))
+                    inputs["uniform"][b, 0] = request.number(len(request.said))
                     if self.drafts:
-                        given["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
-            outputs = self.step(bucket, given)
+                        inputs["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
+            outputs = self.step(bucket, inputs)
             ending = torch.tensor([done < len(ids) <= done + size for ids in known])
             for name, tensor in outputs.items():
                 last.setdefault(name, tensor.clone())[ending] = tensor[ending]
             done += size
-        assert done >= max(map(len, known)), "the chunks hold what is known"
+        assert done >= max(map(len, known)), "the chunks cover all tokens"
         for b, request in enumerate(requests):
             request.said.append(int(last["tokens"][b, 0]))
         return last
 
     def decode(self, requests: Sequence[Request], batch: int | None = None) -> dict[str, torch.Tensor]:
-        """One step of these requests, as a host launches it that has not yet read how many tokens the step before it gave."""
+        """One decode step, with the inputs of a host that has not yet read how many tokens the previous step emitted."""
         bucket = Bucket("decode", batch or len(requests), self.drafts + 1)
-        given = self.blank(bucket)
+        inputs = self.blank(bucket)
         for b, request in enumerate(requests):
-            self._sit(given, b, request)
+            self._fill_row(inputs, b, request)
             behind = max(request.counts[-1] - 1, 0) if request.counts else 0
-            given["base"][b] = request.start - behind
-            given["drafts"][b] = self.verified(request)
-            numbers = [request.number(len(request.said) - behind + i) for i in range(given["uniform"].shape[1])]
-            given["uniform"][b] = torch.tensor(numbers)
+            inputs["base"][b] = request.start - behind
+            inputs["drafts"][b] = self.verified(request)
+            numbers = [request.number(len(request.said) - behind + i) for i in range(inputs["uniform"].shape[1])]
+            inputs["uniform"][b] = torch.tensor(numbers)
         if self.padding:
             self.request_slots[0] = self.padding
-        outputs = self.step(bucket, given)
+        outputs = self.step(bucket, inputs)
         for request, count, tokens in zip(requests, outputs["counts"].tolist(), outputs["tokens"].tolist(), strict=False):
-            assert count or request.start == self.limits.max_model_len, "a request with room in its context says something"
+            assert count or request.start == self.limits.max_model_len, "a request with room in its context emits a token"
             request.counts.append(count)
             request.said += tokens[:count]
-        assert not outputs["counts"][len(requests) :].any(), "padding says nothing"
+        assert not outputs["counts"][len(requests) :].any(), "padding emits nothing"
         return outputs
 
-    def step(self, bucket: Bucket, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def step(self, bucket: Bucket, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs a bucket's program."""
-        return self._made(bucket)[0](self.weights, self.state, given)
+        return self._made(bucket)[0](self.weights, self.state, inputs)
 
     def serve(self, requests: Sequence[Request], tokens: int) -> None:
-        """Prefills each and decodes all until each has said so many tokens, perhaps more."""
+        """Prefills each request and decodes all until each has at least `tokens` tokens."""
         for request in requests:
             self.prefill([request])
         self.go_on(requests, tokens)
 
     def go_on(self, requests: Sequence[Request], tokens: int) -> None:
-        """Decodes until each has said so many tokens, perhaps more."""
+        """Decodes until each request has at least `tokens` tokens."""
         while live := [request for request in requests if len(request.said) < tokens]:
             self.decode(live)
 
     def substitute(self, request: Request, drafts: Sequence[int]) -> None:
-        """Puts other drafts in a request's request slot."""
+        """Overwrites the drafts in a request's request slot."""
         self.request_slots[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
 
     def verified(self, request: Request) -> int:
-        """How many of a request's drafts its steps look at."""
+        """Number of a request's drafts that a step verifies."""
         return self.drafts if request.knobs.drafts is None else min(self.drafts, request.knobs.drafts)
 
     def mislead(self, request: Request, truth: Sequence[int], right: int) -> None:
-        """Puts drafts in a request's request slot of which the first `right` are what it will say, the next is not, and all others are.
-
-        Those that are not verified are the token of padding.
+        """Overwrites a request's drafts: all are right except the one after the first `right`. Drafts that are not verified are padding.
 
         Args:
-            truth: all that the request will say.
+            truth: all tokens that the request will generate.
         """
-        said, vocab = len(request.said), self.model.config.vocab_size
-        drafts = list(truth[said : said + self.drafts])
+        count, vocab = len(request.said), self.model.config.vocab_size
+        drafts = list(truth[count : count + self.drafts])
         drafts += [1] * (self.drafts - len(drafts))
         if right < self.drafts:
             drafts[right] = (drafts[right] + 1) % vocab
@@ -305,21 +302,21 @@ class Server:
         self.substitute(request, drafts[:looked_at] + [self.padding] * (self.drafts - looked_at))
 
     def memory(self, request: Request) -> dict[str, torch.Tensor]:
-        """All that the device knows of a request: its state, keys and values of its tokens in the caches, its next step."""
+        """A request's data on the device: its recurrent state, its keys and values, and its request slot."""
         request_slot = self.request_slots[request.request_slot]
         start, accepted = int(request_slot[request_slots.START]), int(request_slot[request_slots.ACCEPTED])
-        found = {
+        tensors = {
             "request_slots": torch.cat([request_slot[request_slots.START : request_slots.ACCEPTED], request_slot[request_slots.TOKENS :]])
         }
         for name, pool in zip(self.names, self.state, strict=True):
             if name.endswith((".k", ".v")):
-                found[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
+                tensors[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
             elif name != "request_slots":
-                found[name] = pool[self.slots(request.request_slot)[accepted]]
-        return {name: tensor.clone() for name, tensor in found.items()}
+                tensors[name] = pool[self.slots(request.request_slot)[accepted]]
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def untouched(self, taken: Sequence[int]) -> None:
-        """Fails where a page, slot or request slot of another request slot than those was written."""
+        """Fails if a page, state slot or request slot of any request slot but `taken` was written."""
         others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in taken]
         for name, pool in zip(self.names, self.state, strict=True):
             own = {"request_slots": [[request_slot] for request_slot in others]}.get(name)
@@ -329,25 +326,27 @@ class Server:
                 assert blank.all(), f"{name} of a request slot that is not one of {taken}"
 
     def blank(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Inputs of a bucket where every row is padding: NaN for numbers."""
+        """Inputs of a bucket whose rows are all padding, with NaN for floats."""
         fill = {torch.float32: float("nan"), torch.int32: 0}
-        given = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._made(bucket)[1].items()}
-        if "tokens" in given:
-            given["tokens"].fill_(self.padding)
-        return given
+        inputs = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._made(bucket)[1].items()}
+        if "tokens" in inputs:
+            inputs["tokens"].fill_(self.padding)
+        return inputs
 
     def _made(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
         return _executable(self._run[bucket.kind], self.model, bucket, self.limits, self.logprobs)
 
-    def _sit(self, given: dict[str, torch.Tensor], b: int, request: Request) -> None:
-        """Fills what rows of both kinds have."""
-        given["request_slots"][b] = request.request_slot
-        given["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
-        given["state_slots_out"][b] = torch.tensor(self.slots(request.request_slot)[: given["state_slots_out"].shape[1]], dtype=torch.int32)
+    def _fill_row(self, inputs: dict[str, torch.Tensor], b: int, request: Request) -> None:
+        """Fills the inputs that prefill and decode rows share."""
+        inputs["request_slots"][b] = request.request_slot
+        inputs["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
+        inputs["state_slots_out"][b] = torch.tensor(
+            self.slots(request.request_slot)[: inputs["state_slots_out"].shape[1]], dtype=torch.int32
+        )
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            given[name][b] = getattr(request.knobs, name)
+            inputs[name][b] = getattr(request.knobs, name)
         if self.logprobs:
-            given["logprobs"][b] = int(request.knobs.logprobs)
+            inputs["logprobs"][b] = int(request.knobs.logprobs)
 
 
 def _share(request_slot: int, per: int) -> list[int]:
@@ -359,13 +358,13 @@ SAYS = 150
 
 
 class Course:
-    """What greedy requests say, and how to take them along it again.
+    """The tokens of greedy requests without drafts, and a replay of the same requests with drafts.
 
     Args:
         random: model of oracle.py with a draft head.
 
     Attributes:
-        truth: tokens of each request, SAYS and some more, by programs without drafts.
+        truth: tokens of each request, more than SAYS, generated without drafts.
     """
 
     def __init__(self, random: Any) -> None:
@@ -376,7 +375,7 @@ class Course:
         self.truth = [request.said for request in requests]
 
     def request(self, index: int, **knobs: Any) -> Request:
-        """A request for one of the prompts, in a request slot of its own."""
+        """A request with one of the prompts, in a request slot of its own."""
         return Request(self.prompts[index], index + 1, Knobs(**knobs))
 
     def server(self, drafts: int, **options: Any) -> Server:
@@ -391,15 +390,14 @@ class Course:
         until: int = SAYS,
         chunks: Sequence[int] = (),
     ) -> None:
-        """Takes requests through steps with drafts of which so many are right; fails where one says something else than the truth.
+        """Runs steps with a chosen number of right drafts per request; fails if a request's tokens differ from the truth.
 
-        A request that has said enough starts again in its request slot: with pages and slots full of what it left there.
+        A request with more than `until` tokens starts again in its request slot, whose pages and state slots keep their old contents.
 
         Args:
-            steps: pairs of bucket size, None for as many as there are rows, and a row's right drafts by the number of its request.
+            steps: pairs of bucket size, None for the number of rows, and number of right drafts by request.
             drafts: how many drafts of each request are verified.
-            until: so many tokens are enough.
-            chunks: sizes of the buckets that take in prompts.
+            chunks: sizes of the prefill buckets.
         """
         requests: dict[int, Request] = {}
         for size, rows in steps:
@@ -412,23 +410,23 @@ class Course:
             live = [requests[i] for i in rows]
             before = [len(request.said) for request in live]
             server.decode(live, size)
-            for i, request, said in zip(rows, live, before, strict=True):
+            for i, request, count in zip(rows, live, before, strict=True):
                 assert request.counts[-1] == min(rows[i], server.verified(request)) + 1
-                assert len(request.said) == said + request.counts[-1]
-                assert request.said == self.truth[i][: len(request.said)], f"request {i} after {said} tokens"
+                assert len(request.said) == count + request.counts[-1]
+                assert request.said == self.truth[i][: len(request.said)], f"request {i} after {count} tokens"
 
 
 def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
-    """Probabilities of sampling from logits [V], in f64 and by the definitions: of the `top_k` largest, the smallest leading set that
-    reaches `top_p`, and of those what is `min_p` times as likely as the largest.
+    """Probabilities of sampling from logits [V] in f64, by definition: of the `top_k` most likely tokens the smallest leading set whose
+    mass reaches `top_p`, and of those the ones at least `min_p` times as likely as the most likely.
     """
     heat = (logits.double() / temperature).exp().tolist()
     order = sorted(range(len(heat)), key=lambda i: -heat[i])[: top_k or None]
-    total, reached, kept = sum(heat[i] for i in order), 0.0, []
+    total, reached, nucleus = sum(heat[i] for i in order), 0.0, []
     for i in order:
         if reached < top_p * total:
-            kept.append(i)
+            nucleus.append(i)
         reached += heat[i]
-    kept = [i for i in kept if heat[i] >= min_p * max(heat)]
-    total = sum(heat[i] for i in kept)
-    return [heat[i] / total if i in kept else 0.0 for i in range(len(heat))]
+    nucleus = [i for i in nucleus if heat[i] >= min_p * max(heat)]
+    total = sum(heat[i] for i in nucleus)
+    return [heat[i] / total if i in nucleus else 0.0 for i in range(len(heat))]

@@ -1,4 +1,4 @@
-"""A random checkpoint of two layers, plans and a stand-in compiler for it, artifacts that are changed on purpose."""
+"""A random checkpoint of two layers, its build plans, a stub backend, and ways to change an artifact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.lowering import backend as backend_table
-from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, Compiled, GraphEntry, Manifest
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
+from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
 from npucompile.lowering.lower import Lowered
@@ -59,16 +60,16 @@ NPU_SIZES: dict[str, Any] = {
 VOCAB, EOS = 260, 256
 BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
 AGREEMENT = 40.0
-"""How much the last token outweighs all before it: of ten drafts about four are right, and greedy streams do not all run in circles."""
+"""Weight of the last token against all before it; about four of ten drafts are right, and greedy streams do not all become periodic."""
 UNTAKEN = -(10**6)
-"""What a poisoned request slot holds: no token, and no place."""
+"""Content of a poisoned request slot: neither a token nor a position."""
 QUIET = Progress(quiet=True)
 
 
 def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agreeing: bool = False, **changes: Any) -> Path:
     """A checkpoint in the layout of Hugging Face, with a byte-level tokenizer: ids below 256 are bytes.
 
-    A drawn draft head is as good as never right; an agreeing one is now and then.
+    A random draft head is almost never right; with `agreeing` it sometimes is.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
@@ -79,7 +80,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
     # The draft head last: with it and without it the same seed gives the same layers.
     for part in (model.params(torch.float32), {name: params[name] for name in params if name == model.family.draft_key}):
         drawn = initialise(part, generator)
-        # Away from zeros and ones, so that no parameter can be dropped without a change of tokens.
+        # Noise on initial zeros and ones, so that a dropped parameter would change the tokens.
         noisy |= tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
     if agreeing:
         _agree(noisy, noisy[model.family.draft_key])
@@ -93,7 +94,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
 
 
 def _agree(weights: dict[str, Any], head: dict[str, Any]) -> None:
-    """Lets the next token follow mostly from the last one, to the model and to its draft head."""
+    """Changes weights so that in the model and in its draft head the next token depends mostly on the last one."""
     weights["embed"] *= AGREEMENT
     head["fc"][:, : len(head["fc"])] += AGREEMENT * torch.eye(len(head["fc"]))
     head["norm_embedding"].zero_()
@@ -101,17 +102,17 @@ def _agree(weights: dict[str, Any], head: dict[str, Any]) -> None:
 
 
 def planned(model: Path, **options: Any) -> Plan:
-    """A plan whose every size is small; `options` are fields of Options."""
+    """A plan with small sizes; `options` are fields of Options."""
     sizes = {"buckets": BUCKETS, "prefill": PREFILL, "max_model_len": CONTEXT, "dtype": "float32", "backend": "eager"}
     return plan(Options(str(model), **{**sizes, **options}))
 
 
-def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
-    """Builds in this process, one job at a time, and leaves torch's thread count alone; `fresh` traces what was traced before."""
+def built(new_plan: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
+    """Builds in this process, one job at a time, and restores torch's thread count; `fresh` traces again instead of reusing stages."""
     threads = torch.get_num_threads()
     try:
         with mock.patch.object(driver, "stage", stages.stage if fresh else stage_once):
-            return driver.build(made, out, out.parent / "cache", progress, jobs=1)
+            return driver.build(new_plan, out, out.parent / "cache", progress, jobs=1)
     finally:
         torch.set_num_threads(threads)
 
@@ -119,17 +120,17 @@ def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QU
 _STAGED: dict[object, stages.Staged] = {}
 
 
-def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
-    """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
-    what = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
-    key = (*what, made.mesh, made.target.name, bucket)
+def stage_once(new_plan: Plan, bucket: Bucket) -> stages.Staged:
+    """`stages.stage`, cached by its arguments, because most tests are not about tracing."""
+    what = (new_plan.found.text, new_plan.model.config, new_plan.backend, new_plan.dtype, new_plan.limits, new_plan.max_logprobs)
+    key = (*what, new_plan.mesh, new_plan.target.name, bucket)
     if key not in _STAGED:
-        _STAGED[key] = stages.stage(made, bucket)
+        _STAGED[key] = stages.stage(new_plan, bucket)
     return _STAGED[key]
 
 
 def planned_device(model: Path, **options: Any) -> Plan:
-    """A plan for four NPUs whose every size is small; `options` are fields of Options."""
+    """A plan for four NPUs with small sizes; `options` are fields of Options."""
     place = {"target": "ascend-a3", "mesh": "dp=2,tp=2", "num_speculative_tokens": 1}
     sizes = {"buckets": (2, 4), "prefill": (4,), "max_model_len": 256, "max_num_seqs": 4}
     return plan(Options(str(model), **{**place, **sizes, **options}))
@@ -140,7 +141,7 @@ _compile = pool.run
 
 
 def compile_once(job: pool.CompileJob) -> pool.CompileResult:
-    """`pool.run`, whose result is decided by the facts of its bucket, called once for equal ones; most tests are not about lowering."""
+    """`pool.run`, cached by the facts of its bucket, because most tests are not about lowering."""
     key = repr(driver.facts(job.plan, job.bucket))
     if key not in _COMPILED:
         _COMPILED[key] = quietly(_compile, replace(job, known_key=""))
@@ -150,7 +151,7 @@ def compile_once(job: pool.CompileJob) -> pool.CompileResult:
 
 
 def quietly(run: Callable[[pool.CompileJob], pool.CompileResult], job: pool.CompileJob) -> pool.CompileResult:
-    """Compiles in this process as one of the pool's does, and leaves torch's threads and log as they were."""
+    """Compiles in this process instead of a worker, and restores torch's thread count and log level."""
     threads, level = torch.get_num_threads(), logging.getLogger("torch").level
     try:
         return run(job)
@@ -160,13 +161,13 @@ def quietly(run: Callable[[pool.CompileJob], pool.CompileResult], job: pool.Comp
 
 
 class Stub(Backend):
-    """A backend that takes eager graphs for machine code.
+    """A backend whose executables are eager graphs.
 
     Attributes:
-        compiled: bucket names it was asked for, in order.
-        error: what its executables add to logits.
-        refuses: substring of the names it refuses.
-        version: part of its options; another one is another compiler.
+        compiled: names of the buckets that it compiled, in order.
+        error: number that its executables add to logits.
+        refuses: substring of the names of buckets that it refuses.
+        version: part of its options, as of a compiler.
     """
 
     name = "stub"
@@ -179,7 +180,7 @@ class Stub(Backend):
         self.version = 1
 
     def install(self, monkeypatch: Any) -> Stub:
-        """Makes it known under its name, in this process, as a backend for this machine."""
+        """Registers it in this process, under its name, as a backend for this machine."""
         names = (*backend_table.backend_names(), self.name)
         module = ModuleType(f"npucompile.lowering.backends.{self.name}")
         module.BACKEND = self  # type: ignore[attr-defined]
@@ -215,7 +216,7 @@ class Stub(Backend):
 
 
 def cli(home: Path, *arguments: object) -> Result:
-    """Runs `npucompile` in this process; any end but a refusal in its own words is an error of the test."""
+    """Runs `npucompile` in this process; an exception that the command does not turn into a message fails the test."""
     with mock.patch.object(driver, "stage", stage_once):
         result = CliRunner().invoke(main, [str(argument) for argument in arguments], env={"NPUCOMPILE_HOME": str(home)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -224,7 +225,7 @@ def cli(home: Path, *arguments: object) -> Result:
 
 
 def refused(home: Path, *arguments: object) -> str:
-    """What `npucompile` says on standard error as it exits with 1."""
+    """The message of `npucompile` on standard error, when it exits with 1."""
     result = cli(home, *arguments)
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output
@@ -246,7 +247,7 @@ def with_compiled(path: Path, name: str = "eager", buckets: Sequence[str] | None
 
     def compiled(entry: GraphEntry) -> GraphEntry:
         wanted = buckets is None or entry.bucket.name in buckets
-        return replace(entry, compiled=Compiled(name, entry.eager, entry.digest)) if wanted else entry
+        return replace(entry, compiled=ExecutableRecord(name, entry.eager, entry.digest)) if wanted else entry
 
     return published(path, lambda before, _: replace(before, graphs=tuple(map(compiled, before.graphs)), **fields))
 
@@ -270,13 +271,13 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def run_row(executor: Executor, bucket: Bucket, row: Row) -> Outputs:
-    """Runs a step whose only live row is this one."""
+    """Runs a step with one live row."""
     (outputs,) = executor.launch(bucket, [pack(bucket, [row], executor.limits, max_logprobs=executor.max_logprobs)]).result()
     return outputs
 
 
 class Narrowed:
-    """An executor with some of its buckets, and perhaps fewer pages and slots than its pools have."""
+    """Another executor restricted to some of its buckets, and to `limits`."""
 
     groups, run_ahead = 1, 0
 
@@ -292,10 +293,10 @@ class Narrowed:
 
 
 class Launching:
-    """An executor that runs the steps of another one in a thread of its own, in the order in which they are launched.
+    """An executor that runs another one's steps in a separate thread, in the order in which they are launched.
 
     Attributes:
-        most_in_flight: most steps launched whose outcome nobody had read.
+        most_in_flight: largest number of launched steps whose result had not been read.
     """
 
     groups, run_ahead = 1, 1
@@ -323,7 +324,7 @@ class Launching:
 
 
 class Launched(NamedTuple):
-    """A step that runs, or waits for its turn."""
+    """A step that is running or queued."""
 
     launching: Launching
     outcome: Future[Sequence[Outputs]]
@@ -334,10 +335,10 @@ class Launched(NamedTuple):
 
 
 def poison(executor: CpuExecutor) -> None:
-    """Fills state pools with NaN and request slots with what no step can start from: a request must see only what it wrote itself."""
+    """Fills state pools with NaN and request slots with impossible values, so that a request that reads what it did not write fails."""
     for leaf, tensor in zip(executor.artifact.manifest.state, executor._state, strict=True):
         if compare.is_request_slots(leaf):
-            # The null request slot is what rows of padding start from.
+            # Padding rows start from the null request slot.
             tensor[1:] = UNTAKEN
         else:
             tensor.fill_(float("nan"))
@@ -345,7 +346,7 @@ def poison(executor: CpuExecutor) -> None:
 
 @contextlib.contextmanager
 def damaged(path: Path) -> Iterator[Path]:
-    """A file with one bit flipped, put right afterwards."""
+    """A file with one bit flipped, restored afterwards."""
     data = path.read_bytes()
     tampered(path)
     try:

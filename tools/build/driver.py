@@ -18,7 +18,7 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import Bucket, Signature
 from ...lowering.artifact.artifact import Artifact, ArtifactWriter, GraphEntry, Manifest
 from ...lowering.artifact.graph_io import encode
-from ...lowering.artifact.manifest import Compiled as CompiledFile
+from ...lowering.artifact.manifest import ExecutableRecord
 from ...lowering.backend import Backend, backend
 from ...lowering.collectives_check import check_ranks, expand
 from ...lowering.toolchain import toolchain
@@ -268,7 +268,7 @@ class _Build:
         entry = self.entries[bucket]
         if result.compiled:
             file = self.writer.add("graphs", result.compiled.data, str(self.backend.suffix))
-            entry = replace(entry, compiled=CompiledFile(self.backend.name, file, entry.digest), census=result.compiled.census)
+            entry = replace(entry, compiled=ExecutableRecord(self.backend.name, file, entry.digest), census=result.compiled.census)
         elif self.backend.suffix is not None:
             entry = self._with_known(entry)
         self.entries[bucket] = entry

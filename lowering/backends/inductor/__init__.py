@@ -1,3 +1,3 @@
-"""AOTInductor packages for this machine's CPU."""
+"""The backend of AOTInductor packages for this machine's CPU."""
 
 from .backend import BACKEND as BACKEND

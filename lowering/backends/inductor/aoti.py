@@ -1,7 +1,7 @@
-"""Turns a flat aten graph into the files of an AOTInductor package, the same bytes for the same graph.
+"""Reproducible AOTInductor compiles: turns a flat aten graph into the files of a package, with equal bytes for equal graphs.
 
-What torch leaves open is pinned here: where caches live, generated names, paths inside the code, the instruction set.
-Uses private parts of torch, which is why the project depends on one exact version of it.
+Torch does not fix the location of its caches, generated names, paths inside the code and the instruction set; this file does.
+It uses private parts of torch, so the project depends on one exact version of torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MODEL = "model"
 """Name of the one model in a package."""
 
 WRAPPER_OPT_LEVEL = "O1"
-"""With hundreds of operands -O0 doubles the cost of a call; without the operand checks -O1 compiles as fast as -O0 with them."""
+"""With hundreds of operands -O0 doubles the cost of a call; without operand checks -O1 compiles as fast as -O0 does with them."""
 
 
 def instruction_set() -> str | None:
-    """Architecture level to compile for: as low as torch's own choice of kernels on this CPU, so that the artifact runs on
-    every machine of that level; None leaves it to torch where there are no levels.
+    """Architecture level to compile for: that of torch's own kernels on this CPU, so that the artifact runs on every machine of that
+    level. None on architectures without levels, where torch chooses.
     """
     levels = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "DEFAULT": "x86-64"}
     return levels.get(torch.backends.cpu.get_cpu_capability()) if torch.cpu.get_capabilities().get("architecture") == "x86_64" else None
 
 
 def cpu_features() -> tuple[str, ...]:
-    """CPU features that compiled code uses, by their names in `torch.cpu.get_capabilities()`."""
+    """CPU features that compiled code may use, by their names in `torch.cpu.get_capabilities()`."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     levels = {
@@ -51,7 +51,7 @@ def cpu_features() -> tuple[str, ...]:
 
 
 def compiler() -> tuple[str, str]:
-    """Path and version text of the C++ compiler torch will call.
+    """Path and version text of the C++ compiler that torch will call.
 
     Raises:
         LoweringError: when there is none.
@@ -60,35 +60,35 @@ def compiler() -> tuple[str, str]:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        found = get_cpp_compiler()
+        path = get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise LoweringError(
             "the inductor backend needs a C++ compiler and found none: install g++ (apt install g++) or name one in the variable CXX"
         ) from error
-    versions = re.findall(r"(?:gcc|clang) version [^_()]+", get_compiler_version_info(found))
-    return found, versions[-1].strip() if versions else found
+    versions = re.findall(r"(?:gcc|clang) version [^_()]+", get_compiler_version_info(path))
+    return path, versions[-1].strip() if versions else path
 
 
 def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: str, *, cache_dir: Path, threads: int) -> dict[str, bytes]:
-    """Compiles a graph for the CPU; state operands the graph writes are written in place by the result too.
+    """Compiles a graph for the CPU; the compiled code, too, writes in place the state operands that the graph writes.
 
     Args:
-        graph: flat, aten operators only.
+        graph: flat, aten and native operators only.
         operands: one tensor per placeholder, real or fake; only shapes, dtypes and strides are read.
-        name: letters, digits and underscores; decides paths inside the code, and two compiles at once must not share it.
-        cache_dir: absolute; holds headers and probes between compiles.
-        threads: specialise loops for that many threads; 0 asks at run time.
+        name: letters, digits and underscores; part of paths inside the code; concurrent compiles must have different names.
+        cache_dir: absolute; keeps headers and probes between compiles.
+        threads: number of threads that loops are specialised for; 0 asks at run time.
 
     Returns:
         File name to content: the shared library and the metadata that torch's loader reads.
 
     Raises:
-        Exception: whatever torch or the C++ compiler raises.
+        Exception: any error of torch or the C++ compiler.
     """
     import torch._inductor
 
     target = cache_dir / "graphs" / name
-    # Names are fixed, and torch does not write a file that exists: an interrupted compile must leave nothing to be found.
+    # File names are fixed and torch keeps a file that exists, so files of an interrupted compile must be deleted.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
@@ -102,13 +102,13 @@ def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: st
 
 
 def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
-    """Inductor's configuration for one compile; the archive of kernels that it links is compiled where it is not there yet.
+    """Inductor's configuration for one compile. Compiles the archive of kernels that packages link if it is not in the cache.
 
     Raises:
         LoweringError: the kernels do not compile.
     """
-    # Generated code names its own source and torch's headers in error messages: mapped, no path of this machine is left in it.
-    # Applied through the architecture flag, the one compiler flag that inductor lets a caller choose; -s strips symbols.
+    # Error messages in generated code contain the paths of its source and of torch's headers; -ffile-prefix-map removes this
+    # machine's paths. It goes into the architecture flag, the only compiler flag that inductor lets a caller set; -s strips symbols.
     prefixes = {cache_dir: ".", Path(torch.__file__).parent: "torch"}
     mapped = " ".join(f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in prefixes.items())
     level = instruction_set() or "native"
@@ -116,15 +116,15 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
     return {
         "aot_inductor.package": True,
         "aot_inductor.output_path": str(cache_dir / "graphs" / name),
-        # Also the name of torch's lock: a fixed one would let only one process compile at a time.
+        # Also the name of torch's lock file: with one name for all, only one process could compile at a time.
         "aot_inductor.model_name_for_generated_files": name,
         "aot_inductor.compile_wrapper_opt_level": WRAPPER_OPT_LEVEL,
         "aot_inductor.enable_line_tables": False,
-        # A pool that every draft pass writes would otherwise be copied.
+        # Without this pass a pool that is written several times, once per draft, is copied.
         "post_grad_custom_post_pass": in_place.write_in_place,
-        # Torch identifies a precompiled header by running the openssl command.
+        # Torch runs the openssl command to identify a precompiled header.
         "aot_inductor.precompile_headers": shutil.which("openssl") is not None,
-        # What a package calls of the kernels is linked into it.
+        # The kernels that a package calls are linked into it.
         "aot_inductor.custom_ops_to_c_shims": native.shims(),
         "aot_inductor.custom_op_libs": [f":{kernels.name}"],
         "cpp.march": f"{level} {mapped} -s -L{shlex.quote(str(kernels.parent))}",
@@ -136,7 +136,7 @@ def options(cache_dir: Path, name: str, threads: int) -> dict[str, Any]:
 
 @contextmanager
 def _settings(cache_dir: Path) -> Iterator[None]:
-    """Torch settings that are no options: cache directories, and wrappers without their operand checks."""
+    """Sets for one compile what torch has no options for: cache directories, and wrappers without operand checks."""
     from torch._inductor import codecache
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.runtime import cache_dir_utils
@@ -149,7 +149,7 @@ def _settings(cache_dir: Path) -> Iterator[None]:
             stack.enter_context(cache_dir_utils.temporary_cache_dir(str(cache_dir)))
         stack.enter_context(_replaced(codecache, "_HEADER_DIR", str(headers)))
         stack.enter_context(_replaced(codecache, "_HEADER_LOCK_DIR", str(headers / "locks")))
-        # A third of the generated C++ checks operands, and only when an environment variable says so; check_operands does it here.
+        # A third of the generated C++ would check operands, if an environment variable is set; `check_operands` does so instead.
         stack.enter_context(_replaced(CppWrapperCpu, "generate_input_output_runtime_checks", _no_checks))
         yield
 

@@ -1,4 +1,4 @@
-"""Turns a lowered graph into an AOTInductor package (.pt2) for the CPU, and such a file into an executable."""
+"""The inductor backend: compiles lowered graphs to AOTInductor packages (.pt2) for the CPU, and loads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PackageExecutable:
     """A loaded package. Loads in milliseconds, compiles nothing.
 
     Args:
-        path: a file of `Inductor.compile`.
+        path: file with a package that `Inductor.compile` returned.
 
     Raises:
         LoweringError: when torch cannot load it.
@@ -44,10 +44,10 @@ class PackageExecutable:
 
     def __init__(self, path: Path) -> None:
         try:
-            # Not torch._inductor.aoti_load_package: that imports the compiler into the serving process.
+            # torch._inductor.aoti_load_package would import the compiler into the serving process.
             self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), _MODEL, False, 1, -1).run
         except RuntimeError as error:
-            raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_said(error)}") from error
+            raise LoweringError(f"{path} is not a package torch {torch.__version__} can load: {_error_line(error)}") from error
 
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step; state operands are updated in place, the outputs are returned."""
@@ -55,7 +55,7 @@ class PackageExecutable:
 
 
 def check_operators(graph: GraphModule) -> None:
-    """Refuses what a package cannot call: anything but aten operators and native ones.
+    """Refuses operators that a package cannot call: all but aten and native ones.
 
     Raises:
         LoweringError: naming the operators.
@@ -68,7 +68,7 @@ def check_operators(graph: GraphModule) -> None:
 
 
 def package(files: Mapping[str, bytes]) -> bytes:
-    """The package torch's loader reads, as a zip whose bytes depend on nothing but the files."""
+    """The package that torch's loader reads: a zip whose bytes depend on the files alone."""
     entries = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"6\n"}
     entries |= {f"data/aotinductor/{_MODEL}/{name}": content for name, content in files.items()}
     buffer = io.BytesIO()
@@ -78,8 +78,8 @@ def package(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _said(error: BaseException) -> str:
-    """The line of a long message that says what is wrong."""
+def _error_line(error: BaseException) -> str:
+    """The line of a long error message that names the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line), lines[0] if lines else "no message")
 
@@ -91,7 +91,7 @@ class Inductor(Backend):
     suffix = "pt2"
 
     def lower(self, partitioned: Partitioned) -> Lowered:
-        """Primitives become aten operators and native kernels; state is written in place."""
+        """Replaces primitives by aten operators and native kernels; state is written in place."""
         from ...lower import lower_inline
 
         return lower_inline(partitioned, NAME)
@@ -100,7 +100,7 @@ class Inductor(Backend):
         """Compiles a graph of aten and native operators into a package.
 
         Raises:
-            LoweringError: naming an operator that a package cannot call, or what the compiler said.
+            LoweringError: naming an operator that a package cannot call, or quoting the compiler's error.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -113,7 +113,7 @@ class Inductor(Backend):
             operands = [torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in lowered.signature.operands]
         data = graph_io.encode(lowered.graph)
         name = hashlib.sha256(data + repr(sorted(self.options(threads).items())).encode()).hexdigest()[:16]
-        # A copy, because inductor rewrites the graph it is given; without values, because it takes those for its operands.
+        # Inductor modifies the graph that it compiles, so it gets a copy; it would take recorded values for its operands, so these go.
         copy = graph_io.decode(data)
         for node in copy.graph.nodes:
             node.meta.clear()
@@ -121,7 +121,9 @@ class Inductor(Backend):
         try:
             files = aoti.compile_files(copy, operands, f"g_{name}", cache_dir=cache_dir.resolve(), threads=threads)
         except Exception as error:
-            raise LoweringError(f"inductor could not compile {lowered.bucket.name}: {type(error).__name__}: {_said(error)}") from error
+            raise LoweringError(
+                f"inductor could not compile {lowered.bucket.name}: {type(error).__name__}: {_error_line(error)}"
+            ) from error
         return Compiled(package(files))
 
     def open(self, path: Path, place: Place) -> Executable:
@@ -129,27 +131,27 @@ class Inductor(Backend):
         return PackageExecutable(path)
 
     def options(self, threads: int) -> dict[str, Any]:
-        """What decides the bytes of a package besides graph, torch and machine."""
+        """The settings that decide the bytes of a package, besides graph, torch and machine."""
         from . import aoti
 
         return {
             "compiler": aoti.compiler()[1],
             "cpu_features": list(aoti.cpu_features()),
             "instruction_set": aoti.instruction_set(),
-            "chained": in_place.DIGEST,
+            "in_place": in_place.DIGEST,
             "kernels": native.digest(),
             "threads": threads,
             "wrapper": aoti.WRAPPER_OPT_LEVEL,
         }
 
     def cpu_features(self) -> tuple[str, ...]:
-        """What the instruction set that the compiler is asked for implies."""
+        """The CPU features of the instruction set that packages are compiled for."""
         from . import aoti
 
         return aoti.cpu_features()
 
     def compiles_here(self) -> str | None:
-        """Packages need a C++ compiler."""
+        """Says that a C++ compiler is missing."""
         from . import aoti
 
         try:

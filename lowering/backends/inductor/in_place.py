@@ -1,7 +1,7 @@
-"""Turns pools that a graph replaces several times over into pools that it writes several times in place, inside inductor.
+"""An inductor pass that lets a graph write a pool several times in place.
 
-Inductor writes in place what replaces an operand once. Of a chain, each replacing the result of the one before, it copies the whole
-operand at the first link and again at the end.
+Inductor itself writes a pool in place when a graph replaces it once. Where a chain of `index_put` replaces it several times, each the
+result of the one before, inductor copies the whole pool at the first link and again at the end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ....graphs.ir.alias import is_view, owner
 
 COPY, PUT, PUT_IN_PLACE = torch.ops.aten.copy_.default, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
 DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-"""Of this file: what it does to a graph shows in no text of one."""
+"""Digest of this file; part of an executable's key, because the pass runs after the text of the lowered graph is taken."""
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def write_in_place(graph: Graph) -> None:
-    """Rewrites every chain whose links may write in place; others stay as they are.
+    """Rewrites every chain whose links may all write in place; others stay as they are.
 
-    A link may when all that reads what it replaces, by whatever view, comes before it.
+    A link may write in place when every reader of the value that it replaces, or of a view of it, comes before the link.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for copy in [node for node in graph.nodes if node.target is COPY and node.args[0].op == "placeholder"]:
@@ -37,28 +37,28 @@ def write_in_place(graph: Graph) -> None:
 
 
 def _chain(copy: Node) -> list[Node]:
-    """The replacements that made what is copied home, first to last; none where it is made of something else."""
+    """The `index_put` nodes from the pool to the value that `copy` stores in it, first to last; none where another node is between."""
     pool, value = copy.args[0], copy.args[1]
-    found: list[Node] = []
+    chain: list[Node] = []
     while (source := _whole(value)) is not pool:
         if source.target is not PUT:
             return []
-        found.insert(0, source)
+        chain.insert(0, source)
         value = source.args[0]
-    return found
+    return chain
 
 
 def _whole(value: object) -> Node:
-    """What a value holds all of, in the same order, if in another shape."""
+    """The node whose elements a value has, all and in the same order, possibly in another shape."""
     assert isinstance(value, Node)
     return _whole(value.args[0]) if value.target in RESHAPES else value
 
 
 def _free(put: Node, order: dict[Node, int], copy: Node) -> bool:
-    """Whether nothing reads the memory that `put` replaces after it, nor `put` itself, but what comes after the chain's end."""
-    memory, given = _whole(put.args[0]), list[Node]()
-    map_arg(put.args[1:], given.append)
-    return memory not in map(owner, given) and all(user is put or user is copy or order[user] < order[put] for user in _readers(memory))
+    """Whether the memory that `put` replaces has no later reader but `copy`, and no other operand of `put` lies in it."""
+    memory, operands = _whole(put.args[0]), list[Node]()
+    map_arg(put.args[1:], operands.append)
+    return memory not in map(owner, operands) and all(user is put or user is copy or order[user] < order[put] for user in _readers(memory))
 
 
 def _readers(value: Node) -> Iterator[Node]:
@@ -75,8 +75,8 @@ def _rewrite(graph: Graph, pool: Node, chain: Sequence[Node], copy: Node) -> Non
         with graph.inserting_before(put):
             view = graph.call_function(torch.ops.aten.view.default, (pool, list(shape)))
             view.meta["val"] = pool.meta["val"].view(shape)
-            made = graph.call_function(PUT_IN_PLACE, (view, *put.args[1:]), put.kwargs)
-            made.meta.update(put.meta)
-        put.replace_all_uses_with(made)
+            write = graph.call_function(PUT_IN_PLACE, (view, *put.args[1:]), put.kwargs)
+            write.meta.update(put.meta)
+        put.replace_all_uses_with(write)
         graph.erase_node(put)
     graph.erase_node(copy)

@@ -1,4 +1,4 @@
-"""Turns the kernels in cpp/ into an archive that packages are linked with, and their operators into declarations of what it defines."""
+"""The C++ kernels of the CPU backend: the archive that packages are linked with, and the C declarations of its functions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ....graphs.errors import LoweringError
 FOLDER = Path(__file__).parents[2] / "cpp"
 
 SHIMS = "shims"
-"""The one source that knows torch: without it the kernels are plain C."""
+"""The only source that includes torch's headers."""
 
-# Arithmetic stays as it is written: no -ffast-math, nor any part of it. A library linked with that makes the whole process flush
-# small numbers to zero when it is loaded, and sums in another order would make a row depend on its neighbours.
+# Neither -ffast-math nor any part of it: a library linked with it makes the whole process flush denormals to zero when it is loaded,
+# and reordered sums would make a row's result depend on the rows beside it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 
 _TYPES = {"Tensor": "AtenTensorHandle", "float": "double", "int": "int64_t"}
@@ -33,14 +33,14 @@ def sources() -> list[Path]:
 
 
 def digest() -> str:
-    """Of the sources and of how they are compiled."""
-    told = [*FLAGS, *(text for path in sources() for text in (path.name, path.read_text(encoding="utf-8")))]
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+    """Digest of the sources and the compiler flags."""
+    parts = [*FLAGS, *(text for path in sources() for text in (path.name, path.read_text(encoding="utf-8")))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def shims() -> dict[torch._ops.OpOverload, list[str]]:
-    """The C function that a package calls for each native operator, as inductor wants it declared."""
-    return {one.op: [_declaration(one.name, one.op._schema)] for one in native_ops.TABLE.values()}
+    """Operator -> declaration of the C function that a package calls for it, in inductor's form."""
+    return {native.op: [_declaration(native.name, native.op._schema)] for native in native_ops.TABLE.values()}
 
 
 def _declaration(name: str, schema: torch._C.FunctionSchema) -> str:
@@ -50,46 +50,46 @@ def _declaration(name: str, schema: torch._C.FunctionSchema) -> str:
 
 
 def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
-    """The archive of all kernels; compiled once for each state of the sources, compiler and architecture.
+    """The archive of all kernels; compiled again only when the sources, the compiler or the architecture change.
 
     Args:
         compiler: path of a C++ compiler.
-        architecture: as `-march` takes it.
-        cache_dir: absolute; keeps it between builds.
+        architecture: value of `-march`.
+        cache_dir: absolute; keeps the archive between builds.
 
     Raises:
-        LoweringError: what the compiler said.
+        LoweringError: quoting the compiler's error.
     """
     key = hashlib.sha256(f"{digest()} {torch.__version__} {compiler} {architecture}".encode()).hexdigest()[:16]
-    kept = cache_dir / "native" / f"kernels-{key}.a"
-    if kept.is_file():
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-        made = Path(scratch) / "kernels.a"
+    target = cache_dir / "native" / f"kernels-{key}.a"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        library = Path(scratch) / "kernels.a"
         units = [path for path in sources() if path.suffix == ".cpp"]
         objects = [_compile(unit, compiler, architecture, Path(scratch)) for unit in units]
-        _run(["ar", "rcD", str(made), *map(str, objects)])
-        # Another process may have made the same one meanwhile.
-        made.replace(kept)
-    return kept
+        _run(["ar", "rcD", str(library), *map(str, objects)])
+        # Atomic, because another process may compile the same archive at the same time.
+        library.replace(target)
+    return target
 
 
 def _compile(unit: Path, compiler: str, architecture: str, to: Path) -> Path:
     include = Path(torch.__file__).parent / "include"
     mapped = [f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in ((FOLDER, "native"), (include, "torch"))]
     vectors = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
-    found = to / f"{unit.stem}.o"
+    output = to / f"{unit.stem}.o"
     headers = ["-isystem", str(include)] if unit.stem == SHIMS else []
-    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, "-c", str(unit), "-o", str(found)])
-    return found
+    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, "-c", str(unit), "-o", str(output)])
+    return output
 
 
 def _run(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise LoweringError(f"the kernels need {command[0]}, which is not here; on Debian: apt-get install g++ binutils") from None
-    if done.returncode:
-        said = [line for line in done.stderr.strip().splitlines() if "error" in line] or [done.stderr.strip() or "no message"]
-        raise LoweringError(f"{command[0]} could not compile the kernels: {said[0]}")
+    if result.returncode:
+        errors = [line for line in result.stderr.strip().splitlines() if "error" in line] or [result.stderr.strip() or "no message"]
+        raise LoweringError(f"{command[0]} could not compile the kernels: {errors[0]}")

@@ -1,4 +1,4 @@
-"""Views, unpackings and updates in place lead back to what allocated their memory; nothing else does."""
+"""graphs/ir/alias.py: the owner of a view, an unpacking or an update in place is the node that allocated its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part that repeats is traced once a kind, computes what it would inline, and reads nothing but its operands."""
+"""graphs/ir/block.py: a repeated part is traced once per kind, computes what inlined code computes, and reads only its operands."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_equal_calls_share_one_trace() -> None:
             x = block("layer", scaled, (2.0,), x)
         return x
 
-    found = traced(step)
+    stage = traced(step)
     assert SEEN == ["scaled"]
-    assert calls(found.graph) == ["layer"] * 5
-    assert list(bodies(found.graph)) == ["layer"]
+    assert calls(stage.graph) == ["layer"] * 5
+    assert list(bodies(stage.graph)) == ["layer"]
     want = step({}, X)
     assert SEEN == ["scaled"] * 6, "outside tracing a block is its function"
-    assert torch.equal(found.graph(X)[0], want)
+    assert torch.equal(stage.graph(X)[0], want)
 
 
 def test_another_trace_shares_nothing() -> None:
@@ -109,24 +109,24 @@ def test_what_differs_is_another_body(first: Any, second: Any, request: pytest.F
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         return [block("layer", fn, statics, view(x)) for fn, statics, view in (first, second)]
 
-    found = traced(step)
+    stage = traced(step)
     same = request.node.callspec.id == "strides equal"
-    assert calls(found.graph) == ["layer", "layer" if same else "layer_2"]
-    for got, want in zip(found.graph(X), step({}, X), strict=True):
+    assert calls(stage.graph) == ["layer", "layer" if same else "layer_2"]
+    for got, want in zip(stage.graph(X), step({}, X), strict=True):
         assert torch.equal(got, want)
 
 
 def test_one_operand_twice_or_two_are_one_body() -> None:
-    """How the caller came by its operands is no part of a body."""
+    """A body does not depend on how the caller computed its operands."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         one, _ = block("pair", pair, (), x, {"a": x})
         two, rest = block("pair", pair, (), x, {"a": one})
         return [one, two, *rest["b"][1]]
 
-    found = traced(step)
-    assert calls(found.graph) == ["pair", "pair"]
-    for got, want in zip(found.graph(X), step({}, X), strict=True):
+    stage = traced(step)
+    assert calls(stage.graph) == ["pair", "pair"]
+    for got, want in zip(stage.graph(X), step({}, X), strict=True):
         assert torch.equal(got, want)
 
 
@@ -135,29 +135,29 @@ def test_trees_go_in_and_come_out() -> None:
         y, rest = block("pair", pair, (), x, {"a": x + 1})
         return {"y": y, "rest": rest}
 
-    found = traced(step)
-    assert [leaf.name for leaf in found.signature.outputs] == ["outputs.y.y", *(f"outputs.y.rest.{n}" for n in ("b.0", "b.1.0", "same"))]
-    for got, want in zip(found.graph(X), pytree.tree_leaves(step({}, X)), strict=True):
+    stage = traced(step)
+    assert [leaf.name for leaf in stage.signature.outputs] == ["outputs.y.y", *(f"outputs.y.rest.{n}" for n in ("b.0", "b.1.0", "same"))]
+    for got, want in zip(stage.graph(X), pytree.tree_leaves(step({}, X)), strict=True):
         assert torch.equal(got, want)
 
 
 def test_bodies_are_called_by_tuple_and_unpacked() -> None:
-    """What whoever reads a graph may count on: flat operands, a tuple of results, a value at every node."""
+    """Guarantees to every reader of a graph: flat operands, a tuple of results, and a value at every node."""
 
     def step(p: Tree, x: torch.Tensor) -> Tree:
         return block("pair", pair, (), x, {"a": x + 1})[1]
 
-    found = traced(step)
-    (call,) = (n for n in found.graph.graph.nodes if n.op == "call_module")
-    body = bodies(found.graph)["pair"]
+    stage = traced(step)
+    (call,) = (n for n in stage.graph.graph.nodes if n.op == "call_module")
+    body = bodies(stage.graph)["pair"]
     results = body.graph.output_node().args[0]
     assert isinstance(results, tuple)
     assert [tuple(v.shape) for v in call.meta["val"]] == [(4, 6), (4, 6), (6,), (4, 6)]
     assert [tuple(n.meta["val"].shape) for n in results] == [(4, 6), (4, 6), (6,), (4, 6)]
     assert len(call.args) == sum(n.op == "placeholder" for n in body.graph.nodes) == 2
-    assert all("val" in n.meta for part in (found.graph, body) for n in part.graph.nodes if n.op != "output")
-    found.graph.graph.lint()
-    check(found.graph, found.signature, "trace")
+    assert all("val" in n.meta for part in (stage.graph, body) for n in part.graph.nodes if n.op != "output")
+    stage.graph.graph.lint()
+    check(stage.graph, stage.signature, "trace")
 
 
 def outer(x: torch.Tensor) -> torch.Tensor:
@@ -168,10 +168,10 @@ def test_a_block_in_a_body_is_a_part_of_it() -> None:
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         return block("inner", scaled, (3.0,), block("outer", outer, (), block("outer", outer, (), x)))
 
-    found = traced(step)
-    assert calls(found.graph) == ["outer", "outer", "inner"]
-    assert [calls(body) for body in bodies(found.graph).values()] == [[], []]
-    assert torch.equal(found.graph(X)[0], step({}, X))
+    stage = traced(step)
+    assert calls(stage.graph) == ["outer", "outer", "inner"]
+    assert [calls(body) for body in bodies(stage.graph).values()] == [[], []]
+    assert torch.equal(stage.graph(X)[0], step({}, X))
 
 
 @pytest.mark.parametrize("name", ["half", "train", "graph", "forward", "training", "_modules"])
@@ -179,9 +179,9 @@ def test_a_body_may_be_called_as_modules_attributes_are(name: str) -> None:
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         return block(name, scaled, (2.0,), block(name, scaled, (2.0,), x))
 
-    found = traced(step)
-    assert calls(found.graph) == [f"{name}_2"] * 2
-    assert torch.equal(found.graph(X)[0], step({}, X))
+    stage = traced(step)
+    assert calls(stage.graph) == [f"{name}_2"] * 2
+    assert torch.equal(stage.graph(X)[0], step({}, X))
 
 
 # --- nothing from outside ---
@@ -216,7 +216,7 @@ def reads_lent(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_value_of_the_program_read_past_the_operands_is_refused() -> None:
-    """Computed in the graph and reached through a global: it would be a constant of the trace."""
+    """A tensor that is computed in the graph and read through a global would become a constant of the trace."""
 
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         LENT["value"] = x * 3
@@ -238,9 +238,9 @@ def writes(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_body_that_writes_its_operand_is_illegal() -> None:
-    found = traced(lambda p, x: block("layer", writes, (), x))
+    stage = traced(lambda p, x: block("layer", writes, (), x))
     with pytest.raises(InvariantError, match="nothing_is_mutated: in layer: "):
-        check(found.graph, found.signature, "trace")
+        check(stage.graph, stage.signature, "trace")
 
 
 def no_tensor(x: torch.Tensor) -> Tree:
@@ -267,7 +267,7 @@ W = Aval((6, 8), F32, (None, "ffn"))
 
 
 def layouts(x: torch.Tensor, w: torch.Tensor) -> Tree:
-    """Results laid out in every way: whole, split, an addend, and the operand itself."""
+    """Results of every layout: replicated, sharded, partial, and the operand itself."""
     hidden = x @ w
     return {"whole": x * 2, "split": hidden, "sum": ops.linear(hidden, w), "given": w}
 
@@ -286,14 +286,14 @@ def test_results_keep_their_layouts() -> None:
             x = constrain(out["sum"], None, None) + out["whole"]
         return x
 
-    found = sharded(step)
+    stage = sharded(step)
     assert met == [{"whole": (Replicate(),), "split": (Shard(1),), "sum": (Partial(),), "given": (Shard(1),)}] * 2
-    assert calls(found.graph) == ["layer"] * 2
+    assert calls(stage.graph) == ["layer"] * 2
     w = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     met.clear()
     want = step({"w": w}, X)
-    for graph in (found.graph, optimise(found).graph):
-        for (got,) in RankEmulator(graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+    for graph in (stage.graph, optimise(stage).graph):
+        for (got,) in RankEmulator(graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
             torch.testing.assert_close(got, want)
 
 
@@ -302,16 +302,16 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_another_layout_is_another_body() -> None:
-    """The same global shape, once whole and once split."""
+    """Equal global shapes, once replicated and once sharded."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         square = p["w"][:, :6] if not isinstance(p["w"], DTensor) else constrain(p["w"], None, None)[:, :6]
         split = constrain(square, None, "ffn")
         return [block("layer", product, (), square, square), block("layer", product, (), split, split)]
 
-    found = sharded(step)
-    assert calls(found.graph) == ["layer", "layer_2"]
-    assert [kind for kind, *_ in found.collectives] == ["all_gather_into_tensor"] * 2, "w itself, and the second body's product"
+    stage = sharded(step)
+    assert calls(stage.graph) == ["layer", "layer_2"]
+    assert [kind for kind, *_ in stage.collectives] == ["all_gather_into_tensor"] * 2, "w itself, and the second body's product"
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
@@ -319,18 +319,18 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_addend_is_no_whole_value() -> None:
-    """On each device they have the same shape; one body would sum both, or neither."""
+    """On each rank they have the same shape, and one body would reduce both or neither."""
 
     def step(p: Tree, x: torch.Tensor) -> list[torch.Tensor]:
         part = ops.linear(x @ p["w"], p["w"])
         return [block("layer", settled, (), x), block("layer", settled, (), part)]
 
-    found = sharded(step)
-    assert calls(found.graph) == ["layer", "layer_2"]
-    assert [kind for kind, *_ in found.collectives] == ["all_reduce"]
+    stage = sharded(step)
+    assert calls(stage.graph) == ["layer", "layer_2"]
+    assert [kind for kind, *_ in stage.collectives] == ["all_reduce"]
     w = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     want = step({"w": w}, X)
-    for got in RankEmulator(found.graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+    for got in RankEmulator(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
         torch.testing.assert_close(got, want)
 
 
@@ -343,18 +343,18 @@ def _numbered(w: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_body_reads_the_position_as_an_operand() -> None:
-    """The tracer is rank 0; a rank's own place comes in through `inputs.coords`, in bodies too."""
+    """The graph is traced as rank 0; in bodies too a rank's coordinates come from `inputs.coords`."""
 
     def step(p: Tree, x: torch.Tensor) -> torch.Tensor:
         return block("layer", mine, (), p["w"]) + block("layer", mine, (), p["w"])
 
-    found = sharded(step)
-    check(found.graph, found.signature, "partition")
-    coords = [n for n in found.graph.graph.nodes if n.op == "placeholder"][-1]
+    stage = sharded(step)
+    check(stage.graph, stage.signature, "partition")
+    coords = [n for n in stage.graph.graph.nodes if n.op == "placeholder"][-1]
     assert coords.meta["leaf"] == "inputs.coords"
-    assert all(coords in n.args for n in found.graph.graph.nodes if n.op == "call_module")
+    assert all(coords in n.args for n in stage.graph.graph.nodes if n.op == "call_module")
     w = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    for (got,) in RankEmulator(found.graph, found.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
+    for (got,) in RankEmulator(stage.graph, stage.mesh)([[w.chunk(2, 1)[r], X, torch.tensor([0, r], dtype=torch.int32)] for r in range(2)]):
         torch.testing.assert_close(got, 2 * (w[:, :4].sum() + 2 * w[:, 4:].sum())[None])
 
 

@@ -1,4 +1,4 @@
-"""A graph that calls bodies, its flat form and its outlined form compute what untraced code does."""
+"""graphs/ir/flatten.py: a graph that calls bodies, its flat form and its outlined form compute what the untraced function computes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_every_call_is_a_copy_of_its_body() -> None:
 
 
 def test_operands_keep_their_names() -> None:
-    found = traced(chain)
-    names = [[n.meta["leaf"] for n in graph.graph.nodes if n.op == "placeholder"] for graph in (found.graph, flatten(found.graph))]
+    program = traced(chain)
+    names = [[n.meta["leaf"] for n in graph.graph.nodes if n.op == "placeholder"] for graph in (program.graph, flatten(program.graph))]
     assert names[0] == names[1] == ["inputs.0", "inputs.1"]
 
 
@@ -76,7 +76,7 @@ def test_a_flat_graph_flattens_to_itself() -> None:
 
 
 def nested() -> GraphModule:
-    """A body that calls a body; block makes none, a reader of graphs may be given one."""
+    """A body that calls a body; `block` never makes one, but flattening supports it."""
     graph = traced(chain).graph
     inner, outer = bodies(graph)["pair"], traced(lambda x, y: (x + y, y)).graph
     root = torch.nn.Module()
@@ -123,7 +123,7 @@ STEP = st.tuples(st.integers(0, 2), st.sampled_from([1.0, 0.5]), st.booleans(), 
 @settings(max_examples=20)
 @given(st.lists(STEP, min_size=1, max_size=7), st.lists(st.integers(0, 99), min_size=1, max_size=4))
 def test_random_programs_compute_the_same_in_every_form(steps: list[Any], returned: list[int]) -> None:
-    """As untraced code, traced with bodies, flattened, outlined, optimised, and all of these of each other."""
+    """The untraced function, the traced graph, its flat, outlined and optimised forms, and combinations of them agree."""
 
     def step(*values: torch.Tensor) -> list[torch.Tensor]:
         known = list(values)
@@ -136,17 +136,17 @@ def test_random_programs_compute_the_same_in_every_form(steps: list[Any], return
         return [known[i % len(known)] for i in returned]
 
     operands = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    found = traced(step)
+    program = traced(step)
     kinds = {(which, scale) for which, scale, loose, *_ in steps if not loose}
-    assert len(bodies(found.graph)) <= len(kinds), "calls that nobody reads are gone"
-    best = optimise(partition(found, Mesh(), Rules())).graph
+    assert len(bodies(program.graph)) <= len(kinds), "calls that nobody reads are gone"
+    best = optimise(partition(program, Mesh(), Rules())).graph
     want = step(*operands)
-    outlined = outline(found.graph)
+    outlined = outline(program.graph)
     assert all(n.op != "call_function" or n.target is operator.getitem for n in outlined.graph.nodes)
-    for form in (found.graph, flatten(found.graph), outlined, flatten(outlined), best, flatten(best), outline(best), outline(outlined)):
+    for form in (program.graph, flatten(program.graph), outlined, flatten(outlined), best, flatten(best), outline(best), outline(outlined)):
         form.graph.lint()
         for got, expected in zip(form(*operands), want, strict=True):
             assert torch.equal(got, expected)
     assert as_text(outline(outlined), "") == as_text(outlined, ""), "nothing is left to outline"
-    assert cost(flatten(outlined)) == cost(found.graph)
-    assert sorted(targets(flatten(outlined))) == sorted(targets(flatten(found.graph)))
+    assert cost(flatten(outlined)) == cost(program.graph)
+    assert sorted(targets(flatten(outlined))) == sorted(targets(flatten(program.graph)))

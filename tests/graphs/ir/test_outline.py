@@ -1,4 +1,4 @@
-"""What lies between calls becomes a body, so that a graph is calls and nothing else; values are in test_graphs_flatten.py."""
+"""graphs/ir/outline.py: code between calls becomes bodies, so that the main graph contains calls only (test_flatten.py compares values)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def graph_of(step: Any) -> GraphModule:
 
 
 def outlined(step: Any) -> GraphModule:
-    """The outlined graph, which computes what `step` does and leaves the traced one alone."""
+    """The outlined graph, checked to compute what `step` does and to leave the traced graph unchanged."""
     graph = graph_of(step)
     before = as_text(graph, "")
-    made = outline(graph)
+    outlined_graph = outline(graph)
     assert as_text(graph, "") == before
-    made.graph.lint()
-    assert {n.target for n in made.graph.nodes if n.op == "call_function"} <= {operator.getitem}
-    for got, want in zip(made(X, Y), step(X, Y), strict=True):
+    outlined_graph.graph.lint()
+    assert {n.target for n in outlined_graph.graph.nodes if n.op == "call_function"} <= {operator.getitem}
+    for got, want in zip(outlined_graph(X, Y), step(X, Y), strict=True):
         assert torch.equal(got, want)
-    return made
+    return outlined_graph
 
 
 def layer(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,25 +62,25 @@ def everywhere(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_runs_are_named_by_where_they_lie() -> None:
-    made = outlined(everywhere)
-    assert order(made) == ["prologue", "layer", "between_1", "layer", "between_2", "layer", "epilogue"]
-    assert list(bodies(made)) == ["prologue", "layer", "between_1", "between_2", "epilogue"]
+    outlined_graph = outlined(everywhere)
+    assert order(outlined_graph) == ["prologue", "layer", "between_1", "layer", "between_2", "layer", "epilogue"]
+    assert list(bodies(outlined_graph)) == ["prologue", "layer", "between_1", "between_2", "epilogue"]
 
 
 def test_a_body_gives_what_is_read_outside_it_and_takes_what_it_reads() -> None:
-    made = outlined(everywhere)
+    outlined_graph = outlined(everywhere)
     ops = {
         name: [str(n.target).removeprefix("aten.").partition(".")[0] for n in body.graph.nodes if n.op == "call_function"]
-        for name, body in bodies(made).items()
+        for name, body in bodies(outlined_graph).items()
     }
     assert ops["prologue"] == ["mul", "add"]
     assert ops["epilogue"] == ["add"]
     sizes = {
         name: (sum(n.op == "placeholder" for n in body.graph.nodes), len(body.graph.output_node().args[0]))
-        for name, body in bodies(made).items()
+        for name, body in bodies(outlined_graph).items()
     }
     assert sizes == {"prologue": (1, 2), "layer": (2, 2), "between_1": (1, 1), "between_2": (1, 1), "epilogue": (2, 1)}
-    nodes = [n for body in (made, *bodies(made).values()) for n in body.graph.nodes if n.op != "output"]
+    nodes = [n for body in (outlined_graph, *bodies(outlined_graph).values()) for n in body.graph.nodes if n.op != "output"]
     assert all("val" in n.meta for n in nodes)
 
 
@@ -90,8 +90,8 @@ def test_a_value_read_by_many_is_given_once() -> None:
         b, c = called(a, a)
         return [a + b, a * c, a]
 
-    made = outlined(step)
-    prologue = bodies(made)["prologue"]
+    outlined_graph = outlined(step)
+    prologue = bodies(outlined_graph)["prologue"]
     assert len(prologue.graph.output_node().args[0]) == 1
 
 

@@ -1,4 +1,4 @@
-"""graphs/ir/record.py: what is written down is what make_fx writes down of the same function over fake tensors."""
+"""graphs/ir/record.py: a recorded graph equals the graph that make_fx records of the same function over fake tensors."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ FUNCTIONS = [split_and_joined, written_in_place, of_primitives, out_of_nothing, 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_the_graph_is_that_of_make_fx(fn: Callable[..., list[torch.Tensor]]) -> None:
     operands = [empty(4, 5), empty(4, 5)]
-    found = record(fn, operands, FakeTensorMode())
+    got = record(fn, operands, FakeTensorMode())
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
-        wanted = make_fx(lambda *given: fn(*given))(*fakes)
+        wanted = make_fx(lambda *args: fn(*args))(*fakes)
     wanted.graph.eliminate_dead_code()
     (output,) = (node for node in wanted.graph.nodes if node.op == "output")
     output.args = (tuple(output.args[0]),)
-    assert as_text(found, "") == as_text(wanted, "")
+    assert as_text(got, "") == as_text(wanted, "")
 
 
 def test_every_value_is_a_fake_of_one_mode_with_the_strides_torch_gives() -> None:
@@ -75,8 +75,8 @@ def test_every_value_is_a_fake_of_one_mode_with_the_strides_torch_gives() -> Non
 def test_a_recorded_graph_runs() -> None:
     x, y = torch.randn(4, 5), torch.randn(4, 5)
     graph = record(split_and_joined, [empty(4, 5), empty(4, 5)], FakeTensorMode())
-    for found, wanted in zip(graph(x, y), split_and_joined(x, y), strict=True):
-        assert torch.equal(found, wanted)
+    for got, wanted in zip(graph(x, y), split_and_joined(x, y), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_what_is_no_operand_is_refused() -> None:

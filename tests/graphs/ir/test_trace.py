@@ -1,4 +1,4 @@
-"""A traced program is flat, functional and named, and a program that lies about its results is refused."""
+"""graphs/ir/trace.py: a traced program is flat, functional and named; a program whose results contradict its declaration is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Callable[[Tree, Tree, Tree], Any]
 
 
 def program(forward: Forward) -> Program:
-    """Two parameters, two pools, two inputs."""
+    """A program with two parameters, two pools and two inputs."""
     params = {"layers": [{"w": Aval((5, 3), F32, ("ffn", None))}], "norm": Aval((3,), F32)}
     state = {"k": Aval((4, 2, 1, 3), F32), "v": Aval((4, 2, 1, 3), F32)}
     return Program("toy", Bucket("decode", 2, 1), forward, params, state, {"x": Aval((2, 3), F32), "slots": Aval((2,), I32)})
@@ -53,18 +53,18 @@ def test_signature_names_leaves_in_tree_order() -> None:
 
 
 def test_placeholders_know_their_leaves() -> None:
-    found = traced()
-    nodes = [n for n in found.graph.graph.nodes if n.op == "placeholder"]
-    assert [n.meta["leaf"] for n in nodes] == [leaf.name for leaf in found.signature.operands]
+    program = traced()
+    nodes = [n for n in program.graph.graph.nodes if n.op == "placeholder"]
+    assert [n.meta["leaf"] for n in nodes] == [leaf.name for leaf in program.signature.operands]
 
 
 def test_the_graph_is_the_program() -> None:
-    found, r = traced(), torch.Generator().manual_seed(0)
-    floats = [torch.randn(leaf.aval.shape, generator=r) for leaf in found.signature.operands[:-1]]
+    program, r = traced(), torch.Generator().manual_seed(0)
+    floats = [torch.randn(leaf.aval.shape, generator=r) for leaf in program.signature.operands[:-1]]
     values = [*floats, torch.tensor([5, 2])]
     w, norm, k, v, x, slots = values
     outputs, state = remember({"layers": [{"w": w}], "norm": norm}, {"k": k, "v": v}, {"x": x, "slots": slots})
-    for got, want in zip(found.graph(*values), (outputs["y"], outputs["top"], state["k"], state["v"]), strict=True):
+    for got, want in zip(program.graph(*values), (outputs["y"], outputs["top"], state["k"], state["v"]), strict=True):
         assert torch.equal(got, want)
 
 

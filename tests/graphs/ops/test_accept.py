@@ -1,4 +1,4 @@
-"""Drafts are kept as rejection sampling keeps them: by exhaustion, by exact masses, and by a test against the textbook's algorithm."""
+"""graphs/ops/accept.py: acceptance equals rejection sampling, shown exhaustively, by exact probabilities and by a statistical test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn(logits, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 @pytest.mark.parametrize("backend", ["eager", "ge"])
 def test_every_block_keeps_its_leading_equal_drafts_and_one_token(backend):
-    """All drafts and draws of two tokens, three drafts a row, every length."""
+    """Every combination of drafts and samples of two tokens, for three drafts per row and every number of valid drafts."""
     blocks = [
         (sampled, (9, *drafts), length)
         for sampled in itertools.product(range(2), repeat=4)
@@ -63,7 +63,7 @@ def distribution(seed):
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_draft_is_kept_by_its_probability_and_replaced_from_what_is_left(knobs, seed):
-    """Over an even grid of random numbers, whose shares are the probabilities to within its width."""
+    """Over an even grid of random numbers, frequencies equal probabilities to within one grid step."""
     logits = distribution(seed)
     p = speculators.textbook(logits, **knobs)
     rows = logits.expand(GRID, 2, V)
@@ -83,31 +83,31 @@ def test_a_draft_is_kept_by_its_probability_and_replaced_from_what_is_left(knobs
 
 TRIALS, SIGNIFICANCE = 40_000, 1e-3
 BLOCKS = [(1, 0, 2), (2, 1, 1), (0, 0, 0)]
-"""Drafts of a block; of three tokens, so that every outcome is frequent."""
+"""Drafts of a block, from a vocabulary of three tokens, so that every outcome is frequent."""
 
 
 def tables():
-    """Logits after every prefix of up to three tokens of three."""
-    made = torch.Generator().manual_seed(5)
+    """Logits after every prefix of up to three tokens, from a vocabulary of three."""
+    generator = torch.Generator().manual_seed(5)
     prefixes = [prefix for n in range(4) for prefix in itertools.product(range(3), repeat=n)]
-    return {prefix: torch.randn(3, generator=made) for prefix in prefixes}
+    return {prefix: torch.randn(3, generator=generator) for prefix in prefixes}
 
 
 def rejection(drafts, probabilities, draw):
-    """What a block gives: each draft kept with its probability, the first that is not replaced from what is left of p without it."""
-    said = ()
+    """The textbook's block: each draft is kept with its probability; the first rejected one is resampled from p without it."""
+    block = ()
     for draft in drafts:
-        p = list(probabilities[said])
+        p = list(probabilities[block])
         if draw.random() < p[draft]:
-            said += (draft,)
+            block += (draft,)
             continue
         p[draft] = 0.0
-        return (*said, *draw.choices(range(3), p))
-    return (*said, *draw.choices(range(3), probabilities[said]))
+        return (*block, *draw.choices(range(3), p))
+    return (*block, *draw.choices(range(3), probabilities[block]))
 
 
 def ours(drafts, logits, knobs):
-    """The same by `sample` and `accept`, TRIALS times."""
+    """Blocks by `sample` and `accept`, TRIALS times."""
     along = [logits[drafts[:t]] for t in range(4)]
     rows = torch.stack(along).expand(TRIALS, 4, 3)
     sampled = drawn(rows, torch.rand(TRIALS, 4, generator=torch.Generator().manual_seed(6)), **knobs)
@@ -117,17 +117,17 @@ def ours(drafts, logits, knobs):
 
 
 def exact(drafts, probabilities):
-    """Probability of every block that can be."""
-    found, along = {}, 1.0
+    """Probability of every possible block."""
+    masses, along = {}, 1.0
     for t, draft in enumerate((*drafts, None)):
         p = probabilities[drafts[:t]]
-        found |= {(*drafts[:t], token): along * p[token] for token in range(3) if token != draft}
+        masses |= {(*drafts[:t], token): along * p[token] for token in range(3) if token != draft}
         along *= p[draft] if draft is not None else 0.0
-    return {block: p for block, p in found.items() if p > 0}
+    return {block: p for block, p in masses.items() if p > 0}
 
 
 def improbability(statistic, freedom):
-    """How likely a chi-square of so many degrees of freedom is to be this large; a certain outcome has none."""
+    """Probability of a chi-square at least this large; without degrees of freedom 1 if it is zero, else 0."""
     if not freedom:
         return float(statistic < 1e-6)
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
@@ -147,18 +147,18 @@ def test_blocks_are_distributed_as_rejection_sampling_makes_them(knobs, drafts):
     draw = random.Random(7)
     theirs, mine = [rejection(drafts, probabilities, draw) for _ in range(TRIALS)], ours(drafts, logits, knobs)
     assert set(theirs) | set(mine) <= set(wanted)
-    counts = [{block: said.count(block) for block in wanted} for said in (mine, theirs)]
-    for seen in counts:
-        fit = sum((seen[block] - TRIALS * p) ** 2 / (TRIALS * p) for block, p in wanted.items())
+    counts = [{block: blocks.count(block) for block in wanted} for blocks in (mine, theirs)]
+    for block_counts in counts:
+        fit = sum((block_counts[block] - TRIALS * p) ** 2 / (TRIALS * p) for block, p in wanted.items())
         assert improbability(fit, len(wanted) - 1) > SIGNIFICANCE
     apart = sum((counts[0][block] - counts[1][block]) ** 2 / max(counts[0][block] + counts[1][block], 1) for block in wanted)
     assert improbability(apart, len(wanted) - 1) > SIGNIFICANCE
 
 
 def test_the_test_sees_a_bias_of_two_percent():
-    """A draft that is kept a little too often fails it."""
+    """Keeping a draft 2% too often fails the test."""
     p = [0.5, 0.3, 0.2]
-    seen = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
-    fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, seen, strict=True))
+    counts = [0.5 * 0.98, 0.3 * 0.98 + 0.02, 0.2 * 0.98]
+    fit = sum((TRIALS * b - TRIALS * a) ** 2 / (TRIALS * a) for a, b in zip(p, counts, strict=True))
     assert improbability(fit, 2) < SIGNIFICANCE
     assert improbability(5.99, 2) == pytest.approx(0.05, rel=1e-2)

@@ -1,4 +1,4 @@
-"""The causal convolution equals torch's conv1d over a request's whole history, and its windows are that history."""
+"""graphs/ops/causal_conv.py: the convolution equals torch's conv1d over a request's whole history, and its windows are that history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npucompile.graphs import ops
 
 
 def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu of conv1d over [B, Q, C] from nothing."""
+    """SiLU of torch's conv1d over [B, Q, C], from zeros."""
     C, taps = weight.shape
     padded = torch.nn.functional.pad(x.transpose(1, 2), (taps - 1, 0))
     return torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=C)).transpose(1, 2)
@@ -22,7 +22,7 @@ def i32(*values: object) -> torch.Tensor:
 @pytest.mark.parametrize("taps", [1, 2, 4])
 @pytest.mark.parametrize("cuts", [[9], [4, 5], [1, 1, 7], [2, 1, 3, 3]])
 def test_a_prompt_cut_in_chunks_is_one_convolution(taps: int, cuts: list[int]) -> None:
-    """Each chunk is padded with garbage to 9 tokens and goes on from where the one before it left."""
+    """Each chunk is padded with garbage to 9 tokens and continues from the state of the previous chunk."""
     r = torch.Generator().manual_seed(0)
     x, weight = torch.randn(1, 9, 5, generator=r), torch.randn(5, taps, generator=r)
     pool = torch.full((4, taps - 1, 5), float("nan"))

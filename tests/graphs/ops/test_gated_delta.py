@@ -1,4 +1,4 @@
-"""The gated delta rule equals transformers', in both of its forms, and keeps its digits where keys repeat."""
+"""graphs/ops/gated_delta.py: both forms of the gated delta rule equal transformers', and stay accurate where keys repeat."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: boo
     """Outputs [B, Q, H, Dv] and the stored states: [B, Q, ...] token by token, [B, 1, ...] in chunks."""
     B, Q = x["g"].shape[:2]
     W = 1 if chunk else Q
-    one = torch.zeros_like(x["state"][:1])
-    pool = torch.cat([one + float("nan"), x["state"], one.expand(B * W, -1, -1, -1)])
+    zeros = torch.zeros_like(x["state"][:1])
+    pool = torch.cat([zeros + float("nan"), x["state"], zeros.expand(B * W, -1, -1, -1)])
     read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * W, dtype=torch.int32).view(B, W)
     num_computed_tokens = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
     valid = torch.tensor(query_lens or [Q] * B, dtype=torch.int32)
@@ -35,7 +35,7 @@ def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: boo
 
 
 def oracle(rule: Any, x: Operands, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers scales queries by 1/sqrt(Dk) itself, ours come scaled; its states are [.., Dk, Dv], ours the other way."""
+    """transformers scales queries by 1/sqrt(Dk) itself and its states are [.., Dk, Dv]; here queries are scaled and states [.., Dv, Dk]."""
     scale, start = x["q"].shape[-1] ** 0.5, options.pop("initial_state")
     turned = None if start is None else start.transpose(-1, -2)
     out, after = rule(x["q"] * scale, x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=turned, output_final_state=True, **options)
@@ -84,7 +84,7 @@ def test_chunks_are_token_by_token_and_so_are_their_gradients(chunk: int) -> Non
 
 
 def exact(x: Operands) -> torch.Tensor:
-    """The rule as its docstring states it, in f64."""
+    """The rule as the primitive's docstring states it, in f64."""
     q, k, v, g, beta, state = (x[n].double() for n in ("q", "k", "v", "g", "beta", "state"))
     share = v.shape[2] // q.shape[2]
     outs = []

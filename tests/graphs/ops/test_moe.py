@@ -1,4 +1,4 @@
-"""Experts taken apart, sorted, grouped, spread over devices or rounded, are the fused experts."""
+"""Experts applied one by one, sorted, grouped, sharded over ranks or quantised equal the fused experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fused(m: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def by_choice(m: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The definition, choice by choice in float64."""
+    """The definition of a mixture of experts, choice by choice in float64."""
     out = torch.zeros(m["x"].shape, dtype=torch.float64)
     for t, row in enumerate(m["x"].double()):
         for share, e in zip(m["share"][t].double(), m["ids"][t].tolist(), strict=True):
@@ -77,11 +77,11 @@ def test_rows_of_other_devices_are_not_there() -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_each_device_adds_its_experts(model: dict[str, torch.Tensor], devices: int) -> None:
-    held, apart, together = E // devices, torch.zeros(T, M), torch.zeros(T, M)
+    local, apart, together = E // devices, torch.zeros(T, M), torch.zeros(T, M)
     for d in range(devices):
-        mine = slice(d * held, (d + 1) * held)
-        ids = torch.remainder(model["ids"] - d * held, E)
-        rows, _, counts, index = ops.moe_sort(model["x"], ids, held, E, False)
+        mine = slice(d * local, (d + 1) * local)
+        ids = torch.remainder(model["ids"] - d * local, E)
+        rows, _, counts, index = ops.moe_sort(model["x"], ids, local, E, False)
         apart += ops.moe_unsort(ops.grouped_experts(rows, counts, model["gate_up"][mine], model["down"][mine]), model["share"], index)
         together += fused({**model, "ids": ids, "gate_up": model["gate_up"][mine], "down": model["down"][mine]})
     torch.testing.assert_close(apart, fused(model), rtol=1e-5, atol=1e-5)
@@ -148,16 +148,16 @@ def combining(sent: list[Any], ranks: int, group: str) -> list[tuple[Any, ...]]:
 
 
 def test_rows_arrive_by_expert_then_by_source() -> None:
-    sent = ops.moe_dispatch.rule("group_reference")(given := calls(2, "world", False))
+    sent = ops.moe_dispatch.rule("group_reference")(operands := calls(2, "world", False))
     for rank, (rows, _, counts, assist, received) in enumerate(sent):
         origins = assist.view(-1, 128)[: int(counts.sum()), :3].tolist()
         place = 0
         for e in range(4):
             for source in range(2):
-                for t, row in enumerate(given[source][1].tolist()):
+                for t, row in enumerate(operands[source][1].tolist()):
                     if rank * 4 + e in row:
                         assert origins[place] == [source, t, row.index(rank * 4 + e)]
-                        assert torch.equal(rows[place], given[source][0][t])
+                        assert torch.equal(rows[place], operands[source][0][t])
                         place += 1
                 assert received[e * 2 + source] == place
         assert place == counts.sum()
@@ -165,7 +165,7 @@ def test_rows_arrive_by_expert_then_by_source() -> None:
 
 
 def in_threads(ranks: int, member: Callable[[int, str], Any]) -> list[Any]:
-    """Runs every member of a process group in a thread of its own."""
+    """Runs every rank of a process group in its own thread."""
     results: list[Any] = [None] * ranks
     failures: list[BaseException] = []
     store = dist.HashStore()

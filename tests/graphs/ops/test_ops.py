@@ -1,4 +1,4 @@
-"""Every primitive of the table answers the same questions: shapes, lowerings, donation, cost, gradients, shards, poison."""
+"""Every primitive of the table passes the same tests: shapes, lowerings, donation, cost, gradients, shards, poison."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
 from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.spmd.sharding import strategies
 
-# Lowerings for this machine call kernels of ours.
+# Lowerings for this machine call native kernels.
 pytestmark = pytest.mark.usefixtures("kernels")
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Of values near 1. bf16 keeps 8 bits, and a lowering may round once more, or once less, than the reference.
+# Tolerances for values near 1. bf16 keeps 8 bits, and a lowering may round once more, or once less, than the reference.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -67,7 +67,7 @@ def experts(r: Draw, T: int, M: int, E: int, F: int) -> tuple[Any, ...]:
 
 
 def elsewhere(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same with some experts on other devices, before and after those here."""
+    """The same with some experts on other ranks, numbered before and after the local ones."""
     x, weights, ids, *rest = operands
     ids = ids.clone()
     ids[0, 0], ids[-1, 1], ids[1] = -1, rest[0].shape[0], 1000
@@ -91,7 +91,7 @@ def distinct(*rows: tuple[int, ...]) -> torch.Tensor:
 
 
 def dispatched(r: Draw) -> tuple[Any, ...]:
-    """Operands of combining what the only device of a group sent itself."""
+    """Operands of a combine in a group of one rank."""
     ids = distinct((0, 3), (3, 1), (5, 4))
     _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, ints(0), 6, "world", 1, False)
     return r(6, 5), ids, r.uniform(3, 2).to(r.dtype), assist, received, ints(0), 6, "world", 1
@@ -118,7 +118,7 @@ def accepting(r: Draw, *query_lens: int) -> tuple[Any, ...]:
 
 
 def likely(r: Draw, B: int, Q: int, V: int, most: int) -> tuple[Any, ...]:
-    """The last row does not ask."""
+    """Operands whose last row does not ask for log probabilities."""
     return r.f32(B, Q, V), r.below(V, B, Q), ints(*[1] * (B - 1), 0), most
 
 
@@ -214,13 +214,13 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
 }
 
-# Where no gradient goes: integers, what is rounded to them, and the thresholds and random numbers of sampling.
+# Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "sample", "request_slot_write"),
     *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
 )
 
-# Reads the same pages once for every row that shares them, so more bytes than its operands hold.
+# Rows that share pages read them once each, which is more bytes than the operands have.
 REREADS = ("paged_attention",)
 
 
@@ -249,7 +249,7 @@ class Case:
         return TOLERANCE[self.dtype]
 
 
-# Only the house's own: other test files define primitives of their own for a while.
+# Only the project's own primitives: other test files temporarily define some.
 NAMES = sorted(name for name, p in TABLE.items() if p.rule("reference").__module__.startswith(ops.__name__))
 CASES = [Case(name, label, dtype) for name in NAMES for label in EXAMPLES.get(name, ["no example"]) for dtype in DTYPES]
 
@@ -281,14 +281,14 @@ def donating(primitive: Primitive, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def lowerings(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Those for this machine, on operands of their own, since they may write pools; test_lowering_ge_*.py run the others."""
+    """Lowerings for this machine, on operands of their own, since they may write pools; tests/lowering/ascend runs the others."""
     for facet, fn in primitive._rules.items():
         if facet == "lowering:inductor":
             yield facet, lambda *args, fn=fn: fn(*clone(args))
 
 
 def implementations(primitive: Primitive) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every way a backend may run a node, beside the reference itself."""
+    """Every function that a backend may run for a node, except the reference itself."""
     yield "operator", primitive.op
     yield from lowerings(primitive)
     if primitive.has("inplace"):
@@ -307,7 +307,7 @@ def as_is(x: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_a_wider_row(x: torch.Tensor) -> torch.Tensor:
-    """The same values in a slice, as a model gets them from splitting a fused projection."""
+    """The same values as a slice of a larger tensor, as splitting a fused projection gives them."""
     wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -318,14 +318,14 @@ def swapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(case: Case, layout: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    """Operands with that layout; pools are contiguous always."""
+    """Operands in the given layout; pools are always contiguous."""
     pools = {operand for operand, _ in case.primitive.donates}
     wanted = [isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() > 1 and i not in pools for i, a in enumerate(case.args)]
     return tuple(layout(a) if change else a for a, change in zip(case.args, wanted, strict=True))
 
 
 def kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, dtype and the strides that mean something: those of dimensions with more than one element."""
+    """Shape, dtype and the strides of dimensions with more than one element; the others are arbitrary."""
     return x.shape, x.dtype, [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
@@ -397,10 +397,10 @@ def test_cost_counts_what_is_there(case: Case) -> None:
     assert isinstance(cost, Cost)
     assert all(type(n) is int and n >= 0 for n in (cost.flops, cost.read_bytes, cost.write_bytes))
     written = nbytes(*flat(case.primitive.rule("reference")(*args)))
-    held = nbytes(*[a for a in args if isinstance(a, torch.Tensor)])
+    operand_bytes = nbytes(*[a for a in args if isinstance(a, torch.Tensor)])
     assert 0 < cost.write_bytes < written if case.primitive.donates else cost.write_bytes == written
     assert cost.read_bytes > 0
-    assert cost.read_bytes <= held or case.name in REREADS
+    assert cost.read_bytes <= operand_bytes or case.name in REREADS
 
 
 # --- gradients ---
@@ -408,7 +408,7 @@ def test_cost_counts_what_is_there(case: Case) -> None:
 
 @each([c for c in CASES if c.dtype == torch.float32 and c.name not in WITHOUT_GRADIENT])
 def test_gradients_are_slopes(case: Case) -> None:
-    """Along a random direction of all float operands at once, the gradient is the difference quotient."""
+    """The gradient along a random direction of all float operands equals the difference quotient."""
     args, r = case.args, Draw(seed=8)
     at = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     toward = {i: r(*args[i].shape) for i in at}
@@ -438,9 +438,9 @@ def ranks(primitive: Primitive, args: tuple[Any, ...]) -> list[int]:
 
 
 def by_letter(primitive: Primitive, args: tuple[Any, ...]) -> dict[str, Strategy]:
-    _, *found = strategies(primitive, ranks(primitive, args))
+    _, *by_letters = strategies(primitive, ranks(primitive, args))
     letters = primitive.factors.ranked(ranks(primitive, args)).letters
-    return dict(zip(letters, found, strict=True))
+    return dict(zip(letters, by_letters, strict=True))
 
 
 def split(args: tuple[Any, ...], primitive: Primitive, placements: list[Placement]) -> list[tuple[Any, ...]] | None:
@@ -460,7 +460,7 @@ def split(args: tuple[Any, ...], primitive: Primitive, placements: list[Placemen
 
 
 def sharded(run: Callable[..., Any], primitive: Primitive, args: tuple[Any, ...], axes: list[Strategy]) -> list[torch.Tensor] | None:
-    """Results of running every shard of a mesh of two-way axes, put together as the placements say; None where sizes are odd."""
+    """Results of all shards on a mesh of two-way axes, joined by their placements; None where a size is odd."""
     if not axes:
         return flat(run(*args))
     (results, operands), *inner = axes
@@ -471,13 +471,13 @@ def sharded(run: Callable[..., Any], primitive: Primitive, args: tuple[Any, ...]
     return [joined(place, *pair) for place, *pair in zip(results, *parts, strict=True)]
 
 
-def joined(place: Placement, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def joined(place: Placement, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     if place.is_shard():
-        return torch.cat([one, other], place.dim)
+        return torch.cat([first, second], place.dim)
     if place.is_partial():
-        return one + other
-    same(one, other)
-    return one
+        return first + second
+    same(first, second)
+    return first
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -500,17 +500,17 @@ def test_sharded_by_two_letters_at_once_is_the_whole(name: str) -> None:
     primitive, done, pairs = TABLE[name], set(), set()
     for case in (c for c in CASES if c.name == name and c.dtype == torch.float32):
         want = primitive.rule("reference")(*case.args)
-        found = by_letter(primitive, case.args)
-        for pair in permutations(found, 2):
+        by_letters = by_letter(primitive, case.args)
+        for pair in permutations(by_letters, 2):
             pairs.add(pair)
-            got = sharded(primitive.rule("reference"), primitive, case.args, [found[letter] for letter in pair])
+            got = sharded(primitive.rule("reference"), primitive, case.args, [by_letters[letter] for letter in pair])
             if got is not None:
                 done.add(pair)
                 same(got, want, case.tolerance)
     assert done == pairs, f"no example of {name!r} can be quartered along {pairs - done}"
 
 
-# --- poison: what padding, null pages and unused slots hold reaches nobody ---
+# --- poison: the contents of padding, null pages and unused slots reach no live row ---
 
 NAN = float("nan")
 Live = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -524,7 +524,7 @@ def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
 
 
 def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
-    """Row 0 is fresh and points at a slot nobody wrote, row 1 goes on from slot 2, row 2 is padding."""
+    """Row 0 is a new request in an unwritten slot, row 1 continues from slot 2, row 2 is padding."""
     B = len(query_lens)
     clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens))
     x = poison(clean[0], *[(b, slice(length, None)) for b, length in enumerate(query_lens)])
@@ -552,7 +552,7 @@ def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, 
 
 
 def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
-    """Row 0 has 9 keys in pages 4, 2, 1, row 1 has 2 in page 3, row 2 is padding; pages 0 and 5 belong to nobody."""
+    """Row 0 has 9 keys in pages 4, 2, 1, row 1 has 2 in page 3, row 2 is padding; pages 0 and 5 are unused."""
     table = ints([4, 2, 1], [3, 0, 0], [0, 0, 0])
     clean = (r(3, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0, 0), ints(2, 2, 0), 0.4)
     unused = (0, 5, (1, slice(1, None)), (3, slice(2, None)))
@@ -581,19 +581,19 @@ def poisoned_few_choices(r: Draw) -> tuple[Any, Any, Live]:
 
 
 def poisoned_after_groups(r: Draw, name: str) -> tuple[Any, Any, Live]:
-    """Rows from the sum of the counts on hold anything."""
+    """Rows beyond the sum of the counts are undefined."""
     clean = EXAMPLES[name]["rows of nobody"](r)
     return clean, tuple(poison(a, slice(5, None)) if i == name.endswith("a8") else a for i, a in enumerate(clean)), lambda t: [t[0][:5]]
 
 
 def poisoned_last_sorted(r: Draw, name: str, label: str, live: int) -> tuple[Any, Any, Live]:
-    """The last token is padding, and its rows come after those of the others."""
+    """The last token is padding; its rows come last."""
     clean = EXAMPLES[name][label](r)
     return clean, (poison(clean[0], -1), *clean[1:]), lambda t: [t[0][:live], t[1][:live], *t[2:]]
 
 
 def poisoned_unsort(r: Draw) -> tuple[Any, Any, Live]:
-    """Rows that no choice points at hold anything."""
+    """Rows that no choice refers to are undefined."""
     clean = EXAMPLES["moe_unsort"]["elsewhere"](r)
     return clean, (poison(clean[0], slice(3, None)), *clean[1:]), lambda t: t
 
@@ -604,7 +604,7 @@ def poisoned_combine(r: Draw) -> tuple[Any, Any, Live]:
 
 
 def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any, Any, Live]:
-    """The last row of those operands is padding."""
+    """The last row of these operands is padding."""
     clean = EXAMPLES[name][label](r)
     return clean, tuple(poison(a, -1) if i in operands else a for i, a in enumerate(clean)), lambda t: [x[:-1] for x in t]
 

@@ -1,4 +1,4 @@
-"""The small primitives equal transformers' modules, or the plain loops their docstrings describe."""
+"""The small primitives equal transformers' modules, or the plain loops that their docstrings describe."""
 
 from __future__ import annotations
 

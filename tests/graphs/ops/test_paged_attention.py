@@ -1,4 +1,4 @@
-"""Paged attention equals dense softmax attention, request by request, over keys gathered by hand."""
+"""graphs/ops/paged_attention.py: paged attention equals dense softmax attention, request by request, over keys gathered in plain Python."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_equals_dense_attention_per_request(H: int, G: int, D: int, P: int, dtyp
     got = ops.paged_attention(q, *pools, table, *(torch.tensor(x, dtype=torch.int32) for x in (num_computed_tokens, query_lens)), 0.3)
     for b in range(B):
         for t in range(query_lens[b]):
-            seen = range(num_computed_tokens[b] + t + 1)
-            keys, values = (torch.stack([pool[table[b, j // P], j % P] for j in seen]) for pool in pools)
+            positions = range(num_computed_tokens[b] + t + 1)
+            keys, values = (torch.stack([pool[table[b, j // P], j % P] for j in positions]) for pool in pools)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(got[b, t].double(), dense(q[b, t], keys, values, 0.3), rtol=tolerance, atol=tolerance)
 
 
 def test_a_written_cache_is_the_sequence_itself() -> None:
-    """slot_mapping, cache_write and paged_attention together: two chunks through pages are causal attention over the whole."""
+    """slot_mapping, cache_write and paged_attention over two chunks equal causal attention over the whole."""
     r = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(1, 7, 4, 5, generator=r), torch.randn(7, 2, 5, generator=r), torch.randn(7, 2, 5, generator=r)
     pools = tuple(torch.full((6, 3, 2, 5), float("nan")) for _ in range(2))

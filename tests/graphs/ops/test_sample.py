@@ -1,4 +1,4 @@
-"""Sampling has exactly the masses that temperature, top-k, top-p and min-p define, found by inverting a grid of random numbers."""
+"""graphs/ops/sample.py: probabilities of sampled tokens are exactly those that temperature, top-k, top-p and min-p define."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ GRID = 4096
 
 
 def masses(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """Probability of every id, in f64, by the definition; refuses a top_p that rounding could put on either side of a sum."""
+    """Probability of every id by definition, in f64; skips examples where rounding could decide what top_p keeps."""
     if temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
     heat = [math.exp((x - max(logits)) / temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     ranked = order[:top_k] if top_k > 0 else order
-    total, kept, reached = sum(heat[i] for i in ranked), [], 0.0
+    total, nucleus, reached = sum(heat[i] for i in ranked), [], 0.0
     for i in ranked:
         assume(top_p >= 1 or abs(reached - top_p) > 1e-5)
-        if reached >= top_p < 1 and kept:
+        if reached >= top_p < 1 and nucleus:
             break
-        kept.append(i)
+        nucleus.append(i)
         reached += heat[i] / total
     assume(all(abs(h - min_p) > 1e-5 or h == 1 for h in heat))
-    kept = [i for i in kept if heat[i] >= min_p]
-    total = sum(heat[i] for i in kept)
-    return [heat[i] / total if i in kept else 0.0 for i in range(len(logits))]
+    nucleus = [i for i in nucleus if heat[i] >= min_p]
+    total = sum(heat[i] for i in nucleus)
+    return [heat[i] / total if i in nucleus else 0.0 for i in range(len(logits))]
 
 
 def draws(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Tokens [n] of n random numbers."""
+    """Tokens [n] sampled with n random numbers."""
     knobs = (torch.tensor([x]) for x in (temperature, top_k, top_p, min_p))
     temperatures, ks, ps, mins = (x.int() if i == 1 else x.float() for i, x in enumerate(knobs))
     rows = torch.tensor(logits).expand(1, len(uniform), -1)
@@ -85,7 +85,7 @@ def test_a_large_vocabulary_keeps_its_tail(top_p: float) -> None:
 
 
 def test_top_p_of_one_keeps_what_rounding_cannot_see() -> None:
-    """Beside a token 20 nats more likely the other's share is below f32's last digit of 1, but it is not nothing."""
+    """A token 20 nats less likely than another has a probability below the f32 epsilon, and is still sampled."""
     assert draws([0.0, 20.0], 1.0, 2, 1.0, 0.0, torch.tensor([0.0, 1e-8])).tolist() == [0, 1]
     assert draws([0.0, 20.0], 1.0, 2, 0.99, 0.0, torch.tensor([0.0, 1e-8])).tolist() == [1, 1]
 
@@ -100,7 +100,7 @@ def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
 
 
 def test_rows_mix() -> None:
-    """Greedy and sampled requests share a step; each row has its own knobs and each token its own random number."""
+    """Greedy and sampled requests share a step; each row has its own parameters and each token its own random number."""
     logits = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
     knobs = [(0.0, 0, 1.0, 0.0), (1.0, 2, 1.0, 0.0), (0.7, 0, 0.6, 0.05)]
     uniform = torch.tensor([[0.3, 0.9], [0.2, 0.8], [0.1, 0.99]])

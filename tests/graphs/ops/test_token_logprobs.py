@@ -1,4 +1,4 @@
-"""Log probabilities are those of the whole distribution in f64, whatever the logits, and only for rows that ask."""
+"""graphs/ops/token_logprobs.py: log probabilities equal those computed in f64, for any logits, and only for rows that ask for them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_they_equal_the_logarithm_of_softmax(backend, scale, shift):
 def test_rows_that_did_not_ask_hold_zeros_even_where_logits_are_nan(backend):
     logits = torch.full((3, 1, 8), math.nan)
     logits[1] = torch.arange(8.0)
-    found = logprobs(backend, logits, [[3], [7], [3]], [0, 1, 0], 2)
-    for tensor in found:
+    results = logprobs(backend, logits, [[3], [7], [3]], [0, 1, 0], 2)
+    for tensor in results:
         assert not tensor[0].any()
         assert not tensor[2].any()
-    assert found[1][1].tolist() == [[7, 6]]
+    assert results[1][1].tolist() == [[7, 6]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

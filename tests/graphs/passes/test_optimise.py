@@ -1,4 +1,4 @@
-"""The driver works on a copy, checks after every pass, and names the one that broke the graph."""
+"""graphs/passes/optimise.py: the driver works on a copy, checks invariants after every pass, and names the pass that broke one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pass does one thing to a tiny graph, and none changes what a random one computes."""
+"""Each pass makes one kind of change to a small graph, and none changes what a random graph computes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def calls(graph: GraphModule) -> list[str]:
 
 
 def after(step: Pass, fn: Function, *values: torch.Tensor) -> GraphModule:
-    """The graph of `fn` after one pass; it still computes `fn`."""
+    """The graph of `fn` after one pass, checked to still compute `fn`."""
     values = values or (X,)
     graph = graph_of(fn, *values)
     step.run(graph)
@@ -130,7 +130,7 @@ def test_each_collective_is_a_rendezvous() -> None:
 
 
 def test_equal_results_stay_two_values() -> None:
-    """Two pools that end equal are two pools: each is a result of its own."""
+    """Two pools with equal new values stay two results."""
     graph = after(merge_equal.PASS, lambda x: (torch.zeros(2), torch.zeros(2), x + torch.zeros(2, 1)))
     results = graph.graph.output_node().args[0]
     assert len(set(results)) == 3
@@ -165,7 +165,7 @@ def three(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def called(*reads: tuple[int, ...]) -> GraphModule:
-    """Calls of `three`, one after the other; each sums the results it reads, which the next call is given."""
+    """Successive calls of `three`; the sum of the results that are read is the next call's operand."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         x = i["x"]
@@ -205,9 +205,9 @@ def test_bodies_lose_what_no_call_reads(reads: list[tuple[int, ...]], left: list
     graph = unread_dropped(*reads)
     body = bodies(graph)["three"]
     assert calls(body) == left
-    kept = len({n for one in reads for n in one})
-    assert len(body.graph.output_node().args[0]) == kept
-    assert {len(n.meta["val"]) for n in graph.graph.nodes if n.op == "call_module"} == {kept}
+    num_read = len({n for one in reads for n in one})
+    assert len(body.graph.output_node().args[0]) == num_read
+    assert {len(n.meta["val"]) for n in graph.graph.nodes if n.op == "call_module"} == {num_read}
 
 
 def test_a_result_that_only_dead_nodes_unpack_is_unread() -> None:

@@ -1,4 +1,4 @@
-"""Logical axes become placements, and constrain reduces exactly where it stands."""
+"""graphs/spmd/layout.py: logical axes become placements, and `constrain` reduces exactly where it is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESH = Mesh.parse("dp=3,tp=2")
 
 @pytest.fixture
 def group() -> Iterator[DeviceMesh]:
-    """The devices of one dp group, as the partitioner makes them."""
+    """The device mesh of one dp group, as the partitioner builds it."""
     dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
     yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))["tp"]
     dist.destroy_process_group()
@@ -78,7 +78,7 @@ def test_constrain_lays_out_by_the_rules(group: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("tp", [0, 1])
 def test_a_share_of_a_whole_value_is_taken_at_the_coordinates(group: DeviceMesh, tp: int) -> None:
-    """This process is rank 0 whatever the coordinates say: the position is a value, not the tracer's own."""
+    """The position comes from the coordinates, not from the rank of this process, which is 0."""
     x = torch.arange(12.0).view(2, 6)
     whole = DTensor.from_local(x, group, [Replicate()], run_check=False)
     with partitioning(at(group, dp=2, tp=tp)):

@@ -1,4 +1,4 @@
-"""The partitioner splits what the rules say, moves data where the model says, and refuses everything else."""
+"""graphs/spmd/partition.py: the partitioner shards what the rules say, communicates where the model says, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def program(forward: Callable[[Tree, Tree, Tree], Any], width: int = F) -> Progr
 
 
 def mlp(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """A column-parallel, then a row-parallel product, and a head split over the vocabulary."""
+    """A column-parallel and a row-parallel matmul, and a head sharded over the vocabulary."""
     hidden = torch.nn.functional.silu(ops.linear(i["x"], p["up"]))
     down = constrain(ops.linear(hidden, p["down"]), None, None)
     x, stream = ops.add_rms_norm(down, i["x"], p["norm"], 1e-6, 1.0)
@@ -62,12 +62,12 @@ def operands(partitioned: Partitioned) -> list[torch.Tensor]:
 
 def test_one_device_runs_the_traced_graph() -> None:
     traced = trace(program(mlp))
-    one = partition(traced, Mesh(), Rules())
-    assert one.collectives == ()
-    assert one.graph is traced.graph
-    assert one.signature == traced.signature
-    values = operands(one)
-    for got, want in zip(one.graph(*values), traced.graph(*values), strict=True):
+    single = partition(traced, Mesh(), Rules())
+    assert single.collectives == ()
+    assert single.graph is traced.graph
+    assert single.signature == traced.signature
+    values = operands(single)
+    for got, want in zip(single.graph(*values), traced.graph(*values), strict=True):
         assert torch.equal(got, want)
 
 
@@ -101,31 +101,31 @@ def test_the_text_of_two_devices(golden: Callable[[str, str], None]) -> None:
 
 
 def test_partitioning_again_gives_the_same_graph() -> None:
-    """Whatever other meshes this process has partitioned for in between."""
+    """Also after this process has partitioned for other meshes."""
     first = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("tp=2", "dp=2,tp=2", "")}
     again = {mesh: as_text(split(mlp, mesh).graph, "") for mesh in ("", "dp=2,tp=2", "tp=2")}
     assert first == again
 
 
 def test_every_rank_has_the_same_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is traced as rank 0; traced as any other rank it is the same, so one graph serves all."""
+    """Traced as any rank, the graph is the same, so one graph serves all ranks."""
     start = dist.init_process_group
-    found = []
+    partitions = []
     for rank in range(4):
         monkeypatch.setattr(dist, "init_process_group", lambda *args, rank=rank, **rest: start(*args, **{**rest, "rank": rank}))
-        found.append(split(mlp, "dp=2,tp=2"))
-    assert len({one.collectives for one in found}) == 1
-    assert len({as_text(one.graph, "") for one in found}) == 1
-    assert len({one.signature for one in found}) == 1
+        partitions.append(split(mlp, "dp=2,tp=2"))
+    assert len({single.collectives for single in partitions}) == 1
+    assert len({as_text(single.graph, "") for single in partitions}) == 1
+    assert len({single.signature for single in partitions}) == 1
 
 
 def test_shards_together_are_the_whole() -> None:
-    """Both devices' graphs, run here with the sum and the gather done by hand, give the unsharded results."""
+    """The graphs of both ranks, run with collectives written in the test, give the unsharded results."""
     whole, two = split(mlp, ""), split(mlp)
     values = operands(whole)
     want = whole.graph(*values)
-    up, down, head, norm, pool, seen, x = values
-    shards = [[up.chunk(2)[r], down.chunk(2, 1)[r], head.chunk(2)[r], norm, pool.chunk(2, 2)[r], seen, x, at(0, r)] for r in range(2)]
+    up, down, head, norm, pool, lens, x = values
+    shards = [[up.chunk(2)[r], down.chunk(2, 1)[r], head.chunk(2)[r], norm, pool.chunk(2, 2)[r], lens, x, at(0, r)] for r in range(2)]
     runs = [step_by_step(two, shard) for shard in shards]
     pairs = [next(run) for run in runs]
     summed = pairs[0] + pairs[1]
@@ -143,12 +143,12 @@ def at(*coords: int) -> torch.Tensor:
 
 
 def step_by_step(partitioned: Partitioned, values: list[torch.Tensor]) -> Iterator[Any]:
-    """Runs a graph; at each collective yields what this device sends and is sent what it gets. Ends by yielding the results."""
+    """Runs a graph: yields the operand of each collective and is sent its result; at the end yields the graph's results."""
     known: dict[Any, Any] = {}
-    given = iter(values)
+    rest = iter(values)
     for node in partitioned.graph.graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(given)
+            known[node] = next(rest)
             continue
         args = torch.fx.node.map_arg(node.args, lambda n: known[n])
         if node.op == "output":
@@ -191,7 +191,7 @@ def test_a_layer_is_split_once_and_communicates_at_every_call() -> None:
 
 
 def test_groups_do_not_communicate_without_a_region() -> None:
-    """dp is manual: what is split over tp is split the same, whatever dp is."""
+    """dp is a manual axis: sharding over tp is the same for every size of dp."""
     assert split(mlp, "dp=3,tp=2").collectives == split(mlp).collectives
     alone = split(mlp, "dp=3")
     assert alone.collectives == ()
@@ -216,12 +216,12 @@ def test_experts_may_lie_on_all_devices() -> None:
         return replace(program(forward), params={"w": Aval((experts, 3, 5), F32, ("experts", None, None))})
 
     rules = Rules.of({"experts": ("dp", "tp")})
-    found = partition(toy(8), Mesh.parse("dp=2,tp=2"), rules)
-    assert [leaf.aval.shape for leaf in found.signature.params] == [(2, 3, 5)]
-    assert found.collectives == (("all_gather_into_tensor", "world", "f32[8]"),)
+    partitions = partition(toy(8), Mesh.parse("dp=2,tp=2"), rules)
+    assert [leaf.aval.shape for leaf in partitions.signature.params] == [(2, 3, 5)]
+    assert partitions.collectives == (("all_gather_into_tensor", "world", "f32[8]"),)
     weights = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0))
-    rest = operands(found)[1:-1]
-    runs = RankEmulator(found.graph, found.mesh)([[weights[2 * r : 2 * r + 2], *rest, at(r // 2, r % 2)] for r in range(4)])
+    rest = operands(partitions)[1:-1]
+    runs = RankEmulator(partitions.graph, partitions.mesh)([[weights[2 * r : 2 * r + 2], *rest, at(r // 2, r % 2)] for r in range(4)])
     for y, *_ in runs:
         torch.testing.assert_close(y, weights.sum((1, 2)))
     with pytest.raises(PartitionError, match=r"params\.w: axis 'experts' of size 6 does not divide by 4 .* of mesh dp=2,tp=2"):
@@ -229,14 +229,14 @@ def test_experts_may_lie_on_all_devices() -> None:
 
 
 def test_a_share_is_taken_at_the_device_s_own_position() -> None:
-    """The graph is traced on rank 0; each rank takes its own rows by its coordinates."""
+    """The graph is traced as rank 0; each rank takes its own rows by its coordinates."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return {"y": constrain(constrain(i["x"], "rows", None) * 2, None, None)}, s
 
-    found = split(forward, rules=Rules.of({"rows": "tp"}))
-    x = operands(found)[-2]
-    runs = RankEmulator(found.graph, found.mesh)([[*operands(found)[:-1], at(0, r)] for r in range(2)])
+    partitions = split(forward, rules=Rules.of({"rows": "tp"}))
+    x = operands(partitions)[-2]
+    runs = RankEmulator(partitions.graph, partitions.mesh)([[*operands(partitions)[:-1], at(0, r)] for r in range(2)])
     for y, *_ in runs:
         assert torch.equal(y, x * 2)
 
@@ -257,7 +257,7 @@ def test_only_experts_may_be_split_over_groups() -> None:
 
 
 def test_a_name_that_no_group_has_is_refused() -> None:
-    """An axis over all of a mesh is `world`; over some axes of it, in another order, there is no group."""
+    """A logical axis over all mesh axes uses the group `world`; over some axes in another order there is no group."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         return {"y": shard_map(lambda x: all_gather(x, "experts"), [(i["x"], (None, None))], (None, None))}, s

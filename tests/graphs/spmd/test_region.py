@@ -1,4 +1,4 @@
-"""A region is one device's code: its shards, its position, and the groups it talks to; run here on every rank of a mesh."""
+"""graphs/spmd/region.py: a region sees one rank's shards, its coordinates and its groups; each test runs all ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 F32 = torch.float32
 RULES = Rules.of({"experts": ("dp", "tp"), "ffn": "tp", "rows": "tp"})
 MESHES = ["tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=3,tp=2"]
-# Twelve of everything, which all these meshes divide.
+# All these meshes divide twelve.
 W, X = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(0)).unbind()
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -34,11 +34,11 @@ def partitioned(step: Step, mesh: str, rules: Rules = RULES) -> Partitioned:
 
 
 def run(step: Step, mesh: str, rules: Rules = RULES) -> list[torch.Tensor]:
-    """What every rank gets; groups are given other inputs, group g has x + g."""
-    found = partitioned(step, mesh, rules)
-    tp, size = found.mesh.axis("tp"), found.mesh.size
+    """Results of every rank; the input of dp group g is x + g."""
+    program = partitioned(step, mesh, rules)
+    tp, size = program.mesh.axis("tp"), program.mesh.size
     operands = [[W.chunk(size)[r], X + r // tp, torch.tensor([r // tp, r % tp], dtype=torch.int32)] for r in range(size)]
-    return [y for (y,) in RankEmulator(found.graph, found.mesh)(operands)]
+    return [y for (y,) in RankEmulator(program.graph, program.mesh)(operands)]
 
 
 # --- one device ---
@@ -56,7 +56,7 @@ def test_outside_partitioning_a_region_is_its_function() -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_device_knows_its_shard(mesh: str) -> None:
-    """Numbers that differ between ranks come from `inputs.coords`: one graph serves all of them."""
+    """Values that differ between ranks come from `inputs.coords`, so one graph serves all ranks."""
 
     def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         def local(w: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_groups_are_named_by_who_is_in_them(mesh: str, experts: int, ffn: int, g
 
 
 def looped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """All devices' tokens through each one's experts, summed by token: what a mixture of experts does when it gathers."""
+    """All-gather tokens, apply each rank's experts, reduce-scatter: a mixture of experts with gathered tokens."""
 
     def local(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         everyone = all_gather(x, "experts")
@@ -131,8 +131,8 @@ def test_sums_are_addends_until_they_are_asked_for(mesh: str) -> None:
 
 
 def test_a_sum_over_an_axis_that_is_not_split_is_the_value() -> None:
-    found = partitioned(lambda w, x: shard_map(lambda x: x + 1, [(x, (None, None))], Sum("vocab")), "tp=2")
-    assert found.collectives == ()
+    program = partitioned(lambda w, x: shard_map(lambda x: x + 1, [(x, (None, None))], Sum("vocab")), "tp=2")
+    assert program.collectives == ()
 
 
 # --- refusals ---

@@ -1,4 +1,4 @@
-"""Strategies follow letters, one at a time, for operands of the ranks they have."""
+"""graphs/spmd/sharding.py: strategies shard one letter at a time, over operands of the ranks that an operator takes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_the_rest_gives_a_strategy_a_dimension() -> None:
 
 
 def test_pools_and_tokens_are_never_sharded() -> None:
-    """Pages, slots and positions stay whole: a split pool would be gathered or summed, with wrong numbers and no error."""
-    found = strategies(ops.cache_write, [4, 4, 3, 3, 1])
-    assert [operands[0] for _, operands in found] == [Replicate(), Shard(2)]
-    assert all(operands[4] == Replicate() for _, operands in found)
+    """Pages, slots and positions are never sharded: DTensor would gather or sum a sharded pool, with wrong results and no error."""
+    legal = strategies(ops.cache_write, [4, 4, 3, 3, 1])
+    assert [operands[0] for _, operands in legal] == [Replicate(), Shard(2)]
+    assert all(operands[4] == Replicate() for _, operands in legal)
 
 
 def test_only_results_are_partial() -> None:

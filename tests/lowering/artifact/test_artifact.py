@@ -1,4 +1,4 @@
-"""An artifact appears whole or not at all, is what its manifest says or refused, and changes under a reader only as a whole."""
+"""lowering/artifact/artifact.py: an artifact is published atomically, and refused where it does not match its manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from safetensors.torch import save
 from npucompile.graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
 from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact, ArtifactWriter, graph_key
-from npucompile.lowering.artifact.manifest import Compiled, GraphEntry, Manifest
+from npucompile.lowering.artifact.manifest import ExecutableRecord, GraphEntry, Manifest
 from npucompile.lowering.toolchain import toolchain
 
 WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -37,7 +37,7 @@ def described(writer: ArtifactWriter, *, compiled: bytes | None = None) -> Manif
         eager=writer.add("graphs", b"eager graph", "graph"),
         stages=writer.add("stages", b"texts", "json.z"),
         digest="key",
-        compiled=Compiled("inductor", writer.add("graphs", compiled, "pt2"), "key") if compiled else None,
+        compiled=ExecutableRecord("inductor", writer.add("graphs", compiled, "pt2"), "key") if compiled else None,
         cost={},
         memory={},
         collectives=(),
@@ -73,7 +73,7 @@ def publish(path: Path, *, compiled: bytes | None = None) -> Manifest:
 
 
 def interrupted(path: Path, *, publishing: bool = False) -> None:
-    """A build that fails when it has added files, or one publish later."""
+    """A build that fails after it has added files, or after its first publish."""
     with ArtifactWriter(path) as writer:
         manifest = described(writer, compiled=b"better code")
         if publishing:
@@ -250,8 +250,8 @@ def damages() -> Iterator[tuple[str, str, str]]:
         yield suffix, "remove", "is missing"
 
 
-@pytest.mark.parametrize(("suffix", "damage", "said"), list(damages()))
-def test_a_damaged_file_is_refused_by_name(built: Path, suffix: str, damage: str, said: str) -> None:
+@pytest.mark.parametrize(("suffix", "damage", "message"), list(damages()))
+def test_a_damaged_file_is_refused_by_name(built: Path, suffix: str, damage: str, message: str) -> None:
     file = next(f for f in built.rglob("*") if f.name.endswith(suffix))
     data = file.read_bytes()
     if damage == "flip":
@@ -260,7 +260,7 @@ def test_a_damaged_file_is_refused_by_name(built: Path, suffix: str, damage: str
         file.write_bytes(data[:-1])
     else:
         file.unlink()
-    with pytest.raises(ArtifactTampered, match=f"{file.name} {said}"):
+    with pytest.raises(ArtifactTampered, match=f"{file.name} {message}"):
         Artifact.open(built)
     Artifact.open(built, check=False)
 
@@ -273,18 +273,18 @@ def test_a_damaged_manifest_is_refused_by_name(built: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         ({"other": WEIGHT}, "holds nothing as params.w"),
         ({"params.w": WEIGHT.T.contiguous()}, r"holds \(3, 2\) torch.float32 as params.w"),
         ({"params.w": WEIGHT.half()}, r"holds \(2, 3\) torch.float16 as params.w"),
     ],
 )
-def test_weights_must_be_the_ones_described(tmp_path: Path, tensors: dict[str, torch.Tensor], said: str) -> None:
+def test_weights_must_be_the_ones_described(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
     with ArtifactWriter(tmp_path / "made") as writer:
         manifest = described(writer)
         writer.publish(replace(manifest, weights=writer.add("weights", save(tensors), "safetensors")))
-    with pytest.raises(ArtifactTampered, match=said):
+    with pytest.raises(ArtifactTampered, match=message):
         Artifact.open(tmp_path / "made").load_weights()
 
 
@@ -358,10 +358,10 @@ def test_reload_checks_what_is_new(built: Path) -> None:
 
 
 def test_a_publish_replaces_the_manifest_and_never_writes_into_it(built: Path) -> None:
-    with (built / MANIFEST).open("rb") as held:
+    with (built / MANIFEST).open("rb") as manifest_file:
         before = (built / MANIFEST).read_bytes()
         publish(built, compiled=b"code")
-        assert held.read() == before
+        assert manifest_file.read() == before
     assert (built / MANIFEST).read_bytes() != before
 
 

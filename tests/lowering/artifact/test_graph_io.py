@@ -1,4 +1,4 @@
-"""Graphs survive bytes: same operators, arguments, values and results; whatever the format has no place for is refused by name."""
+"""lowering/artifact/graph_io.py: a graph reads back with the same operators, arguments, values and results; others are refused by name."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_a_graph_reads_back_the_same() -> None:
 
 def test_values_are_kept_without_tracing() -> None:
     def values(graph: GraphModule) -> list[Any]:
-        found = []
+        tensors = []
         for node in graph.graph.nodes:
             many = node.meta.get("val")
             for value in many if isinstance(many, (list, tuple)) else [many]:
-                found.append(None if value is None else (tuple(value.shape), value.dtype, value.stride()))
-        return found
+                tensors.append(None if value is None else (tuple(value.shape), value.dtype, value.stride()))
+        return tensors
 
     graph = traced(step, *OPERANDS)
     again = graph_io.decode(graph_io.encode(graph))
@@ -120,9 +120,9 @@ ARGUMENTS = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and in every bit."""
+    """Whether two values are equal in type and in every bit."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        # FX keeps lists in a list type of its own.
+        # FX stores lists in its own list type.
         return isinstance(a, tuple) == isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
@@ -169,7 +169,7 @@ def test_any_graph_computes_the_same_after_reading_back(calls: list[tuple[Any, i
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ((slice(0, 1),), "slice"),
         ((1 + 2j,), "complex"),
@@ -178,10 +178,10 @@ def test_any_graph_computes_the_same_after_reading_back(calls: list[tuple[Any, i
         ((torch.Generator(),), "Generator"),
     ],
 )
-def test_an_argument_without_a_place_is_refused(args: tuple[Any, ...], said: str) -> None:
+def test_an_argument_without_a_place_is_refused(args: tuple[Any, ...], message: str) -> None:
     graph = one_call(aten.add.Tensor, 1)
     call_of(graph)._args = (call_of(graph).args[0], *args)
-    with pytest.raises(LoweringError, match=rf"node \w+ \(aten.add.Tensor\).*{said}"):
+    with pytest.raises(LoweringError, match=rf"node \w+ \(aten.add.Tensor\).*{message}"):
         graph_io.encode(graph)
 
 
@@ -206,7 +206,7 @@ def packed(*nodes: list[Any], magic: str = graph_io.MAGIC, version: int = graph_
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "0 bytes are not a serialised graph"),
         (b"\xc1" * 10, "not a serialised graph"),
@@ -222,8 +222,8 @@ def packed(*nodes: list[Any], magic: str = graph_io.MAGIC, version: int = graph_
         (packed(["placeholder"]), "node 0.*cannot be read"),
     ],
 )
-def test_bytes_that_are_no_graph_are_refused(data: bytes, said: str) -> None:
-    with pytest.raises(LoweringError, match=said):
+def test_bytes_that_are_no_graph_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
         graph_io.decode(data)
 
 

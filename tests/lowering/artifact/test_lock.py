@@ -1,4 +1,4 @@
-"""One process at a time may build; the second is told who the first is, and a dead holder holds nothing."""
+"""lowering/artifact/lock.py: one process may build at a time; another is refused with its process id; a dead holder's lock is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest is the same bytes for the same content, reads back equal, and betrays any damage."""
+"""lowering/artifact/manifest.py: equal manifests have equal bytes, read back equal, and any damage is detected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from npucompile.graphs.types import DTYPES, Aval, Bucket, Leaf, Limits
-from npucompile.lowering.artifact.manifest import FORMAT, Compiled, FileRecord, GraphEntry, Manifest, decode, encode, entry_of, plain_entry
+from npucompile.lowering.artifact.manifest import (
+    FORMAT,
+    ExecutableRecord,
+    FileRecord,
+    GraphEntry,
+    Manifest,
+    decode,
+    encode,
+    entry_of,
+    plain_entry,
+)
 
 ENTRY = GraphEntry(
     bucket=Bucket("decode", 4, 1),
@@ -22,7 +32,7 @@ ENTRY = GraphEntry(
     eager="graphs/a.graph",
     stages="stages/b.json.z",
     digest="d" * 64,
-    compiled=Compiled("inductor", "graphs/c.pt2", "k" * 64),
+    compiled=ExecutableRecord("inductor", "graphs/c.pt2", "k" * 64),
     cost={"flops": 10, "read_bytes": 2**40},
     memory={"peak_bytes": 7},
     collectives=(("all_reduce", "tp", "f32[4]"),),
@@ -70,12 +80,12 @@ def test_a_bucket_runs_on_eager_until_compiled() -> None:
 
 
 def test_of_how_many_tokens_log_probabilities_are_told_is_what_the_outputs_hold() -> None:
-    told = Leaf("outputs.top_ids", Aval((4, 1, 5), torch.int32))
-    assert (ENTRY.max_logprobs, replace(ENTRY, outputs=(*ENTRY.outputs, told)).max_logprobs) == (0, 5)
+    leaf = Leaf("outputs.top_ids", Aval((4, 1, 5), torch.int32))
+    assert (ENTRY.max_logprobs, replace(ENTRY, outputs=(*ENTRY.outputs, leaf)).max_logprobs) == (0, 5)
 
 
 DEVICE_ENTRY = replace(
-    ENTRY, eager=None, compiled=Compiled("ge", "graphs/c.ge", "k" * 64), verified={}, stamp="p" * 64, census={"MatMul": 3, "Add": 1}
+    ENTRY, eager=None, compiled=ExecutableRecord("ge", "graphs/c.ge", "k" * 64), verified={}, stamp="p" * 64, census={"MatMul": 3, "Add": 1}
 )
 DEVICE = replace(
     MANIFEST,

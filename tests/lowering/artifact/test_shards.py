@@ -1,4 +1,4 @@
-"""lowering/artifact/shards.py: each rank reads its own part."""
+"""lowering/artifact/shards.py: each rank loads its own shards."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def artifact(path, mesh="dp=2,tp=3", weights="w.safetensors", params=PARAMS, **c
 
 
 def test_each_rank_loads_its_part(tmp_path):
-    made, tensors = artifact(tmp_path)
+    opened, tensors = artifact(tmp_path)
     for rank in range(6):
-        held = load_shard(made, rank)
-        assert list(held) == [leaf.name for leaf in PARAMS]
-        assert torch.equal(held["params.experts"], tensors["params.experts"][rank : rank + 1])
-        assert torch.equal(held["params.out"], tensors["params.out"][:, rank % 3 * 2 : rank % 3 * 2 + 2])
-        assert torch.equal(held["params.norm"], tensors["params.norm"])
-        assert held["params.scale"] == tensors["params.scale"]
-        assert all(tensor.is_contiguous() for tensor in held.values())
-        assert held["params.experts"].dtype == torch.bfloat16
+        shard = load_shard(opened, rank)
+        assert list(shard) == [leaf.name for leaf in PARAMS]
+        assert torch.equal(shard["params.experts"], tensors["params.experts"][rank : rank + 1])
+        assert torch.equal(shard["params.out"], tensors["params.out"][:, rank % 3 * 2 : rank % 3 * 2 + 2])
+        assert torch.equal(shard["params.norm"], tensors["params.norm"])
+        assert shard["params.scale"] == tensors["params.scale"]
+        assert all(tensor.is_contiguous() for tensor in shard.values())
+        assert shard["params.experts"].dtype == torch.bfloat16
 
 
 def mapped(tensors, file):
-    """Names of the tensors whose memory is a mapping of a file."""
+    """Names of the tensors whose memory is mapped from a file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
     ranges = [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
     return {name for name, tensor in tensors.items() if any(tensor.data_ptr() in addresses for addresses in ranges)}
@@ -62,8 +62,8 @@ def test_what_is_contiguous_in_the_file_is_mapped_and_not_copied(tmp_path):
 
 
 def test_one_device_loads_all(tmp_path):
-    made, tensors = artifact(tmp_path, mesh="1")
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_shard(made).items())
+    opened, tensors = artifact(tmp_path, mesh="1")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_shard(opened).items())
 
 
 @pytest.mark.parametrize(
@@ -75,24 +75,24 @@ def test_one_device_loads_all(tmp_path):
     ],
 )
 def test_other_tensors_than_the_manifest_says(tmp_path, changed, message):
-    made, _ = artifact(tmp_path, **changed)
+    opened, _ = artifact(tmp_path, **changed)
     with pytest.raises(ArtifactTampered, match=message):
-        load_shard(made, 1)
+        load_shard(opened, 1)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    made, _ = artifact(tmp_path)
+    opened, _ = artifact(tmp_path)
     (tmp_path / "w.safetensors").write_bytes(b"nothing")
     with pytest.raises(ArtifactTampered, match=r"w\.safetensors"):
-        load_shard(made, 1)
+        load_shard(opened, 1)
     with pytest.raises(ArtifactError, match="built without weights"):
         load_shard(artifact(tmp_path, weights=None)[0], 1)
 
 
 def test_a_signature_holds_local_params_and_state_and_a_graphs_own_inputs(tmp_path):
-    made, _ = artifact(tmp_path)
+    opened, _ = artifact(tmp_path)
     inputs, outputs = (Leaf("inputs.x", Aval((6,), F32, ("heads",))),), (Leaf("outputs.y", Aval((6,), F32, ("heads",))),)
-    signature = local_signature(made.manifest, SimpleNamespace(inputs=inputs, outputs=outputs))
+    signature = local_signature(opened.manifest, SimpleNamespace(inputs=inputs, outputs=outputs))
     assert [leaf.aval.shape for leaf in signature.params] == [(1, 4), (4, 2), (4,), ()]
     assert [leaf.aval.shape for leaf in signature.state] == [(4, 2)]
     assert (signature.inputs, signature.outputs) == (inputs, outputs)

@@ -1,3 +1,5 @@
+"""lowering/ascend/collectives.py: each collective becomes one GE operator over its symbolic group, or is refused."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""lowering/ascend/convert.py: torchair converts bodies with pools in place and lengths as inputs; other bodies are refused."""
+
 from __future__ import annotations
 
 import importlib

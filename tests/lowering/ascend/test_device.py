@@ -1,7 +1,7 @@
-"""lowering/ascend/device.py: what is called of torchair, in which order, is what torchair's own generated code calls.
+"""lowering/ascend/device.py: the executable calls torchair in the order in which torchair's own generated code calls it.
 
-No CANN here: a recorder stands in for torchair's objects, its signatures are compared with theirs, and its log with the log of the
-source that the real `codegen` emits for the same graph.
+Without CANN, a recorder stands in for torchair's objects: its signatures are compared with theirs, and its log of calls with that of
+the code that the real `codegen` emits for the same graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONVERTER = "torchair._ge_concrete_graph.fx2ge_converter"
 
 
 class Recorder:
-    """Stands in for a GeGraph; writes down what is called."""
+    """Stands in for a GeGraph and logs the calls."""
 
     def __init__(self, log, model_def=None, serialized_model_def=None, name=None):
         self.log, self.name = log, name
@@ -41,18 +41,18 @@ class Recorder:
         self.log.append(("compile",))
 
     def run(self, inputs, assigned_outputs=[], stream=None):  # noqa: B006
-        self.log.append(("run", [id(one) for one in inputs], [id(one) if one is not None else None for one in assigned_outputs]))
+        self.log.append(("run", list(map(id, inputs)), [None if t is None else id(t) for t in assigned_outputs]))
         dtypes = self.attr["_output_dtypes"].list.i
         assigned = list(assigned_outputs) or [None] * len(dtypes)
-        return [torch.full((1,), float(at)) if one is None else one for at, one in enumerate(assigned)]
+        return [torch.full((1,), float(at)) if t is None else t for at, t in enumerate(assigned)]
 
 
 def recording(log) -> device.GeEngine:
     return device.GeEngine(
         graph=lambda *args, **kwargs: Recorder(log, *args, **kwargs),
         initialize=lambda options=None: log.append(("initialize", options)),
-        update_constants=lambda graph, inputs: log.append(("constants", [id(one) for one in inputs])),
-        update_formats=lambda graph, inputs: log.append(("formats", [id(one) for one in inputs])),
+        update_constants=lambda graph, inputs: log.append(("constants", [id(tensor) for tensor in inputs])),
+        update_formats=lambda graph, inputs: log.append(("formats", [id(tensor) for tensor in inputs])),
         device="cpu",
     )
 
@@ -134,21 +134,21 @@ def test_the_recorder_has_the_signatures_of_the_real_objects(loaded):
     for name in ("load", "compile", "run"):
         assert inspect.signature(getattr(Recorder, name)) == inspect.signature(getattr(real, name)), name
     ours = list(inspect.signature(Recorder.__init__).parameters.values())
-    assert [one for one in ours if one.name != "log"] == list(inspect.signature(real.__init__).parameters.values())
+    assert [tensor for tensor in ours if tensor.name != "log"] == list(inspect.signature(real.__init__).parameters.values())
     source = inspect.getsource(inspect.getclosurevars(importlib.import_module(BACKEND).initialize_graph_engine).nonlocals["func"])
     assert "def initialize_graph_engine(global_compile_options: Dict = None):" in source
 
 
 def test_the_engine_is_torchairs_own(loaded):
-    found = device.engine(replace(loaded, cann="pretended"))
+    engine = device.engine(replace(loaded, cann="pretended"))
     converter = importlib.import_module(CONVERTER)
-    assert found.graph is importlib.import_module(GRAPHS).GeGraph
-    assert found.initialize is importlib.import_module(BACKEND).initialize_graph_engine
-    assert found.update_constants is converter._update_constplaceholder_attr_from_inputs
-    assert found.update_formats is converter._update_internal_format_from_inputs
-    assert list(inspect.signature(found.update_constants).parameters) == ["graph", "runtime_inputs"]
-    assert list(inspect.signature(found.update_formats).parameters) == ["graph", "runtime_inputs"]
-    assert found.device == "npu"
+    assert engine.graph is importlib.import_module(GRAPHS).GeGraph
+    assert engine.initialize is importlib.import_module(BACKEND).initialize_graph_engine
+    assert engine.update_constants is converter._update_constplaceholder_attr_from_inputs
+    assert engine.update_formats is converter._update_internal_format_from_inputs
+    assert list(inspect.signature(engine.update_constants).parameters) == ["graph", "runtime_inputs"]
+    assert list(inspect.signature(engine.update_formats).parameters) == ["graph", "runtime_inputs"]
+    assert engine.device == "npu"
 
 
 def test_without_cann_nothing_runs(loaded, ge_file, tmp_path):
@@ -165,14 +165,14 @@ def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
     executable = device.GeExecutable(ge_file, recording(log))
     results = executable(operands)
     assert executable.backend == "ge"
-    assert [one.tolist() for one in results] == [[0.0]]
+    assert [tensor.tolist() for tensor in results] == [[0.0]]
     _, fed, assigned = log[-1]
     assert fed == [id(operands[index]) for index in FEEDS]
-    # The pool's result is read by the sum, so its operator writes in place; the buffer is the memory of an output of its own.
+    # The sum reads the pool's result, so its operator writes in place; the buffer is bound to an output of its own.
     assert (ge_file.outputs, {operand for _, operand in ge_file.donations}) == (1, {3})
     assert 2 in ge_file.bound
     assert {(output, id(operands[operand])) for output, operand in ge_file.donations} == {
-        (output, one) for output, one in enumerate(assigned) if one is not None
+        (output, tensor) for output, tensor in enumerate(assigned) if tensor is not None
     }
 
 
@@ -207,8 +207,8 @@ def test_load_patches_for_the_rank(ge_file, tmp_path, loaded, monkeypatch):
     log: list = []
     monkeypatch.setattr(device, "engine", lambda torchair: recording(log))
     device.load(path, loaded, 3, {"world": "hccl_world"})
-    held = {op.name: op for op in parse(log[1][1]).graph[0].op}
-    assert held["gather"].attr["group"].s == b"hccl_world"
+    operators = {op.name: op for op in parse(log[1][1]).graph[0].op}
+    assert operators["gather"].attr["group"].s == b"hccl_world"
     with pytest.raises(LoweringError, match="this rank has no group"):
         device.load(path, loaded)
 
@@ -255,22 +255,22 @@ def test_another_number_of_results_is_refused(ge_file, operands):
 
 
 def test_communicators_are_made_by_their_groups():
-    asked = []
+    calls = []
 
     def group(name):
-        backend = SimpleNamespace(get_hccl_comm_name=lambda rank, init_comm: asked.append((name, rank, init_comm)) or f"hccl_{name}")
+        backend = SimpleNamespace(get_hccl_comm_name=lambda rank, init_comm: calls.append((name, rank, init_comm)) or f"hccl_{name}")
         return SimpleNamespace(_get_backend=lambda where: backend if where.type == "npu" else None)
 
     assert device.communicators({"world": group("world"), "tp": group("tp")}, 5) == {"tp": "hccl_tp", "world": "hccl_world"}
-    # In one order on all ranks: making a communicator waits for the others of the group.
-    assert asked == [("tp", 5, True), ("world", 5, True)]
+    # The order is the same on all ranks, because creating a communicator waits for the group's other ranks.
+    assert calls == [("tp", 5, True), ("world", 5, True)]
 
 
 # --- weights in NZ ---
 
 
 def weights_model(*, dim=(64, 32), dtype=27, second_reader="") -> GeFile:
-    """x @ w with w given twice: to the product, and where `second_reader` says; a GroupedMatmul with an absent bias."""
+    """x @ w with w also read where `second_reader` says, and a GroupedMatmul without bias."""
     model = messages().ModelDef()
     graph = model.graph.add(name="main")
     for index, name in enumerate(("x", "w", "experts")):
@@ -317,11 +317,11 @@ def test_real_converters_name_their_weights_so(loaded):
 
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 64), (32, 64), (4, 64, 32))]
-        made.append(torch.empty(4, dtype=torch.int64, device="meta"))
-        converted = loaded.get_compiler(loaded.CompilerConfig())(make_fx(products)(*made), made).runner
-    held = GeFile(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
-    assert device.weight_operands(held) == (1, 2)
+        operands = [torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((16, 64), (32, 64), (4, 64, 32))]
+        operands.append(torch.empty(4, dtype=torch.int64, device="meta"))
+        converted = loaded.get_compiler(loaded.CompilerConfig())(make_fx(products)(*operands), operands).runner
+    operators = GeFile(converted.graph.SerializeToString(), {}, (), (), 4, 2, ())
+    assert device.weight_operands(operators) == (1, 2)
 
 
 def test_a_weight_is_cast_to_the_format_torchair_knows_as_nz(loaded):

@@ -1,4 +1,4 @@
-"""A pool is written in place where every call that reads what is replaced comes before, and is refused where none says so."""
+"""lowering/ascend/donation.py: a pool is donated only where every reader of the old value precedes the write by data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 def write(k: torch.Tensor, v: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Puts x in both pools by an operator that donates them, and sees what is there by then."""
+    """Writes x to both pools by an operator that donates them, and reads them afterwards."""
     k, v = ops.cache_write(k, v, x, x + 1, slots)
     return k, v, x + k.sum() - v.sum()
 
@@ -72,7 +72,7 @@ def one_call(s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def chain(s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Three calls, each of what the one before made."""
+    """Three calls, each on the previous one's result."""
     s, x = written(s, i, i["x"])
     s, x = written(s, i, x)
     s, x = written(s, i, x)
@@ -80,7 +80,7 @@ def chain(s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def read_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Readers of what is replaced, each before the call that replaces it by data; through other calls, too."""
+    """Each reader of a replaced value precedes the call that replaces it by data, also through other calls."""
     x = block("look", look, (), s["k"], i["x"])
     s, x = written(s, i, x * 2)
     x = block("look", look, (), s["v"], x)
@@ -89,13 +89,13 @@ def read_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
 
 
 def read_after(s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Nothing replaces the last value."""
+    """The last value is not replaced."""
     s, x = written(s, i, i["x"])
     return {"y": block("look", look, (), s["k"], i["x"]), "x": x}, s
 
 
 def untouched(s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """What no call makes anew may be read by all."""
+    """A pool that no call writes may be read by all."""
     return {"y": block("look", look, (), s["k"], i["x"]), "z": block("look", look, (), s["v"], i["x"])}, s
 
 
@@ -110,22 +110,22 @@ LEGAL: dict[Step, dict[str, dict[int, int]]] = {
 
 @pytest.mark.parametrize("step", LEGAL, ids=lambda step: step.__name__)
 def test_each_body_has_its_pools_in_one_place(step: Step) -> None:
-    found, _ = placed(step)
-    assert {name: pools for name, pools in found.bodies.items() if name in LEGAL[step]} == LEGAL[step]
-    assert not any(pools for name, pools in found.bodies.items() if name not in LEGAL[step])
+    donated, _ = placed(step)
+    assert {name: pools for name, pools in donated.bodies.items() if name in LEGAL[step]} == LEGAL[step]
+    assert not any(pools for name, pools in donated.bodies.items() if name not in LEGAL[step])
 
 
 @pytest.mark.parametrize("step", LEGAL, ids=lambda step: step.__name__)
 def test_values_of_a_pool_are_in_its_memory(step: Step) -> None:
-    """All those of its aval that calls make, here; and nothing else."""
-    found, graph = placed(step)
+    """In these graphs, all nodes of the pool's aval that calls compute, and no others."""
+    donated, graph = placed(step)
     pools = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     values = {node for node in graph.graph.nodes if node.op != "output" and not isinstance(node.meta["val"], tuple)}
-    assert set(found.pools) == {node for node in values if node.meta["val"].shape == POOL.shape}
-    assert all(found.pools[pool] is pool for pool in pools)
-    for node in set(found.pools) - set(pools):
-        # `write` gives its pools in the order in which it takes them.
-        assert found.pools[node] is pools[node.args[1]]
+    assert set(donated.pools) == {node for node in values if node.meta["val"].shape == POOL.shape}
+    assert all(donated.pools[pool] is pool for pool in pools)
+    for node in set(donated.pools) - set(pools):
+        # `write` returns its pools in the order of its operands.
+        assert donated.pools[node] is pools[node.args[1]]
 
 
 # --- what is refused ---
@@ -182,18 +182,18 @@ def viewed(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     return {"y": x, "z": view + 1}, s
 
 
-def told(s: Tree, i: Tree) -> tuple[Tree, Tree]:
+def returned(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     s, x = written(s, i, i["x"])
     return {"y": x, "pool": s["v"]}, s
 
 
-def told_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
+def returned_before(s: Tree, i: Tree) -> tuple[Tree, Tree]:
     new, x = written(s, i, i["x"])
     return {"y": x, "pool": s["v"]}, new
 
 
 def kept_once(s: Tree, i: Tree) -> tuple[Tree, Tree]:
-    """Once the body's operand is a pool, once it is a value of the graph."""
+    """The body's operand is a pool in one call and another value of the graph in the other."""
     k, x = block("dense", dense, (), s["k"], i["x"])
     y, x = block("dense", dense, (), s["v"] + 1, x)
     return {"x": x, "y": y}, {**s, "k": k}
@@ -208,8 +208,8 @@ REFUSED: dict[Step, str] = {
     swapped: r"state.k ends as arg1_1, which no call computes; legal is the pool itself, or a result of a call that takes it",
     exchanged: r"state.k ends as arg1_1, which no call computes",
     viewed: r"peek returns a view of state.k, which write writes in place; legal are values of their own",
-    told: r"state.v is written in place, and getitem_\d would be a result in its memory",
-    told_before: r"state.v is written in place, and arg1_1 would be a result in its memory",
+    returned: r"state.v is written in place, and getitem_\d would be a result in its memory",
+    returned_before: r"state.v is written in place, and arg1_1 would be a result in its memory",
     kept_once: r"body dense is called with pools at operands {} and at {0: 0}; legal is one place",
 }  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_what_nothing_puts_in_order_is_refused(step: Step) -> None:
 
 
 def unpacked_again(graph: GraphModule, body: str) -> Any:
-    """Gives the last call of a body a node of its own with the first value of a pool that it reads; nobody merges equal nodes."""
+    """Adds a second, equal node for a pool's first value and gives it to the last call of a body; equal nodes are not merged."""
     call = [node for node in graph.graph.nodes if node.target == body][-1]
     value = next(node for node in call.args if node.meta["val"].shape == POOL.shape)
     with graph.graph.inserting_after(value):

@@ -1,4 +1,4 @@
-"""lowering/ascend/ge_file.py: a GE file survives its bytes, the same one has the same bytes, each rank gets its own."""
+"""lowering/ascend/ge_file.py: a GE file reads back equal, equal files have equal bytes, and each rank gets its own patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npucompile.lowering.ascend.ge_file import FORMAT, GeFile, canonical, decode
 
 
 def model(attributes=("group", "rank", "a", "b", "c", "d", "e")) -> bytes:
-    """x, state -> all-reduce, dispatch; a called graph holds a second operator of the same name."""
+    """x, state -> all-reduce, dispatch; a called graph has a second operator of the same name."""
     built = messages().ModelDef()
     for name in ("main", "called"):
         graph = built.graph.add(name=name)
@@ -87,7 +87,7 @@ def test_each_rank_gets_its_number_and_its_communicators(ge_file):
         assert ops["reduce"].attr["group"].s == groups["tp"].encode()
         assert ops["reduce"].attr["a"].s == b"tp"
         assert patched(mine, 9, {}) is mine
-    # What all ranks share is as it was.
+    # The unpatched file is unchanged.
     assert parse(ge_file.graph) == parse(model())
 
 
@@ -108,7 +108,7 @@ def test_a_patch_of_nothing_is_refused(ge_file, patch):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"feeds": (0, 1, 4)}, "feeds"),
         ({"feeds": (0, 1, 1, 2)}, "at most once"),
@@ -119,8 +119,8 @@ def test_a_patch_of_nothing_is_refused(ge_file, patch):
         ({"graph": b""}, "without a graph"),
     ],
 )
-def test_contradictions_are_refused_before_they_are_written(ge_file, change, said):
-    with pytest.raises(LoweringError, match=said):
+def test_contradictions_are_refused_before_they_are_written(ge_file, change, message):
+    with pytest.raises(LoweringError, match=message):
         encode(replace(ge_file, **change))
 
 

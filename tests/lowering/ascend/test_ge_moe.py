@@ -1,4 +1,4 @@
-"""The expert primitives lowered for GE mean what their references say, and torchair converts them."""
+"""Lowerings of the expert primitives for GE compute what their references compute, and torchair converts them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lowered(primitive: Primitive, args: Args) -> tuple[torch.fx.GraphModule, lis
 
 
 class OnCpu(torch.fx.Interpreter):
-    """Runs NPU operators by their documented CPU kernels, and refuses to see a group's: those need all members."""
+    """Runs NPU operators by their CPU kernels; refuses those over a group, which need all its ranks."""
 
     def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
@@ -52,7 +52,7 @@ class OnCpu(torch.fx.Interpreter):
 
 
 def tensors(args: Args) -> list[torch.Tensor]:
-    # Clones: int4 kernels destroy their rows.
+    # Cloned, because int4 kernels overwrite their rows.
     return [a.clone() for a in args if isinstance(a, torch.Tensor)]
 
 
@@ -68,7 +68,7 @@ def reference(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
 
 
 def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args) -> list[str]:
-    """Types of the GE operators that torchair makes of the lowering, without what only shapes or fills operands."""
+    """Types of the GE operators of the converted lowering, without those that only reshape or fill operands."""
     graph, metas = lowered(primitive, args)
     with metas[0].fake_mode:
         runner = torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner
@@ -81,7 +81,7 @@ def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
 
 
 def choices(tokens: int, chosen: int, experts: int, seed: int = 0) -> torch.Tensor:
-    """[tokens, chosen] distinct experts a token."""
+    """[tokens, chosen] ids of experts, distinct for each token."""
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(-1)[:, :chosen].int()
 
@@ -123,13 +123,13 @@ def test_moe_route(dtype: torch.dtype, renormalise: bool) -> None:
 
 
 @pytest.mark.parametrize("quantise", [False, True])
-@pytest.mark.parametrize("held", [4, 9], ids=["some", "all"])
+@pytest.mark.parametrize("num_local", [4, 9], ids=["some", "all"])
 @pytest.mark.usefixtures("torchair")
-def test_moe_sort_up_to_the_rows_that_count(held: int, quantise: bool) -> None:
-    args = (draw(6, 7, dtype=BF16), choices(6, 3, 9), held, 9, quantise)
+def test_moe_sort_up_to_the_rows_that_count(num_local: int, quantise: bool) -> None:
+    args = (draw(6, 7, dtype=BF16), choices(6, 3, 9), num_local, 9, quantise)
     got, want = on_cpu(ops.moe_sort, args), reference(ops.moe_sort, args)
     live = int(want[2].sum())
-    assert 0 < live == (18 if held == 9 else live)
+    assert 0 < live == (18 if num_local == 9 else live)
     assert torch.equal(got[0][:live], want[0][:live])
     assert torch.equal(got[1][:live], want[1][:live]) or not quantise
     assert torch.equal(got[2], want[2])
@@ -180,10 +180,10 @@ def test_moe_experts_of_this_device(experts: int) -> None:
     (got,), (want,) = on_cpu(ops.moe_experts, args), reference(ops.moe_experts, args)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     (sort,) = (node for node in lowered(ops.moe_experts, args)[0].graph.nodes if "init_routing" in str(node.target))
-    assert sort.kwargs["expert_num"] == experts + 1  # the kernel's ids are below it, those made for other devices' too
+    assert sort.kwargs["expert_num"] == experts + 1  # upper bound of the kernel's ids, including the one for other ranks' experts
 
 
-# --- what torchair makes of them ---
+# --- converted by torchair ---
 
 EXPERTS_BF16 = experts_args(None, BF16)
 CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
@@ -259,7 +259,7 @@ def test_meta_kernels_agree_on_shapes(name: str) -> None:
 
 
 class Network:
-    """Tokens of several devices and the experts that they share out."""
+    """Tokens of several ranks, and the experts that are sharded over them."""
 
     def __init__(self, ranks: int, chosen: int = 3, experts: int = 8, dtype: torch.dtype = F32) -> None:
         self.ranks, self.experts, self.M, self.F, self.dtype = ranks, experts, 16, 8, dtype
@@ -276,18 +276,18 @@ class Network:
         return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], ints(r), *tail) for r in range(self.ranks)]
 
     def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self.experts // self.ranks
-        return self.gate_up[r * held : (r + 1) * held], self.down[r * held : (r + 1) * held]
+        local = self.experts // self.ranks
+        return self.gate_up[r * local : (r + 1) * local], self.down[r * local : (r + 1) * local]
 
     def alone(self) -> list[torch.Tensor]:
-        """What one device with all experts makes of the same tokens."""
+        """Results of one device with all experts for the same tokens."""
         gate_up = self.gate_up.transpose(1, 2).unflatten(1, (2, self.F))
         down = self.down.transpose(1, 2)
         return [ops.moe_experts(x, share, ids, gate_up, down) for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
 
 
 def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
-    """The lowering's only NPU operator run for all members at once, with what their graphs compute around it."""
+    """Runs the lowering's only NPU operator for all ranks of the group, and the rest of their graphs around it."""
     graphs = [lowered(primitive, args)[0] for args in calls]
     collected: list[Any] = []
 
@@ -329,10 +329,10 @@ def test_int8_experts_on_many_devices_are_near_those_on_one(ranks: int) -> None:
     net = Network(ranks)
     sent = ops.moe_dispatch.rule("group_reference")(net.dispatch(True))
     packed = [quantise_w8(w) for w in (net.gate_up, net.down)]
-    held = net.experts // ranks
+    local = net.experts // ranks
     rows = []
     for r, (rows8, scale, counts, *_) in enumerate(sent):
-        own = [part[r * held : (r + 1) * held] for pair in packed for part in pair]
+        own = [part[r * local : (r + 1) * local] for pair in packed for part in pair]
         rows.append(ops.grouped_experts_w8a8(rows8, scale, counts, *own, F32))
     for got, want in zip(ops.moe_combine.rule("group_reference")(net.combine(rows, sent)), net.alone(), strict=True):
         assert ((got - want).norm() / want.norm()).item() < 0.02

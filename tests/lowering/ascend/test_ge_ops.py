@@ -1,4 +1,4 @@
-"""Every primitive's lowering for GE means what its reference means, and converts, fused operators and all, by the real torchair."""
+"""Every primitive's lowering for GE computes what its reference computes, and the real torchair converts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from npucompile.lowering.ascend.toolchain import harness
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-# What any graph has.
+# Operators that every graph has.
 PLUMBING = {"Const", "Data", "NetOutput"}
 
 
@@ -42,14 +42,14 @@ def everything(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Example:
-    """Operands, and what of the results means something."""
+    """Operands, and a mask of the results that are defined."""
 
     args: tuple[Any, ...]
     live: Callable[[list[torch.Tensor]], list[torch.Tensor]] = everything
 
 
 class Draw:
-    """Random values of one dtype, the same every time."""
+    """Reproducible random values of one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.generator = dtype, torch.Generator().manual_seed(11)
@@ -93,10 +93,10 @@ def writing(r: Draw) -> Example:
 
 
 def attention(r: Draw, Q: int) -> Example:
-    """Row 0 goes on after 7 keys in pages 4, 2, 1, row 1 begins in page 3, row 2 is padding; nobody owns pages 0 and 5."""
+    """Row 0 continues after 7 keys in pages 4, 2, 1, row 1 begins in page 3, row 2 is padding; pages 0 and 5 are unused."""
     table, num_computed_tokens, query_lens = ints([4, 2, 1], [3, 0, 0], [0, 0, 0]), ints(7, 0, 0), ints(Q, 1 if Q == 1 else Q - 1, 0)
-    seen = (7 + Q) % 4 or 4
-    unused = (0, 5, (1, slice(seen, None)), (3, slice(Q, None)))
+    num_keys = (7 + Q) % 4 or 4
+    unused = (0, 5, (1, slice(num_keys, None)), (3, slice(Q, None)))
     q, k, v = poison(r(3, Q, 4, 8), 2), poison(r(6, 4, 2, 8), *unused), poison(r(6, 4, 2, 8), *unused)
     return Example((q, k, v, table, num_computed_tokens, query_lens, 0.4), lambda t: [t[0][b, : query_lens[b]] for b in range(2)])
 
@@ -108,7 +108,7 @@ def full_context(r: Draw) -> Example:
 
 
 def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...]) -> Example:
-    """The first row is fresh and reads a slot nobody wrote, the last is padding and shares slot 0 with nobody live."""
+    """The first row is a new request in an unwritten slot; the last is padding in slot 0, which no live row has."""
     B, num_computed_tokens = len(query_lens), ints(0, 3, 0)
     tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if write.shape[1] == 1 or not length]
     x, pool = poison(r(B, Q, 6), *tails), poison(r(9, taps - 1, 6), 0, 8)
@@ -122,7 +122,7 @@ def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, qu
 def delta(
     r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int
 ) -> Example:
-    """The last row is padding; nobody wrote slots 0 and 8."""
+    """The last row is padding; slots 0 and 8 are unwritten."""
     B = len(query_lens)
     tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
     tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if chunk or not length]
@@ -135,7 +135,7 @@ def delta(
 
 
 def sampling(r: Draw, V: int, levels: int) -> Example:
-    """Rows: greedy, all, top_k, top_p, both, min_p, one candidate, everything at once, cold; with ties where levels are few."""
+    """Rows: greedy, unrestricted, top_k, top_p, both, min_p, one candidate, all of them, low temperature; ties where levels are few."""
     temperature = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.9, 1.0, 1.0, 2.0, 1e-6])
     top_k = ints(0, 0, 5, 0, 7, 0, 1, 9, 0)
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.6, 0.8, 1.0, 1.0, 0.9, 1.0])
@@ -145,7 +145,7 @@ def sampling(r: Draw, V: int, levels: int) -> Example:
 
 
 def verifying(r: Draw) -> Example:
-    """All right, right up to what is valid, wrong at each place, right again behind what is wrong, padding."""
+    """Drafts: all right, right up to the valid ones, wrong at each position, right again after a wrong one, padding."""
     sampled = r.below(50, 7, 4)
     candidates = torch.cat([r.below(50, 7, 1), sampled[:, :-1]], 1)
     for row, place in ((2, 1), (3, 2), (4, 3), (5, 1)):
@@ -160,7 +160,7 @@ def seating(r: Draw) -> Example:
 
 
 def telling(r: Draw) -> Example:
-    """Row 1 does not ask, and holds anything."""
+    """Row 1 does not ask for log probabilities; its results are undefined."""
     return Example((poison(r.f32(3, 2, 31), 1), r.below(31, 3, 2), ints(1, 0, 1), 4))
 
 
@@ -289,19 +289,19 @@ def tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def traced(name: str, args: tuple[Any, ...], finish: Callable[..., Any], **options: Any) -> tuple[GraphModule, list[torch.Tensor]]:
-    """The lowering on fakes of the operands; `finish(operands, results)` is what the graph returns."""
+    """Traces the lowering on fake operands; the graph returns `finish(operands, results)`."""
 
     def run(*operands: torch.Tensor) -> Any:
         rest = iter(operands)
-        given = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
-        return finish(given, flat(TABLE[name].lower_for("ge")(*given)))
+        values = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
+        return finish(values, flat(TABLE[name].lower_for("ge")(*values)))
 
     fakes = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in tensors(args)]
     return make_fx(run, **options)(*fakes), fakes
 
 
 class OnCpu(Interpreter):
-    """Runs a graph traced on meta tensors, the NPU's operators by their kernels here."""
+    """Runs a graph traced on meta tensors, with the CPU kernels of NPU operators."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items()}
@@ -335,7 +335,7 @@ def test_lowering_is_the_reference(torchair: harness.Torchair, name: str, label:
 
 
 def copied_back(name: str) -> Callable[..., Any]:
-    """Ends a graph as the `ge` backend does: new pools go into their operands, and are no results."""
+    """Ends a graph as the `ge` backend does: new pools are copied into their operands and are not returned."""
 
     def finish(operands: list[Any], results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         for operand, result in TABLE[name].donates:
@@ -348,7 +348,7 @@ def copied_back(name: str) -> Callable[..., Any]:
 
 
 def converted(torchair: harness.Torchair, name: str, args: tuple[Any, ...]) -> Any:
-    """What torchair makes of the lowering."""
+    """The lowering, converted by torchair."""
     with FakeTensorMode():
         graph, fakes = traced(name, args, copied_back(name), decomposition_table=torchair.decompositions)
         graph.graph.eliminate_dead_code()
@@ -363,7 +363,7 @@ def types(runner: Any) -> set[str]:
 
 @pytest.fixture(scope="module")
 def example_in_ge(torchair: harness.Torchair) -> Callable[[str, str], Any]:
-    """An example converted in bfloat16, once."""
+    """An example converted in bfloat16, cached."""
     return functools.cache(lambda name, label: converted(torchair, name, EXAMPLES[name][label](Draw(torch.bfloat16)).args))
 
 
@@ -387,7 +387,7 @@ def test_pools_are_written_where_they_are(example_in_ge: Callable[[str, str], An
     assert {operand for operand, _ in TABLE[name].donates} <= bound
 
 
-# --- what single lowerings promise beyond their reference ---
+# --- properties of single lowerings beyond their reference ---
 
 
 @pytest.mark.parametrize("label", ["verify", "decode", "full"])
@@ -415,7 +415,7 @@ def test_more_tokens_than_the_recurrent_kernel_takes_are_refused() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 def test_repeated_keys_keep_their_digits_over_many_chunks(torchair: harness.Torchair, noise: float) -> None:
-    """No decay, beta 1 and one key throughout: every state is one product of 512 projections."""
+    """Without decay, with beta 1 and equal keys, every state is a product of 512 projections."""
     q, k, v, g, beta, pool, *rest = delta(Draw(torch.float32), 512, ints(3, 3), ints(2, 2), ints([3], [5]), (512, 512), 32).args
     k = torch.nn.functional.normalize(k[:, :1] + noise * k, dim=-1)
     args = (q, k, v, torch.zeros_like(g), torch.ones_like(beta), pool, *rest)
@@ -436,7 +436,7 @@ def test_the_scan_over_chunks_is_logarithmic(torchair: harness.Torchair) -> None
 @pytest.mark.parametrize("uniform", [0.0, 1.0])
 @pytest.mark.parametrize("label", EXAMPLES["sample"])
 def test_the_least_and_the_largest_draw_stay_within_what_is_kept(torchair: harness.Torchair, label: str, uniform: float) -> None:
-    """Ids before the first and after the last kept one have no weight, and 1 is what a sum of roundings may fall short of."""
+    """Ids before the first and after the last kept one have weight zero; rounding may leave the sum of weights below 1."""
     args = EXAMPLES["sample"][label](Draw(torch.float32)).args
     args = (*args[:-1], torch.full_like(args[-1], uniform))
     want = flat(TABLE["sample"].rule("reference")(*args))

@@ -1,3 +1,5 @@
+"""lowering/ascend/inspect_ge.py: the text and census of a GE graph are complete, and each broken invariant is named."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -39,7 +41,7 @@ def of_body(ta, fn, *, results=None):
 
 
 def edited(ge_file, edit):
-    """It, after `edit(operators by name, graph)`."""
+    """The GE file after `edit(operators by name, graph)`."""
     model = parse(ge_file.graph)
     edit({op.name: op for op in model.graph[0].op}, model.graph[0])
     return replace(ge_file, graph=model.SerializeToString(deterministic=True))
@@ -57,7 +59,7 @@ def test_census(layers):
     assert list(counts) == sorted(counts)
     bodies = census_by_body(ge_file.graph)
     assert list(bodies) == ["", "layer00_attention", "layer01_deltanet"]
-    assert sum(sum(found.values()) for found in bodies.values()) == sum(counts.values())
+    assert sum(sum(counts_.values()) for counts_ in bodies.values()) == sum(counts.values())
     assert bodies["layer00_attention"]["HcomAllReduce"] == 1
 
 
@@ -66,13 +68,13 @@ def test_text_has_a_line_for_each_operator(layers):
     lines = text(ge_file.graph).splitlines()
     assert len(lines) == sum(census(ge_file.graph).values())
     assert "state.layers.0.k_pool = Data() 5 : bf16[8,128,2,64]" in lines
-    found = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in lines}
-    assert found["layer00_attention/RmsNorm"] == "RmsNorm(inputs.x:0, params.layers.0.gamma:0) epsilon=1e-06 : bf16[8,256], f32[8,1]"
-    assert found["layer00_attention/Const"] == "Const() [8, 4, 64] : i64[3]"
+    texts = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in lines}
+    assert texts["layer00_attention/RmsNorm"] == "RmsNorm(inputs.x:0, params.layers.0.gamma:0) epsilon=1e-06 : bf16[8,256], f32[8,1]"
+    assert texts["layer00_attention/Const"] == "Const() [8, 4, 64] : i64[3]"
     reduce = "HcomAllReduce(layer00_attention/MatMul_2:0) fusion=0 fusion_id=-1 group='tp' reduction='sum' : bf16[8,256]"
-    assert found["layer00_attention/HcomAllReduce"] == reduce
-    assert found["layer00_attention/Reshape"].endswith(" : bf16[?]")
-    assert found["NetOutput"] == (
+    assert texts["layer00_attention/HcomAllReduce"] == reduce
+    assert texts["layer00_attention/Reshape"].endswith(" : bf16[?]")
+    assert texts["NetOutput"] == (
         "NetOutput(layer01_deltanet/Add:0, layer01_deltanet/RecurrentGatedDeltaRule:1, layer01_deltanet/ScatterNdUpdate:-1)"
     )
 

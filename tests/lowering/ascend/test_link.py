@@ -1,3 +1,5 @@
+"""lowering/ascend/link.py: bodies are linked into one GE graph with in-place pools, and inconsistent bodies are refused."""
+
 from __future__ import annotations
 
 import os
@@ -162,14 +164,14 @@ def test_calls_that_write_one_state_follow_each_other(ta):
 
 
 def looked_at_before(feeds_the_write):
-    """A call that reads a state before another one writes it: what is written is made of what was read, or is not."""
+    """A call that reads a state before another call writes it; the written value depends on the first call's result, or not."""
     main = gb.Main()
     x, pool = main.operand("params.x", X), main.operand("state.pool", POOL)
     rows, new = main.operand("inputs.rows", ROWS), main.operand("inputs.new", NEW)
     main.body("look", lambda pool, rows, new: (pool.index_select(0, rows.view(2)) + new,), [POOL, ROWS, NEW])
     main.body("scatter", scatter, [X, POOL, ROWS, NEW])
-    (seen,) = main.call("look", pool, rows, new)
-    return main.done(*main.call("scatter", x, pool, rows, seen if feeds_the_write else new), seen)
+    (look,) = main.call("look", pool, rows, new)
+    return main.done(*main.call("scatter", x, pool, rows, look if feeds_the_write else new), look)
 
 
 def test_a_call_that_reads_a_state_before_it_is_written_comes_first_by_data(ta):
@@ -254,7 +256,7 @@ def test_state_may_stand_behind_the_outputs(ta):
 
 
 def with_options(monkeypatch, options):
-    """Makes bodies have further options: a function of the body's name."""
+    """Adds options to converted bodies, as a function of the body's name."""
 
     def convert(gm, ta, name):
         body = convert_body(gm, ta, name)

@@ -1,4 +1,4 @@
-"""Graphs lowered for GE say and remember, on every rank, what the partitioned graphs they were made of do."""
+"""lowering/ascend/lowered.py: on every rank graphs lowered for GE compute what the partitioned graphs compute."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
     return harness.load(tmp_path_factory.mktemp("stubs"))
 
 
-def lowered(found: Partitioned) -> GraphModule:
-    return lower(found).graph
+def lowered(partitioned: Partitioned) -> GraphModule:
+    return lower(partitioned).graph
 
 
 # --- a model, all ranks ---
@@ -57,33 +57,33 @@ def lowered(found: Partitioned) -> GraphModule:
     ids=["dispatched", "gathered", "w8a8", "w4a8", "dense", "dense, three drafts"],
 )
 def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, experts: bool, drafts: int, live: tuple[int, ...]) -> None:
-    """Prompts of other lengths in each row and group, then decode steps that go on from any of the last step's slots."""
+    """Prompts of different lengths in each row and group, then decode steps that continue from any slot of the last step."""
     where, model = Mesh.parse(mesh), fleets.model(variant, experts=experts)
     eager, device = (fleets.Fleet(model, where, form=form, drafts=drafts) for form in (fleets.functional, lowered))
     buffers = [[t.data_ptr() for t in own] for own in device.state]
     answers, serving = fleets.answers(model, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
-    for n, (bucket, given) in enumerate(serving.steps(4)):
+    for n, (bucket, inputs) in enumerate(serving.steps(4)):
         if n > 1 and drafts:
             force(serving, (eager, device), answers)
-        want, said = eager.step(bucket, given), device.step(bucket, given)
-        for group, (a, b) in enumerate(zip(said, want, strict=True)):
-            told, rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
-            torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
-            assert torch.equal(a["tokens"][told], b["tokens"][told])
+        want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
+        for group, (a, b) in enumerate(zip(got, want, strict=True)):
+            sampled, rows = fleets.told(bucket, inputs[group]), inputs[group]["request_slots"] > 0
+            torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
+            assert torch.equal(a["tokens"][sampled], b["tokens"][sampled])
             assert all(torch.equal(a[name][rows], b[name][rows]) for name in a if name not in ("tokens", "logits"))
-            if not told[rows].all():
+            if not sampled[rows].all():
                 continue
             for leaf, mine, theirs in zip(eager.names, device.pool(group), eager.pool(group), strict=True):
-                # Page 0, slot 0 and request slot 0 are what padding writes, in whatever way.
+                # Page 0, slot 0 and request slot 0 are written by padding and undefined.
                 assert torch.allclose(mine[1:], theirs[1:], rtol=0, atol=TOLERANCE), f"step {n}, group {group}, {leaf}"
-        serving.heard(bucket, given, want)
-    # Of quantised products one activation that rounds the other way is seen at once; in these steps none does.
+        serving.heard(bucket, inputs, want)
+    # In quantised products an activation that rounds differently would exceed the tolerance; in these steps none does.
     assert [[t.data_ptr() for t in own] for own in device.state] == buffers, "pools are written in place"
     assert all(float(t[1:].abs().max()) > 0 for t in device.pool(0)), "every pool was written"
 
 
 def force(serving: Any, both: Sequence[Any], answers: Sequence[Any]) -> None:
-    """The same drafts in the request slots of all ranks of a group, however they run."""
+    """Writes equal drafts to the request slots of all ranks of a group, in both fleets."""
     for group, truth in enumerate(answers):
         for pool in (pool for fleet in both for pool in fleet.request_slots(group)):
             serving.force(group, pool, truth)
@@ -96,33 +96,33 @@ def test_what_padding_holds_reaches_nobody() -> None:
     for pool in (pool for own in device.state for pool in own if pool.is_floating_point()):
         pool.fill_(float("nan"))
     serving = fleets.Serving(2, 1, (1, 1))
-    for bucket, given in serving.steps(3):
-        want, said = eager.step(bucket, given), device.step(bucket, given)
-        for own, a, b in zip(given, said, want, strict=True):
-            told, rows = fleets.told(bucket, own), own["request_slots"] > 0
-            torch.testing.assert_close(a["logits"][told], b["logits"][told], rtol=0, atol=TOLERANCE)
+    for bucket, inputs in serving.steps(3):
+        want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
+        for own, a, b in zip(inputs, got, want, strict=True):
+            sampled, rows = fleets.told(bucket, own), own["request_slots"] > 0
+            torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["drafts"][rows], b["drafts"][rows])
-        serving.heard(bucket, given, want)
+        serving.heard(bucket, inputs, want)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts: int) -> None:
-    """As when a step is launched before the one that ends the request was read. The kernels here refuse keys beyond the page table."""
+    """As for a step launched before the one that ends the request is read. Kernels refuse keys beyond the page table."""
     model, last = fleets.model(experts=False), fleets.limits(drafts).max_model_len
     both = [fleets.Fleet(model, Mesh(), form=form, drafts=drafts) for form in (fleets.functional, lowered)]
     serving = fleets.Serving(2, drafts, (2,))
-    for n, (bucket, given) in enumerate(serving.steps(3)):
+    for n, (bucket, inputs) in enumerate(serving.steps(3)):
         if n == 2:
             for fleet in both:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
-        a, b = (fleet.step(bucket, given)[0] for fleet in both)
+        a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
         assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
-        serving.heard(bucket, given, [b])
+        serving.heard(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
 
 
-# --- what a lowered graph is ---
+# --- the form of a lowered graph ---
 
 
 @pytest.fixture(scope="module")
@@ -201,14 +201,14 @@ def other_way(pool: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def run(found: Partitioned) -> None:
-    """The lowered graph twice over its pools, against the functional one."""
+    """Compares two steps of the lowered graph with the functional one."""
     operands = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(0)).unbind()
     state, own, x = list(operands[:3]), [t.clone() for t in operands[:3]], operands[3]
     step, outputs = RankEmulator(lowered(found), Mesh()), len(found.signature.outputs)
     for _ in range(2):
         results = found.graph(*state, x)
-        (said,) = step([[*own, x]])
-        torch.testing.assert_close(said, list(results[:outputs]))
+        (got,) = step([[*own, x]])
+        torch.testing.assert_close(got, list(results[:outputs]))
         state = list(results[outputs:])
         torch.testing.assert_close(own, state)
 
@@ -235,7 +235,7 @@ def look(pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_pool_is_read_before_it_is_written_and_after() -> None:
-    """Each sees its value, in the order of the graph: the pool is one operand by then."""
+    """Each call reads the value of its position in the graph's order, although the pool is a single operand."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         x = block("look", look, (), s["a"], i["x"])
@@ -246,7 +246,7 @@ def test_a_pool_is_read_before_it_is_written_and_after() -> None:
 
 
 def test_calls_write_one_pool_one_after_the_other() -> None:
-    """As the passes of a draft head do: no call takes what another made, all take the pool."""
+    """As in a draft head, no call takes another's result, and all take the pool."""
     fleet = fleets.Fleet(fleets.model(experts=False), Mesh(), drafts=3)
     graph = lowered(fleet.partitioned(fleets.Bucket("decode", 2, 4)))
     calls = [n for n in graph.graph.nodes if n.op == "call_module" and str(n.target).startswith("extend_draft_cache")]
@@ -255,7 +255,7 @@ def test_calls_write_one_pool_one_after_the_other() -> None:
 
 
 def test_what_nothing_puts_in_order_is_refused() -> None:
-    """All that is refused, and why, is in test_lowering_ascend_pools.py."""
+    """test_donation.py has all cases that are refused."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y = block("look", look, (), s["a"], i["x"])

@@ -1,4 +1,4 @@
-"""The eager executable runs a graph node by node, holds nothing longer than needed, and refuses what it cannot run."""
+"""lowering/backends/eager.py: the eager executable runs a graph node by node, frees values early, and refuses what it cannot run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def module(graph: Graph) -> GraphModule:
 
 
 def arithmetic() -> GraphModule:
-    """Lists, tuples, nested lists, keyword arguments, several results and an operand as a result."""
+    """A graph with lists, tuples, nested lists, keyword arguments, several results and an operand as a result."""
     graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     both = graph.call_function(aten.cat.default, ([x, y], 0))
@@ -61,9 +61,9 @@ def test_updates_operands_in_place() -> None:
     old = graph.call_function(aten.mul.Tensor, (pool, 2))
     graph.call_function(aten.copy_.default, (pool, x))
     graph.output((old,))
-    held = torch.ones(3)
-    (got,) = EagerExecutable(module(graph))([held, torch.full((3,), 7.0)])
-    assert (got.tolist(), held.tolist()) == ([2] * 3, [7] * 3)
+    state = torch.ones(3)
+    (got,) = EagerExecutable(module(graph))([state, torch.full((3,), 7.0)])
+    assert (got.tolist(), state.tolist()) == ([2] * 3, [7] * 3)
 
 
 def test_needs_no_gradient_and_leaves_none() -> None:
@@ -73,7 +73,7 @@ def test_needs_no_gradient_and_leaves_none() -> None:
 
 
 class Watch:
-    """Functions for a graph that remember, weakly, what they made, and how many of it are alive when `count` runs."""
+    """Functions for a graph that keep weak references to their results, and a count of those alive when `count` runs."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[torch.Tensor]] = []
@@ -107,12 +107,12 @@ def test_values_are_freed_after_their_last_reader() -> None:
     call(watch.make, x)  # nobody reads it
     call(watch.count, x)  # d
     pair = call(watch.pair, d)
-    one = call(operator.getitem, pair, 0)
+    first = call(operator.getitem, pair, 0)
     call(watch.count, x)  # both, through the pair
     two = call(operator.getitem, pair, 1)
     e = call(watch.make, two)
     call(watch.count, x)  # one, e
-    graph.output((one, e))
+    graph.output((first, e))
     results = EagerExecutable(module(graph))([torch.ones(1)])
     assert watch.alive == [1, 1, 1, 2, 2]
     assert sum(ref() is not None for ref in watch.made) == 2

@@ -1,4 +1,4 @@
-"""lowering/backends/ge.py: a prepared process lowers and converts; one that is not, or cannot, says what it lacks."""
+"""lowering/backends/ge.py: a prepared process lowers and converts; a process that cannot says what it lacks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    found = backend("ge")
-    found.prepare(tmp_path_factory.mktemp("stubs"))
-    return found
+    ge = backend("ge")
+    ge.prepare(tmp_path_factory.mktemp("stubs"))
+    return ge
 
 
 def forward(params, state, inputs):
-    """A layer that keeps something in pools, and one sum over ranks."""
+    """A partitioned layer with pools and one all-reduce."""
     x = inputs["x"]
     key, value = (ops.linear(x, params[name]).view(T, G, D) for name in ("key", "value"))
     k, v = ops.cache_write(state["k"], state["v"], key, value, inputs["slots"])
@@ -78,8 +78,8 @@ def test_a_partitioned_graph_becomes_a_file_that_holds_what_it_communicates_and_
 def test_lowering_and_converting_again_make_the_same(prepared, partitioned, tmp_path):
     first, second = prepared.lower(partitioned), prepared.lower(partitioned)
     assert first.as_text() == second.as_text()
-    one, other = (prepared.compile(lowered, cache_dir=tmp_path, threads=0) for lowered in (first, second))
-    assert one == other
+    executables = [prepared.compile(lowered, cache_dir=tmp_path, threads=0) for lowered in (first, second)]
+    assert executables[0] == executables[1]
 
 
 def test_a_graph_that_breaks_what_it_must_hold_is_refused(prepared, partitioned, tmp_path, monkeypatch):

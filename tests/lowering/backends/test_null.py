@@ -1,4 +1,4 @@
-"""The null backend reports on the partitioned graph itself: it changes nothing, compiles nothing, runs nothing."""
+"""lowering/backends/null.py: the null backend reports on the partitioned graph itself, without changing, compiling or running it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def partitioned() -> Partitioned:
 
 
 def test_the_graph_stays_as_it_is() -> None:
-    given = partitioned()
-    before = as_text(given.graph, "graph")
-    lowered = backend("null").lower(given)
-    assert (lowered.backend, lowered.bucket, lowered.signature) == ("null", given.program.bucket, given.signature)
+    stage = partitioned()
+    before = as_text(stage.graph, "graph")
+    lowered = backend("null").lower(stage)
+    assert (lowered.backend, lowered.bucket, lowered.signature) == ("null", stage.program.bucket, stage.signature)
     assert as_text(lowered.graph, "graph") == before
     assert "npuc.rms_norm" in lowered.as_text(), "primitives stay whole"
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from npucompile.graphs.types import Aval, Bucket, Leaf
-from npucompile.lowering.artifact.artifact import ArtifactWriter, Compiled, GraphEntry
+from npucompile.lowering.artifact.artifact import ArtifactWriter, GraphEntry
+from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.tools.build.cache import SUFFIX, UnfinishedBuild
 
 STAGES, GRAPH = b"texts of stages", bytes(range(256)) * 4
@@ -19,7 +20,7 @@ ENTRY = GraphEntry(
     eager=None,
     stages="stages/a.json.z",
     digest="d" * 64,
-    compiled=Compiled("ge", "graphs/b.ge", "d" * 64),
+    compiled=ExecutableRecord("ge", "graphs/b.ge", "d" * 64),
     cost={"flops": 10},
     memory={"peak_bytes": 7},
     collectives=(("all_reduce", "tp", "bf16[4]"),),

@@ -10,7 +10,8 @@ import pytest
 from support import tiny
 
 from npucompile.graphs.types import Limits
-from npucompile.lowering.artifact.artifact import Artifact, Compiled
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.build.stages import STAGES
@@ -155,7 +156,7 @@ def npu(own_artifact):
     data = encode(GeFile(model.SerializeToString(), {}, (), (), 1, 0, ()))
 
     def change(manifest, writer):
-        made = Compiled("ge", writer.add("graphs", data, "ge"), "key")
+        made = ExecutableRecord("ge", writer.add("graphs", data, "ge"), "key")
         stages = writer.add("stages", zlib.compress(json.dumps({"partitioned": "p\n", "lowered": "l\n"}).encode()), "json.z")
         told = {"compiled": made, "stages": stages, "collectives": TALKS, "census": {"Data": 1, "HcomAllReduce": 2}, "eager": None}
         graphs = tuple(replace(entry, **told) for entry in manifest.graphs)

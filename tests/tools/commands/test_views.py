@@ -13,7 +13,8 @@ from support import tiny
 
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Limits
-from npucompile.lowering.artifact.artifact import Artifact, Compiled, GraphEntry
+from npucompile.lowering.artifact.artifact import Artifact, GraphEntry
+from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.commands import views
@@ -59,9 +60,9 @@ def device(path: Path, **changes: Any) -> Artifact:
 
     def change(manifest: Any, writer: Any) -> Any:
         file = writer.add("graphs", encode(ge_file(list(TALKS))), "ge")
-        made = {"compiled": Compiled("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
+        made = {"compiled": ExecutableRecord("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
         if callable(made["compiled"]):
-            made["compiled"] = Compiled("ge", writer.add("graphs", encode(made["compiled"]()), "ge"), "key")
+            made["compiled"] = ExecutableRecord("ge", writer.add("graphs", encode(made["compiled"]()), "ge"), "key")
         graphs = tuple(replace(entry, **made) if entry.bucket.name == "decode-b4-q4" else entry for entry in manifest.graphs)
         told = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w8a8", "deployment": "row-1", "memory": PLAN.as_dict()}
         return replace(manifest, graphs=graphs, **told)
@@ -91,7 +92,7 @@ def test_a_bucket_without_a_ge_graph_says_what_it_is(own_artifact):
     with pytest.raises(SpecError, match="decode-b1-q4 is not compiled; --stage ge shows graphs built for NPUs"):
         views.ge_graph(artifact, entry(artifact, "decode-b1-q4"))
     with pytest.raises(SpecError, match="decode-b4-q4 is compiled by eager"):
-        views.ge_graph(artifact, replace(entry(artifact), compiled=Compiled("eager", "f", "k")))
+        views.ge_graph(artifact, replace(entry(artifact), compiled=ExecutableRecord("eager", "f", "k")))
 
 
 def test_collectives_are_folded_proved_and_told_by_rank(own_artifact):

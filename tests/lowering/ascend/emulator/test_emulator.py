@@ -1,4 +1,4 @@
-"""One graph on all ranks of a mesh: collectives by group, bodies, updates in place, and what is refused."""
+"""lowering/ascend/emulator/emulator.py: one graph runs on all ranks of a mesh; bad graphs and meshes are refused."""
 
 import gc
 import operator
@@ -21,7 +21,7 @@ MESHES = ["", "tp=2", "tp=4", "dp=2", "dp=2,tp=2", "dp=4,tp=2", "dp=3,tp=5", "dp
 
 
 class Named:
-    """Stands for an operator of torch_npu, which this process need not import."""
+    """Stands in for an operator of torch_npu, so that this process need not import torch_npu."""
 
     __module__ = "npu"
 
@@ -36,7 +36,7 @@ class Named:
 
 
 def built(*names: str, fn: Callable[..., Any], **bodies: GraphModule) -> GraphModule:
-    """A graph with placeholders of these names; fn(graph, *placeholders) adds the rest and returns its results."""
+    """A graph with placeholders of these names; fn(graph, *placeholders) adds the other nodes and returns the results."""
     graph, root = Graph(), torch.nn.Module()
     for name, body in bodies.items():
         setattr(root, name, body)
@@ -82,7 +82,7 @@ def test_gather_matmul_scatter_is_the_unsharded_product(mesh: str) -> None:
     x, w = torch.randn(dp, tp, 8), torch.randn(8, 4 * tp)
 
     def body(g: Graph, x: Node, w_rows: Node) -> list[Node]:
-        """Rows of x are on tp ranks, w is split over its contraction: gather the rows, multiply, sum and scatter."""
+        """Rows of x are sharded over tp, w over its contracted dimension: all-gather, multiply, reduce-scatter."""
         whole = waited(g, c10d.all_gather_into_tensor.default, x, tp, "tp")
         mine = g.call_function(aten.mm.default, (whole, w_rows))
         return [waited(g, c10d.reduce_scatter_tensor.default, mine, "sum", tp, "tp")]
@@ -93,8 +93,8 @@ def test_gather_matmul_scatter_is_the_unsharded_product(mesh: str) -> None:
         return [x[rank // tp, rank % tp][None], part]
 
     out = run(built("x", "w", fn=body), mesh, operands)
-    for rank, (found,) in enumerate(out):
-        torch.testing.assert_close(found, x[rank // tp, rank % tp][None] @ w, rtol=1e-5, atol=1e-5)
+    for rank, (got,) in enumerate(out):
+        torch.testing.assert_close(got, x[rank // tp, rank % tp][None] @ w, rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_exchange_parts() -> None:
@@ -156,8 +156,8 @@ def test_group_kernels_take_their_group_from_the_arguments() -> None:
     x = torch.randn(4, 3, 5)
     ids = torch.stack([torch.stack([torch.randperm(8)[:2] for _ in range(3)]) for _ in range(4)]).int()
     out = run(built("x", "ids", "weights", fn=body), "dp=2,tp=2", lambda rank: [x[rank], ids[rank], torch.full((3, 2), 0.25)])
-    for rank, (found,) in enumerate(out):
-        torch.testing.assert_close(found, x[rank])
+    for rank, (got,) in enumerate(out):
+        torch.testing.assert_close(got, x[rank])
 
 
 def test_primitives_are_called_as_they_are() -> None:
@@ -165,17 +165,17 @@ def test_primitives_are_called_as_they_are() -> None:
         return [g.call_function(torch.ops.npuc.linear.default, (x, w))]
 
     x, w = torch.randn(2, 3), torch.randn(4, 3)
-    ((found,),) = run(built("x", "w", fn=body), "", lambda rank: [x, w])
-    torch.testing.assert_close(found, x @ w.t())
+    ((got,),) = run(built("x", "w", fn=body), "", lambda rank: [x, w])
+    torch.testing.assert_close(got, x @ w.t())
 
 
 def test_tensors_are_made_on_the_cpu() -> None:
     def body(g: Graph, x: Node) -> list[Node]:
-        made = g.call_function(aten.arange.default, (3,), {"device": torch.device("meta"), "pin_memory": False})
-        return [made, g.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64, "device": torch.device("meta")})]
+        created = g.call_function(aten.arange.default, (3,), {"device": torch.device("meta"), "pin_memory": False})
+        return [created, g.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64, "device": torch.device("meta")})]
 
-    ((made, moved),) = run(built("x", fn=body), "", lambda rank: [torch.ones(2)])
-    assert made.tolist() == [0, 1, 2]
+    ((created, moved),) = run(built("x", fn=body), "", lambda rank: [torch.ones(2)])
+    assert created.tolist() == [0, 1, 2]
     assert (moved.device.type, moved.dtype) == ("cpu", torch.float64)
 
 
@@ -221,7 +221,7 @@ CALLS: list[list[Shout]] = []
 
 @pytest.fixture(scope="module")
 def shout() -> Iterator[Primitive[Shout]]:
-    """A primitive whose result is every member's values, its own first."""
+    """A primitive whose result is the values of all ranks of the group, the rank's own first."""
     primitive = Primitive("lockstep_shout", Shout, factors="_ -> _")
     primitive.reference(lambda args: pytest.fail("it has a meaning only for a whole group"))
 
@@ -252,13 +252,13 @@ def test_primitives_with_a_rule_for_groups_are_called_once_a_group(shout: Primit
 
 def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[list[bool]] = []
-    made: list[weakref.ref[torch.Tensor]] = []
+    created: list[weakref.ref[torch.Tensor]] = []
 
     def watch(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
         gc.collect()
-        alive.append([ref() is not None for ref in made])
+        alive.append([ref() is not None for ref in created])
         result = calls[0][0] + 1
-        made.append(weakref.ref(result))
+        created.append(weakref.ref(result))
         return [result]
 
     monkeypatch.setitem(shout._rules, "group_reference", watch)
@@ -269,9 +269,9 @@ def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monke
         g.call_function(shout.op, (b, 0, "tp"))  # nobody reads it
         return [g.call_function(shout.op, (b, 0, "tp")), b]
 
-    ((last, kept),) = run(built("x", fn=body), "", lambda rank: [torch.zeros(1)])
+    ((last, previous),) = run(built("x", fn=body), "", lambda rank: [torch.zeros(1)])
     assert alive == [[], [True], [False, True], [False, True, False]]
-    assert (last.item(), kept.item()) == (3.0, 2.0)
+    assert (last.item(), previous.item()) == (3.0, 2.0)
 
 
 # --- refusals ---

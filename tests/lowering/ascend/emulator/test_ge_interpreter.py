@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_interpreter.py: the file that would be shipped gives what the graph gave before torchair, on every rank."""
+"""lowering/ascend/emulator/ge_interpreter.py: the shipped GE file computes what the graph before torchair computes, on every rank."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def copied(ranks: Operands) -> Operands:
     return [[x.clone() for x in operands] for operands in ranks]
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit, and undefined where the other is."""
-    return torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in every bit, with NaN in the same elements."""
+    return torch.equal(a.nan_to_num(-7), b.nan_to_num(-7))
 
 
 def equal(one: Operands, other: Operands) -> bool:
@@ -48,27 +48,27 @@ def equal(one: Operands, other: Operands) -> bool:
 
 
 def agree(graph: Any, ge_file: GeFile, mesh: str, ranks: Operands, steps: int = 1) -> Operands:
-    """Results of the last step, which are those of the graph in every order; the state is too, after each of the steps."""
+    """Runs the GE file in every order; results and state equal the graph's. Returns the results of the last step."""
     where = Mesh.parse(mesh)
-    before, found = copied(ranks), []
+    before, results = copied(ranks), []
     for _ in range(steps):
         want = RankEmulator(graph, where)(before)
     for order in ORDERS:
         mine, interpreter = copied(ranks), GeInterpreter(ge_file, where, order=order)
         for _ in range(steps):
-            found = interpreter(mine)
-        for one, other in zip([*found, *mine], [*want, *before], strict=True):
-            for a, b in zip(one, other, strict=True):
+            results = interpreter(mine)
+        for got, expected in zip([*results, *mine], [*want, *before], strict=True):
+            for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert not equal(before, ranks) or ge_file.bound == ge_file.donations == ()
-    return found
+    return results
 
 
 # --- bodies ---
 
 
 def operand(leaf: str, val: torch.Tensor, seed: int) -> torch.Tensor:
-    """What `ge_bodies.two_kinds` may be called with: places that are there and differ, lengths that fit."""
+    """A legal operand of `ge_bodies.two_kinds`: slots that exist and differ, lengths that fit."""
     name = leaf.rpartition(".")[2]
     numbers = {
         "slots": [5, 6, 130, 131, 300, 301, 400, 401], "q_ends": [2, 4, 6, 8], "kv_lens": [7, 4, 46, 18], "write": list(range(1, 9)),
@@ -84,12 +84,12 @@ def operand(leaf: str, val: torch.Tensor, seed: int) -> torch.Tensor:
 def two_kinds(layers: int, ranks: int) -> tuple[Any, Any, Operands]:
     graph, signature = gb.two_kinds(layers)
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    given = [[operand(node.meta["leaf"], node.meta["val"], 100 * r + i) for i, node in enumerate(places)] for r in range(ranks)]
-    for operands in given:
+    rank_operands = [[operand(node.meta["leaf"], node.meta["val"], 100 * r + i) for i, node in enumerate(places)] for r in range(ranks)]
+    for operands in rank_operands:
         for node, value in zip(places, operands, strict=True):
             if node.meta["leaf"].endswith("gate"):
                 value.copy_(-value.abs())
-    return graph, signature, given
+    return graph, signature, rank_operands
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
@@ -151,22 +151,22 @@ def test_groups_are_those_of_the_mesh(ta: Any) -> None:
 
 
 class Hand:
-    """A ModelDef under construction, one line an operator."""
+    """A ModelDef under construction, operator by operator."""
 
     def __init__(self) -> None:
         self.model = messages().ModelDef()
         self.model.graph.add(name="hand")
 
-    def data(self, index: int, said: str = "") -> str:
-        return self.op("Data", {}, f"x{index}", [said], index=index)
+    def data(self, index: int, meta: str = "") -> str:
+        return self.op("Data", {}, f"x{index}", [meta], index=index)
 
-    def op(self, kind: str, inputs: dict[str, str], name: str, said: Sequence[str] = ("",), after: Sequence[str] = (), **attrs: Any) -> str:
-        made = gc.message(kind, dict.fromkeys(inputs, True), said, after, attrs)
-        made.name = name
-        made.input[:] = [*(f"{one}:-1" for one in after), *inputs.values()]
+    def op(self, kind: str, inputs: dict[str, str], name: str, meta: Sequence[str] = ("",), after: Sequence[str] = (), **attrs: Any) -> str:
+        operator = gc.message(kind, dict.fromkeys(inputs, True), meta, after, attrs)
+        operator.name = name
+        operator.input[:] = [*(f"{source}:-1" for source in after), *inputs.values()]
         if kind == "Data":
-            made.input_desc.add().name = "x"
-        self.model.graph[0].op.append(made)
+            operator.input_desc.add().name = "x"
+        self.model.graph[0].op.append(operator)
         return f"{name}:0"
 
     def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> GeFile:
@@ -213,16 +213,16 @@ def test_views_share_memory_and_all_else_has_its_own() -> None:
     assert moved.tolist() == [[0, 2], [1, 3]]
     assert copy.tolist() == [0, 1, 2, 3]
     assert operands[0].tolist() == written.tolist() == [0, 9, 2, 3]
-    # A result is a copy of its own.
+    # A result is a copy, not the pool itself.
     operands[0].zero_()
     assert written.tolist() == [0, 9, 2, 3]
 
 
 def test_donations_may_exchange_two_operands() -> None:
     hand = Hand()
-    one, other = hand.data(0), hand.data(1)
+    first, second = hand.data(0), hand.data(1)
     shape = hand.op("Const", {}, "shape", value=gc.i64(2))
-    views = [hand.op("Reshape", {"x": x, "shape": shape}, f"view{i}") for i, x in enumerate((other, one))]
+    views = [hand.op("Reshape", {"x": x, "shape": shape}, f"view{i}") for i, x in enumerate((second, first))]
     ge_file = hand.done(*views, inputs=2, donations=[(0, 0), (1, 1)])
     operands = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
     assert GeInterpreter(ge_file, Mesh())([operands]) == [[]]
@@ -232,8 +232,8 @@ def test_donations_may_exchange_two_operands() -> None:
 def test_operands_that_nobody_reads_are_not_fed() -> None:
     hand = Hand()
     ge_file = hand.done(hand.op("Neg", {"x": hand.data(0)}, "neg"), inputs=3, feeds=(2,))
-    ((found,),) = GeInterpreter(ge_file, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
-    assert found.tolist() == [-5]
+    ((result,),) = GeInterpreter(ge_file, Mesh())([[torch.zeros(1), torch.zeros(1), torch.tensor([5.0])]])
+    assert result.tolist() == [-5]
 
 
 def test_assign_writes_what_it_is_given() -> None:
@@ -246,7 +246,7 @@ def test_assign_writes_what_it_is_given() -> None:
 
 
 def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand, held = Hand(), []
+    hand, num_alive = Hand(), []
     last = hand.data(0)
     for i in range(4):
         last = hand.op("Neg", {"x": last}, f"neg{i}")
@@ -254,26 +254,26 @@ def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch
     plain = interpreter._step
 
     def counted(op: Any, ranks: Any) -> None:
-        held.append(len(ranks[0]))
+        num_alive.append(len(ranks[0]))
         plain(op, ranks)
 
     monkeypatch.setattr(interpreter, "_step", counted)
     interpreter([[torch.ones(1)]])
-    assert max(held) == 1
+    assert max(num_alive) == 1
 
 
 def test_float32_is_kept_where_a_fused_operator_says_bfloat16() -> None:
-    def norm(kind: str, said: str) -> GeInterpreter:
+    def norm(kind: str, meta: str) -> GeInterpreter:
         hand = Hand()
         gamma = {"gamma": hand.data(1)} if kind == "RmsNorm" else {}
-        hand.op(kind, {"x": hand.data(0)} | gamma, "op", [said, ""] if gamma else [said])
+        hand.op(kind, {"x": hand.data(0)} | gamma, "op", [meta, ""] if gamma else [meta])
         return GeInterpreter(hand.done("op:0", inputs=2 if gamma else 1), Mesh())
 
     operands = [torch.ones(2, 4), torch.ones(4)]
     assert norm("RmsNorm", "bf16[2,4]")([operands])[0][0].dtype is torch.float32
-    for kind, said in (("RmsNorm", "bf16[2,3]"), ("RmsNorm", "f16[2,4]"), ("Neg", "bf16[2,4]")):
-        with pytest.raises(LoweringError, match=rf"output 0 of op \({kind}\) is f32\[2,4\]; the graph says {said[:3]}"):
-            norm(kind, said)([operands if kind == "RmsNorm" else operands[:1]])
+    for kind, meta in (("RmsNorm", "bf16[2,3]"), ("RmsNorm", "f16[2,4]"), ("Neg", "bf16[2,4]")):
+        with pytest.raises(LoweringError, match=rf"output 0 of op \({kind}\) is f32\[2,4\]; the graph says {meta[:3]}"):
+            norm(kind, meta)([operands if kind == "RmsNorm" else operands[:1]])
 
 
 # --- what is refused ---
@@ -416,47 +416,47 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> None:
-    """Bit by bit in every order that GE may take, over prompts and steps that accept all drafts, some or none."""
+    """Bit by bit, in every order that GE may choose, over prefill and steps that accept all drafts, some or none."""
     case = WHOLE[name]
     mesh, types = Mesh.parse(case.mesh), {"decode": case.decode.split(), "prefill": case.prefill.split()}
-    made: dict[Bucket, tuple[Any, GeFile]] = {}
+    cache: dict[Bucket, tuple[Any, GeFile]] = {}
 
-    def both(found: Partitioned) -> tuple[Any, GeFile]:
-        """The graph before torchair, and after it; made once for a bucket."""
-        bucket = found.program.bucket
-        if bucket not in made:
-            lowered = lower(found)
+    def both(partitioned: Partitioned) -> tuple[Any, GeFile]:
+        """The graph before torchair and the GE file after it, cached by bucket."""
+        bucket = partitioned.program.bucket
+        if bucket not in cache:
+            lowered = lower(partitioned)
             ge_file = link(lowered.graph, lowered.signature, ta)
             check(ge_file, lowered.signature)
-            assert of_ge_file(ge_file, in_order=True) == found.collectives
+            assert of_ge_file(ge_file, in_order=True) == partitioned.collectives
             assert set(types[bucket.kind]) <= set(census(ge_file.graph))
-            made[bucket] = lowered.graph, ge_file
-        return made[bucket]
+            cache[bucket] = lowered.graph, ge_file
+        return cache[bucket]
 
     model = fleets.model(Variant(experts="grouped"), experts=case.experts)
     options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
     plain = fleets.Fleet(model, mesh, **options)
-    before = fleets.Fleet(model, mesh, form=lambda found: both(found)[0], **options)
+    before = fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[0], **options)
     orders = [functools.partial(GeInterpreter, order=order) for order in ORDERS]
-    after = [fleets.Fleet(model, mesh, form=lambda found: both(found)[1], machine=machine, **options) for machine in orders]
+    after = [fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[1], machine=machine, **options) for machine in orders]
     live = (2,) * mesh.axis("dp")
     serving, answers = fleets.Serving(2, case.drafts, live), fleets.answers(model, 2, live, 4 * (case.drafts + 1))
     counts = set()
-    for bucket, given in serving.steps(3):
+    for bucket, inputs in serving.steps(3):
         for group, truth in enumerate(answers if bucket.kind == "decode" else ()):
             for pool in (pool for fleet in (plain, before, *after) for pool in fleet.request_slots(group)):
                 serving.force(group, pool, truth)
-        given = [{**own, "logprobs": (own["request_slots"] == 1).int()} for own in given]
-        want, said, *others = (fleet.step(bucket, given) for fleet in (plain, before, *after))
-        for group, outputs in enumerate(said):
-            told, rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
+        inputs = [{**own, "logprobs": (own["request_slots"] == 1).int()} for own in inputs]
+        want, got, *others = (fleet.step(bucket, inputs) for fleet in (plain, before, *after))
+        for group, outputs in enumerate(got):
+            sampled, rows = fleets.told(bucket, inputs[group]), inputs[group]["request_slots"] > 0
             for output, value in outputs.items():
-                meant = told if value.shape[: told.dim()] == told.shape else rows
+                meant = sampled if value.shape[: sampled.dim()] == sampled.shape else rows
                 torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)
                 assert all(same(other[group][output], value) for other in others), output
             counts |= {*outputs["counts"][rows].tolist()} if bucket.kind == "decode" else set()
         assert all(equal(fleet.state, before.state) for fleet in after)
-        serving.heard(bucket, given, want)
+        serving.heard(bucket, inputs, want)
     assert counts == set(range(1, case.drafts + 2)), "all that can be accepted was"
     for row, answer in ((row, answer) for pair in zip(serving.said, answers, strict=True) for row, answer in zip(*pair, strict=True)):
         assert row == answer[: len(row)]

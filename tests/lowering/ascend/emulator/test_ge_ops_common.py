@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_common.py: what is read of an operator, and that nothing it holds is passed over."""
+"""lowering/ascend/emulator/ge_ops_common.py: operators are read completely, and an attribute or input that is left unread is an error."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_names_that_torchair_keeps_for_itself_are_no_attributes() -> None:
     torch.tensor([True, False]), torch.tensor([-128, 127], dtype=torch.int8), torch.empty(0, 3), torch.tensor(7, dtype=torch.int32),
 ])  # fmt: skip
 def test_constants_have_their_dtype_shape_and_bits(value: torch.Tensor) -> None:
-    found = read(gc.message("Const", {}, [""], [], {"value": value})).attrs["value"]
-    assert (found.dtype, found.shape) == (value.dtype, value.shape)
-    assert torch.equal(found, value)
+    tensor = read(gc.message("Const", {}, [""], [], {"value": value})).attrs["value"]
+    assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+    assert torch.equal(tensor, value)
 
 
 def test_a_constant_of_the_wrong_size_or_type_is_refused() -> None:
@@ -103,7 +103,7 @@ def test_dtypes_are_those_of_ge() -> None:
     with pytest.raises(LoweringError, match=r"attribute dst_type is dtype number 28; legal are \[0, 1, 2, 3"):
         gc.call("Cast", dst_type=28).dtype("dst_type")
     assert INT4 not in DTYPES
-    # Of the same names the messages have other numbers.
+    # The numbers of the messages' DataType differ from torchair's, for the same names.
     assert {number: messages().DataType.Name(number) for number in (1, 27)} == {1: "DT_FLOAT", 27: "DT_BF16"}
 
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_fused.py: what torchair makes of a torch_npu operator gives what the operator's CPU kernel gives."""
+"""lowering/ascend/emulator/ge_ops_fused.py: what torchair makes of a torch_npu operator equals the operator's CPU kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def routing(**more: Any) -> tuple[Any, ...]:
 
 
 def quantised(scheme: str, **more: Any) -> tuple[Any, ...]:
-    """Six int8 rows for four experts of [16, 8], as the grouped operators take them; w4a8 with the assist that makes up for packing."""
+    """Operands of the grouped operators: six int8 rows for four experts of [16, 8]; w4a8 also takes the correction for packing."""
     rows, scales = quantise_rows(d(6, 16, dtype=F32))
     weight = d(4, 16, 8, seed=1, dtype=F32)
     if scheme == "w8a8":
@@ -136,12 +136,12 @@ def test_what_torchair_makes_of_an_operator_is_its_kernel(ta: Any, kind: str, na
     _, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in body(*xs) if x.numel()), operands)
     assert kind in census(ge_file.graph)
     ((*results,),) = GeInterpreter(ge_file, Mesh())([[x.clone() for x in operands]])
-    # Clones: int4 kernels destroy their rows.
+    # Cloned, because int4 kernels overwrite their rows.
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, case)
     wanted = [want for want in told(KERNELS[f"{name}.default"](*args, **kwargs)) if want.numel()]
-    for found, want in zip(results, wanted, strict=True):
-        assert found.dtype == want.dtype
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for got, want in zip(results, wanted, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
         assert (want != 0).any()
 
 

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_group.py: what torchair makes of a collective gives every member what the collective gives it."""
+"""lowering/ascend/emulator/ge_ops_group.py: what torchair makes of a collective equals the collective, on every rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ c10d, npu = torch.ops._c10d_functional, torch.ops.npu
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = c10d.wait_tensor(x)
-    return found
+    got: torch.Tensor = c10d.wait_tensor(x)
+    return got
 
 
 # GE type, mesh, collective, shape of a rank's operand.
@@ -51,14 +51,14 @@ def test_what_torchair_makes_of_a_collective_is_the_collective(ta: Any, kind: st
     ranks = [[gc.draw(*shape, seed=rank)] for rank in range(where.size)]
     graph, ge_file = gc.shipped(ta, lambda x: (fn(x),), ranks[0])
     assert kind in census(ge_file.graph)
-    found, want = GeInterpreter(ge_file, where)(ranks), RankEmulator(graph, where)(ranks)
-    for (mine,), (theirs,) in zip(found, want, strict=True):
+    got, want = GeInterpreter(ge_file, where)(ranks), RankEmulator(graph, where)(ranks)
+    for (mine,), (theirs,) in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
-    assert not all(torch.equal(one[0], ranks[i][0]) for i, one in enumerate(found))
+    assert not all(torch.equal(value[0], ranks[i][0]) for i, value in enumerate(got))
 
 
 def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens go to the members that own their experts, become something there, and come back."""
+    """Tokens are dispatched to the ranks of their experts, changed there, and combined again."""
     sent = npu.npu_moe_distribute_dispatch_v2(x, ids, "world", 4, 0, 8, quant_mode=0, expert_token_nums_type=1)
     rows = sent[0] * 2 + 1
     return (npu.npu_moe_distribute_combine_v2(rows, ids, sent[2], sent[4], weights, "world", 4, 0, 8, shared_expert_x=shared),)
@@ -71,11 +71,11 @@ def test_experts_are_visited_and_left(ta: Any) -> None:
          gc.draw(4, 3, seed=r).sigmoid(), gc.draw(4, 16, seed=r + 9, dtype=BF16)] for r in range(4)
     ]  # fmt: skip
     graph, ge_file = gc.shipped(ta, experts, ranks[0])
-    found, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
+    got, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
     for rank, (x, _, weights, shared) in enumerate(ranks):
-        assert torch.equal(found[rank][0], want[rank][0])
+        assert torch.equal(got[rank][0], want[rank][0])
         plain = (x * 2 + 1).float() * weights.sum(-1, keepdim=True) + shared.float()
-        torch.testing.assert_close(found[rank][0].float(), plain, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got[rank][0].float(), plain, rtol=2e-2, atol=2e-2)
 
 
 def quantised(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,14 +89,14 @@ def test_dispatched_rows_are_quantised_and_masked(ta: Any) -> None:
     ids = gc.i32([0, 2], [3, 1], [0, 7], [4, 5])
     ranks = [[gc.draw(4, 16, seed=r, dtype=BF16), ids, torch.tensor([True, True, r == 0, False]), gc.draw(4, 2)] for r in range(2)]
     graph, ge_file = gc.shipped(ta, lambda *xs: tuple(x for x in quantised(*xs) if x.numel()), ranks[0])
-    found, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
-    for mine, theirs in zip(found, want, strict=True):
+    got, want = GeInterpreter(ge_file, mesh)(ranks), RankEmulator(graph, mesh)(ranks)
+    for mine, theirs in zip(got, want, strict=True):
         assert mine[0].dtype is torch.int8
         assert all(torch.equal(a.nan_to_num(-5), b.nan_to_num(-5)) for a, b in zip(mine, theirs, strict=True))
 
 
 def together(kind: str, inputs: list[dict[str, Any]], **attrs: Any) -> list[Any]:
-    calls = [gc.call(kind, one, **attrs) for one in inputs]
+    calls = [gc.call(kind, value, **attrs) for value in inputs]
     assert all(group_of(call) for call in calls)
     results = GROUP_FUNCTIONS[kind](calls)
     for call in calls:
@@ -105,7 +105,7 @@ def together(kind: str, inputs: list[dict[str, Any]], **attrs: Any) -> list[Any]
 
 
 def parts(x: torch.Tensor, sent: list[int], taken: list[int], at: list[int] | None = None) -> dict[str, torch.Tensor]:
-    """Inputs of an exchange of uneven parts, in elements."""
+    """Inputs of an all-to-all with uneven splits, counted in elements."""
 
     def places(counts: list[int]) -> torch.Tensor:
         return gc.i64(*[sum(counts[:i]) for i in range(len(counts))])

@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_math.py: what torchair makes of a torch function gives what the function gives."""
+"""lowering/ascend/emulator/ge_ops_math.py: what torchair makes of torch functions equals the functions."""
 
 from __future__ import annotations
 
@@ -106,17 +106,17 @@ def ta(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("kind", "fn", "operands"), CONVERTED, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(CONVERTED)])
 def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, fn: Callable[..., Any], operands: Any) -> None:
     def body(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = fn(*xs)
-        return tuple(found) if isinstance(found, tuple) else (found,)
+        got = fn(*xs)
+        return tuple(got) if isinstance(got, tuple) else (got,)
 
     _, ge_file = gc.shipped(ta, body, operands)
     assert kind in census(ge_file.graph)
     ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
     plain = (lambda x, w: functional.linear(x, w)) if operands[0].dtype is BF16 and kind == "MatMul" else fn
     wanted = plain(*operands)
-    for found, want in zip(results, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
-        assert found.dtype == want.dtype
-        torch.testing.assert_close(found, want, rtol=1e-2 if want.dtype is BF16 else 1e-6, atol=1e-6)
+    for got, want in zip(results, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=1e-2 if want.dtype is BF16 else 1e-6, atol=1e-6)
 
 
 DIRECT: list[tuple[str, dict[str, torch.Tensor], dict[str, Any], torch.Tensor]] = [

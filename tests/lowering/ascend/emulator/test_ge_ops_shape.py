@@ -1,4 +1,4 @@
-"""lowering/ascend/emulator/ge_ops_shape.py: what torchair makes of a function that moves elements gives what the function gives."""
+"""lowering/ascend/emulator/ge_ops_shape.py: what torchair makes of functions that move elements equals the functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = torch.tensor([[3, 0, 0, 1], [1, 2, 3, 0], [0, 0, 0, 0]])
 
 
 def made(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of no operand but one that it adds to, as a body must have one."""
+    """A function without operands, given one that it adds to, because a body needs an operand."""
     return lambda x: x + fn()
 
 
@@ -70,21 +70,21 @@ def ta(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("kind", "fn", "operands"), CONVERTED, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(CONVERTED)])
 def test_what_torchair_makes_of_a_function_is_the_function(ta: Any, kind: str, fn: Callable[..., Any], operands: Any) -> None:
     def body(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = fn(*xs)
-        return tuple(found) if isinstance(found, tuple | list) else (found,)
+        got = fn(*xs)
+        return tuple(got) if isinstance(got, tuple | list) else (got,)
 
     _, ge_file = gc.shipped(ta, body, operands)
     assert kind in census(ge_file.graph)
     ((*results,),) = GeInterpreter(ge_file, Mesh())([operands])
     with torch.device("cpu"):
         wanted = body(*operands) if kind not in ("Fill", "Range") else (_on_cpu(kind, operands[0]),)
-    for found, want in zip(results, wanted, strict=True):
-        assert found.dtype == want.dtype
-        assert torch.equal(found, want)
+    for got, want in zip(results, wanted, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
 
 
 def _on_cpu(kind: str, x: torch.Tensor) -> torch.Tensor:
-    """What `made` would add, on a device that holds numbers."""
+    """The tensors that `made` would add, on a device with data."""
     if kind == "Fill":
         return x + 2.5
     return x + torch.arange(4, dtype=I32) if x.dtype is I32 else x + torch.arange(1.0, 3.0, 0.5)
@@ -115,10 +115,10 @@ DIRECT: list[tuple[str, dict[str, Any], dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("kind", "inputs", "attrs", "want"), DIRECT, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(DIRECT)])
 def test_forms_that_torchair_makes_elsewhere(kind: str, inputs: Any, attrs: Any, want: Any) -> None:
-    found = gc.run(kind, inputs, **attrs)
-    for one, other in zip(found, want, strict=True) if isinstance(want, tuple) else [(found, want)]:
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    got = gc.run(kind, inputs, **attrs)
+    for a, b in zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]:
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_every_operator_is_tested() -> None:
@@ -127,9 +127,9 @@ def test_every_operator_is_tested() -> None:
 
 def test_int4_stays_in_its_words() -> None:
     words = torch.arange(4, dtype=I32).view(2, 2)
-    found = gc.run("Bitcast", {"x": words}, type=INT4, keep_dim=True)
-    assert isinstance(found, Int4)
-    assert found.packed is words
+    got = gc.run("Bitcast", {"x": words}, type=INT4, keep_dim=True)
+    assert isinstance(got, Int4)
+    assert got.packed is words
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

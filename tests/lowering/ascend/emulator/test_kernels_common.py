@@ -1,4 +1,4 @@
-"""Undefined rows, dtype numbers, int8 rounding, packed int4 and groups."""
+"""lowering/ascend/emulator/kernels_common.py: undefined rows, dtype numbers, int8 rounding, packed int4 and groups."""
 
 import struct
 
@@ -12,7 +12,7 @@ from npucompile.lowering.ascend.emulator import kernels_common as common
 
 
 def naive_pack(values: list[int]) -> int:
-    """Eight int4 values as the int32 that holds them, the first lowest."""
+    """Eight int4 values packed in an int32, the first in the lowest bits."""
     word = 0
     for i, value in enumerate(values):
         word |= (value & 0xF) << (4 * i)

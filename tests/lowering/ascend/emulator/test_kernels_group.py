@@ -1,4 +1,4 @@
-"""Collectives against their definition, dispatch and combine against loops over tokens."""
+"""lowering/ascend/emulator/kernels_group.py: collectives equal their definitions, dispatch and combine equal loops over tokens."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    step = 2.0**-7 if found.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=step, atol=step * 0.2)
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2)
 
 
 def calls(xs: list[torch.Tensor], *rest: object) -> list[group.Arguments]:
@@ -27,9 +27,9 @@ def calls(xs: list[torch.Tensor], *rest: object) -> list[group.Arguments]:
 
 def test_all_reduce() -> None:
     xs = [torch.tensor([1.0, 5.0]), torch.tensor([2.0, -1.0]), torch.tensor([3.0, 3.0])]
-    found = group.all_reduce(calls(xs, "sum", "tp"))
-    assert [x.tolist() for x in found] == [[6.0, 7.0]] * 3
-    assert len({x.data_ptr() for x in found}) == 3
+    got = group.all_reduce(calls(xs, "sum", "tp"))
+    assert [x.tolist() for x in got] == [[6.0, 7.0]] * 3
+    assert len({x.data_ptr() for x in got}) == 3
     assert group.all_reduce(calls(xs, "max", "tp"))[0].tolist() == [3.0, 5.0]
     assert group.all_reduce(calls(xs, "min", "tp"))[0].tolist() == [1.0, -1.0]
     with pytest.raises(LoweringError, match="reduction 'avg'; legal is 'sum'"):
@@ -38,8 +38,8 @@ def test_all_reduce() -> None:
 
 def test_sums_of_bfloat16_are_rounded_once() -> None:
     xs = [torch.full((1,), v, dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)]
-    (found, *_) = group.all_reduce(calls(xs, "sum", "tp"))
-    assert (found.item(), found.dtype) == (258.0, torch.bfloat16)
+    (got, *_) = group.all_reduce(calls(xs, "sum", "tp"))
+    assert (got.item(), got.dtype) == (258.0, torch.bfloat16)
     ints = [torch.tensor([2**30], dtype=torch.int32)] * 2
     assert group.all_reduce(calls(ints, "max", "tp"))[0].dtype == torch.int32
 
@@ -64,8 +64,8 @@ def test_gather_and_scatter_are_by_rank() -> None:
 def test_all_to_all_transposes_the_parts(sizes: list[list[int]]) -> None:
     xs = [torch.tensor([100 * i + 10 * j for j, n in enumerate(row) for _ in range(n)]) for i, row in enumerate(sizes)]
     given_ = [((x, [row[i] for row in sizes], sizes[i], "tp"), {}) for i, x in enumerate(xs)]
-    for i, found in enumerate(group.all_to_all_single(given_)):
-        assert found.tolist() == [100 * j + 10 * i for j in range(3) for _ in range(sizes[j][i])]
+    for i, got in enumerate(group.all_to_all_single(given_)):
+        assert got.tolist() == [100 * j + 10 * i for j in range(3) for _ in range(sizes[j][i])]
 
 
 def test_all_to_all_refuses_splits_that_disagree() -> None:

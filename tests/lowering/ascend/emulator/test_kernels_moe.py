@@ -1,4 +1,4 @@
-"""Routing against plain loops, grouped products against one product at a time, quantised ones against exact integers."""
+"""lowering/ascend/emulator/kernels_moe.py: routing equals plain loops, grouped products single ones, quantised ones exact integers."""
 
 import math
 import struct
@@ -19,9 +19,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    step = 2.0**-7 if found.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=step, atol=step * 0.2)
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2)
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ IDS = torch.tensor([[3, 0], [1, 3], [2, 1], [3, 5]], dtype=torch.int32)
 
 
 def routed(ids: torch.Tensor, low: int, high: int) -> list[int]:
-    """Flat choices in the order of their rows."""
+    """Flat indices of the choices, in the order of their rows."""
     return [i for e in range(low, high) for i, v in enumerate(ids.flatten().tolist()) if v == e]
 
 
@@ -150,8 +150,8 @@ def test_finalize_sums_rows_by_weight(mode: int, dtype: torch.dtype) -> None:
     index = torch.tensor([4, 0, 5, 2, 1, 3], dtype=torch.int32)
     if mode in (1, 3):
         index[1], index[4] = -1, -1
-    given = rows.view(2, 3, 4) if mode in (1, 3) else rows
-    out = moe.npu_moe_finalize_routing(given, skip, skip, bias, scales, index, expert, drop_pad_mode=mode)
+    values = rows.view(2, 3, 4) if mode in (1, 3) else rows
+    out = moe.npu_moe_finalize_routing(values, skip, skip, bias, scales, index, expert, drop_pad_mode=mode)
     assert out.dtype == dtype
     for t in range(3):
         total = 2 * skip[t].double()

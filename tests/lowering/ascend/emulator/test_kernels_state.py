@@ -1,4 +1,4 @@
-"""NPU operators over pools: caches against plain loops, attention against torch's, the delta rule against transformers'."""
+"""lowering/ascend/emulator/kernels_state.py: caches equal plain loops, attention torch's, the delta rule transformers'."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    step = 2.0**-7 if found.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=step, atol=step * 0.2, equal_nan=True)
+def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=step, atol=step * 0.2, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,4 +1,4 @@
-"""The table of kernels is whole, and every kernel's results have the shapes and dtypes that torch_npu's own Meta kernels say."""
+"""lowering/ascend/emulator/npu_reference.py: every operator has a kernel, with the shapes and dtypes of torch_npu's Meta kernels."""
 
 import json
 import os
@@ -157,18 +157,18 @@ def told(results: Any) -> list[list[Any]]:
 
 
 def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[list[list[Any]]]:
-    """Shapes and dtypes that the operators' Meta kernels give; the caller's process is not for torch_npu."""
+    """Shapes and dtypes of the operators' Meta kernels, computed in a child process that may import torch_npu."""
     from npucompile.lowering.ascend.toolchain import harness
 
     harness.load(cache_dir)
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=_fake_store())
-    found = []
+    answers = []
     for name, call in cases:
         namespace, op, overload = name.split(".")
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), call)
         known = [torch.distributed.group.WORLD.group_name if a in ("tp", "dp", "world") else a for a in args]
-        found.append(told(getattr(getattr(getattr(torch.ops, namespace), op), overload)(*known, **kwargs)))
-    return found
+        answers.append(told(getattr(getattr(getattr(torch.ops, namespace), op), overload)(*known, **kwargs)))
+    return answers
 
 
 def _fake_store() -> Any:
@@ -191,7 +191,7 @@ print("ANSWER" + json.dumps(cases.ask_torch_npu([(name, case()) for name, case i
 
 @pytest.fixture(scope="module")
 def metas(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[Any]]]:
-    """What torch_npu says of every case, from a process of its own."""
+    """Shapes and dtypes that torch_npu gives for every case, from a child process."""
     command = [sys.executable, "-c", CHILD, __file__, str(tmp_path_factory.mktemp("stubs"))]
     child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, check=False)
     assert child.returncode == 0, child.stderr

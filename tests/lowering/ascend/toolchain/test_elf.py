@@ -1,4 +1,4 @@
-"""lowering/ascend/toolchain/elf.py: what a compiled library defines, wants and needs; anything else is refused."""
+"""lowering/ascend/toolchain/elf.py: which symbols and libraries a compiled library defines and needs; other files are refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def library(tmp_path_factory):
 
 
 def test_symbols_are_told_apart(library):
-    found = read_symbols(library)
-    assert {"here", "_ZN2ge5hiddenEv", "table"} <= found.defined
-    assert "inside" not in found.defined
+    symbols = read_symbols(library)
+    assert {"here", "_ZN2ge5hiddenEv", "table"} <= symbols.defined
+    assert "inside" not in symbols.defined
     # Weak symbols may stay unresolved, and versioned ones belong to the C library.
-    assert found.undefined == {"elsewhere"}
-    assert any(name.startswith("libc.so") for name in found.needed)
+    assert symbols.undefined == {"elsewhere"}
+    assert any(name.startswith("libc.so") for name in symbols.needed)
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 20, b"\x7fELF\x01\x01" + b"\0" * 200, b"\x7fELF\x02\x01" + b"\0" * 200])

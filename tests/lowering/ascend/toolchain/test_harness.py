@@ -1,6 +1,6 @@
-"""lowering/ascend/toolchain/harness.py: torchair's real converter runs without CANN, and its import leaves this process as it was.
+"""lowering/ascend/toolchain/harness.py: torchair's real converter runs without CANN, and importing it has no side effects here.
 
-What an import does can be seen once a process: one child does all of it, under -W error, and tells what it saw.
+The effects of an import can be observed once per process, so one child process does it all, under -W error, and reports.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import json, signal, sys
 from pathlib import Path
 from npucompile.lowering.ascend.toolchain import harness, stubs
 
-told = {"before": harness.available(), "imported_by_available": "torch_npu" in sys.modules}
-told["symbols"] = len(stubs.missing(stubs.wheel_path())[0])
+report = {"before": harness.available(), "imported_by_available": "torch_npu" in sys.modules}
+report["symbols"] = len(stubs.missing(stubs.wheel_path())[0])
 handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 loaded = harness.load(Path(sys.argv[1]))
-told["handlers_kept"] = handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-told["again"] = harness.load(Path("/nowhere")) is loaded
-told["cann"] = loaded.cann
-told["symbols_after"] = len(stubs.missing(stubs.wheel_path())[0])
+report["handlers_kept"] = handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+report["again"] = harness.load(Path("/nowhere")) is loaded
+report["cann"] = loaded.cann
+report["symbols_after"] = len(stubs.missing(stubs.wheel_path())[0])
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,7 +54,7 @@ def convert(function, make):
         "fia": [list(op.input) for op in model.graph[0].op if op.type == "FusedInferAttentionScore"],
     }
 
-told["norm"] = convert(lambda x, gamma: (npu.npu_rms_norm(x, gamma)[0],), lambda: (meta(4, 64), meta(64)))
+report["norm"] = convert(lambda x, gamma: (npu.npu_rms_norm(x, gamma)[0],), lambda: (meta(4, 64), meta(64)))
 
 def attend(q, k, v, k_pool, v_pool, slots, table, q_ends, kv_lengths, mask):
     new_k, new_v = npu.npu_scatter_pa_kv_cache_functional(k, v, k_pool, v_pool, slots, cache_mode="Norm")
@@ -65,7 +65,7 @@ def attend(q, k, v, k_pool, v_pool, slots, table, q_ends, kv_lengths, mask):
     v_pool.copy_(new_v)
     return (found,)
 
-told["attention"] = convert(attend, lambda: (
+report["attention"] = convert(attend, lambda: (
     meta(16, 16, 128), meta(16, 2, 128), meta(16, 2, 128), meta(64, 128, 2, 128), meta(64, 128, 2, 128),
     meta(16, dtype=torch.int32), meta(4, 8, dtype=torch.int32), meta(4, dtype=torch.int64), meta(4, dtype=torch.int64),
     meta(2048, 2048, dtype=torch.bool)))
@@ -74,7 +74,7 @@ told["attention"] = convert(attend, lambda: (
 stepped = torch.nn.Parameter(torch.ones(3))
 stepped.grad = torch.ones(3)
 torch.optim.Adam([stepped], lr=0.5).step()
-told["stepped"] = stepped.detach().tolist()
+report["stepped"] = stepped.detach().tolist()
 
 def own(x, gamma, meta_outputs=None):
     return loaded.torchair.ge.custom_op("OurOwn", inputs={"x": x}, attrs={}, outputs=["y"])
@@ -83,19 +83,19 @@ library = torch.library.Library("harness_test", "DEF")
 library.define("own(Tensor x, Tensor y) -> Tensor")
 library.impl("own", lambda x, y: torch.empty_like(x), "Meta")
 loaded.register_converter(torch.ops.harness_test.own.default)(own)
-told["custom"] = convert(lambda x, y: (torch.ops.harness_test.own(x, y),), lambda: (meta(4), meta(4)))["ops"]
-asked = torch.ops.harness_test.own.default, npu.npu_rms_norm.default, npu.npu_silu.default
-told["found"] = [loaded.find_converter(op) is not None for op in asked]
-told["decompositions"] = torch.ops._c10d_functional.all_to_all_single.default in loaded.decompositions
+report["custom"] = convert(lambda x, y: (torch.ops.harness_test.own(x, y),), lambda: (meta(4), meta(4)))["ops"]
+operators = torch.ops.harness_test.own.default, npu.npu_rms_norm.default, npu.npu_silu.default
+report["found"] = [loaded.find_converter(op) is not None for op in operators]
+report["decompositions"] = torch.ops._c10d_functional.all_to_all_single.default in loaded.decompositions
 
 try:
     convert(lambda x: (npu.npu_swiglu_quant(x)[0],), lambda: (meta(4, 64),))
 except Exception as error:
-    told["unknown"] = str(error)
+    report["unknown"] = str(error)
 gte = loaded.torch_npu.npu.utils._is_gte_cann_version
-told["releases"] = [gte("8.2.RC1"), gte("8.5.0", "HCCL"), gte("8.5.1", module="CANN"), gte("9.2.0")]
-told["device"] = loaded.torch_npu.npu.get_device_name()
-print(json.dumps(told))
+report["releases"] = [gte("8.2.RC1"), gte("8.5.0", "HCCL"), gte("8.5.1", module="CANN"), gte("9.2.0")]
+report["device"] = loaded.torch_npu.npu.get_device_name()
+print(json.dumps(report))
 """
 
 
@@ -108,7 +108,7 @@ def child(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(child):
+def report(child):
     return json.loads(child.stdout.splitlines()[-1])
 
 
@@ -117,46 +117,46 @@ def test_import_says_nothing(child):
     assert child.stderr == ""
 
 
-def test_asking_whether_it_would_work_imports_nothing(told):
-    assert told["before"] is None
-    assert told["imported_by_available"] is False
+def test_asking_whether_it_would_work_imports_nothing(report):
+    assert report["before"] is None
+    assert report["imported_by_available"] is False
 
 
-def test_import_leaves_ctrl_c_alone_and_happens_once(told):
-    assert told["handlers_kept"] is True
-    assert told["again"] is True
+def test_import_leaves_ctrl_c_alone_and_happens_once(report):
+    assert report["handlers_kept"] is True
+    assert report["again"] is True
 
 
-def test_stubs_are_not_taken_for_cann(told):
-    assert told["cann"] is None
-    assert told["symbols_after"] == told["symbols"]
+def test_stubs_are_not_taken_for_cann(report):
+    assert report["cann"] is None
+    assert report["symbols_after"] == report["symbols"]
 
 
-def test_a_norm_becomes_its_ge_op(told):
-    assert told["norm"] == {"ops": ["RmsNorm"], "in_place": [], "fia": []}
+def test_a_norm_becomes_its_ge_op(report):
+    assert report["norm"] == {"ops": ["RmsNorm"], "in_place": [], "fia": []}
 
 
-def test_attention_writes_its_caches_in_place_and_reads_lengths_at_run_time(told):
-    found = told["attention"]
+def test_attention_writes_its_caches_in_place_and_reads_lengths_at_run_time(report):
+    found = report["attention"]
     assert found["ops"] == ["ScatterPaKvCache", "Reshape", "Reshape", "FusedInferAttentionScore"]
     assert found["in_place"] == [3, 4]
     # Inputs 5 and 6 are the lengths: graph inputs, not constants baked at conversion.
     assert found["fia"][0][5:7] == ["q_ends_1:0", "kv_lengths_1:0"]
 
 
-def test_own_operators_convert_through_own_converters(told):
-    assert told["custom"] == ["OurOwn"]
-    assert told["found"] == [True, True, False]
-    assert told["decompositions"] is True
+def test_own_operators_convert_through_own_converters(report):
+    assert report["custom"] == ["OurOwn"]
+    assert report["found"] == [True, True, False]
+    assert report["decompositions"] is True
 
 
-def test_an_op_without_converter_fails_as_it_would_with_cann(told):
-    assert "No AscendIR NpuSwigluQuant was found to be registered" in told["unknown"]
+def test_an_op_without_converter_fails_as_it_would_with_cann(report):
+    assert "No AscendIR NpuSwigluQuant was found to be registered" in report["unknown"]
 
 
-def test_answers_are_those_of_one_release_and_one_chip(told):
-    assert told["releases"] == [True, True, False, False]
-    assert told["device"] == harness.ASSUMED_DEVICE
+def test_answers_are_those_of_one_release_and_one_chip(report):
+    assert report["releases"] == [True, True, False, False]
+    assert report["device"] == harness.ASSUMED_DEVICE
 
 
 def test_this_environment_can_convert():
@@ -166,7 +166,7 @@ def test_this_environment_can_convert():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"torch_npu": None}, "needs torch_npu, which is not installed; pip install 'npucompile[npu]'"),
         ({"protobuf": None, "PyYAML": None}, "needs protobuf, PyYAML, which are not installed"),
@@ -174,9 +174,9 @@ def test_this_environment_can_convert():
         ({"torch": "2.12.1"}, "torch_npu is 2.13.0 and torch 2.12.1: legal is the same version of both"),
     ],
 )
-def test_what_is_missing_is_named_with_what_to_install(change, said):
+def test_what_is_missing_is_named_with_what_to_install(change, message):
     versions = {name: version for name, version in {**HERE, **change}.items() if version is not None}
-    assert said in harness.lacking(versions)
+    assert message in harness.lacking(versions)
 
 
 def test_a_minor_version_is_what_counts():
@@ -207,5 +207,5 @@ def test_a_damaged_cache_says_how_to_mend_it(tmp_path):
         harness.preload([Path(tmp_path / "libhccl.so")])
 
 
-def test_optimizers_go_on_working(told):
-    assert told["stepped"] == pytest.approx([0.5] * 3, abs=1e-3)
+def test_optimizers_go_on_working(report):
+    assert report["stepped"] == pytest.approx([0.5] * 3, abs=1e-3)

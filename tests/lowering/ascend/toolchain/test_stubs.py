@@ -1,4 +1,4 @@
-"""lowering/ascend/toolchain/stubs.py: stand-ins for CANN are made once, by whoever comes first, and never where CANN is."""
+"""lowering/ascend/toolchain/stubs.py: stub libraries are compiled once, also by concurrent processes, and never where CANN is installed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from npucompile.lowering.ascend.toolchain.elf import read_symbols
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def paths(tmp_path_factory):
     return stubs.stub_libraries(tmp_path_factory.mktemp("cache"))
 
 
-def test_every_missing_library_is_made_with_every_missing_symbol(made):
+def test_every_missing_library_is_made_with_every_missing_symbol(paths):
     symbols, libraries = stubs.missing(stubs.wheel_path())
-    assert [path.name for path in made] == libraries
+    assert [path.name for path in paths] == libraries
     assert {"libascendcl.so", "libhccl.so", "libge_runner.so", "libgraph.so"} <= set(libraries)
     assert len(symbols) > 100
-    for path in made:
-        found = read_symbols(path)
-        assert set(symbols) <= found.defined
-        assert found.undefined == set()
-        assert found.needed == ()
+    for path in paths:
+        stub = read_symbols(path)
+        assert set(symbols) <= stub.defined
+        assert stub.undefined == set()
+        assert stub.needed == ()
 
 
 def test_only_cann_is_replaced():
@@ -42,7 +42,7 @@ def test_only_cann_is_replaced():
     assert not [name for name in libraries if name.startswith(("libtorch", "libc.", "libstdc++", "libpython"))]
 
 
-def test_a_stub_returns_zero_and_the_loader_knows_it_by_its_soname(made):
+def test_a_stub_returns_zero_and_the_loader_knows_it_by_its_soname(paths):
     script = (
         "import ctypes, sys\n"
         "library = ctypes.CDLL(sys.argv[1])\n"
@@ -50,24 +50,24 @@ def test_a_stub_returns_zero_and_the_loader_knows_it_by_its_soname(made):
         "assert library['_ZN2ge10GEFinalizeEv']() == 0\n"
         "ctypes.CDLL('libascendcl.so')\n"
     )
-    path = next(path for path in made if path.name == "libascendcl.so")
+    path = next(path for path in paths if path.name == "libascendcl.so")
     ran = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_second_call_makes_nothing(made):
-    before = [path.stat().st_mtime_ns for path in made]
-    assert stubs.stub_libraries(made[0].parents[1], compiler="/nowhere/cc") == made
-    assert [path.stat().st_mtime_ns for path in made] == before
+def test_a_second_call_makes_nothing(paths):
+    before = [path.stat().st_mtime_ns for path in paths]
+    assert stubs.stub_libraries(paths[0].parents[1], compiler="/nowhere/cc") == paths
+    assert [path.stat().st_mtime_ns for path in paths] == before
 
 
 def test_many_at_once_end_with_one_complete_set(tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(stubs.stub_libraries, [tmp_path] * 4))
-    assert found == [found[0]] * 4
-    assert len(found[0]) == len(stubs.missing(stubs.wheel_path())[1])
-    # Nothing of the losers is left beside the winner's.
-    assert list(tmp_path.iterdir()) == [found[0][0].parent]
+        results = list(pool.map(stubs.stub_libraries, [tmp_path] * 4))
+    assert results == [results[0]] * 4
+    assert len(results[0]) == len(stubs.missing(stubs.wheel_path())[1])
+    # The other processes' folders are removed.
+    assert list(tmp_path.iterdir()) == [results[0][0].parent]
 
 
 def test_cann_is_never_hidden(tmp_path):
@@ -76,9 +76,9 @@ def test_cann_is_never_hidden(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_real_libascendcl_counts_as_cann_and_a_stub_does_not(tmp_path, made, monkeypatch):
+def test_a_real_libascendcl_counts_as_cann_and_a_stub_does_not(tmp_path, paths, monkeypatch):
     assert stubs.cann(None) is None
-    monkeypatch.setattr(stubs, "PROBED", str(next(path for path in made if path.name == stubs.PROBED)))
+    monkeypatch.setattr(stubs, "PROBED", str(next(path for path in paths if path.name == stubs.PROBED)))
     assert stubs.cann(None) is None
     (tmp_path / "real.c").write_text("int aclInit(void) { return 0; }")
     subprocess.run([shutil.which("cc"), "-shared", "-fPIC", "-o", tmp_path / "libreal.so", tmp_path / "real.c"], check=True)

@@ -1,4 +1,4 @@
-"""What decides a compiled graph's bytes is pinned, and torch's settings are as before after a compile."""
+"""lowering/backends/inductor/aoti.py: everything that decides a package's bytes is fixed; torch's settings are restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npucompile.lowering.backends.inductor import aoti, native
 
 @pytest.fixture(autouse=True)
 def archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernels would be; what makes them is tested by itself."""
+    """Stands in for the archive of kernels, which test_native.py tests."""
     monkeypatch.setattr(native, "archive", lambda compiler, level, cache_dir: cache_dir / "native" / f"kernels-{level}.a")
 
 
@@ -95,10 +95,10 @@ def test_an_interrupted_compile_leaves_torch_and_the_cache_as_they_were(tmp_path
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     before = (cache_dir(), codecache._HEADER_DIR, CppWrapperCpu.generate_input_output_runtime_checks)
-    seen = []
+    names = []
 
     def interrupted(graph: object, operands: object, options: object) -> None:
-        seen.append((cache_dir(), codecache._HEADER_DIR, [p.name for p in (tmp_path / "graphs").iterdir()]))
+        names.append((cache_dir(), codecache._HEADER_DIR, [p.name for p in (tmp_path / "graphs").iterdir()]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch._inductor, "aot_compile", interrupted)
@@ -106,6 +106,6 @@ def test_an_interrupted_compile_leaves_torch_and_the_cache_as_they_were(tmp_path
     (tmp_path / "graphs" / "g_1" / "left.cpp").write_text("of an earlier compile")
     with pytest.raises(KeyboardInterrupt):
         aoti.compile_files(torch.fx.GraphModule({}, torch.fx.Graph()), [], "g_1", cache_dir=tmp_path, threads=0)
-    assert seen == [(str(tmp_path), str(tmp_path / "headers"), ["g_1"])]
+    assert names == [(str(tmp_path), str(tmp_path / "headers"), ["g_1"])]
     assert (cache_dir(), codecache._HEADER_DIR, CppWrapperCpu.generate_input_output_runtime_checks) == before
     assert os.listdir(tmp_path / "graphs") == []

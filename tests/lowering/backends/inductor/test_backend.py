@@ -1,4 +1,4 @@
-"""A package computes what the eager graph computes, writes state in place without copying it, and is the same bytes again."""
+"""lowering/backends/inductor/backend.py: a package computes what the eager graph computes, writes pools in place, and is reproducible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Rule = Callable[[Primitive], Callable[..., Any]]
 
 
 def compiled(primitive: Primitive) -> Callable[..., Any]:
-    """What a graph for this backend calls: kernels of ours, as all is small and in float32."""
+    """A primitive's lowering for this backend; small float32 operands select native kernels."""
     return primitive.lower_for("inductor")
 
 
@@ -74,7 +74,7 @@ def meant(primitive: Primitive) -> Callable[..., Any]:
 
 
 def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A paged write and a recurrent state, read by one index and written by another; then one of each native operator, on views."""
+    """A paged write, a recurrent state that is read and written in different slots, and each native operator on views."""
     w, taps, gate_up, down, pool, slots, windows, states, pages, offsets, read, write, num_computed_tokens, after, rows, knobs = operands
     state = torch.where((read == 0).reshape(3, 1, 1), 0.0, slots[read]) * 0.5 + 1
     written = torch.ops.aten.index_put(pool, [pages, offsets], state.reshape(3, 2, 32))
@@ -89,17 +89,17 @@ def step(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     g, beta = (half.sigmoid().view(3, 2, 2) for half in gates[:, :4].chunk(2, -1))
     heads = q.view(3, 2, 1, 6), k.view(3, 2, 1, 6), v.view(3, 2, 2, 5)
     delta, states = rule(ops.gated_delta)(*heads, -g, beta, states, read, after, num_computed_tokens, two, 0)
-    seen = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], num_computed_tokens, two, 0.2)
+    attended = rule(ops.paged_attention)(rows.view(3, 2, 2, 32), written, written, pages[:, None], num_computed_tokens, two, 0.2)
     temperature, top_k, top_p, min_p, *uniform = knobs.unbind(-1)
     logits = scores.view(3, 2, 8)
     tokens = rule(ops.sample)(logits, temperature, top_k.to(I32), top_p, min_p, torch.stack(uniform).t())
-    told = rule(ops.token_logprobs)(logits, tokens, read, 3)
+    logprobs = rule(ops.token_logprobs)(logits, tokens, read, 3)
     y, sums = torch.nn.functional.linear(state, w), written[pages].sum((1, 2, 3))
-    return y, sums, outs, delta, seen, tokens, *told, written, new_slots, windows, states
+    return y, sums, outs, delta, attended, tokens, *logprobs, written, new_slots, windows, states
 
 
 def lowered() -> GraphModule:
-    """`step` as a lowered graph: flat, outputs only, copies into those donated pools that no kernel writes at the end."""
+    """`step` as a lowered graph: flat, returning outputs only; donated pools that no kernel writes are copied into at the end."""
     with torch.no_grad():
         fakes = (torch.empty(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in SIGNATURE.operands)
         graph = make_fx(partial(step, compiled), tracing_mode="fake")(*fakes)
@@ -117,7 +117,7 @@ def lowered() -> GraphModule:
 
 def operands() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    given = [
+    values = [
         torch.randn(leaf.aval.shape, generator=generator) if "pool" not in leaf.name else torch.zeros(leaf.aval.shape)
         for leaf in SIGNATURE.operands
     ]
@@ -127,16 +127,16 @@ def operands() -> list[torch.Tensor]:
     uniform = [[0.3, 0.0, 0.9], [0.6, 0.0, 0.5]]
     for i, leaf in enumerate(SIGNATURE.operands):
         if leaf.aval.dtype == I32:
-            given[i] = torch.tensor(slots[leaf.path], dtype=I32)
+            values[i] = torch.tensor(slots[leaf.path], dtype=I32)
         elif leaf.name == "inputs.knobs":
-            given[i] = torch.tensor([*knobs.values(), *uniform]).t().contiguous()
-    return given
+            values[i] = torch.tensor([*knobs.values(), *uniform]).t().contiguous()
+    return values
 
 
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        # Precompiling headers costs more than it saves for two small graphs.
+        # For two small graphs, precompiling headers costs more than it saves.
         patch.setattr(aoti.shutil, "which", lambda name: None)
         yield tmp_path_factory.mktemp("cache")
 
@@ -165,9 +165,9 @@ def test_a_package_computes_what_the_eager_graph_computes(package: Path) -> None
         count = len(SIGNATURE.outputs)
         theirs[POOLS] = results[count:]
         for got, want, leaf in zip(executable(ours), results[:count], SIGNATURE.outputs, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda said, name=leaf.name: f"{name}: {said}")
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda output, name=leaf.name: f"{name}: {output}")
     for got, want, leaf in zip(ours, theirs, SIGNATURE.operands, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda said, name=leaf.name: f"{name}: {said}")
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda output, name=leaf.name: f"{name}: {output}")
     for pool, before in zip(ours[POOLS], operands()[POOLS], strict=True):
         assert not torch.equal(pool, before), "every pool was written in place"
     assert len(executable(ours)) == len(SIGNATURE.outputs)
@@ -183,10 +183,10 @@ def peak():  # of this process alone: what getrusage tells is at least what the 
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 run = open_executable(Path(sys.argv[1]), "inductor")
 pool = torch.zeros({pages}, 16, 2, 32)
-given = torch.load(sys.argv[2])
-given[{at}] = pool
+operands = torch.load(sys.argv[2])
+operands[{at}] = pool
 before = peak()
-run(given)
+run(operands)
 print(peak() - before)
 print([m for m in ("torch._inductor.compile_fx", "torch._inductor.codecache", "torch._dynamo.convert_frame") if m in sys.modules])
 print(events.count(), pool[5, 0].sum().item() != 0)
@@ -195,20 +195,20 @@ print(2.0 ** -1060 / 2 > 0, bool((torch.tensor([2.0 ** -140]) / 2 > 0).all()))
 
 
 def test_serving_copies_no_pool_loads_no_compiler_and_flushes_no_small_number(package: Path, tmp_path: Path) -> None:
-    """Flushing would be a property of the thread that loads: seen by everyone, and by this proof only in a fresh process."""
+    """A library that flushes denormals does so in the thread that loads it, which only a fresh process can show."""
     at = POOLS.start
-    torch.save([given if i != at else None for i, given in enumerate(operands())], tmp_path / "operands.pt")
+    torch.save([value if i != at else None for i, value in enumerate(operands())], tmp_path / "operands.pt")
     code = SERVE.format(pages=PAGES, at=at)
     command = [sys.executable, "-c", code, str(package), str(tmp_path / "operands.pt")]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert int(said[0]) < PAGES * 16 * 2 * 32 * 4 // 2**20 // 2, f"{said[0]} MB more memory: the pool was copied"
-    assert said[1:] == ["[]", "0 True", "True True"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert int(output[0]) < PAGES * 16 * 2 * 32 * 4 // 2**20 // 2, f"{output[0]} MB more memory: the pool was copied"
+    assert output[1:] == ["[]", "0 True", "True True"]
 
 
 def test_a_package_calls_every_native_operator() -> None:
-    """The one that these tests compile: what a graph calls of them is proven there."""
+    """The package compiled here covers all native operators, so that the tests of its results do too."""
     targets = {node.target for node in lowered().graph.nodes}
-    assert {one.op for name, one in native_ops.TABLE.items() if name.startswith("npuc_")} <= targets
+    assert {native.op for name, native in native_ops.TABLE.items() if name.startswith("npuc_")} <= targets
 
 
 def test_compiling_again_gives_the_same_bytes(package: Path, cache_dir: Path, tmp_path: Path) -> None:
@@ -249,9 +249,9 @@ def test_a_collective_is_refused_by_name(tmp_path: Path) -> None:
     graph = torch.fx.Graph()
     operand = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (operand,)),))
-    said = refused(GraphModule(torch.nn.Module(), graph), tmp_path)
-    assert "legal" in said or "runs operators of aten" in said
-    assert "_c10d_functional.wait_tensor.default" in said
+    output = refused(GraphModule(torch.nn.Module(), graph), tmp_path)
+    assert "legal" in output or "runs operators of aten" in output
+    assert "_c10d_functional.wait_tensor.default" in output
 
 
 def test_a_failed_compile_says_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

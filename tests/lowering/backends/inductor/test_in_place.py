@@ -1,4 +1,4 @@
-"""lowering/backends/inductor/in_place.py: chains of replacements become writes in place where nobody reads the old value."""
+"""lowering/backends/inductor/in_place.py: chains of `index_put` become writes in place where nothing reads the old value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two_links(pool, rows, first, second):
 
 
 def reads_between(pool, rows, first, second):
-    """Each link made of what the one before left."""
+    """Each link depends on the value that the previous one wrote."""
     before = pool[rows]
     one = put(pool, [rows], first)
     two = put(one, [rows + 1], second + one[rows].sum())
@@ -49,7 +49,7 @@ def read_afterwards(pool, rows, first, second):
 
 
 def another_shape(pool, rows, first, second):
-    """As a paged pool is written: by token, whatever its page."""
+    """Writes by token through a flat view, as for a paged pool."""
     flat = pool.view(24, 3)
     one = put(flat, [rows], first[:, 0]).view(6, 4, 3)
     read = one[1].sum()
@@ -58,7 +58,7 @@ def another_shape(pool, rows, first, second):
 
 
 def adds_up(pool, rows, first, second):
-    """The same place twice, summed."""
+    """Accumulates into the same rows twice."""
     return first.sum(), put(put(pool, [rows * 0], first, True), [rows * 0], second, True)
 
 
@@ -75,7 +75,7 @@ def reads_a_link_later(pool, rows, first, second):
 
 
 def reads_a_view_later(pool, rows, first, second):
-    """A view that was taken before sees what is written afterwards."""
+    """A view taken before a write in place would see the value written after it."""
     half = pool.split(3)[0].transpose(0, 1)
     two = put(put(pool, [rows], first), [rows + 1], second)
     return half.sum(), two
@@ -87,7 +87,7 @@ def writes_what_it_replaces(pool, rows, first, second):
 
 
 def turned(pool, rows, first, second):
-    """Of the same size, and in another order."""
+    """A transposed view has the same size but another order of elements."""
     one = put(pool.transpose(0, 1), [rows], first.new_ones(2, 6, 3))
     two = put(one, [rows + 1], first.new_ones(2, 6, 3) * 2)
     return first.sum(), two.transpose(0, 1)
@@ -110,7 +110,7 @@ def operands() -> list[torch.Tensor]:
 
 
 def graph_of(step: Step) -> GraphModule:
-    """A step as inductor shows it to the pass: functional, and the pool's new value copied home at the end."""
+    """A step in the form that inductor gives the pass: functional, with the new value copied into the pool at the end."""
     with torch.no_grad():
         graph = make_fx(step, tracing_mode="fake")(*operands())
     pool = next(node for node in graph.graph.nodes if node.op == "placeholder")
@@ -123,14 +123,14 @@ def graph_of(step: Step) -> GraphModule:
 
 
 def counted(graph: GraphModule) -> tuple[int, int, int]:
-    """Replacements, writes in place, and copies home."""
+    """Numbers of replacements, writes in place and copies into the pool."""
     targets = [node.target for node in graph.graph.nodes]
     return targets.count(PUT), targets.count(PUT_IN_PLACE), targets.count(COPY)
 
 
-def check(step: Step, written: int, kept: int, reshaped: bool = False) -> None:
-    """The pass leaves so many writes in place and so many replacements, and a step that computes what it computed."""
-    graph, given, expected = graph_of(step), operands(), operands()
+def check(step: Step, written: int, replaced: int, reshaped: bool = False) -> None:
+    """Runs the pass: checks the numbers of writes in place and replacements, and that the step's results are unchanged."""
+    graph, values, expected = graph_of(step), operands(), operands()
     output = graph(*expected)
     for node in graph.graph.nodes:
         if reshaped and node.target is torch.ops.aten.view.default:
@@ -138,9 +138,9 @@ def check(step: Step, written: int, kept: int, reshaped: bool = False) -> None:
     write_in_place(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    assert counted(graph) == (kept, written, int(written == 0))
-    assert torch.equal(graph(*given), output)
-    for mine, its in zip(given, expected, strict=True):
+    assert counted(graph) == (replaced, written, int(written == 0))
+    assert torch.equal(graph(*values), output)
+    for mine, its in zip(values, expected, strict=True):
         assert torch.equal(mine, its)
 
 
@@ -179,8 +179,8 @@ def test_each_pool_is_judged_by_itself() -> None:
         last = put(put(other, [rows], values), [rows + 1], values)
         return other.sum(), first, last
 
-    given = [operands()[0], operands()[0], operands()[1], operands()[2]]
-    graph = make_fx(step, tracing_mode="fake")(*given)
+    values = [operands()[0], operands()[0], operands()[1], operands()[2]]
+    graph = make_fx(step, tracing_mode="fake")(*values)
     pools = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     with graph.graph.inserting_before(output):
@@ -191,7 +191,7 @@ def test_each_pool_is_judged_by_itself() -> None:
     assert counted(graph) == (2, 2, 1)
 
 
-# --- what inductor makes of it ---
+# --- compiled by inductor ---
 
 PAGES = 1 << 14  # 64 MB of pool: a copy of it cannot hide
 SIGNATURE = Signature(
@@ -203,7 +203,7 @@ SIGNATURE = Signature(
 
 
 def paged(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three writes by token; each reads what the one before left."""
+    """Three writes by token; each reads the value that the previous one wrote."""
     read = []
     for link in range(3):
         flat = put(pool.view(PAGES * 16, 64), [rows + link], values + link)
@@ -213,7 +213,7 @@ def paged(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> tuple
     return torch.stack(read).sum(0), pool
 
 
-def given() -> list[torch.Tensor]:
+def paged_operands() -> list[torch.Tensor]:
     return [torch.zeros(PAGES, 16, 64), torch.tensor([5, 40, 900]), torch.arange(192.0).view(3, 64) / 64]
 
 
@@ -225,9 +225,9 @@ def peak():  # of this process alone: what getrusage tells is at least what the 
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 run = open_executable(Path(sys.argv[1]), "inductor")
 pool = torch.zeros({pages}, 16, 64)
-given = (pool, torch.tensor([5, 40, 900]), torch.ones(3, 64))
+operands = (pool, torch.tensor([5, 40, 900]), torch.ones(3, 64))
 before = peak()
-run(given)
+run(operands)
 print(peak() - before, bool(pool[0, 7].any()))
 """
 
@@ -235,7 +235,7 @@ print(peak() - before, bool(pool[0, 7].any()))
 def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aoti.shutil, "which", lambda name: None)
     with torch.no_grad():
-        graph = make_fx(paged, tracing_mode="fake")(*given())
+        graph = make_fx(paged, tracing_mode="fake")(*paged_operands())
     pool = next(node for node in graph.graph.nodes if node.op == "placeholder")
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     with graph.graph.inserting_before(output):
@@ -245,10 +245,10 @@ def test_what_inductor_makes_of_a_chain_copies_no_pool(tmp_path: Path, monkeypat
     out = tmp_path / "chain.pt2"
     lowered = Lowered(Bucket("decode", 1, 1), "inductor", graph, SIGNATURE)
     out.write_bytes(backend.BACKEND.compile(lowered, cache_dir=tmp_path / "cache", threads=1).data)
-    ours, theirs = given(), given()
+    ours, theirs = paged_operands(), paged_operands()
     for _ in range(2):
-        (said,), (expected,) = open_executable(out, "inductor")(ours), graph(*theirs)
-        assert torch.allclose(said, expected)
+        (got,), (expected,) = open_executable(out, "inductor")(ours), graph(*theirs)
+        assert torch.allclose(got, expected)
     assert torch.allclose(ours[0], theirs[0])
     assert int(theirs[0].count_nonzero()) > 3 * 64
     done = subprocess.run([sys.executable, "-c", SERVE.format(pages=PAGES), str(out)], check=True, capture_output=True, text=True)

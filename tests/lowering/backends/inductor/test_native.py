@@ -1,4 +1,4 @@
-"""lowering/backends/inductor/native.py: the C++ kernels compute what the primitives mean, row by row, and packages carry them."""
+"""lowering/backends/inductor/native.py: the C++ kernels compute what the primitives compute, row by row, and are linked into packages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from npucompile.lowering.backends.inductor import aoti, native
 
 F32, I32, NAN = torch.float32, torch.int32, float("nan")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
-"""Of the largest value; bf16 is rounded once, when results are stored."""
+"""Tolerance relative to the largest value; bf16 is rounded once, when results are stored."""
 
 MANY = 60
-"""Examples of a property."""
+"""Settings of a property test."""
 
 
 @pytest.fixture(scope="module", params=["own", "narrow"])
 def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Iterator[ModuleType]:
-    """The kernels, for this machine and for one whose vectors are half as wide."""
+    """The kernels, compiled for this machine and for vectors half as wide."""
     with kernels.compiled_for(kernels.LEVELS[0 if request.param == "own" else -1]):
         yield kernels
 
@@ -49,14 +49,14 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = TOLERANCE[F3
 
 
 def apart(x: torch.Tensor, by: int) -> torch.Tensor:
-    """The same rows with `by` floats between them that nobody wrote."""
+    """The same rows with `by` undefined floats between them."""
     wide = torch.full((len(x), x.shape[1] + by), NAN)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
 
 
 COMPANIES = [(0, 1), (5, 2), (0, 3), (9, 4), (3, 5), (1, 8), (0, 9), (30, 17), (1, 63), (0, 64)]
-"""First row and rows of calls that share rows."""
+"""First row and number of rows of calls with rows in common."""
 
 # --- linear ---
 
@@ -69,12 +69,12 @@ def test_linear_is_the_reference(run, M, N, K, by):
 
 
 LINEAR = [(1, 1), (33, 17), (130, 300)]
-"""Sizes N, K; the last is worth a second thread."""
+"""Sizes N, K; the last uses a second thread."""
 
 
 @pytest.mark.parametrize(("N", "K"), LINEAR)
 def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
-    """Bit for bit: what a request says must not depend on its neighbours, nor on how many threads there are."""
+    """Bit for bit: a request's tokens must not depend on other rows or on the number of threads."""
     x, weight = randn(64, K), randn(N, K, seed=1)
     alone = torch.cat([run.linear(x[m : m + 1], weight) for m in range(64)])
     close(alone, ops.linear(x, weight))
@@ -88,7 +88,7 @@ def test_a_row_of_linear_is_the_same_in_any_company(run, N, K):
 
 
 def mixture(T, X, E, F, M, seed=0):
-    """Choices of which some are other devices' experts; what nobody chose is NaN."""
+    """Choices that include other ranks' experts; weights of experts that are not chosen are NaN."""
     r = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, E + 2, (T, X), generator=r, dtype=I32)
     gate_up, down = randn(E, 2, F, M, seed=seed + 1), randn(E, M, F, seed=seed + 2)
@@ -108,7 +108,7 @@ def test_experts_are_the_reference_and_those_nobody_chose_are_not_read(run, T, X
 
 @pytest.mark.parametrize("sizes", [(2, 5, 7, 9), (3, 8, 40, 130)], ids=str)
 def test_a_token_of_experts_is_the_same_in_any_company(run, sizes):
-    """The larger sizes are worth a second thread."""
+    """The larger sizes use a second thread."""
     x, share, ids, *matrices = mixture(64, *sizes)
     alone = torch.cat([run.experts(x[t : t + 1], share[t : t + 1], ids[t : t + 1], *matrices) for t in range(64)])
     for threads in (1, 2):
@@ -134,7 +134,7 @@ GATES = [*(sign * 10.0**power for power in range(-30, 5) for sign in (-1, 1)), *
 
 
 def test_gates_keep_their_digits_however_large_they_are(run):
-    """By a convolution of one tap, which is silu alone; 2^-100 is nothing beside anything else here."""
+    """Through a convolution of one tap, which is SiLU alone; 2^-100 is negligible beside any other value here."""
     x = torch.tensor(GATES)[None, None]
     got = run.conv(x, torch.ones(len(GATES), 1), torch.empty(1, 0, len(GATES)), ints([0]), ints([[0]]), ints([0]))
     torch.testing.assert_close(got.double(), torch.nn.functional.silu(x.double()), rtol=5e-7, atol=2.0**-100)
@@ -151,14 +151,14 @@ def test_nan_stays_nan_and_its_neighbours_what_they_are(run):
 
 
 def slots(B, Q, num_computed_tokens):
-    """Rows read slot 1 + b, but odd ones one that they write; pools have slots that nobody uses, the first among them."""
+    """Even rows read slot 1 + b, odd ones a slot that they write; the first slot and others are unused."""
     write = ints(range(1 + B, 1 + B + B * Q)).view(B, Q)
     read = ints([int(write[b, Q // 2]) if b % 2 else 1 + b for b in range(B)])
     return 2 + B + B * Q, read, write, ints(num_computed_tokens)
 
 
 def pool_for(read, num_computed_tokens, total, *shape, seed=5):
-    """NaN but where a row goes on from."""
+    """A pool of NaN except in slots that rows continue from."""
     pool = torch.full((total, *shape), NAN)
     live = read[num_computed_tokens > 0].long()
     pool[live] = randn(len(live), *shape, seed=seed)
@@ -177,7 +177,7 @@ CONVOLUTIONS = [
 
 
 def stored(got, want, write):
-    """What went to the slots, and that no other slot changed."""
+    """The states in the written slots; checks that no other slot changed."""
     close(got[write.flatten().long()], want[write.flatten().long()])
     others = [i for i in range(len(got)) if i not in write.flatten().tolist()]
     assert torch.equal(got[others].view(I32), want[others].view(I32))
@@ -201,8 +201,8 @@ def test_the_convolution_is_the_same_alone_and_token_by_token(run, case):
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(one, together[row, token])
+            single = run.conv(x[row, token], weight, pool, at, write[row, token], num_computed_tokens[row] + t)
+            assert torch.equal(single, together[row, token])
             at = write[row, t]
         used = write[b].long()
         assert torch.equal(own[used], windows[used])
@@ -221,7 +221,7 @@ RULES = [
     *[(1, 1, 1, 1, 1, 1, [0]), (1, 1, 1, 2, 16, 16, [4]), (3, 4, 2, 4, 17, 19, [0, 5, 2]), (2, 8, 1, 3, 5, 40, [1, 0])],
     (4, 4, 2, 4, 35, 37, [3, 0, 1, 9]),
 ]
-"""Sizes B, Q, Hk, H, Dk, Dv and starts; the last is worth a second thread."""
+"""Sizes B, Q, Hk, H, Dk, Dv and num_computed_tokens; the last uses a second thread."""
 
 
 @pytest.mark.parametrize("case", RULES, ids=str)
@@ -245,8 +245,8 @@ def test_the_delta_rule_is_the_same_alone_and_token_by_token(run, case):
         at = read[row]
         for t in range(case[1]):
             token = slice(t, t + 1)
-            one = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
-            assert torch.equal(one, together[row, token])
+            single = run.delta(*(x[row, token] for x in tokens), pool, at, write[row, token], num_computed_tokens[row] + t)
+            assert torch.equal(single, together[row, token])
             at = write[row, t]
         used = write[b].long()
         assert torch.equal(own[used], states[used])
@@ -282,7 +282,7 @@ ATTENTIONS = [
     (5, 2, 8, 4, 32, 16, [500, 400, 3, 0, 16], [2, 1, 2, 2, 1]),
     (16, 4, 4, 2, 64, 16, [300 + i for i in range(16)], [4] * 16),
 ]
-"""The last is worth a second thread."""
+"""The last uses a second thread."""
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -301,20 +301,20 @@ def test_a_row_of_attention_is_the_same_in_every_batch(run):
         with run.threads(threads):
             together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
         for b in range(0, 16, 5):
-            one = slice(b, b + 1)
-            assert torch.equal(run.attention(q[one], k, v, table[one], num_computed_tokens[one], query_lens[one], scale)[0], together[b])
+            row = slice(b, b + 1)
+            assert torch.equal(run.attention(q[row], k, v, table[row], num_computed_tokens[row], query_lens[row], scale)[0], together[b])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("sizes", [(4, 4, 2, 64, 16), (8, 6, 2, 18, 8), (3, 2, 2, 5, 4), (5, 3, 1, 33, 2)], ids=str)
 def test_queries_of_one_token_and_of_several_say_the_same(run, sizes, dtype):
-    """A candidate sees what it would see had it been fed alone."""
+    """A candidate token attends to the same keys as in a step of its own."""
     Q = sizes[0]
     q, k, v, table, num_computed_tokens, query_lens, scale = attending(3, *sizes, [60, 3, 0], [Q] * 3, dtype)
     together = run.attention(q, k, v, table, num_computed_tokens, query_lens, scale)
     for t in range(Q):
-        one = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
-        assert torch.equal(one[:, 0], together[:, t])
+        single = run.attention(q[:, t : t + 1], k, v, table, num_computed_tokens + t, torch.ones_like(query_lens), scale)
+        assert torch.equal(single[:, 0], together[:, t])
 
 
 def test_padding_rows_harm_nobody(run):
@@ -339,7 +339,7 @@ def test_greedy_takes_the_first_of_the_largest_and_nan_is_the_largest(run, logit
 
 
 def knobs(B, seed):
-    """Temperature, top_k, top_p and min_p: every other row asks for neither of the last three."""
+    """Temperature, top_k, top_p and min_p; every other row sets none of the last three."""
     r = torch.Generator().manual_seed(seed)
     some = torch.arange(B) % 2 == 0
     top_k = torch.where(some, torch.randint(0, 20, (B,), generator=r), 0)
@@ -353,7 +353,7 @@ DRAWS = [(1, 40), (5, 200), (17, 200), (100, 100), (2048, 30)]
 @pytest.mark.parametrize(("V", "B"), DRAWS)
 @pytest.mark.parametrize("seed", range(3))
 def test_draws_are_the_reference_s_and_never_of_a_token_that_is_dropped(run, V, B, seed):
-    """But for random numbers that lie, to rounding, on the border of two tokens."""
+    """Except for random numbers that lie, up to rounding, on the boundary between two tokens."""
     logits, (temperature, *cuts) = 3 * randn(B, 4, V, seed=seed), knobs(B, seed)
     heat = (logits - logits.amax(-1, keepdim=True)).double() / temperature[:, None, None].double()
     masses = _kept_weights(heat, *(cut.double() for cut in cuts)).double()
@@ -415,7 +415,7 @@ def build(to: Path) -> Path:
 
 
 def test_equal_sources_give_equal_bytes_and_are_compiled_once(tmp_path, monkeypatch):
-    """Of one kernel and of the shims, which compile like the rest."""
+    """Limits the sources to one kernel and the shims, which compile like the rest."""
     few = [path for path in native.sources() if path.stem in ("conv", "shims")]
     monkeypatch.setattr(native, "sources", lambda: few)
     first, second = build(tmp_path / "first"), build(tmp_path / "second")
@@ -428,7 +428,7 @@ def test_equal_sources_give_equal_bytes_and_are_compiled_once(tmp_path, monkeypa
 
 
 def test_whatever_changes_is_another_archive(tmp_path, monkeypatch):
-    """A source, a header, one more file, how they are compiled."""
+    """A change of a source, of a header, of the set of files or of the flags changes the digest."""
     folder = Path(shutil.copytree(native.FOLDER, tmp_path / "cpp"))
     before = [native.digest()]
     monkeypatch.setattr(native, "FOLDER", folder)
@@ -459,20 +459,20 @@ def test_a_source_that_does_not_compile_says_why_and_leaves_nothing(tmp_path, mo
 
 
 def test_arithmetic_stays_as_it_is_written():
-    """No flag or attribute that lets a compiler reorder sums, drop NaN, or flush small numbers."""
+    """No flag or attribute lets a compiler reorder sums, ignore NaN or flush denormals."""
     assert not [flag for flag in native.FLAGS if "math" in flag or flag == "-Ofast"]
     assert not [path.name for path in native.sources() if re.search(r"fast.?math|pragma\s+GCC\s+optimize|reduction\(", path.read_text())]
 
 
 def signatures(text: str) -> list[tuple[str, list[str]]]:
     """Names and argument types of the C functions that a text declares."""
-    found = re.findall(r"AOTITorchError (\w+)\(([^)]*)\)", re.sub(r"\s+", " ", text))
-    return sorted((name, [argument.rsplit(" ", 1)[0].strip() for argument in arguments.split(",")]) for name, arguments in found)
+    declarations = re.findall(r"AOTITorchError (\w+)\(([^)]*)\)", re.sub(r"\s+", " ", text))
+    return sorted((name, [argument.rsplit(" ", 1)[0].strip() for argument in arguments.split(",")]) for name, arguments in declarations)
 
 
 def test_the_shims_define_what_packages_are_told_they_define():
     declared, text = native.shims(), (native.FOLDER / f"{native.SHIMS}.cpp").read_text()
-    ours = {one.op: name for name, one in operators.TABLE.items() if name.startswith("npuc_")}
+    ours = {single.op: name for name, single in operators.TABLE.items() if name.startswith("npuc_")}
     assert set(ours) <= set(declared)
     assert signatures(text[text.index('extern "C"') :]) == signatures("\n".join(declared[op][0] for op in ours))
     assert all(f"aoti_torch_cpu_{name}(" in declared[op][0] for op, name in ours.items())
