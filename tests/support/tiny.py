@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from click.testing import CliRunner, Result
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.texts import byte_tokenizer
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import LoweringError
@@ -85,10 +85,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
         _agree(noisy, noisy[model.family.draft_key])
     checkpoint.save(params, noisy, directory)
     if tokenizer:
-        table = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-        table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        table.decoder = decoders.ByteLevel()
-        table.save(str(directory / "tokenizer.json"))
+        byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
 
 
