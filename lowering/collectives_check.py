@@ -57,10 +57,10 @@ def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, 
     for graph in called:
         if talking := [op.name for op in _talking(graph.op)]:
             raise LoweringError(f"{', '.join(talking)} communicate in the called graph {graph.name}; legal is the main graph alone")
-    found = _talking(main.op)
+    collectives = _talking(main.op)
     if in_order:
-        _check_order(main.op, [op.name for op in found])
-    return tuple(_collective(op) for op in found)
+        _check_order(main.op, [op.name for op in collectives])
+    return tuple(_collective(op) for op in collectives)
 
 
 def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
@@ -86,10 +86,10 @@ def agree(partitioned: Sequence[Collective], shipped: Sequence[Collective]) -> N
         LoweringError: naming the first difference.
     """
     for position in range(max(len(partitioned), len(shipped))):
-        one, other = _at(partitioned, position), _at(shipped, position)
-        if one != other:
+        ours, theirs = _at(partitioned, position), _at(shipped, position)
+        if ours != theirs:
             raise LoweringError(
-                f"collective {position} of the partitioned graph is {_told(one)}, of the shipped graph {_told(other)}; "
+                f"collective {position} of the partitioned graph is {_describe(ours)}, of the shipped graph {_describe(theirs)}; "
                 f"they have {len(partitioned)} and {len(shipped)}, and legal is the same list"
             )
 
@@ -104,7 +104,7 @@ def check_ranks(per_rank: Sequence[Sequence[Talk]]) -> None:
         LoweringError: two members of a group have different lists for it, naming both, the position and both sides; or the lists
             agree and the ranks of several groups still wait for each other in a circle.
     """
-    told: dict[tuple[int, ...], dict[int, list[tuple[int, str, str]]]] = {}
+    lists_by_group: dict[tuple[int, ...], dict[int, list[tuple[int, str, str]]]] = {}
     for rank, talks in enumerate(per_rank):
         for position, (name, members, kind) in enumerate(talks):
             if rank not in members or len(set(members)) != len(members) or not set(members) <= set(range(len(per_rank))):
@@ -112,8 +112,8 @@ def check_ranks(per_rank: Sequence[Sequence[Talk]]) -> None:
                     f"rank {rank} is to take part in {name} {kind} over ranks {members}; legal are distinct ranks "
                     f"of 0 to {len(per_rank) - 1}, {rank} among them"
                 )
-            told.setdefault(members, {}).setdefault(rank, []).append((position, name, kind))
-    for members, lists in told.items():
+            lists_by_group.setdefault(members, {}).setdefault(rank, []).append((position, name, kind))
+    for members, lists in lists_by_group.items():
         first = members[0]
         for rank in members[1:]:
             _same(members, (first, lists.get(first, [])), (rank, lists.get(rank, [])))
@@ -139,14 +139,14 @@ def _check_order(ops: Iterable[Any], talking: Sequence[str]) -> None:
 def _talking(ops: Iterable[Any]) -> list[Any]:
     """Operators that communicate, in order; whether one does is a matter of its type."""
     known: dict[str, bool] = {}
-    found = []
+    talking = []
     for op in ops:
         kind = op.type
         if kind not in known:
             known[kind] = kind in COLLECTIVES or kind.startswith("Hcom") or any(op.attr[n].WhichOneof("value") == "s" for n in _named(op))
         if known[kind]:
-            found.append(op)
-    return found
+            talking.append(op)
+    return talking
 
 
 def _named(op: Any) -> list[str]:
@@ -184,8 +184,8 @@ def _at(talks: Sequence[Collective], position: int) -> Collective | None:
     return talks[position] if position < len(talks) else None
 
 
-def _told(one: Collective | None) -> str:
-    return f"{one[0]} over {one[1]} of {one[2]}" if one else "missing"
+def _describe(collective: Collective | None) -> str:
+    return f"{collective[0]} over {collective[1]} of {collective[2]}" if collective else "missing"
 
 
 def _same(members: tuple[int, ...], one: tuple[int, list[tuple[int, str, str]]], other: tuple[int, list[tuple[int, str, str]]]) -> None:
@@ -194,9 +194,9 @@ def _same(members: tuple[int, ...], one: tuple[int, list[tuple[int, str, str]]],
     for position in range(max(len(left), len(right))):
         here, there = (talks[position] if position < len(talks) else None for talks in (left, right))
         if here is None or there is None or here[1:] != there[1:]:
-            said = [f"{side[1]} {side[2]} (number {side[0]} of all it has)" if side else "nothing" for side in (here, there)]
+            ours, theirs = (f"{side[1]} {side[2]} (number {side[0]} of all it has)" if side else "nothing" for side in (here, there))
             raise LoweringError(
-                f"collective {position} of group {members}: rank {first} has {said[0]}, rank {rank} has {said[1]}; legal is the same on all"
+                f"collective {position} of group {members}: rank {first} has {ours}, rank {rank} has {theirs}; legal is the same on all"
             )
 
 
@@ -220,11 +220,11 @@ def _run(per_rank: Sequence[Sequence[Talk]]) -> None:
 
 def _circle(per_rank: Sequence[Sequence[Talk]], done: list[int], rank: int) -> list[str]:
     """Who waits for whom, from one rank until a rank comes again."""
-    said: dict[int, str] = {}
-    while rank not in said:
+    waits: dict[int, str] = {}
+    while rank not in waits:
         name, members, kind = per_rank[rank][done[rank]]
         # Lists of a group agree, so each member still has this collective ahead of it.
         late = next(other for other in members if per_rank[other][done[other]][1] != members)
-        said[rank] = f"rank {rank} at its collective {done[rank]}, {name} {kind} over {members}, for rank {late}"
+        waits[rank] = f"rank {rank} at its collective {done[rank]}, {name} {kind} over {members}, for rank {late}"
         rank = late
-    return [*said.values()][list(said).index(rank) :]
+    return [*waits.values()][list(waits).index(rank) :]

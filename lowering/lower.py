@@ -105,12 +105,12 @@ def donate(graph: GraphModule, signature: Signature) -> None:
     copies = [(pool, new) for pool, new in zip(pools, stored, strict=True) if new is not pool]
     written = {pool for pool, _ in copies}
     with nodes.inserting_before(output):
-        kept = [_apart(graph, node) if owner(node) in pools else node for node in outputs]
+        separate = [_apart(graph, node) if owner(node) in pools else node for node in outputs]
         copies = [(pool, _apart(graph, new) if owner(new) in written else new) for pool, new in copies]
         for pool, new in copies:
             copy = nodes.call_function(torch.ops.aten.copy_.default, (pool, new))
             copy.meta["val"] = pool.meta["val"]
-    output.args = (tuple(kept),)
+    output.args = (tuple(separate),)
     nodes.lint()
     graph.recompile()
 
@@ -133,8 +133,8 @@ def _claims(graph: GraphModule, pools: list[Node], stored: list[Node]) -> dict[N
     while True:
         claims: dict[Node, list[tuple[Node, Node]]] = {}
         for pool, chain in chains.items():
-            for writer, made in chain:
-                claims.setdefault(writer, []).append((pool, made))
+            for writer, value in chain:
+                claims.setdefault(writer, []).append((pool, value))
         part = [writer for writer, pairs in claims.items() if len(pairs) != len(_primitive(writer).donates)]
         if not part:
             return dict(sorted(claims.items(), key=lambda claim: order[claim[0]]))
@@ -143,14 +143,14 @@ def _claims(graph: GraphModule, pools: list[Node], stored: list[Node]) -> dict[N
 
 def _writers(pool: Node, new: Node, order: dict[Node, int]) -> list[tuple[Node, Node]]:
     """The donating primitives that turn `pool` into `new`, first to last, each with what it makes of it; none unless all may write it."""
-    found: list[tuple[Node, Node]] = []
+    chain: list[tuple[Node, Node]] = []
     while new is not pool:
         step = _replacing(new)
         if step is None or not _last_reader(step[1], step[0], order):
             return []
-        found.insert(0, (step[0], new))
+        chain.insert(0, (step[0], new))
         new = step[1]
-    return found
+    return chain
 
 
 def _replacing(new: Node) -> tuple[Node, Node] | None:
@@ -180,16 +180,16 @@ def _last_reader(value: Node, writer: Node, order: dict[Node, int]) -> bool:
 
 def _write_in_place(graph: GraphModule, writer: Node, pairs: list[tuple[Node, Node]]) -> None:
     primitive = _primitive(writer)
-    kept = primitive.kept_results
+    indices = primitive.kept_results
     pools = {new.args[1]: pool for pool, new in pairs}
     with graph.graph.inserting_before(writer):
         twin = graph.graph.call_function(primitive.inplace_op, writer.args)
-    values = [writer.meta["val"][i] for i in kept]
-    twin.meta["val"] = values[0] if len(kept) == 1 else tuple(values)
+    values = [writer.meta["val"][i] for i in indices]
+    twin.meta["val"] = values[0] if len(indices) == 1 else tuple(values)
     for reader in list(writer.users):
         index = int(str(reader.args[1]))
-        if index not in pools and len(kept) > 1:
-            reader.args = (twin, kept.index(index))
+        if index not in pools and len(indices) > 1:
+            reader.args = (twin, indices.index(index))
             continue
         reader.replace_all_uses_with(pools.get(index, twin))
         graph.graph.erase_node(reader)

@@ -23,12 +23,12 @@ def toolchain() -> dict[str, str]:
 def differences(built: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(field, built, running) of everything that keeps what was built from running here."""
     running = toolchain()
-    found = []
+    changed = []
     for name in sorted({*built, *running}):
         old, new = built.get(name, "not recorded"), running.get(name) or _installed(name)
         if old != new:
-            found.append((name, old, new))
-    return found
+            changed.append((name, old, new))
+    return changed
 
 
 def _installed(name: str) -> str:

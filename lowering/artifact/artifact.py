@@ -81,10 +81,10 @@ class Artifact:
         """
         if not any(entry.compiled for entry in self.manifest.graphs):
             return
-        found = differences(self.manifest.toolchain)
-        if found:
-            said = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in found)
-            raise ArtifactStale(f"{self.path} was built elsewhere: {said}; build it again here")
+        changed = differences(self.manifest.toolchain)
+        if changed:
+            changes = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in changed)
+            raise ArtifactStale(f"{self.path} was built elsewhere: {changes}; build it again here")
         lacking = missing_features(self.manifest.cpu_features)
         if lacking:
             raise ArtifactStale(f"{self.path} needs a CPU with {', '.join(lacking)}, which this one lacks; build it again here")
@@ -167,8 +167,8 @@ class ArtifactWriter:
         with self._locked:
             if self._fresh:
                 shutil.rmtree(self.root, ignore_errors=True)
-            elif error is not None and (kept := self.published or (self.previous and self.previous.manifest)):
-                self.collect(kept)
+            elif error is not None and (manifest := self.published or (self.previous and self.previous.manifest)):
+                self.collect(manifest)
 
     def add(self, folder: str, data: bytes, suffix: str) -> str:
         """Stores bytes under their digest; returns the path in the artifact."""
@@ -267,8 +267,8 @@ def check_file(file: Path, record: FileRecord) -> None:
 
 def graph_key(lowered_text: str, backend: str, options: Mapping[str, Any], toolchain: Mapping[str, str]) -> str:
     """Digest that decides whether an executable is up to date."""
-    told = (lowered_text, backend, sorted(options.items()), sorted(toolchain.items()))
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    parts = (lowered_text, backend, sorted(options.items()), sorted(toolchain.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:

@@ -59,13 +59,13 @@ def decode(data: bytes) -> GraphModule:
     if (magic, version) != (MAGIC, VERSION):
         raise LoweringError(f"serialised graph is {magic!r} version {version!r}; this reads {MAGIC!r} version {VERSION}")
     graph = Graph()
-    made: list[Node] = []
+    decoded: list[Node] = []
     try:
         for position, record in enumerate(nodes):
-            made.append(_decode_node(graph, position, record, made))
+            decoded.append(_decode_node(graph, position, record, decoded))
         graph.lint()
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
-        raise LoweringError(f"node {len(made)} of a serialised graph cannot be read: {error}") from error
+        raise LoweringError(f"node {len(decoded)} of a serialised graph cannot be read: {error}") from error
     return GraphModule(torch.nn.Module(), graph)
 
 
@@ -94,11 +94,11 @@ def find_target(name: str) -> Callable[..., Any]:
     parts = name.split(".")
     if len(parts) == 3:
         try:
-            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+            target = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError):
-            found = None
-        if isinstance(found, torch._ops.OpOverload):
-            return found
+            target = None
+        if isinstance(target, torch._ops.OpOverload):
+            return target
     raise LoweringError(f"no operator {name!r} is registered in this process; the graph was written by another version or needs an import")
 
 
@@ -148,15 +148,15 @@ def _encode_value(value: Any) -> Any:
     return None
 
 
-def _decode_node(graph: Graph, position: int, record: list[Any], made: list[Node]) -> Node:
+def _decode_node(graph: Graph, position: int, record: list[Any], decoded: list[Node]) -> Node:
     op, target, packed, named, value, leaf = record
-    args = _decode_argument(packed, made)
+    args = _decode_argument(packed, decoded)
     if op == "placeholder":
         node = graph.placeholder(f"operand_{position}")
     elif op == "output":
         node = graph.output(args[0])
     elif op == "call_function":
-        node = graph.call_function(find_target(target), args, {key: _decode_argument(v, made) for key, v in named})
+        node = graph.call_function(find_target(target), args, {key: _decode_argument(v, decoded) for key, v in named})
     else:
         raise ValueError(f"{op!r} is no kind of node")
     node.meta["val"] = _decode_value(value)
@@ -165,21 +165,21 @@ def _decode_node(graph: Graph, position: int, record: list[Any], made: list[Node
     return node
 
 
-def _decode_argument(value: Any, made: list[Node]) -> Any:
+def _decode_argument(value: Any, decoded: list[Node]) -> Any:
     if not isinstance(value, list):
         return value
     tag, *rest = value
     if tag == "node":
-        return made[rest[0]]
+        return decoded[rest[0]]
     if tag in ("tuple", "list"):
-        parts: Iterable[Any] = (_decode_argument(v, made) for v in rest)
+        parts: Iterable[Any] = (_decode_argument(v, decoded) for v in rest)
         return tuple(parts) if tag == "tuple" else list(parts)
     if tag == "device":
         return torch.device(rest[0])
-    found = getattr(torch, rest[0])
-    if not isinstance(found, _NAMED[tag]):
+    constant = getattr(torch, rest[0])
+    if not isinstance(constant, _NAMED[tag]):
         raise ValueError(f"{rest[0]!r} is no {tag}")
-    return found
+    return constant
 
 
 def _decode_value(value: Any) -> Any:

@@ -172,11 +172,11 @@ def decode(data: bytes, where: str) -> Manifest:
     """
     try:
         outer = msgpack.unpackb(data, strict_map_key=False)
-        found = outer["format"]
+        built_format = outer["format"]
     except Exception as error:
         raise ArtifactTampered(f"{where}: {len(data)} bytes are not a manifest: {type(error).__name__}: {error}") from None
-    if found != FORMAT:
-        raise ArtifactStale(f"{where}: manifest format is {found!r}, this npucompile reads {FORMAT}; build the artifact again")
+    if built_format != FORMAT:
+        raise ArtifactStale(f"{where}: manifest format is {built_format!r}, this npucompile reads {FORMAT}; build the artifact again")
     try:
         inner, expected = bytes(outer["manifest"]), str(outer["sha256"])
         digest = hashlib.sha256(inner).hexdigest()

@@ -36,7 +36,7 @@ def load_shard(artifact: Artifact, rank: int = 0) -> dict[str, torch.Tensor]:
     if mesh.size == 1 or manifest.weights is None:
         return artifact.load_weights()
     file = artifact.path / manifest.weights
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     try:
         with safe_open(file, framework="pt") as weights:
             names = set(weights.keys())
@@ -50,7 +50,7 @@ def load_shard(artifact: Artifact, rank: int = 0) -> dict[str, torch.Tensor]:
                 tensor = whole[rules.local_slice(leaf.aval, mesh, rank)] if shape else weights.get_tensor(leaf.name)
                 if tensor.dtype != leaf.aval.dtype:
                     raise ArtifactTampered(f"{file}: holds {tensor.dtype} as {leaf.name}; the manifest says {leaf.aval}")
-                found[leaf.name] = tensor.contiguous()
+                tensors[leaf.name] = tensor.contiguous()
     except (SafetensorError, OSError) as error:
         raise ArtifactTampered(f"{file}: {error}") from None
-    return found
+    return tensors

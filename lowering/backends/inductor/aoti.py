@@ -60,13 +60,13 @@ def compiler() -> tuple[str, str]:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        found = get_cpp_compiler()
+        compiler = get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise LoweringError(
             "the inductor backend needs a C++ compiler and found none: install g++ (apt install g++) or name one in the variable CXX"
         ) from error
-    versions = re.findall(r"(?:gcc|clang) version [^_()]+", get_compiler_version_info(found))
-    return found, versions[-1].strip() if versions else found
+    versions = re.findall(r"(?:gcc|clang) version [^_()]+", get_compiler_version_info(compiler))
+    return compiler, versions[-1].strip() if versions else compiler
 
 
 def compile_files(graph: GraphModule, operands: Sequence[torch.Tensor], name: str, *, cache_dir: Path, threads: int) -> dict[str, bytes]:

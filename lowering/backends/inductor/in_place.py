@@ -39,13 +39,13 @@ def write_in_place(graph: Graph) -> None:
 def _chain(copy: Node) -> list[Node]:
     """The replacements that made what is copied home, first to last; none where it is made of something else."""
     pool, value = copy.args[0], copy.args[1]
-    found: list[Node] = []
+    chain: list[Node] = []
     while (source := _whole(value)) is not pool:
         if source.target is not PUT:
             return []
-        found.insert(0, source)
+        chain.insert(0, source)
         value = source.args[0]
-    return found
+    return chain
 
 
 def _whole(value: object) -> Node:
@@ -56,9 +56,9 @@ def _whole(value: object) -> Node:
 
 def _free(put: Node, order: dict[Node, int], copy: Node) -> bool:
     """Whether nothing reads the memory that `put` replaces after it, nor `put` itself, but what comes after the chain's end."""
-    memory, given = _whole(put.args[0]), list[Node]()
-    map_arg(put.args[1:], given.append)
-    return memory not in map(owner, given) and all(user is put or user is copy or order[user] < order[put] for user in _readers(memory))
+    memory, operands = _whole(put.args[0]), list[Node]()
+    map_arg(put.args[1:], operands.append)
+    return memory not in map(owner, operands) and all(user is put or user is copy or order[user] < order[put] for user in _readers(memory))
 
 
 def _readers(value: Node) -> Iterator[Node]:
@@ -75,8 +75,8 @@ def _rewrite(graph: Graph, pool: Node, chain: Sequence[Node], copy: Node) -> Non
         with graph.inserting_before(put):
             view = graph.call_function(torch.ops.aten.view.default, (pool, list(shape)))
             view.meta["val"] = pool.meta["val"].view(shape)
-            made = graph.call_function(PUT_IN_PLACE, (view, *put.args[1:]), put.kwargs)
-            made.meta.update(put.meta)
-        put.replace_all_uses_with(made)
+            in_place = graph.call_function(PUT_IN_PLACE, (view, *put.args[1:]), put.kwargs)
+            in_place.meta.update(put.meta)
+        put.replace_all_uses_with(in_place)
         graph.erase_node(put)
     graph.erase_node(copy)

@@ -34,13 +34,13 @@ def sources() -> list[Path]:
 
 def digest() -> str:
     """Of the sources and of how they are compiled."""
-    told = [*FLAGS, *(text for path in sources() for text in (path.name, path.read_text(encoding="utf-8")))]
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+    texts = [*FLAGS, *(text for path in sources() for text in (path.name, path.read_text(encoding="utf-8")))]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def shims() -> dict[torch._ops.OpOverload, list[str]]:
     """The C function that a package calls for each native operator, as inductor wants it declared."""
-    return {one.op: [_declaration(one.name, one.op._schema)] for one in native_ops.TABLE.values()}
+    return {native_op.op: [_declaration(native_op.name, native_op.op._schema)] for native_op in native_ops.TABLE.values()}
 
 
 def _declaration(name: str, schema: torch._C.FunctionSchema) -> str:
@@ -61,28 +61,28 @@ def archive(compiler: str, architecture: str, cache_dir: Path) -> Path:
         LoweringError: what the compiler said.
     """
     key = hashlib.sha256(f"{digest()} {torch.__version__} {compiler} {architecture}".encode()).hexdigest()[:16]
-    kept = cache_dir / "native" / f"kernels-{key}.a"
-    if kept.is_file():
-        return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-        made = Path(scratch) / "kernels.a"
+    library = cache_dir / "native" / f"kernels-{key}.a"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        fresh = Path(scratch) / "kernels.a"
         units = [path for path in sources() if path.suffix == ".cpp"]
         objects = [_compile(unit, compiler, architecture, Path(scratch)) for unit in units]
-        _run(["ar", "rcD", str(made), *map(str, objects)])
+        _run(["ar", "rcD", str(fresh), *map(str, objects)])
         # Another process may have made the same one meanwhile.
-        made.replace(kept)
-    return kept
+        fresh.replace(library)
+    return library
 
 
 def _compile(unit: Path, compiler: str, architecture: str, to: Path) -> Path:
     include = Path(torch.__file__).parent / "include"
     mapped = [f"-ffile-prefix-map={shlex.quote(str(path))}={name}" for path, name in ((FOLDER, "native"), (include, "torch"))]
     vectors = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
-    found = to / f"{unit.stem}.o"
+    object_file = to / f"{unit.stem}.o"
     headers = ["-isystem", str(include)] if unit.stem == SHIMS else []
-    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, "-c", str(unit), "-o", str(found)])
-    return found
+    _run([compiler, *FLAGS, *headers, f"-march={architecture}", *vectors, *mapped, "-c", str(unit), "-o", str(object_file)])
+    return object_file
 
 
 def _run(command: Sequence[str]) -> None:
@@ -91,5 +91,5 @@ def _run(command: Sequence[str]) -> None:
     except FileNotFoundError:
         raise LoweringError(f"the kernels need {command[0]}, which is not here; on Debian: apt-get install g++ binutils") from None
     if done.returncode:
-        said = [line for line in done.stderr.strip().splitlines() if "error" in line] or [done.stderr.strip() or "no message"]
-        raise LoweringError(f"{command[0]} could not compile the kernels: {said[0]}")
+        errors = [line for line in done.stderr.strip().splitlines() if "error" in line] or [done.stderr.strip() or "no message"]
+        raise LoweringError(f"{command[0]} could not compile the kernels: {errors[0]}")
