@@ -12,6 +12,8 @@ from pathlib import Path
 
 from support import tiny
 
+from npucompile.runtime.distributed.messages import RankMessage, receive
+
 SIZES = {
     "num_key_value_heads": 2,
     "num_attention_heads": 4,
@@ -25,16 +27,16 @@ TIMEOUT_S = 120
 
 def build(checkpoint: Path, out: Path, mesh: str = "") -> Path:
     """An uncompiled artifact of a checkpoint of these sizes for a mesh."""
-    made = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
-    tiny.built(made, out, fresh=True)
+    plan = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
+    tiny.built(plan, out, fresh=True)
     return out
 
 
 def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
-    """Of a process of the test."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    """The environment of a process that a test starts, without what a launcher of the test itself may have set."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     own = {"NPUCOMPILE_HOME": str(home)} if home else {}
-    return {**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
+    return {**inherited, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
 
 
 def command(*arguments: object) -> list[str]:
@@ -56,8 +58,15 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return near, far
 
 
+def next_message(stream: socket.socket) -> RankMessage:
+    """The next message that is no heartbeat."""
+    while (message := receive(stream)).kind == "heartbeat":
+        pass
+    return message
+
+
 def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits until something becomes true."""
+    """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not true within {seconds} s"

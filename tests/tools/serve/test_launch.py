@@ -62,8 +62,8 @@ def test_the_configuration_of_torchrun():
     own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
     assert (own.hosts_store, own.local_world_size) == (True, 2)
     agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
-    again = launcher_config(TORCHRUN | agent, settings)
-    assert (again.hosts_store, again.prefix) == (False, "npucompile/job/2")
+    restarted = launcher_config(TORCHRUN | agent, settings)
+    assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def cluster_of(artifact, **settings):
 
 
 def tokens(executor, count=6):
-    return [one.token_ids for one in complete(executor, PROMPTS, Sampling(), count, frozenset())]
+    return [completion.token_ids for completion in complete(executor, PROMPTS, Sampling(), count, frozenset())]
 
 
 def test_one_device_needs_no_other_ranks(sharded):
@@ -147,12 +147,12 @@ def test_one_device_needs_no_other_ranks(sharded):
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_ranks_say_what_one_device_says_and_a_killed_one_ends_them_all(sharded, mesh):
     """Five prompts: over two groups that is one too many for an even share, and in the end one of them is idle."""
-    alone = tokens(CpuExecutor(Artifact.open(sharded(""))))
+    expected = tokens(CpuExecutor(Artifact.open(sharded(""))))
     processes = {}
     with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded(mesh))) as cluster:  # noqa: PT012
         processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.serve.rank" in command_of(pid)}
         executor = cluster.load_executor()
-        assert tokens(executor) == alone
+        assert tokens(executor) == expected
         assert executor.compiles() == 0
         victim = max(processes)
         threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()

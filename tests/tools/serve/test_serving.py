@@ -82,13 +82,13 @@ def swapped(tiny_checkpoint, tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("swapped") / "tiny"
     few = {"num_speculative_tokens": 2, "max_logprobs": 2}
-    made = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
+    plan = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
     with mock.patch.object(driver, "run_all", return_value=iter(())):
-        tiny.built(made, out)
+        tiny.built(plan, out)
     with served(Artifact.open(out)) as (running, url):
         health_before, before = health(url), ask(url).token_ids
         with mock.patch.object(driver, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.bucket.name == COMPILED], workers)):
-            report = tiny.built(made, out)
+            report = tiny.built(plan, out)
         assert list(report.compiled) == [COMPILED]
         after = ask(url).token_ids
         while health(url)["compiled_buckets"] == 0:
@@ -120,8 +120,8 @@ compilers = [name for name in sys.modules if name.startswith(("torch._inductor.c
 print(json.dumps([executor.compiles(), executor.backends, done.token_ids, compilers]))
 """
     prompt = ",".join(map(str, start_codec(swapped.path).encode(PROMPT)))
-    ran = subprocess.run([sys.executable, "-c", script, str(swapped.path), prompt], capture_output=True, text=True, check=True)
-    compiles, backends, tokens, compilers = json.loads(ran.stdout)
+    process = subprocess.run([sys.executable, "-c", script, str(swapped.path), prompt], capture_output=True, text=True, check=True)
+    compiles, backends, tokens, compilers = json.loads(process.stdout)
     assert compiles == 0
     assert backends[COMPILED] == "inductor"
     assert tuple(tokens) == swapped.before
@@ -149,8 +149,8 @@ class Alone:
     def step(self, kind, row):
         (entry,) = (e for e in self.entries if e.bucket.kind == kind)
         inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
-        given = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
-        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *given])
+        operands = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
+        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *operands])
         return {leaf.path: value for leaf, value in zip(entry.outputs, outputs, strict=True)}
 
     def decode(self, drafts):
@@ -162,13 +162,13 @@ class Alone:
 
     def memory(self):
         """Keys and values of all its tokens, and the recurrent and convolution state after the last one."""
-        slot, found = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
+        slot, memory = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
         for name, pool in self.state.items():
             if name.endswith((".k", ".v")):
-                found[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
+                memory[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
             elif name != "state.request_slots":
-                found[name] = pool[slot].clone()
-        return found
+                memory[name] = pool[slot].clone()
+        return memory
 
 
 def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_that_had_none(swapped):
@@ -180,8 +180,8 @@ def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_th
         plain.decode(0)
     drafting, counts = Alone(swapped.path, prompt), []
     for right in itertools.cycle((2, 0, 1, 1, 2, 2, 0)):
-        for name, held in drafting.memory().items():
-            assert torch.equal(held, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
+        for name, memory in drafting.memory().items():
+            assert torch.equal(memory, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
         if drafting.start > 20:
             break
         known = plain.said[len(drafting.said) :][:2]
@@ -199,8 +199,8 @@ def start_codec(path):
 
 def test_its_proof_is_repeated_and_shown(swapped):
     home = swapped.path.parent
-    told = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
-    inspected = {bucket["name"]: bucket for bucket in told["buckets"]}
+    inspection = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
+    inspected = {bucket["name"]: bucket for bucket in inspection["buckets"]}
     assert inspected[COMPILED]["backend"] == "inductor"
     assert 0 < inspected[COMPILED]["verified"]["logits_error"] < 1e-5
     assert inspected["prefill-b1-q4"]["backend"] == "eager"
@@ -272,20 +272,20 @@ class Process:
 @pytest.fixture
 def started(monkeypatch):
     """Builders of the test get this process, and no time passes while they wait."""
-    seen = SimpleNamespace(process=None, command=None, environment=None)
+    popen_ = SimpleNamespace(process=None, command=None, environment=None)
 
     def popen(command, env, **options):
-        seen.command, seen.environment = command, env
-        return seen.process
+        popen_.command, popen_.environment = command, env
+        return popen_.process
 
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
     monkeypatch.setattr(module, "POLL_S", 0)
-    return seen
+    return popen_
 
 
 def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_artifact, started):
     """What was there may be of other weights, or of another torch."""
-    before = Artifact.open(own_artifact)
+    old = Artifact.open(own_artifact)
 
     def publish():
         tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="new"))
@@ -293,7 +293,7 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
     started.process = Process(None, None, publish, None)
     artifact = BackgroundBuild(["model"], own_artifact, {"A": "b"}).wait_servable()
     assert artifact.manifest.source_digest == "new"
-    assert artifact.digest != before.digest
+    assert artifact.digest != old.digest
     assert started.environment == {"A": "b"}
     assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
     assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]

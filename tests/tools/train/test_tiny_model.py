@@ -53,18 +53,18 @@ def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: q
     params = tiny_model.initial_params(cfg, 1)
     leaves = [value.requires_grad_() for _, value in tree.flatten(params)]
     windows = torch.randint(0, 40, (2, 18), generator=torch.Generator().manual_seed(2))
-    found = tiny_model.joint_losses(cfg, params, windows, True)
+    losses = tiny_model.joint_losses(cfg, params, windows, True)
     step = tiny_model.fresh_step(cfg, 2, 16)
     with torch.no_grad():
         hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
         main = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
         shifted = {**step.inputs, "tokens": windows[:, 1:-1].int()}
-        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
-        drafted = qwen3_5.draft(cfg, params, state, shifted, taken)
+        fused, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
+        drafted = qwen3_5.draft(cfg, params, state, shifted, fused)
         draft = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, drafted), windows[:, 2:].flatten())
-    assert found.main.item() == pytest.approx(main.item(), abs=1e-5)
-    assert found.draft.item() == pytest.approx(draft.item(), abs=1e-5)
-    grads = torch.autograd.grad(found.main + found.draft + found.balance, leaves, allow_unused=True)
+    assert losses.main.item() == pytest.approx(main.item(), abs=1e-5)
+    assert losses.draft.item() == pytest.approx(draft.item(), abs=1e-5)
+    grads = torch.autograd.grad(losses.main + losses.draft + losses.balance, leaves, allow_unused=True)
     for (path, _), grad in zip(tree.flatten(params), grads, strict=True):
         assert grad is not None, path
         assert torch.isfinite(grad).all(), path

@@ -50,8 +50,8 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 def test_saved_files_name_the_specials(tokenizer: Tokenizer, tmp_path) -> None:
     tiny_tokenizer.save_tokenizer(tokenizer, tmp_path, 64)
-    again = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert again.encode("the model").ids == tokenizer.encode("the model").ids
+    loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert loaded.encode("the model").ids == tokenizer.encode("the model").ids
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["eos_token"], config["model_max_length"]) == (tiny_tokenizer.EOS, 64)
 

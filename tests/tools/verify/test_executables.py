@@ -21,11 +21,6 @@ from npucompile.tools.verify.executables import RowByRow, verify
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
-@pytest.fixture
-def stub(monkeypatch):
-    return tiny.Stub().install(monkeypatch)
-
-
 def doctored(path, name):
     """Publishes an artifact whose eager graph of one bucket computes something else, with all digests right."""
 
@@ -42,17 +37,17 @@ def doctored(path, name):
 
 
 def test_every_bucket_is_measured(tiny_artifact):
-    said = io.StringIO()
-    found = verify(Artifact.open(tiny_artifact), Progress(said))
-    assert list(found) == NAMES
-    for name, measured in found.items():
+    output = io.StringIO()
+    buckets = verify(Artifact.open(tiny_artifact), Progress(output))
+    assert list(buckets) == NAMES
+    for name, measured in buckets.items():
         assert set(measured) == {"rows", "logits_error", "state_error", "token_mismatches"}
         assert measured["rows"] >= 2
         assert measured["logits_error"] <= 1e-5
         assert measured["token_mismatches"] == 0
-        assert f"{name} (eager) logits within" in said.getvalue()
+        assert f"{name} (eager) logits within" in output.getvalue()
     # Of the largest bucket: 1, 3 and 4 live rows, each twice.
-    assert found["decode-b4-q4"]["rows"] == 16
+    assert buckets["decode-b4-q4"]["rows"] == 16
 
 
 def test_every_count_of_accepted_drafts_is_compared_with_weights_that_are_loaded_once(tiny_artifact, monkeypatch):
@@ -99,8 +94,8 @@ def test_a_reference_that_is_not_served_is_enough(own_artifact):
 
 def test_in_bfloat16_the_bound_is_bfloat16s(tmp_path, tiny_checkpoint):
     tiny.built(tiny.planned(tiny_checkpoint, buckets=(1, 2), prefill=(4,), dtype="bfloat16"), tmp_path / "out")
-    found = verify(Artifact.open(tmp_path / "out"), tiny.QUIET)
-    assert all(measured["logits_error"] <= 3e-2 for measured in found.values())
+    buckets = verify(Artifact.open(tmp_path / "out"), tiny.QUIET)
+    assert all(measured["logits_error"] <= 3e-2 for measured in buckets.values())
 
 
 def test_there_is_nothing_to_prove_without_weights(own_artifact):
@@ -131,12 +126,12 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
 
     ours, theirs = operands(), operands()
     first, last = len(manifest.params), len(manifest.params) + len(manifest.state)
-    for found, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
+    for actual, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
         for row in (0, 2):
-            assert torch.allclose(found[row], expected[row], atol=1e-5)
-        assert found[0].any()
-        assert not found[1].any()
-        assert not found[3].any()
+            assert torch.allclose(actual[row], expected[row], atol=1e-5)
+        assert actual[0].any()
+        assert not actual[1].any()
+        assert not actual[3].any()
     for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
         # What padding leaves in the null page, slot and request slot is nobody's.
         assert torch.allclose(mine[1:], its[1:], atol=1e-5)

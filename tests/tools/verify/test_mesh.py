@@ -19,13 +19,13 @@ def artifact(sharded):
 
 
 def test_every_bucket_agrees_with_one_device(artifact):
-    found = verify_mesh(artifact, tiny.QUIET)
-    assert list(found) == NAMES
-    for told in found.values():
-        assert told["rows"] > 0
-        assert told["token_mismatches"] == 0
-        assert 0 < told["logits_error"] < 1e-5
-        assert 0 < told["state_error"] < 1e-5
+    measured = verify_mesh(artifact, tiny.QUIET)
+    assert list(measured) == NAMES
+    for bucket in measured.values():
+        assert bucket["rows"] > 0
+        assert bucket["token_mismatches"] == 0
+        assert 0 < bucket["logits_error"] < 1e-5
+        assert 0 < bucket["state_error"] < 1e-5
 
 
 def test_ranks_accept_drafts_too(artifact, monkeypatch):

@@ -80,7 +80,7 @@ def test_every_check_is_named_with_its_measurements(prove):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "difference"),
     [
         ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
         ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
@@ -88,9 +88,9 @@ def test_every_check_is_named_with_its_measurements(prove):
     ],
     ids=["none", "wrong", "another"],
 )
-def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, told):
+def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, difference):
     lowered_otherwise(monkeypatch, name, change)
-    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {told}"):
+    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {difference}"):
         prove()
 
 
@@ -121,12 +121,12 @@ def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatc
 
 def test_a_collective_of_another_group_is_found(prove, monkeypatch):
     def swapped(*args):
-        made = partition(*args)
-        for body in (made.graph, *made.graph.children()):
+        partitioned = partition(*args)
+        for body in (partitioned.graph, *partitioned.graph.children()):
             for node in body.graph.nodes if hasattr(body, "graph") else ():
                 if "reduce_scatter" in str(node.target):
                     node.args = (*node.args[:-1], "dp")
-        return made
+        return partitioned
 
     monkeypatch.setattr(npu, "partition", swapped)
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0"):
@@ -165,8 +165,8 @@ def spoiled(monkeypatch, change):
 
 
 def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
-    def elsewhere(found):
-        for op in found:
+    def elsewhere(ops):
+        for op in ops:
             if op.type == "HcomReduceScatter":
                 op.attr["group"].s = b"dp"
 
@@ -176,8 +176,8 @@ def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
 
 
 def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):
-    def duller(found):
-        for op in found:
+    def duller(ops):
+        for op in ops:
             if op.type == "AddRmsNorm" and shape(op.output_desc[0]).startswith("bf16"):
                 op.attr["epsilon"].f = 0.1
 

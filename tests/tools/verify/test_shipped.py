@@ -23,8 +23,8 @@ def artifact(tmp_path_factory):
 
 @pytest.fixture
 def decode_entry(artifact):
-    (found,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
-    return found
+    (entry,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
+    return entry
 
 
 def ge_file_of(artifact, entry):
@@ -47,12 +47,12 @@ container_of_file = shipped.ge_file_of
 
 
 def test_what_was_built_is_accepted(artifact):
-    told = shipped.check_manifest(artifact.manifest)
-    assert told["operands"] == len(artifact.manifest.params) + len(artifact.manifest.state)
-    assert 0 < told["needed_gib"] < told["limit_gib"] == 64
+    measured = shipped.check_manifest(artifact.manifest)
+    assert measured["operands"] == len(artifact.manifest.params) + len(artifact.manifest.state)
+    assert 0 < measured["needed_gib"] < measured["limit_gib"] == 64
     for entry in artifact.manifest.graphs:
-        told = shipped.check_entry(artifact, entry)
-        assert told == {
+        measured = shipped.check_entry(artifact, entry)
+        assert measured == {
             "operators": sum(entry.census.values()),
             "collectives": len(entry.collectives),
             "pools": len(artifact.manifest.state),
@@ -145,8 +145,8 @@ def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
 
 
 def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
-    read = shipped.rank_collectives(ge_file_of(artifact, decode_entry), artifact.manifest)
-    assert read == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
+    collectives = shipped.rank_collectives(ge_file_of(artifact, decode_entry), artifact.manifest)
+    assert collectives == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
 
 
 def test_more_layers_repeat_the_middle():
@@ -174,9 +174,9 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
     case = shipped.BucketCase(decode_entry.bucket, form, (decode_entry,))
     monkeypatch.setattr(shipped, "shrink_layers", lambda kinds: kinds)
     small = SimpleNamespace(collectives=decode_entry.collectives)
-    told = shipped.check_small_bucket(artifact, case, small, ge_file)
+    measured = shipped.check_small_bucket(artifact, case, small, ge_file)
     # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
-    assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
+    assert measured == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
 
     def change(ops, model):
         next(op for op in ops.values() if op.type == "SwiGlu").type = "GeGlu"

@@ -41,9 +41,9 @@ def entry(kind, batch, q_len, talks=()):
 
 def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
     """As much of a manifest as the small image is made from."""
-    found = registry.find(name)
+    checkpoint = registry.find(name)
     chosen = {
-        "model": {"name": name, "config": found.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
+        "model": {"name": name, "config": checkpoint.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
         "limits": Limits(128, 1000, 400, 4096, 4, 3),
         "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
@@ -97,8 +97,8 @@ def test_layers_keep_their_period(kinds, small):
 def test_buckets_of_one_form_share_a_small_one():
     entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
     cases = small_buckets(entries, 2, 3)
-    told = [(case.bucket.name, [one.bucket.batch * one.bucket.q_len for one in case.stands_for]) for case in cases]
-    assert told == [
+    images = [(case.bucket.name, [entry.bucket.batch * entry.bucket.q_len for entry in case.stands_for]) for case in cases]
+    assert images == [
         ("prefill-b1-q192", [3584, 64, 4096]),
         ("decode-b5-q4", [4, 12, 20, 28]),
         ("decode-b4-q4", [8, 16, 24, 32]),
@@ -127,8 +127,8 @@ def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
 def test_exchange_forms_are_told_apart():
     graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
     small = small_model.shrink(manifest(graphs=graphs), 3)
-    found = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
-    assert found == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
+    limits = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
+    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
     # Without drafts whatever is sent is the layers' own.
     assert [small_model.dispatched(graph, 0) for graph in graphs] == ["none", "all", "all"]
 
@@ -136,10 +136,10 @@ def test_exchange_forms_are_told_apart():
 @pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
 def test_a_small_step_that_sends_the_tokens_of_drafts_alone_has_more_of_others(tp, batch, small):
     """It is the layers' pass that gathers, for it has more tokens than a device may send; its image must have more than it may, too."""
-    made = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
-    (case,) = made.cases
+    small_model_ = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
+    (case,) = small_model_.cases
     assert case.bucket.name == small
-    most = made.model_for(case, F32).config.variant.most_dispatched
+    most = small_model_.model_for(case, F32).config.variant.most_dispatched
     assert small_model.share(case.bucket, case.bucket.batch, tp) <= most < small_model.share(case.bucket, case.bucket.tokens, tp)
 
 
@@ -165,9 +165,9 @@ def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts)
     assert small.decode_steps == max(2, -(-(drafts + 2) // 2))
     longest = 2 * small_model.PROMPT_EXCESS + small_model.PROMPT_EXCESS + (drafts + 1) * small.decode_steps * len(small.cases)
     assert small.limits.max_model_len >= longest
-    alone = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
-    rows = alone.cases[0].bucket.batch - 1
-    assert alone.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
+    wide = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
+    rows = wide.cases[0].bucket.batch - 1
+    assert wide.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
 
 
 def test_a_model_drafts_as_its_artifact_does():
@@ -206,10 +206,10 @@ def test_one_checkpoint_is_held_in_every_form(quantization):
     small = small_model.shrink(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
     tensors = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
     for model, dtype in ((small.model, F32), (small.reference, F32), (small.shipped, BF16)):
-        held = small_model.model_params(model, tensors, dtype)
-        wanted = tree.flatten(avals(model.params(dtype)))
-        assert [(tuple(tensor.shape), tensor.dtype) for tensor in held] == [(aval.shape, aval.dtype) for _, aval in wanted]
-        assert all(tensor.is_contiguous() for tensor in held)
+        params = small_model.model_params(model, tensors, dtype)
+        declared = tree.flatten(avals(model.params(dtype)))
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in params] == [(aval.shape, aval.dtype) for _, aval in declared]
+        assert all(tensor.is_contiguous() for tensor in params)
     sharded, whole = (
         dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
         for model in (small.model, small.reference)
