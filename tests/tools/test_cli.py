@@ -1,4 +1,4 @@
-"""tools/cli.py: a command line becomes a call, a refusal becomes one line and status 1, help costs nothing."""
+"""tools/cli.py: a command line becomes a call, a refusal becomes one line and status 1, and help imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/locate.py: names become directories, and what cannot run here is passed over with a reason."""
+"""tools/locate.py: names become directories, and artifacts that cannot run here are skipped with a reason."""
 
 from __future__ import annotations
 

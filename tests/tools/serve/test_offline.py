@@ -1,4 +1,4 @@
-"""tools/serve/offline.py: prompts in, completions out, batched as a server would."""
+"""tools/serve/offline.py: prompts become completions, batched as a server batches them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def executor(tiny_artifact):
 
 
 def by_hand(executor, prompt, count):
-    """Greedy decoding with nothing between it and the graphs."""
+    """Greedy decoding by running the graphs directly."""
     pages = slots = [1, 2, 3, 4]
 
     for start in range(0, len(prompt), 16):
@@ -98,7 +98,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(executor):
         complete(executor, [[260]], GREEDY, 4, NO_STOP)
 
 
-def test_a_step_that_fails_is_told(executor, caplog):
+def test_a_step_that_fails_is_reported(executor, caplog):
     class Broken(tiny.Narrowed):
         def launch(self, bucket, inputs):
             raise ZeroDivisionError("no")

@@ -1,4 +1,4 @@
-"""Matrices follow Muon, vectors and tables Adam; a resumed run goes on as if it had not stopped."""
+"""tools/train/optimiser.py: matrices follow Muon, vectors and tables Adam, and a resumed run continues exactly."""
 
 from concurrent.futures import ThreadPoolExecutor
 

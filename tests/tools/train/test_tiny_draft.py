@@ -1,5 +1,8 @@
+"""tools/train/tiny_draft.py: drafts and losses of the draft head are those of a server."""
+
 import pytest
 import torch
+from support import tiny
 
 from npucompile.models import qwen3_5
 from npucompile.tools.train import tiny_draft, tiny_model
@@ -9,22 +12,7 @@ ROWS, LENGTH = 2, 24
 
 @pytest.fixture(scope="module")
 def model():
-    config = {
-        **tiny_model.hf_config(2045),
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    }
-    cfg = qwen3_5.Config.from_hf(config)
+    cfg = qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
     return cfg, tiny_model.initial_params(cfg, 3)
 
 
@@ -65,8 +53,8 @@ def test_unrolled_drafts_are_those_of_a_server(model, texts, own_tokens):
     for row in range(ROWS):
         for column, base in enumerate(bases[row].tolist()):
             want = drafts_of_one_position(cfg, params, texts[row], base, own_tokens)
-            logits_ = [out.first[row, base], *(logits[row, column] for logits in out.deeper)]
-            for depth, (a, b) in enumerate(zip(logits_, want, strict=True)):
+            unrolled = [out.first[row, base], *(logits[row, column] for logits in out.deeper)]
+            for depth, (a, b) in enumerate(zip(unrolled, want, strict=True)):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4, msg=lambda text, at=(row, base, depth): f"{at}: {text}")
 
 

@@ -4,21 +4,16 @@ import math
 
 import pytest
 import torch
+from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.models import qwen3_5
 from npucompile.tools.train import tiny_model
 
-SMALL = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def cfg() -> qwen3_5.Config:
-    return qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **SMALL})
+    return qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
 
 
 def test_the_bundled_sizes() -> None:

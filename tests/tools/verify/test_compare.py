@@ -1,4 +1,4 @@
-"""tools/verify/compare.py: all that no live row may read is NaN, and every difference in a live value is measured."""
+"""tools/verify/compare.py: what no live row may read is NaN, and every difference in a live value is measured."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def signature(bucket: Bucket, limits: Limits) -> Signature:
 
 
 class Toy:
-    """Sums what a live row may read, writes its keys and slots, accepts drafts that it would have said; `fault` breaks one thing."""
+    """Sums what a live row may read, writes its keys and slots, accepts drafts that equal its tokens; `fault` breaks one thing."""
 
     backend = "toy"
 

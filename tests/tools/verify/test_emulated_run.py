@@ -1,4 +1,4 @@
-"""tools/verify/emulated_run.py: right graphs agree with the trace, wrong ones are refused by rank, step and measure."""
+"""tools/verify/emulated_run.py: right graphs agree with the trace; wrong ones are refused by rank, step and measurement."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def outputs(ranks):
 
 
 def changed(outputs, number, rank, **values):
-    """The outputs, but for some of one rank in one step."""
+    """The outputs with some of one rank in one step replaced."""
     steps = {i: [dict(rank_outputs) for rank_outputs in step] for i, step in outputs.steps.items()}
     steps[number][rank] |= values
     return replace(outputs, steps={i: tuple(step) for i, step in steps.items()})
 
 
 def decode_step(ranks, group=0):
-    """A decode step in which a group works."""
+    """The first decode step in which a group has live rows."""
     return next(i for i, step in enumerate(ranks.trace.steps) if step.case.form.kind == "decode" and step.expected[group])
 
 
@@ -107,7 +107,7 @@ def test_a_token_is_not_bound_where_the_two_best_logits_are_closer_than_the_tole
 
 
 def otherwise(ranks, outputs, number, place):
-    """The outputs, but that rank 0 takes another first token in a row, and all that follows from it."""
+    """The outputs with another first token in a row of rank 0, and with what follows from it."""
     step = ranks.trace.steps[number]
     row, request_slot = step.expected[0].rows[place], int(step.inputs[0]["request_slots"][step.expected[0].rows[place]])
     tokens, counts, pool = (outputs.steps[number][0][name].clone() for name in ("tokens", "counts", "request_slots"))
@@ -164,7 +164,7 @@ def spoiling(ranks, number, spoil):
 
 
 def at(ranks, number, place):
-    """Row, pages and offsets of what a live row of group 0 takes in."""
+    """Row, pages and offsets of the tokens that a live row of group 0 writes."""
     step = ranks.trace.steps[number]
     row = step.expected[0].rows[place]
     where = int(step.request_slots[0][step.inputs[0]["request_slots"][row], START]) + torch.arange(step.expected[0].taken[place])
@@ -187,7 +187,7 @@ def test_every_step_is_given_the_request_slots_of_the_trace(ranks, outputs):
 
 @pytest.mark.parametrize("another", [True, False])
 def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace(ranks, another):
-    """What the draft head keeps of the row is put right behind the step; not so of a row that sampled what it must."""
+    """The draft head's keys of such a row are restored after the step; those of a row that had to sample its token are not."""
     number = decode_step(ranks)
     place = next(i for i, taken in enumerate(ranks.trace.steps[number].expected[0].taken) if taken > 1)
     row, pages, offsets = at(ranks, number, place)
@@ -202,7 +202,7 @@ def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace
     right = ranks.shard(ranks.trace.final_state[0], 0)[names.index("state.mtp.k")][pages, offsets]
     keys = spoilt.state[0][names.index("state.mtp.k")][pages, offsets]
     assert torch.allclose(keys, right, atol=1e-4) == another
-    # What is compared bit for bit is what the graph left.
+    # The comparison bit for bit uses what the graph itself wrote.
     assert not torch.allclose(spoilt.after[number][0][names.index("state.mtp.k")][pages, offsets], right, atol=1e-4)
     if not another:
         with pytest.raises(VerifyError, match=r"rank 0 .*: (state\.mtp\.k differ by|drafts of rows)"):

@@ -1,4 +1,4 @@
-"""tools/verify/executables.py: a proof passes what is right and refuses what is wrong, by name."""
+"""tools/verify/executables.py: right executables pass, and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "dec
 
 
 def doctored(path, name):
-    """Publishes an artifact whose eager graph of one bucket computes something else, with all digests right."""
+    """Publishes an artifact whose eager graph of one bucket is wrong while all digests are right."""
 
     def change(manifest, writer):
         entry = next(entry for entry in manifest.graphs if entry.bucket.name == name)
@@ -46,7 +46,7 @@ def test_every_bucket_is_measured(tiny_artifact):
         assert measured["logits_error"] <= 1e-5
         assert measured["token_mismatches"] == 0
         assert f"{name} (eager) logits within" in output.getvalue()
-    # Of the largest bucket: 1, 3 and 4 live rows, each twice.
+    # The largest bucket runs with 1, 3 and 4 live rows, each twice.
     assert buckets["decode-b4-q4"]["rows"] == 16
 
 
@@ -75,7 +75,7 @@ def test_an_executable_that_is_wrong_is_named(own_artifact, stub, error, measure
 
 
 def test_a_graph_whose_rows_depend_on_their_batch_is_named(own_artifact):
-    """Nothing but the bucket of one row can tell: the reference itself is wrong."""
+    """The eager graph itself is wrong, so only the bucket of one row can tell."""
     artifact = doctored(own_artifact, "decode-b4-q4")
     with pytest.raises(VerifyError, match=r"^decode-b4-q4 \(eager\) against eager rows run alone: (logits|state) differ by"):
         verify(artifact, tiny.QUIET)
@@ -133,5 +133,5 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
         assert not actual[1].any()
         assert not actual[3].any()
     for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
-        # What padding leaves in the null page, slot and request slot is nobody's.
+        # Padding writes to the null page, slot and request slot, which are not compared.
         assert torch.allclose(mine[1:], its[1:], atol=1e-5)

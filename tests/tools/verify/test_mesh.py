@@ -1,4 +1,4 @@
-"""tools/verify/mesh.py: ranks of this machine agree with one device, and wrong weights, graphs and sizes are found."""
+"""tools/verify/mesh.py: ranks in one process agree with one device; wrong weights, graphs and sizes are found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks_accept_drafts_too(artifact, monkeypatch):
 
     monkeypatch.setattr(module, "output_differences", noted)
     verify_mesh(artifact, tiny.QUIET)
-    # No group has more than two rows, and every second one has a right draft.
+    # No group has more than two rows, and every second row has a right draft.
     assert counts >= {1, 2}
 
 

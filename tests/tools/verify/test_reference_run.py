@@ -33,7 +33,7 @@ def traced(image, kind):
 
 
 def played(image, kind):
-    """A step's inputs and pools of numbers; NaN stays where it is null."""
+    """A step of the trace, and pools of random numbers with its request slots."""
     traced_step, generator = traced(image, kind), torch.Generator().manual_seed(3)
     pools = [torch.randn(leaf.aval.shape, generator=generator) for leaf in image.trace.leaves]
     pools[request_slot_pool(image.trace.leaves)] = traced_step.request_slots[0].clone()

@@ -1,4 +1,4 @@
-"""tools/verify/step_trace.py: a trace covers idle groups, padding, chunks, right and wrong drafts, and reads nothing unwritten."""
+"""tools/verify/step_trace.py: a trace has idle groups, padding, chunks, right and wrong drafts, and reads only what was written."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_state_slots_follow_the_contract_of_the_recurrent_operator(image):
             assert 0 <= int(step.request_slots[0][step.inputs[0]["request_slots"][row], ACCEPTED]) < 3
 
 
-def test_a_step_goes_on_behind_the_tokens_that_the_last_one_accepted(image):
+def test_a_step_continues_after_the_tokens_that_the_last_one_accepted(image):
     for steps in by_request(image, 0).values():
         for (step, row), (after, there) in pairwise(decoded(steps)):
             inputs, expected = step.inputs[0], step.expected[0]
@@ -116,7 +116,7 @@ def test_a_step_goes_on_behind_the_tokens_that_the_last_one_accepted(image):
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 def test_every_number_of_drafts_is_accepted_and_some_rows_verify_fewer(drafts):
-    """One group of three requests, one of which nears its end, and no more steps than there must be."""
+    """One group of three requests, one of them near the end of its context, in the fewest steps."""
     image = images.image("dp=1,tp=2", BOTH, steps=1, drafts=drafts)
     expected = [(step, expected) for step in steps_of(image, "decode") for expected in step.expected if expected]
     counts = Counter(count for _, outputs in expected for count in outputs.taken)
@@ -141,7 +141,7 @@ def test_drafts_that_are_right_are_not_accepted_where_they_are_not_to_be_verifie
     assert unverified > 0
 
 
-def test_a_host_that_has_not_read_the_last_step_yet_gives_the_smallest_place(image):
+def test_a_host_that_has_not_read_the_last_step_yet_gives_the_smallest_position(image):
     behind = Counter()
     for step in steps_of(image, "decode"):
         for group in range(3):
@@ -156,7 +156,7 @@ def test_pages_are_there_for_what_is_drafted(image):
         for group in range(3):
             for row in live(step, group):
                 filled = int((step.inputs[group]["page_table"][row] > 0).sum()) * size
-                # Candidates, and a key of each draft but the last.
+                # The candidates, and a key of each draft but the last.
                 assert filled >= min(start(step, group, row) + 3 + 1, most)
 
 
@@ -173,14 +173,14 @@ def test_one_request_reaches_the_end_of_its_context(image):
     assert any(expected.taken[expected.rows.index(row)] > 1 for step, row in steps for expected in [step.expected[0]])
 
 
-def test_seats_of_nobody_hold_what_would_be_noticed_and_the_null_request_slot_nothing(image):
+def test_unowned_request_slots_hold_what_would_be_noticed_and_the_null_request_slot_zeros(image):
     at = request_slot_pool(image.trace.leaves)
     for group in range(3):
         owned = set(by_request(image, group))
         pool = image.trace.final_state[group][at]
-        nobodys = set(range(1, len(pool))) - owned
-        assert nobodys
-        assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in nobodys)
+        unowned = set(range(1, len(pool))) - owned
+        assert unowned
+        assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in unowned)
         assert pool[0].tolist() == [0] * pool.shape[1]
         assert all(pool[request_slot, START] > 0 for request_slot in owned)
 
