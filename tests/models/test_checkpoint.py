@@ -1,4 +1,4 @@
-"""Loading every layout that transformers and the published files use, against transformers; saving; and every refusal."""
+"""models/checkpoint.py: every published layout loads as in transformers, what is saved loads again, and refusals name the tensor."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def test_save_is_deterministic_and_replaces_in_one_step(tmp_path):
     random = oracle.case("moe")
     params = qwen3_5.abstract_params(random.model.config, torch.float32)
     first = checkpoint.save(params, random.weights, tmp_path / "new" / "place").read_bytes()
-    again = checkpoint.save(params, tree.map_leaves(torch.clone, random.weights), tmp_path / "new" / "place").read_bytes()
-    assert first == again
+    second = checkpoint.save(params, tree.map_leaves(torch.clone, random.weights), tmp_path / "new" / "place").read_bytes()
+    assert first == second
     assert [p.name for p in (tmp_path / "new" / "place").iterdir()] == ["model.safetensors"]
     broken = {**random.weights, "norm": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"norm: is \[3\]; its parameter is \[44\]"):

@@ -1,4 +1,4 @@
-"""The presets' sizes, counted, against the published parameter counts."""
+"""models/presets.py: the sizes of the presets give the published parameter counts."""
 
 from __future__ import annotations
 

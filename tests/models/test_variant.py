@@ -1,4 +1,4 @@
-"""A variant says how parameters are held; the schemes that are published have names."""
+"""models/variant.py: a variant decides how parameters are stored, and the published schemes have names."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ F32 = torch.float32
     ],
 )
 def test_schemes_have_names(scheme: str, grouped: bool, attention: str, experts: str) -> None:
-    found = Variant.of(scheme, grouped=grouped, kv_repeat=2, recurrent=torch.bfloat16)
-    assert found == Variant(2, attention, experts, torch.bfloat16)
+    variant = Variant.of(scheme, grouped=grouped, kv_repeat=2, recurrent=torch.bfloat16)
+    assert variant == Variant(2, attention, experts, torch.bfloat16)
     assert set(SCHEMES) == {"none", "w8a8", "w4a8"}
 
 
@@ -48,9 +48,9 @@ def test_the_plain_variant_holds_what_a_checkpoint_does() -> None:
 @pytest.mark.parametrize("variant", [Variant(kv_repeat=2), Variant(kv_repeat=4), Variant(experts="grouped")], ids=str)
 def test_a_held_model_can_be_saved_again(variant: Variant) -> None:
     """Copies and turned matrices are the checkpoint's own numbers."""
-    held = fleets.tensors()
+    tensors = fleets.tensors()
     for path, param in tree.flatten(fleets.model(variant).params(F32)):
-        parts = [held[name] for name in param.source.names]
+        parts = [tensors[name] for name in param.source.names]
         joined = param.source.join(*parts)
         assert (tuple(joined.shape), joined.dtype) == (param.aval.shape, param.aval.dtype), path
         assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), parts, strict=True)), path
@@ -67,12 +67,12 @@ def test_declared_shapes_are_what_quantising_makes(scheme: str) -> None:
 def test_repeated_heads_say_the_same(copies: int) -> None:
     """Each key-value head lies `copies` times in parameters and pools, and logits are the same to the last bit or two."""
     serving = fleets.Serving(2, 0, [2])
-    plain, repeated = fleets.Alone(fleets.model()), fleets.Alone(fleets.model(Variant(kv_repeat=copies)))
-    for bucket, (given,) in serving.steps(2):
-        want, got = plain.step(bucket, given), repeated.step(bucket, given)
-        assert (want["logits"] - got["logits"]).abs().max() < 1e-5
-        serving.heard(bucket, [given], [want])
-    keys, many = (one.state["layers"][1]["k"] for one in (plain, repeated))
+    plain, repeated = fleets.OneDevice(fleets.model()), fleets.OneDevice(fleets.model(Variant(kv_repeat=copies)))
+    for bucket, (inputs,) in serving.steps(2):
+        want, doubled = plain.step(bucket, inputs), repeated.step(bucket, inputs)
+        assert (want["logits"] - doubled["logits"]).abs().max() < 1e-5
+        serving.commit(bucket, [inputs], [want])
+    keys, many = (device.state["layers"][1]["k"] for device in (plain, repeated))
     assert many.shape[2] == copies * keys.shape[2]
     assert (many - keys.repeat_interleave(copies, 2)).abs().max() < 1e-5
 

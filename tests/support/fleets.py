@@ -16,8 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import qwen3_5, sharding_rules, step
-from npucompile.models import request_slots as request_slots
+from npucompile.models import qwen3_5, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
@@ -66,7 +65,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
 @functools.cache
 def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
-    found: dict[str, torch.Tensor] = {}
+    checkpoint: dict[str, torch.Tensor] = {}
     params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
     head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
     for part, seed in ((params, 5), (head, 6)):
@@ -74,33 +73,33 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
         for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
             # Away from zeros and ones, so that no parameter can be dropped without a change of logits.
             noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator)
-            found.update(zip(param.source.names, param.source.split(noisy), strict=True))
-    return found
+            checkpoint.update(zip(param.source.names, param.source.split(noisy), strict=True))
+    return checkpoint
 
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
     return step.Model("small", qwen3_5.FAMILY, replace(config(experts), variant=variant), drafting=drafts > 0)
 
 
-def weights(found: step.Model) -> Tree:
+def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
-    held = tensors(found.config.num_experts > 0)
-    return tree.map_leaves(lambda p: p.source.join(*(held[n] for n in p.source.names)).contiguous(), found.params(F32))
+    checkpoint = tensors(model.config.num_experts > 0)
+    return tree.map_leaves(lambda p: p.source.join(*(checkpoint[n] for n in p.source.names)).contiguous(), model.params(F32))
 
 
-class Alone:
-    """One group served by one device: the program, called as it is written."""
+class OneDevice:
+    """One group served by one device, by calling the untraced program."""
 
-    def __init__(self, found: step.Model, drafts: int = 0) -> None:
+    def __init__(self, model: step.Model, drafts: int = 0) -> None:
         self.limits = limits(drafts)
-        self.model = replace(found, drafting=drafts > 0)
+        self.model = replace(model, drafting=drafts > 0)
         self.weights = weights(self.model)
         self.state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(self.limits, F32))
 
     @torch.no_grad()
-    def step(self, bucket: Bucket, given: Mapping[str, torch.Tensor]) -> Inputs:
+    def step(self, bucket: Bucket, inputs: Mapping[str, torch.Tensor]) -> Inputs:
         program = step.program(self.model, bucket, self.limits, F32)
-        outputs, self.state = program.forward(self.weights, self.state, given)
+        outputs, self.state = program.forward(self.weights, self.state, inputs)
         return outputs
 
     def pool(self) -> list[torch.Tensor]:
@@ -114,19 +113,19 @@ Machine = Callable[[Any, Mesh], Callable[[Sequence[Sequence[torch.Tensor]]], lis
 
 @functools.cache
 def partitioned(
-    found: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, held: Limits, emit_logits: bool, max_logprobs: int
+    model: step.Model, mesh: Mesh, rules: Rules, bucket: Bucket, limits: Limits, emit_logits: bool, max_logprobs: int
 ) -> Partitioned:
-    program = step.program(found, bucket, held, F32, emit_logits=emit_logits, max_logprobs=max_logprobs)
+    program = step.program(model, bucket, limits, F32, emit_logits=emit_logits, max_logprobs=max_logprobs)
     return optimise(partition(program, mesh, rules))
 
 
-def functional(found: Partitioned) -> GraphModule:
-    return found.graph
+def functional(partitioned: Partitioned) -> GraphModule:
+    return partitioned.graph
 
 
 @dataclass
 class Fleet:
-    """All ranks of a mesh, each with its shard of everything, in lockstep.
+    """All ranks of a mesh, each with its shard of everything, one step at a time.
 
     Attributes:
         form: what is run of a partitioned graph; one that returns no new state has written it in place.
@@ -164,16 +163,16 @@ class Fleet:
     def partitioned(self, bucket: Bucket) -> Partitioned:
         return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
 
-    def step(self, bucket: Bucket, given: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
-        """Outputs of every group, given the inputs of every group; all ranks of a group say the same."""
-        found = self.partitioned(bucket)
+    def step(self, bucket: Bucket, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
+        """Outputs of every group, from the inputs of every group; all ranks of a group must agree."""
+        program = self.partitioned(bucket)
         if bucket not in self.graphs:
-            self.graphs[bucket] = self.machine(self.form(found), self.mesh)
-        names = [leaf.path for leaf in found.signature.outputs]
+            self.graphs[bucket] = self.machine(self.form(program), self.mesh)
+        names = [leaf.path for leaf in program.signature.outputs]
         operands = []
         for rank in range(self.mesh.size):
-            inputs = {**given[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
-            own = [inputs[leaf.path].clone() for leaf in found.signature.inputs]
+            mine = {**inputs[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
+            own = [mine[leaf.path].clone() for leaf in program.signature.inputs]
             operands.append([*self.params[rank], *self.state[rank], *own])
         results = self.graphs[bucket](operands)
         outputs = []
@@ -182,11 +181,11 @@ class Fleet:
                 self.state[rank] = values[len(names) :]
             outputs.append(dict(zip(names, values[: len(names)], strict=True)))
         share = self.mesh.axis("tp")
-        for rank, said in enumerate(outputs):
-            for name, value in said.items():
+        for rank, own in enumerate(outputs):
+            for name, value in own.items():
                 first = outputs[rank - rank % share][name]
-                # What a device says of padding may be NaN.
-                assert torch.equal(value.nan_to_num(0.25), first.nan_to_num(0.25)), f"rank {rank} says other {name} than its group"
+                # Outputs of padding may be NaN.
+                assert torch.equal(value.nan_to_num(0.25), first.nan_to_num(0.25)), f"rank {rank} has other {name} than its group"
         return outputs[::share]
 
     def pool(self, group: int) -> list[torch.Tensor]:
@@ -215,17 +214,17 @@ class Serving:
 
     Attributes:
         live: how many rows of each group hold a request.
-        said: by group and row, tokens of the answers so far.
+        output: by group and row, tokens generated so far.
     """
 
     def __init__(self, batch: int, drafts: int, live: Sequence[int]) -> None:
         self.prefill, self.decode = Bucket("prefill", batch, 5), Bucket("decode", batch, drafts + 1)
         self.live, self.drafts, self.turn = list(live), drafts, 0
         self.prompts = [prompts(group, rows) for group, rows in enumerate(live)]
-        self.said: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
+        self.output: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
 
     def steps(self, decodes: int) -> Iterator[tuple[Bucket, list[Inputs]]]:
-        """Inputs of the groups for each prefill step and so many decode steps; each is to be followed by `heard`."""
+        """Inputs of the groups for each prefill step and so many decode steps; each is to be followed by `commit`."""
         Q = self.prefill.q_len
         for at in range(0, 7, Q):
             yield self.prefill, [self._chunk(group, at, at + Q) for group in range(len(self.live))]
@@ -234,33 +233,33 @@ class Serving:
             yield self.decode, [self._candidates(group) for group in range(len(self.live))]
 
     def _chunk(self, group: int, first: int, last: int) -> Inputs:
-        given = self._inputs(self.prefill)
+        inputs = self._inputs(self.prefill)
         for b, ids in enumerate(self.prompts[group]):
             if part := ids[first:last]:
-                given["tokens"][b, : len(part)] = torch.tensor(part)
-                given["num_computed_tokens"][b], given["query_lens"][b], given["state_slots_in"][b] = first, len(part), self._slots(b)[0]
-                self._place(given, b, self._slots(b)[:1])
+                inputs["tokens"][b, : len(part)] = torch.tensor(part)
+                inputs["num_computed_tokens"][b], inputs["query_lens"][b], inputs["state_slots_in"][b] = first, len(part), self._slots(b)[0]
+                self._place(inputs, b, self._slots(b)[:1])
                 if self.drafts:
-                    given["next_tokens"][b] = ids[last] if len(ids) > last else -1
-        return given
+                    inputs["next_tokens"][b] = ids[last] if len(ids) > last else -1
+        return inputs
 
     def _candidates(self, group: int) -> Inputs:
         """Inputs of a decode step; now and then one draft of a row is not verified."""
-        given = self._inputs(self.decode)
-        for b, row in enumerate(self.said[group]):
-            given["base"][b] = len(self.prompts[group][b]) + len(row) - 1
-            given["drafts"][b] = max(0, self.drafts - ((self.turn + b) % 4 == 2))
-            self._place(given, b, self._slots(b))
-        return given
+        inputs = self._inputs(self.decode)
+        for b, row in enumerate(self.output[group]):
+            inputs["base"][b] = len(self.prompts[group][b]) + len(row) - 1
+            inputs["drafts"][b] = max(0, self.drafts - ((self.turn + b) % 4 == 2))
+            self._place(inputs, b, self._slots(b))
+        return inputs
 
-    def heard(self, bucket: Bucket, given: Sequence[Inputs], said: Sequence[Inputs]) -> None:
-        """Takes what each group said."""
-        for group, outputs in enumerate(said):
-            for b, row in enumerate(self.said[group]):
+    def commit(self, bucket: Bucket, inputs: Sequence[Inputs], outputs: Sequence[Inputs]) -> None:
+        """Appends the tokens that each group sampled."""
+        for group, sampled in enumerate(outputs):
+            for b, row in enumerate(self.output[group]):
                 if bucket.kind == "decode":
-                    row += outputs["tokens"][b, : int(outputs["counts"][b])].tolist()
-                elif int(given[group]["num_computed_tokens"][b] + given[group]["query_lens"][b]) == len(self.prompts[group][b]):
-                    row.append(int(outputs["tokens"][b, 0]))
+                    row += sampled["tokens"][b, : int(sampled["counts"][b])].tolist()
+                elif int(inputs[group]["num_computed_tokens"][b] + inputs[group]["query_lens"][b]) == len(self.prompts[group][b]):
+                    row.append(int(sampled["tokens"][b, 0]))
 
     def force(self, group: int, pool: torch.Tensor, truth: Sequence[Sequence[int]]) -> list[int | None]:
         """Puts drafts in the request slots of a group, right ones and then wrong ones, in another way each step.
@@ -272,7 +271,7 @@ class Serving:
             how many of each row's drafts are right; None where they are the model's own.
         """
         right: list[int | None] = []
-        for b, row in enumerate(self.said[group]):
+        for b, row in enumerate(self.output[group]):
             count, ahead = (self.turn + b + group) % (self.drafts + 2), truth[b][len(row) : len(row) + self.drafts]
             right.append(count if count <= self.drafts else None)
             if count <= self.drafts:
@@ -284,29 +283,29 @@ class Serving:
         Q = self.drafts + 1
         return [1 + Q * b + i for i in range(Q)]
 
-    def _place(self, given: Inputs, b: int, slots: Sequence[int]) -> None:
-        given["request_slots"][b] = 1 + b
-        given["page_table"][b] = torch.tensor([1 + (7 * (PAGES * b + i)) % (ROWS * PAGES) for i in range(PAGES)])
-        given["state_slots_out"][b] = torch.tensor(slots)
+    def _place(self, inputs: Inputs, b: int, slots: Sequence[int]) -> None:
+        inputs["request_slots"][b] = 1 + b
+        inputs["page_table"][b] = torch.tensor([1 + (7 * (PAGES * b + i)) % (ROWS * PAGES) for i in range(PAGES)])
+        inputs["state_slots_out"][b] = torch.tensor(slots)
 
     def _inputs(self, bucket: Bucket) -> Inputs:
         """Inputs of padding."""
-        made = StepInputs(bucket, limits(self.drafts)).padding()
-        made["uniform"].fill_(0.5)
-        return made
+        padding = StepInputs(bucket, limits(self.drafts)).padding()
+        padding["uniform"].fill_(0.5)
+        return padding
 
 
-def told(bucket: Bucket, given: Inputs) -> torch.Tensor:
-    """Which of a group's rows and places [B, W] say something: no padding, and nothing after a draft that is not verified."""
+def valid_positions(bucket: Bucket, inputs: Inputs) -> torch.Tensor:
+    """Which rows and positions [B, W] of a group count: no padding, and nothing after a draft that is not verified."""
     if bucket.kind == "prefill":
-        return given["query_lens"][:, None] > 0
-    return (given["request_slots"] > 0)[:, None] & (torch.arange(bucket.q_len) <= given["drafts"][:, None])
+        return inputs["query_lens"][:, None] > 0
+    return (inputs["request_slots"] > 0)[:, None] & (torch.arange(bucket.q_len) <= inputs["drafts"][:, None])
 
 
 @functools.cache
-def answers(found: step.Model, batch: int, live: tuple[int, ...], tokens: int) -> list[list[list[int]]]:
-    """What each group's requests are answered by devices that draft nothing, so many tokens each."""
-    devices, serving = [Alone(found) for _ in live], Serving(batch, 0, live)
-    for bucket, given in serving.steps(tokens - 1):
-        serving.heard(bucket, given, [device.step(bucket, own) for device, own in zip(devices, given, strict=True)])
-    return serving.said
+def answers(model: step.Model, batch: int, live: tuple[int, ...], tokens: int) -> list[list[list[int]]]:
+    """The outputs of each group's requests on devices without drafts, so many tokens each."""
+    devices, serving = [OneDevice(model) for _ in live], Serving(batch, 0, live)
+    for bucket, inputs in serving.steps(tokens - 1):
+        serving.commit(bucket, inputs, [device.step(bucket, own) for device, own in zip(devices, inputs, strict=True)])
+    return serving.output

@@ -124,18 +124,18 @@ class Oracle:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """What transformers says after every token, without a cache: n ids -> [n, V] float32."""
+        """Logits of transformers after every token, without a cache: n ids -> [n, V] float32."""
         return self.theirs(torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
     def logits_step_by_step(self, ids: list[int], prompt: int) -> torch.Tensor:
         """The same with its cache: `prompt` tokens at once, then token by token; [len(ids) - prompt + 1, V] float32."""
         out = self.theirs(torch.tensor([ids[:prompt]]), use_cache=True)
-        said = [out.logits[0, -1]]
+        rows = [out.logits[0, -1]]
         for token in ids[prompt:]:
             out = self.theirs(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-            said.append(out.logits[0, -1])
-        return torch.stack(said).float()
+            rows.append(out.logits[0, -1])
+        return torch.stack(rows).float()
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         """Random ids; never 0, which padding holds."""
@@ -169,10 +169,10 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
 @functools.cache
 def bundled(name: str) -> Oracle:
     """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
-    found = registry.find(name)
-    theirs = AutoModelForCausalLM.from_pretrained(found.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
-    params = qwen3_5.abstract_params(found.model.config, torch.float32)
-    return Oracle(theirs, found.model, checkpoint.load(checkpoint.open_checkpoint(found.checkpoint_dir), params), json.loads(found.text))
+    entry = registry.find(name)
+    theirs = AutoModelForCausalLM.from_pretrained(entry.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    params = qwen3_5.abstract_params(entry.model.config, torch.float32)
+    return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
 HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}

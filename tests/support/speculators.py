@@ -1,4 +1,4 @@
-"""Requests served step by step by a model's own programs, with the drafts that a test wants: the smallest loop there can be."""
+"""Requests served by a model's programs in a minimal loop, with the drafts that a test plants."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
-from npucompile.models import request_slots as request_slots
-from npucompile.models import step
+from npucompile.models import request_slots, step
 from npucompile.runtime.rng import random_number
 
 PAGE, CONTEXT, REQUESTS = 8, 256, 6
 UNTAKEN = -(10**6)
-"""What a request slot holds before a request takes it: no token, and no place."""
+"""What an unowned request slot holds: neither a token nor a position."""
 
 Call = Callable[[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Weights, state and inputs -> outputs; the list of state holds the new one afterwards."""
@@ -48,23 +47,23 @@ class Knobs:
 
 @dataclass
 class Request:
-    """A request: its prompt, how it samples, and what it has said.
+    """A request: its prompt, its sampling and its output.
 
     Attributes:
-        request_slot: where the device keeps its next step; its pages and slots follow from it.
+        request_slot: its slot on the device, from which its pages and state slots follow.
         counts: tokens that each of its decode steps gave.
     """
 
     prompt: list[int]
     request_slot: int
     knobs: Knobs = field(default_factory=Knobs)
-    said: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
     @property
     def start(self) -> int:
         """Tokens that are in the caches: all but the last."""
-        return len(self.prompt) + len(self.said) - 1
+        return len(self.prompt) + len(self.output) - 1
 
     def number(self, index: int) -> float:
         """Random number of its token `index`."""
@@ -72,16 +71,16 @@ class Request:
 
 
 def traced(program: Program) -> Call:
-    """A program as the graph that an eager artifact holds: state in place."""
+    """A program as the graph of an eager artifact, which writes state in place."""
     return _runs(program, lambda node: node.target)
 
 
 def direct(program: Program) -> Call:
-    """A program as it is written; for buckets that are not worth a trace."""
+    """An untraced program, for buckets that are not worth a trace."""
 
     @torch.no_grad()
-    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        outputs, after = program.forward(tree.unflatten(program.params, weights), tree.unflatten(program.state, state), given)
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs, after = program.forward(tree.unflatten(program.params, weights), tree.unflatten(program.state, state), inputs)
         state[:] = [tensor for _, tensor in tree.flatten(after)]
         return dict(outputs)
 
@@ -94,7 +93,7 @@ def token_by_token(program: Program) -> Call:
     A matrix product may sum in another order where it has more rows, and attention where it has more keys; then what a token leaves
     depends, in its last bits, on the rows around it.
     """
-    return _runs(program, _alone)
+    return _runs(program, _row_by_row)
 
 
 def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
@@ -105,14 +104,14 @@ def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
     run, names = EagerExecutable(lowered.graph), [leaf.path for leaf in lowered.signature.outputs]
     wanted = [leaf.path for leaf in lowered.signature.inputs]
 
-    def call(weights: list[torch.Tensor], state: list[torch.Tensor], given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(names, run([*weights, *state, *(given[name] for name in wanted)]), strict=True))
+    def call(weights: list[torch.Tensor], state: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(names, run([*weights, *state, *(inputs[name] for name in wanted)]), strict=True))
 
     return call
 
 
-def _alone(node: Any) -> Any:
-    """What a node calls: of products, their reference for each row."""
+def _row_by_row(node: Any) -> Any:
+    """The target of a node; for products, their reference on each row."""
     primitive = of_target(node.target)
     rows = {ops.linear.name: 1, ops.swiglu_linear.name: 1, ops.moe_experts.name: 3}
     if primitive is None or primitive.name not in (*rows, ops.paged_attention.name):
@@ -122,7 +121,7 @@ def _alone(node: Any) -> Any:
 
 
 def _each_row(reference: Any, count: int) -> Any:
-    """A product whose first `count` operands have a row a token."""
+    """A product whose first `count` operands have one row for each token."""
 
     def call(*args: Any) -> torch.Tensor:
         parts = zip(*(arg.split(1) for arg in args[:count]), strict=True)
@@ -154,23 +153,21 @@ def _each_query(
 
 @functools.cache
 def _executable(
-    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, held: Limits, logprobs: int
+    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, sizes: Limits, logprobs: int
 ) -> tuple[Call, dict[str, Aval]]:
     """A bucket's program and its inputs, made once."""
-    program = step.program(model, bucket, held, torch.float32, max_logprobs=logprobs)
+    program = step.program(model, bucket, sizes, torch.float32, max_logprobs=logprobs)
     return run(program), program.inputs
 
 
 class Server:
     """A model with its weights, pools full of NaN, and k drafts a step.
 
-    Prompts are taken in by the programs as they are written, decode steps by what `run` makes of them.
-
     Args:
-        held: sizes of the pools.
-        logprobs: of how many most likely tokens log probabilities are told.
+        sizes: of the pools.
+        logprobs: number of most likely tokens whose log probabilities are outputs.
         padding: token of padding, in rows of prompts and in the null request slot.
-        run: how a decode program, and `run_prefill` how a prefill program, becomes something that runs.
+        run: turns a decode program, and `run_prefill` a prefill program, into a callable.
     """
 
     def __init__(
@@ -179,13 +176,13 @@ class Server:
         weights: Tree,
         drafts: int,
         *,
-        held: Limits | None = None,
+        sizes: Limits | None = None,
         logprobs: int = 0,
         padding: int = 0,
         run: Callable[[Program], Call] = traced,
         run_prefill: Callable[[Program], Call] = direct,
     ) -> None:
-        self.drafts, self.limits, self.logprobs, self.padding = drafts, held or limits(drafts), logprobs, padding
+        self.drafts, self.limits, self.logprobs, self.padding = drafts, sizes or limits(drafts), logprobs, padding
         self.model = replace(model, drafting=drafts > 0)
         self._run = {"decode": run, "prefill": run_prefill}
         self.weights = [tensor for _, tensor in tree.flatten({name: weights[name] for name in self.model.params(torch.float32)})]
@@ -200,15 +197,15 @@ class Server:
         return self.state[self.names.index("request_slots")]
 
     def pages(self, request_slot: int) -> list[int]:
-        """All pages of a request slot's request; every other one has them in falling order."""
+        """All pages of a request slot's request; in falling order for every other request slot."""
         return _share(request_slot, self.limits.pages_per_request)
 
     def slots(self, request_slot: int) -> list[int]:
-        """All state slots of a request slot's request; every other one has them in falling order."""
+        """All state slots of a request slot's request; in falling order for every other request slot."""
         return _share(request_slot, self.limits.slots_per_request)
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Takes in all that is known of some requests and samples their next tokens.
+        """Prefills prompts and outputs of requests and samples their next tokens.
 
         Args:
             chunks: sizes of the prefill buckets that follow each other; none is one bucket for the longest.
@@ -216,68 +213,68 @@ class Server:
         Returns:
             the outputs of each request's last chunk.
         """
-        known = [request.prompt + request.said for request in requests]
+        known = [request.prompt + request.output for request in requests]
         last: dict[str, torch.Tensor] = {}
         done = 0
         for size in chunks or [max(map(len, known))]:
             bucket = Bucket("prefill", len(requests), size)
-            given = self.blank(bucket)
+            inputs = self.blank(bucket)
             for b, request in enumerate(requests):
                 if part := known[b][done : done + size]:
-                    self._sit(given, b, request)
-                    given["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
-                    given["num_computed_tokens"][b], given["query_lens"][b], given["state_slots_in"][b] = (
+                    self._fill_row(inputs, b, request)
+                    inputs["tokens"][b, : len(part)] = torch.tensor(part, dtype=torch.int32)
+                    inputs["num_computed_tokens"][b], inputs["query_lens"][b], inputs["state_slots_in"][b] = (
                         done,
                         len(part),
                         self.slots(request.request_slot)[0],
                     )
-                    given["uniform"][b, 0] = request.number(len(request.said))
+                    inputs["uniform"][b, 0] = request.number(len(request.output))
                     if self.drafts:
-                        given["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
-            outputs = self.step(bucket, given)
+                        inputs["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
+            outputs = self.step(bucket, inputs)
             ending = torch.tensor([done < len(ids) <= done + size for ids in known])
             for name, tensor in outputs.items():
                 last.setdefault(name, tensor.clone())[ending] = tensor[ending]
             done += size
         assert done >= max(map(len, known)), "the chunks hold what is known"
         for b, request in enumerate(requests):
-            request.said.append(int(last["tokens"][b, 0]))
+            request.output.append(int(last["tokens"][b, 0]))
         return last
 
     def decode(self, requests: Sequence[Request], batch: int | None = None) -> dict[str, torch.Tensor]:
         """One step of these requests, as a host launches it that has not yet read how many tokens the step before it gave."""
         bucket = Bucket("decode", batch or len(requests), self.drafts + 1)
-        given = self.blank(bucket)
+        inputs = self.blank(bucket)
         for b, request in enumerate(requests):
-            self._sit(given, b, request)
+            self._fill_row(inputs, b, request)
             behind = max(request.counts[-1] - 1, 0) if request.counts else 0
-            given["base"][b] = request.start - behind
-            given["drafts"][b] = self.verified(request)
-            numbers = [request.number(len(request.said) - behind + i) for i in range(given["uniform"].shape[1])]
-            given["uniform"][b] = torch.tensor(numbers)
+            inputs["base"][b] = request.start - behind
+            inputs["drafts"][b] = self.verified(request)
+            numbers = [request.number(len(request.output) - behind + i) for i in range(inputs["uniform"].shape[1])]
+            inputs["uniform"][b] = torch.tensor(numbers)
         if self.padding:
             self.request_slots[0] = self.padding
-        outputs = self.step(bucket, given)
+        outputs = self.step(bucket, inputs)
         for request, count, tokens in zip(requests, outputs["counts"].tolist(), outputs["tokens"].tolist(), strict=False):
-            assert count or request.start == self.limits.max_model_len, "a request with room in its context says something"
+            assert count or request.start == self.limits.max_model_len, "a request with room in its context gets a token"
             request.counts.append(count)
-            request.said += tokens[:count]
-        assert not outputs["counts"][len(requests) :].any(), "padding says nothing"
+            request.output += tokens[:count]
+        assert not outputs["counts"][len(requests) :].any(), "padding gets no tokens"
         return outputs
 
-    def step(self, bucket: Bucket, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def step(self, bucket: Bucket, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs a bucket's program."""
-        return self._made(bucket)[0](self.weights, self.state, given)
+        return self._program(bucket)[0](self.weights, self.state, inputs)
 
     def serve(self, requests: Sequence[Request], tokens: int) -> None:
-        """Prefills each and decodes all until each has said so many tokens, perhaps more."""
+        """Prefills each request and decodes until each has at least so many tokens."""
         for request in requests:
             self.prefill([request])
-        self.go_on(requests, tokens)
+        self.decode_until(requests, tokens)
 
-    def go_on(self, requests: Sequence[Request], tokens: int) -> None:
-        """Decodes until each has said so many tokens, perhaps more."""
-        while live := [request for request in requests if len(request.said) < tokens]:
+    def decode_until(self, requests: Sequence[Request], tokens: int) -> None:
+        """Decodes until each request has at least so many tokens."""
+        while live := [request for request in requests if len(request.output) < tokens]:
             self.decode(live)
 
     def substitute(self, request: Request, drafts: Sequence[int]) -> None:
@@ -285,69 +282,70 @@ class Server:
         self.request_slots[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
 
     def verified(self, request: Request) -> int:
-        """How many of a request's drafts its steps look at."""
+        """How many of a request's drafts its steps verify."""
         return self.drafts if request.knobs.drafts is None else min(self.drafts, request.knobs.drafts)
 
-    def mislead(self, request: Request, truth: Sequence[int], right: int) -> None:
-        """Puts drafts in a request's request slot of which the first `right` are what it will say, the next is not, and all others are.
+    def plant_drafts(self, request: Request, truth: Sequence[int], right: int) -> None:
+        """Plants drafts of which the first `right` are right, the next is wrong, and the others are right again.
 
-        Those that are not verified are the token of padding.
+        Drafts that are not verified are the padding token.
 
         Args:
-            truth: all that the request will say.
+            truth: the whole output of the request.
         """
-        said, vocab = len(request.said), self.model.config.vocab_size
-        drafts = list(truth[said : said + self.drafts])
+        done, vocab = len(request.output), self.model.config.vocab_size
+        drafts = list(truth[done : done + self.drafts])
         drafts += [1] * (self.drafts - len(drafts))
         if right < self.drafts:
             drafts[right] = (drafts[right] + 1) % vocab
-        looked_at = self.verified(request)
-        self.substitute(request, drafts[:looked_at] + [self.padding] * (self.drafts - looked_at))
+        verified = self.verified(request)
+        self.substitute(request, drafts[:verified] + [self.padding] * (self.drafts - verified))
 
     def memory(self, request: Request) -> dict[str, torch.Tensor]:
-        """All that the device knows of a request: its state, keys and values of its tokens in the caches, its next step."""
+        """What the device holds of a request: recurrent state, keys and values of its computed tokens, its request slot."""
         request_slot = self.request_slots[request.request_slot]
         start, accepted = int(request_slot[request_slots.START]), int(request_slot[request_slots.ACCEPTED])
-        found = {
+        memory = {
             "request_slots": torch.cat([request_slot[request_slots.START : request_slots.ACCEPTED], request_slot[request_slots.TOKENS :]])
         }
         for name, pool in zip(self.names, self.state, strict=True):
             if name.endswith((".k", ".v")):
-                found[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
+                memory[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
             elif name != "request_slots":
-                found[name] = pool[self.slots(request.request_slot)[accepted]]
-        return {name: tensor.clone() for name, tensor in found.items()}
+                memory[name] = pool[self.slots(request.request_slot)[accepted]]
+        return {name: tensor.clone() for name, tensor in memory.items()}
 
-    def untouched(self, taken: Sequence[int]) -> None:
-        """Fails where a page, slot or request slot of another request slot than those was written."""
-        others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in taken]
+    def expect_untouched(self, owned: Sequence[int]) -> None:
+        """Fails if anything that belongs to a request slot outside `owned` was written."""
+        others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in owned]
         for name, pool in zip(self.names, self.state, strict=True):
             own = {"request_slots": [[request_slot] for request_slot in others]}.get(name)
             own = own or [self.pages(request_slot) if name.endswith((".k", ".v")) else self.slots(request_slot) for request_slot in others]
             for part in own:
                 blank = pool[part] == UNTAKEN if name == "request_slots" else pool[part].isnan()
-                assert blank.all(), f"{name} of a request slot that is not one of {taken}"
+                assert blank.all(), f"{name} of a request slot that is not one of {owned}"
 
     def blank(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Inputs of a bucket where every row is padding: NaN for numbers."""
         fill = {torch.float32: float("nan"), torch.int32: 0}
-        given = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._made(bucket)[1].items()}
-        if "tokens" in given:
-            given["tokens"].fill_(self.padding)
-        return given
+        inputs = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._program(bucket)[1].items()}
+        if "tokens" in inputs:
+            inputs["tokens"].fill_(self.padding)
+        return inputs
 
-    def _made(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
+    def _program(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
         return _executable(self._run[bucket.kind], self.model, bucket, self.limits, self.logprobs)
 
-    def _sit(self, given: dict[str, torch.Tensor], b: int, request: Request) -> None:
-        """Fills what rows of both kinds have."""
-        given["request_slots"][b] = request.request_slot
-        given["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
-        given["state_slots_out"][b] = torch.tensor(self.slots(request.request_slot)[: given["state_slots_out"].shape[1]], dtype=torch.int32)
+    def _fill_row(self, inputs: dict[str, torch.Tensor], b: int, request: Request) -> None:
+        """Fills the inputs that prefill and decode rows share."""
+        inputs["request_slots"][b] = request.request_slot
+        inputs["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
+        slots = self.slots(request.request_slot)[: inputs["state_slots_out"].shape[1]]
+        inputs["state_slots_out"][b] = torch.tensor(slots, dtype=torch.int32)
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            given[name][b] = getattr(request.knobs, name)
+            inputs[name][b] = getattr(request.knobs, name)
         if self.logprobs:
-            given["logprobs"][b] = int(request.knobs.logprobs)
+            inputs["logprobs"][b] = int(request.knobs.logprobs)
 
 
 def _share(request_slot: int, per: int) -> list[int]:
@@ -359,7 +357,7 @@ SAYS = 150
 
 
 class Course:
-    """What greedy requests say, and how to take them along it again.
+    """The outputs of greedy requests, and walks along them with planted drafts.
 
     Args:
         random: model of oracle.py with a draft head.
@@ -373,7 +371,7 @@ class Course:
         self.prompts = [random.prompt(length, i) for i, length in enumerate(PROMPTS)]
         requests = [self.request(i) for i in range(len(PROMPTS))]
         self.server(0).serve(requests, SAYS + 8)
-        self.truth = [request.said for request in requests]
+        self.truth = [request.output for request in requests]
 
     def request(self, index: int, **knobs: Any) -> Request:
         """A request for one of the prompts, in a request slot of its own."""
@@ -391,9 +389,9 @@ class Course:
         until: int = SAYS,
         chunks: Sequence[int] = (),
     ) -> None:
-        """Takes requests through steps with drafts of which so many are right; fails where one says something else than the truth.
+        """Runs requests through steps with so many right drafts; fails where an output differs from the truth.
 
-        A request that has said enough starts again in its request slot: with pages and slots full of what it left there.
+        A request that has enough tokens starts again in its request slot, with pages and slots full of old values.
 
         Args:
             steps: pairs of bucket size, None for as many as there are rows, and a row's right drafts by the number of its request.
@@ -404,18 +402,18 @@ class Course:
         requests: dict[int, Request] = {}
         for size, rows in steps:
             for i in rows:
-                if i not in requests or len(requests[i].said) > until:
+                if i not in requests or len(requests[i].output) > until:
                     requests[i] = self.request(i, drafts=drafts[i])
                     server.prefill([requests[i]], chunks)
             for i, right in rows.items():
-                server.mislead(requests[i], self.truth[i], right)
+                server.plant_drafts(requests[i], self.truth[i], right)
             live = [requests[i] for i in rows]
-            before = [len(request.said) for request in live]
+            before = [len(request.output) for request in live]
             server.decode(live, size)
-            for i, request, said in zip(rows, live, before, strict=True):
+            for i, request, length in zip(rows, live, before, strict=True):
                 assert request.counts[-1] == min(rows[i], server.verified(request)) + 1
-                assert len(request.said) == said + request.counts[-1]
-                assert request.said == self.truth[i][: len(request.said)], f"request {i} after {said} tokens"
+                assert len(request.output) == length + request.counts[-1]
+                assert request.output == self.truth[i][: len(request.output)], f"request {i} after {length} tokens"
 
 
 def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
@@ -424,11 +422,11 @@ def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top
     """
     heat = (logits.double() / temperature).exp().tolist()
     order = sorted(range(len(heat)), key=lambda i: -heat[i])[: top_k or None]
-    total, reached, kept = sum(heat[i] for i in order), 0.0, []
+    total, reached, allowed = sum(heat[i] for i in order), 0.0, []
     for i in order:
         if reached < top_p * total:
-            kept.append(i)
+            allowed.append(i)
         reached += heat[i]
-    kept = [i for i in kept if heat[i] >= min_p * max(heat)]
-    total = sum(heat[i] for i in kept)
-    return [heat[i] / total if i in kept else 0.0 for i in range(len(heat))]
+    allowed = [i for i in allowed if heat[i] >= min_p * max(heat)]
+    total = sum(heat[i] for i in allowed)
+    return [heat[i] / total if i in allowed else 0.0 for i in range(len(heat))]
