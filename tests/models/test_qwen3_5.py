@@ -16,18 +16,14 @@ from npucompile.models import qwen3_5
 from npucompile.models.presets import BUNDLED
 from npucompile.models.variant import Variant
 
-CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
+CASES = list(oracle.CASES)
 TOLERANCE = 1e-4
-
-
-def test_all_cases_are_tested():
-    assert list(oracle.CASES) == CASES
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_logits_of_every_token_equal_transformers(name):
-    """Three rows of a prefill bucket of 40: full, shorter, and one that only fills half a chunk of the delta rule."""
+    """Three rows of a prefill bucket of 40: full, shorter, and half a chunk of the delta rule."""
     random, config = oracle.case(name), oracle.case(name).model.config
     prompts = [random.prompt(40, 1), random.prompt(23, 2), random.prompt(5, 3)]
     rows = [oracle.Row(ids, 0, list(range(1 + 5 * i, 6 + 5 * i)), 1 + i, [1 + i]) for i, ids in enumerate(prompts)]
@@ -37,7 +33,7 @@ def test_logits_of_every_token_equal_transformers(name):
     ours = qwen3_5.head(config, random.weights, hidden).view(4, 40, -1)
     for row, ids in zip(ours, prompts, strict=False):
         assert (row[: len(ids)] - random.logits(ids)).abs().max() < TOLERANCE
-    assert intermediates.features is hidden, "the draft head reads what the head reads"
+    assert intermediates.features is hidden, "the draft head reads the hidden states of the head"
     layers = len(config.layer_types) if config.num_experts else 0
     assert [tuple(r.shape) for r in intermediates.routers] == [(160, config.num_experts)] * layers
 
@@ -81,7 +77,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
 
 
 class Draft:
-    """A model's draft head, as MtpLayer and as `qwen3_5.extend_draft_cache` and `draft` run it from poisoned pools."""
+    """A model's draft head, as MtpLayer and as `extend_draft_cache` and `draft` on poisoned pools."""
 
     def __init__(self, name):
         self.random = oracle.drafting(name)
@@ -98,7 +94,7 @@ class Draft:
         return self.theirs(embeds, hidden[None], angles, mask, positions, None)[0]
 
     def run(self, bucket, rows, hidden):
-        """Hidden states [B, Q, M] of our draft head for the rows of a bucket, all of which it takes in."""
+        """Hidden states [B, Q, M] of our draft head for all rows of a bucket, which also extend its cache."""
         inputs = oracle.inputs(bucket, rows)
         fused, self.state = qwen3_5.extend_draft_cache(self.config, self.weights, self.state, inputs, hidden, first=bucket.q_len > 1)
         out = qwen3_5.draft(self.config, self.weights, self.state, inputs, fused)
@@ -150,7 +146,7 @@ def test_draft_head_leaves_the_layers_pools_alone():
 
 
 def test_the_draft_head_is_never_quantised():
-    """Whatever a deployment quantises, the head's layer has the parameters of the plain one, but for how experts lie."""
+    """Under any quantisation the head's layer has floating-point parameters, though its experts may be grouped."""
     plain = dataclasses.replace(oracle.case("moe").model.config, mtp_num_hidden_layers=1)
     for experts in ("plain", "grouped", "w4a8"):
         for attention in ("plain", "w8a8"):
@@ -167,7 +163,7 @@ def avals_of(config):
 
 @pytest.mark.parametrize("name", CASES)
 def test_sources_name_every_tensor_of_transformers_once(name):
-    """And split is the inverse of join, so a checkpoint written here is the one that was read."""
+    """Split is the inverse of join, so a saved checkpoint equals the loaded one."""
     random = oracle.case(name)
     theirs = dict(random.theirs.state_dict())
     if random.model.config.tie_word_embeddings:

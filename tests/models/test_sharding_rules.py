@@ -33,7 +33,7 @@ SPLIT = {"expert_ffn": ("tp",), "shared_ffn": ("tp",)}
     ],
     ids=str,
 )
-def test_axes_lie_where_they_should(mesh: str, options: dict[str, int], table: dict[str, tuple[str, ...]]) -> None:
+def test_mesh_axes_of_each_layout(mesh: str, options: dict[str, int], table: dict[str, tuple[str, ...]]) -> None:
     assert dict(rules(Mesh.parse(mesh), **options).table) == table
 
 
@@ -52,7 +52,7 @@ def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
 
 @pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
 def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> None:
-    """Of two devices each holds a half, but for norms, routers, request slots, and the shared expert of spread experts."""
+    """Each of two devices has a half of all but norms, routers, request slots, and the shared expert of spread experts."""
     named = tree.flatten(fleets.model(variant).params(torch.float32))
     avals = [param.aval for _, param in named]
     whole = total(avals, Mesh(), expert_parallel)
@@ -65,7 +65,7 @@ def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> N
     assert total(pools, Mesh.parse("tp=2"), expert_parallel) == total(pools, Mesh(), expert_parallel) // 2
 
 
-def test_groups_hold_the_same_but_for_their_experts() -> None:
+def test_groups_have_the_same_parameters_except_experts() -> None:
     mesh, layout = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
     for name, param in tree.flatten(fleets.model(Variant(experts="grouped")).params(torch.float32)):
         parts = 4 if "experts" in param.aval.axes else 1

@@ -18,7 +18,7 @@ from npucompile.models.presets import BUNDLED
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
 TOLERANCE = 1e-4
-ALONE_TOLERANCE = 1e-5
+SINGLE_TOLERANCE = 1e-5
 
 
 def decode(batch: int, q_len: int = 1) -> Bucket:
@@ -28,7 +28,7 @@ def decode(batch: int, q_len: int = 1) -> Bucket:
 @pytest.mark.parametrize("name", [*CASES, *BUNDLED])
 @torch.no_grad()
 def test_64_greedy_tokens_equal_transformers(name):
-    """Prompt in three chunks, the last padded; 64 decode steps. Every step's logits and choice against one pass over all tokens."""
+    """A prompt in three chunks, the last padded, and 64 decode steps, against one pass of transformers over all tokens."""
     random = oracle.named(name)
     runner, ids, pages = oracle.Runner(random.model, random.weights), random.prompt(37), list(range(20, 35))
     logits = [runner.prefill(ids, pages, 5, [16, 16, 16])]
@@ -45,7 +45,7 @@ def test_64_greedy_tokens_equal_transformers(name):
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_decode_equals_transformers_with_its_cache(name):
-    """One, two and three candidates in turn, all of them kept: the state moves to another slot at every step."""
+    """One, two and three candidates in turn, all accepted, so that the state moves to another slot in each step."""
     random = oracle.drafting(name)
     runner, ids, pages = oracle.Runner(random.model, random.weights, drafts=2), random.prompt(31), [7, 3, 1, 9]
     rows = [runner.prefill(ids[:19], pages, 2, [8, 8, 4])]
@@ -62,7 +62,7 @@ def test_decode_equals_transformers_with_its_cache(name):
 @pytest.mark.parametrize("name", ["dense", "moe"])
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
-    """Whatever the chunk sizes (one token, odd, larger than the prompt): the same logits, and the same state for the next token."""
+    """Chunks of one token, odd ones, and ones larger than the prompt give the same logits and the same state."""
     random = oracle.case(name)
     ids = random.prompt(33)
     ids = ids[: min(33, sum(chunks))]
@@ -80,7 +80,7 @@ def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
 @pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied"])
 @torch.no_grad()
 def test_several_candidates_in_one_step_and_rollback(name):
-    """Three candidates a row; then each row goes on from the slot after its last accepted one, as if the rest had not been."""
+    """Three candidates in each row; then each row continues from the slot of its last accepted one."""
     random = oracle.drafting(name)
     runner = oracle.Runner(random.model, random.weights, drafts=2)
     prompts, pages = [random.prompt(9, 1), random.prompt(14, 2)], [[3, 8, 5], [2, 9, 6]]
@@ -106,7 +106,7 @@ def test_several_candidates_in_one_step_and_rollback(name):
 @pytest.mark.parametrize("batch", [3, 4, 8])
 @torch.no_grad()
 def test_poison_around_live_rows_changes_nothing(name, batch):
-    """Rows of other lengths, NaN padding rows, NaN pools and the embedding of the padding token NaN: each row as if it were alone."""
+    """Among rows of other lengths, with NaN in pools and in the padding token's embedding, each row is as by itself."""
     random = oracle.case(name)
     poisoned = dict(random.weights)
     poisoned["embed"] = random.weights["embed"].clone()
@@ -120,14 +120,14 @@ def test_poison_around_live_rows_changes_nothing(name, batch):
     for ids, table, slot, runner in zip(prompts, pages, slots, runners, strict=True):
         together = crowd.prefill(ids, table, slot, [16, 16] if len(ids) > 16 else [16])
         single = runner.prefill(ids, table, slot, [len(ids)])
-        assert (together - single).abs().max() < ALONE_TOLERANCE
+        assert (together - single).abs().max() < SINGLE_TOLERANCE
         last.append(int(single.argmax()) or 1)
     for at in range(6):
         rows = [oracle.Row([last[b]], len(prompts[b]) + at, pages[b], slots[b], [slots[b]]) for b in range(3)]
         together = crowd.step(decode(batch), rows)
         for b, runner in enumerate(runners):
             single = runner.step(decode(1), [rows[b]])
-            assert (together["logits"][b] - single["logits"][0]).abs().max() < ALONE_TOLERANCE
+            assert (together["logits"][b] - single["logits"][0]).abs().max() < SINGLE_TOLERANCE
             assert int(together["tokens"][b, 0]) == int(single["tokens"][0, 0])
             last[b] = int(single["tokens"][0, 0]) or 1
 
@@ -159,7 +159,7 @@ def test_a_recycled_slot_and_page_forget_their_former_owner():
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @torch.no_grad()
-def test_programs_declare_what_they_take_and_give(drafts):
+def test_programs_declare_their_inputs_outputs_and_state(drafts):
     """The abstract trees equal what runs: outputs by name and shape, new state of the structure and shapes of the old."""
     random, limits = oracle.drafting("moe"), oracle.limits(drafts)
     for bucket, B, W in ((Bucket("prefill", 1, 32), 1, 1), (decode(2, drafts + 1), 2, drafts + 1)):
@@ -213,9 +213,9 @@ def test_the_draft_head_is_left_out_where_nothing_is_drafted():
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 @torch.no_grad()
 def test_a_request_ends_with_the_longest_context(drafts):
-    """Two requests that keep what they can: no step gives more tokens than there are places, and nothing is written beyond the pages.
+    """No step gives more tokens than fit in the context, and nothing is written beyond the pages.
 
-    A step that is launched after the end gives none, and leaves the place where it is.
+    A step that is launched after the end gives no tokens and moves nothing.
     """
     random, context = oracle.drafting("dense"), 24
     truth = speculators.Request(random.prompt(9), 1)
@@ -241,7 +241,7 @@ def test_a_request_ends_with_the_longest_context(drafts):
 @pytest.mark.parametrize("drafts", [1, 3])
 @torch.no_grad()
 def test_padding_counts_nothing_and_leaves_the_null_request_slot_as_it_was(drafts):
-    """Beside a live row or alone, in decode and prefill; the request slots of others keep what they hold."""
+    """Beside a live row or by itself, in decode and prefill; other request slots keep their values."""
     random = oracle.drafting("moe")
     server = speculators.Server(random.model, random.weights, drafts)
     requests = [speculators.Request(random.prompt(5, i), 2 * i + 1) for i in range(2)]
@@ -258,8 +258,8 @@ def test_padding_counts_nothing_and_leaves_the_null_request_slot_as_it_was(draft
 
 
 @torch.no_grad()
-def test_drafts_of_a_row_that_wants_none_are_not_looked_at():
-    """The right ones count no more than wrong ones, and as many count as are verified."""
+def test_drafts_that_a_row_does_not_verify_are_not_accepted():
+    """All drafts are right, and as many are accepted as the request verifies."""
     random = oracle.drafting("dense")
     truth = speculators.Request(random.prompt(9), 1)
     speculators.Server(random.model, random.weights, 0).serve([truth], 24)
@@ -278,7 +278,7 @@ def test_drafts_of_a_row_that_wants_none_are_not_looked_at():
 @pytest.mark.parametrize("drafts", [0, 3])
 @torch.no_grad()
 def test_graphs_of_prompts_do_what_the_programs_do(drafts):
-    """Traced, in place, against the functions as they are written: outputs and all state, bit for bit."""
+    """Outputs and state of traced graphs that write in place are bit for bit those of the untraced functions."""
     random = oracle.drafting("moe")
     servers = [
         speculators.Server(random.model, random.weights, drafts, run_prefill=run) for run in (speculators.traced, speculators.direct)
