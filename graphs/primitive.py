@@ -240,23 +240,23 @@ class Primitive(Generic[Operands]):
     def _check(self, args: tuple[Any, ...]) -> None:
         if len(args) != len(self.tensor_arguments):
             raise self._refusal(args, f"{len(args)} arguments")
-        given = [a for a, wanted in zip(args, self.tensor_arguments, strict=True) if wanted]
-        if not all(isinstance(a, torch.Tensor) for a in given):
+        tensors = [a for a, wanted in zip(args, self.tensor_arguments, strict=True) if wanted]
+        if not all(isinstance(a, torch.Tensor) for a in tensors):
             raise self._refusal(args, "an operand is not a tensor")
         try:
-            factors = self.factors.ranked([a.dim() for a in given])
+            factors = self.factors.ranked([a.dim() for a in tensors])
         except PrimitiveError as error:
             raise self._refusal(args, str(error)) from None
         sizes: dict[str, int] = {}
-        for group, tensor in zip(factors.operands, given, strict=True):
+        for group, tensor in zip(factors.operands, tensors, strict=True):
             for letter, size in zip(group, tensor.shape, strict=True):
                 low, high = sorted((size, sizes.setdefault(letter, size)))
                 if letter != WHOLE and high % max(low, 1):
                     raise self._refusal(args, f"{letter!r} has sizes {low} and {high}")
 
     def _refusal(self, args: tuple[Any, ...], why: str) -> PrimitiveError:
-        given = ", ".join(str(Aval(tuple(a.shape), a.dtype)) if isinstance(a, torch.Tensor) else repr(a) for a in args)
-        return PrimitiveError(f"primitive {self.name!r} takes {self.schema}, it was called with ({given}): {why}")
+        arguments = ", ".join(str(Aval(tuple(a.shape), a.dtype)) if isinstance(a, torch.Tensor) else repr(a) for a in args)
+        return PrimitiveError(f"primitive {self.name!r} takes {self.schema}, it was called with ({arguments}): {why}")
 
     def __repr__(self) -> str:
         return f"Primitive({self.name})"

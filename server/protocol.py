@@ -282,11 +282,11 @@ _PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {"response.cre
 
 
 def _prompt(body: Mapping[str, Any]) -> Prompt:
-    given = [name for name in ("input", "input_token_ids") if name in body]
-    if len(given) != 1:
-        raise FieldError(f"{' and '.join(given) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
-    value = body[given[0]]
-    if given[0] == "input_token_ids":
+    names = [name for name in ("input", "input_token_ids") if name in body]
+    if len(names) != 1:
+        raise FieldError(f"{' and '.join(names) or 'no input'} given; legal is exactly one of input, input_token_ids", param="input")
+    value = body[names[0]]
+    if names[0] == "input_token_ids":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise FieldError(f"input_token_ids is {show(value)}; legal is a list of integers", param="input_token_ids")
         return tuple(value)
@@ -317,11 +317,11 @@ def _message(item: Any, where: str) -> ChatMessage:
 
 
 def _sampling(body: Mapping[str, Any]) -> Sampling:
-    given = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
+    fields = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed") if name in body}
     for name, most in (("top_k", 2**31 - 1), ("seed", MAX_SEED)):
-        optional(given, name, integer(0, most))
+        optional(fields, name, integer(0, most))
     try:
-        return Sampling(**given)
+        return Sampling(**fields)
     except RequestError as error:
         raise FieldError(str(error), param=error.param or "temperature") from None
 

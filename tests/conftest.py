@@ -85,6 +85,12 @@ def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     return Path(tiny.copied(tiny_artifact, tmp_path / "artifacts" / "tiny"))
 
 
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend of `tiny.Stub`, known under its name in this process."""
+    return tiny.Stub().install(monkeypatch)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code makes now")
 

@@ -31,9 +31,9 @@ def flatten(graph: GraphModule) -> GraphModule:
     return _make_graph_module(torch.nn.Module(), flat)
 
 
-def _inline(flat: Graph, body: GraphModule, given: list[Node]) -> tuple[Node, ...]:
+def _inline(flat: Graph, body: GraphModule, arguments: list[Node]) -> tuple[Node, ...]:
     values: dict[Node, Node] = {}
-    operands = iter(given)
+    operands = iter(arguments)
     for node in flatten(body).graph.nodes if bodies(body) else body.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(operands)

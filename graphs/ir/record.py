@@ -105,15 +105,15 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if isinstance(kwargs.get("device"), torch.device):
             kwargs["device"] = META
-        given = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
+        recorded = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         result = func(*args, **kwargs)
         if isinstance(result, FakeTensor):
             return result  # torch asks for a shape, e.g. DTensor when it propagates a sharding; it is not part of the function
         if func is torch.ops.aten.detach.default:
             # Torch inserts detach where gradients may be tracked; none are, so the result is the operand itself.
-            self._known[id(result)] = result, given[0][0]
+            self._known[id(result)] = result, recorded[0][0]
             return result
-        node = self.graph.call_function(func, *given)
+        node = self.graph.call_function(func, *recorded)
         if isinstance(result, torch.Tensor):
             self._know(result, node)
         elif isinstance(result, tuple | list):

@@ -41,8 +41,8 @@ def _npu(args: RequestSlotWrite) -> Tensor:
     pool, request_slots, values = args
     request_slot = torch.arange(pool.shape[0], dtype=torch.int32, device=pool.device)
     mine = ((request_slot[:, None] == request_slots[None, :]) & (request_slot[:, None] > 0)).to(torch.int32)
-    given = (mine[:, :, None] * values[None, :, :]).sum(1, dtype=torch.int32)
-    return torch.where(mine.sum(1, keepdim=True, dtype=torch.int32) > 0, given, pool)
+    written = (mine[:, :, None] * values[None, :, :]).sum(1, dtype=torch.int32)
+    return torch.where(mine.sum(1, keepdim=True, dtype=torch.int32) > 0, written, pool)
 
 
 @request_slot_write.cost

@@ -53,7 +53,7 @@ def sample_reference(args: Sample) -> Tensor:
 def _kept_weights(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Probabilities [R, Q, V], zero where dropped; sorts only when some row asks for a rank."""
     weights = torch.softmax(logits, -1)
-    kept = weights >= min_p[:, None, None] * weights.amax(-1, keepdim=True)
+    allowed = weights >= min_p[:, None, None] * weights.amax(-1, keepdim=True)
     if bool(((top_k > 0) | (top_p < 1)).any()):
         ranked, order = torch.sort(weights, dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -61,8 +61,8 @@ def _kept_weights(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
         share = torch.where(within, ranked, 0.0)
         share = share / share.sum(-1, keepdim=True)
         within = within & ((share.cumsum(-1) - share < top_p[:, None, None]) | (top_p[:, None, None] >= 1))
-        kept = kept & torch.zeros_like(within).scatter(-1, order, within)
-    return torch.where(kept, weights, 0.0)
+        allowed = allowed & torch.zeros_like(within).scatter(-1, order, within)
+    return torch.where(allowed, weights, 0.0)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ def _npu(args: Sample) -> Any:
     hot = temperature > 0
     heat = torch.where(hot, temperature, 1.0)[:, None, None]
     weights = torch.softmax((logits - logits.max(-1, keepdim=True)[0]) / heat, -1)
-    kept = weights >= min_p[:, None, None] * weights.max(-1, keepdim=True)[0]
-    kept = kept & _leading(weights, top_k[:, None, None], top_p[:, None, None])
-    weights = torch.where(kept, weights, 0.0)
+    allowed = weights >= min_p[:, None, None] * weights.max(-1, keepdim=True)[0]
+    allowed = allowed & _leading(weights, top_k[:, None, None], top_p[:, None, None])
+    weights = torch.where(allowed, weights, 0.0)
     mass = weights.cumsum(-1)
     picked = (mass <= uniform[..., None] * mass[..., -1:]).to(torch.int32).sum(-1, dtype=torch.int32)
     # The maximum is taken in f32, which holds every id of a vocabulary, since the device has none of integers.

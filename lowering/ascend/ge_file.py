@@ -89,8 +89,8 @@ def decode(data: bytes) -> GeFile:
     try:
         fields = msgpack.unpackb(data)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
-            raise LoweringError(f"this is not a GE file of format {FORMAT!r} but {found!r}; build the artifact again")
+            built_format = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+            raise LoweringError(f"this is not a GE file of format {FORMAT!r} but {built_format!r}; build the artifact again")
         ge_file = GeFile(
             graph=fields["graph"],
             options=fields["options"],

@@ -35,8 +35,8 @@ void npuc_conv(const float* x, const float* weight, float* state, const int32_t*
             for (int64_t c = 0; c < C; c += L) {
                 vec total = load(&window[t * wide + c]) * load(&weights[c]);
                 for (int64_t tap = 1; tap < taps; tap++) total += load(&window[(t + tap) * wide + c]) * load(&weights[tap * wide + c]);
-                const vec found = silu(total);
-                std::memcpy(to + c, &found, std::min<int64_t>(L, C - c) * sizeof(float));
+                const vec activated = silu(total);
+                std::memcpy(to + c, &activated, std::min<int64_t>(L, C - c) * sizeof(float));
             }
             for (int64_t i = 0; i < past; i++) {
                 const float* from = &window[(t + 1 + i) * wide];

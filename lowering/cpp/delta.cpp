@@ -35,10 +35,10 @@ void one_token(const float* q, const float* k, const float* v, float decay, floa
         std::memcpy(out + row, outs, count * sizeof(float));
         for (int64_t r = 0; r < count; r++) {
             const float* old = from + (row + r) * Dk;
-            float* made = to + (row + r) * Dk;
+            float* updated = to + (row + r) * Dk;
             int64_t i = 0;
-            for (; i + L <= Dk; i += L) store(made + i, fade * load(old + i) + deltas[r] * load(k + i));
-            for (; i < Dk; i++) made[i] = fade * old[i] + deltas[r] * k[i];
+            for (; i + L <= Dk; i += L) store(updated + i, fade * load(old + i) + deltas[r] * load(k + i));
+            for (; i < Dk; i++) updated[i] = fade * old[i] + deltas[r] * k[i];
         }
     }
 }

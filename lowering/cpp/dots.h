@@ -34,13 +34,13 @@ INLINE vec dots(const float* const* x, const float* const* w, int64_t K, const c
             UNROLL for (int r = 0; r < R; r++) acc[r * N + n] += own[r] * other;
         }
     }
-    vec found = sums(acc);
+    vec totals = sums(acc);
     for (; k < K; k++) {
         vec a = {}, b = {};
         UNROLL for (int i = 0; i < L; i++) a[i] = rows[i / N][k], b[i] = others[i % N][k];
-        found += a * b;
+        totals += a * b;
     }
-    return found;
+    return totals;
 }
 
 // Calls `use(first row, rows, first column, columns, tile, N)` for every tile of x[0..M) . w[begin..end), rows of w having K floats; lane

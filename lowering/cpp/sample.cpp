@@ -16,16 +16,16 @@ constexpr int64_t WORTH = 1 << 15;
 
 // The largest of x [V]; NaN if any is NaN, as torch.max.
 float largest(const float* x, int64_t V) {
-    const auto later = [](float next, float found) { return next > found || next != next ? next : found; };
+    const auto later = [](float next, float most) { return next > most || next != next ? next : most; };
     float lanes[L], most = x[0];
     int64_t i = 0;
     if (V >= L) {
-        vec found = load(x);
+        vec greatest = load(x);
         for (i = L; i + L <= V; i += L) {
             const vec next = load(x + i);
-            found = (next > found) | (next != next) ? next : found;
+            greatest = (next > greatest) | (next != next) ? next : greatest;
         }
-        store(lanes, found);
+        store(lanes, greatest);
         for (float lane : lanes) most = later(lane, most);
     }
     for (; i < V; i++) most = later(x[i], most);

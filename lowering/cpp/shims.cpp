@@ -178,8 +178,8 @@ AOTITorchError aoti_torch_cpu_npuc_delta(AtenTensorHandle q, AtenTensorHandle k,
         const Dense<float> q_(queries), k_(keys), v_(values), g_(gates), b_(betas);
         const Dense<int32_t> from(first), to(slots), begin(begins);
         const int64_t sizes[] = {values.sizes[0], values.sizes[1], keys.sizes[2], values.sizes[2], keys.sizes[3], values.sizes[3]};
-        auto* made = static_cast<float*>(make(4, values.sizes, values.dtype, out));
-        npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, sizes, made);
+        auto* out_ = static_cast<float*>(make(4, values.sizes, values.dtype, out));
+        npuc_delta(q_.data, k_.data, v_.data, g_.data, b_.data, static_cast<float*>(pool.data), from.data, to.data, begin.data, sizes, out_);
     });
 }
 

@@ -1,4 +1,4 @@
-"""What the layers of a step derive from its inputs."""
+"""models/batch.py: what the layers of a step derive from its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading every layout that transformers and the published files use, against transformers; saving; and every refusal."""
+"""models/checkpoint.py: every published layout loads as in transformers, what is saved loads again, and refusals name the tensor."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def assert_equal(ours, random):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_save_pretrained_writes(tmp_path, name):
-    """Per-expert tensors, and a tied head left out."""
+def test_files_of_save_pretrained_load(tmp_path, name):
+    """They have a tensor for each expert, and no tied head."""
     random = oracle.case(name)
     random.theirs.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -70,15 +70,15 @@ def test_what_save_pretrained_writes(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_the_state_dict_holds(tmp_path, name):
-    """Fused experts, as in the published files."""
+def test_a_state_dict_loads(tmp_path, name):
+    """It has fused experts, as the published files have."""
     random = oracle.case(name)
     assert_equal(load(write(tmp_path / "fused", state_dict(random)), random), random)
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "moe-tied"])
-def test_the_wrapped_layout_in_shards(tmp_path, name):
-    """As the published multimodal files: language_model names, vision and draft tensors beside them, three shards."""
+def test_the_multimodal_layout_in_shards_loads(tmp_path, name):
+    """Names with language_model, vision and draft tensors beside them, and three shards, as published."""
     random = oracle.case(name)
     tensors = {wrapped(name): tensor for name, tensor in state_dict(random).items()}
     tensors["model.visual.blocks.0.attn.qkv.weight"] = torch.ones(3, 3, dtype=torch.int8)
@@ -157,7 +157,7 @@ def test_parameters_of_the_same_tensors_are_one_group(tmp_path):
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_transformers_reads_what_save_wrote(tmp_path, name):
-    """Same logits, nothing missing, nothing unexpected; and we read it back."""
+    """It finds no missing and no unexpected tensor and gives the same logits; our loader reads the file too."""
     random = oracle.case(name)
     params = qwen3_5.abstract_params(random.model.config, torch.float32)
     path = checkpoint.save(params, random.weights, tmp_path)
@@ -175,8 +175,8 @@ def test_save_is_deterministic_and_replaces_in_one_step(tmp_path):
     random = oracle.case("moe")
     params = qwen3_5.abstract_params(random.model.config, torch.float32)
     first = checkpoint.save(params, random.weights, tmp_path / "new" / "place").read_bytes()
-    again = checkpoint.save(params, tree.map_leaves(torch.clone, random.weights), tmp_path / "new" / "place").read_bytes()
-    assert first == again
+    second = checkpoint.save(params, tree.map_leaves(torch.clone, random.weights), tmp_path / "new" / "place").read_bytes()
+    assert first == second
     assert [p.name for p in (tmp_path / "new" / "place").iterdir()] == ["model.safetensors"]
     broken = {**random.weights, "norm": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"norm: is \[3\]; its parameter is \[44\]"):
@@ -256,7 +256,7 @@ def test_a_wrong_shape_is_named_with_both(tmp_path, name, tensor, shape):
 
 
 def test_a_tensor_of_a_layer_that_no_parameter_reads_is_named(tmp_path):
-    """A bias that is silently dropped is a wrong model."""
+    """Dropping a bias silently would give a wrong model."""
     random = oracle.case("dense")
     tensors = {**state_dict(random), "model.layers.3.self_attn.q_proj.bias": torch.zeros(108)}
     message = refusal(write(tmp_path / "x", tensors), random)
@@ -271,7 +271,7 @@ def test_more_layers_on_disk_than_in_the_configuration_are_named(tmp_path):
 
 @pytest.mark.parametrize("dtype, code", [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.uint8, "U8"), (torch.int32, "I32")])
 def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
-    """Before anything is said about the scales beside them."""
+    """The message names the quantised tensor, not the scales beside it."""
     random = oracle.case("dense")
     tensors = state_dict(random)
     name = "model.layers.3.self_attn.o_proj.weight"

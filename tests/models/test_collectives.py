@@ -1,4 +1,4 @@
-"""docs/sharding.md: every layout communicates as often as its tables say, and moves as many bytes."""
+"""models/: every layout has the collectives and the traffic of the tables in docs/sharding.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DENSE = {"model_type": "qwen3_5_text", "num_experts": 0, "num_experts_per_tok": 
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the document's first table, in its words."""
+    """One row of the first table of docs/sharding.md."""
 
     name: str
     mesh: str
@@ -85,7 +85,7 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the document's second table: of the draft head, which takes tokens in and drafts from the last ones."""
+    """One row of the second table: the draft head extends its cache by all tokens and drafts from the last ones."""
 
     name: str
     mesh: str
@@ -117,7 +117,7 @@ MODELS = {"dense": DENSE, "experts spread, fewer kv heads": {"num_key_value_head
 
 
 def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
-    """The row's step of the small model, as a build would partition it. A decode step drafts as much as it verifies."""
+    """The row's step of a small model, partitioned as in a build. A decode step drafts as many tokens as it verifies."""
     changes = next((change for name, change in MODELS.items() if layout.name.startswith(name)), {})
     values = CONFIG | changes
     mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
@@ -135,35 +135,35 @@ def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
     return optimise(partition(program, mesh, table))
 
 
-def talks(nodes: Iterable[torch.fx.Node]) -> list[collectives_check.Collective]:
-    """Collectives among the nodes themselves, without those of bodies they call."""
-    found = []
+def collectives_of(nodes: Iterable[torch.fx.Node]) -> list[collectives_check.Collective]:
+    """Collectives among these nodes, without those of the bodies they call."""
+    collectives = []
     for node in nodes:
         if (group := collective_group(node)) is not None:
             value = node.meta["val"]
             first = value[0] if isinstance(value, tuple | list) else value
-            found.append((node.target._opname, group, str(Aval(tuple(first.shape), first.dtype))))
-    return found
+            collectives.append((node.target._opname, group, str(Aval(tuple(first.shape), first.dtype))))
+    return collectives
 
 
 def words(collectives: Iterable[collectives_check.Collective], mesh: Mesh) -> list[tuple[str, object]]:
-    """Collectives in the document's words, with the groups as sets of ranks: with one axis its group is the world."""
+    """Collectives in the document's words, with groups as sets of ranks, because the group of a single axis is the world."""
     names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
     return [(names.get(name, name.removeprefix("moe_")), mesh.groups()[group]) for name, group, _ in collectives]
 
 
 def stated(cell: str, mesh: Mesh) -> list[tuple[str, object]]:
-    found = [part.split(" ") for part in cell.split(", ") if part != "none"]
-    return [(name, mesh.groups()[group]) for name, group in found]
+    parts = [part.split(" ") for part in cell.split(", ") if part != "none"]
+    return [(name, mesh.groups()[group]) for name, group in parts]
 
 
 def sizes(layout: Layout | Pass, *, one_a_row: bool = False) -> dict[str, float]:
-    """The letters of the document's formulas, where all tokens of the step go through, or one a row."""
+    """Values of the letters in the document's formulas, for all tokens of a step or for one of each row."""
     mesh, (kind, B, Q) = Mesh.parse(layout.mesh), re.split(r"[ x]", layout.step)
     n, tokens = mesh.axis("tp"), int(B) * (1 if one_a_row else int(Q))
     rows = tokens if int(B) * int(Q) < n else -(-tokens // n) * n
-    spoken = tokens if kind == "decode" else int(B)
-    return {"S": rows * M * 2, "L": spoken * V * 2, "K": spoken * 4, "R": int(B) * 8, "X": X, "n": n, "w": mesh.size}
+    sampled = tokens if kind == "decode" else int(B)
+    return {"S": rows * M * 2, "L": sampled * V * 2, "K": sampled * 4, "R": int(B) * 8, "X": X, "n": n, "w": mesh.size}
 
 
 def in_document(table: str, kind: Any, *columns: str) -> list[Any]:
@@ -181,46 +181,46 @@ def test_the_document_says_what_is_tested():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
 def test_a_layout_has_the_collectives_it_needs_and_no_more(layout):
-    made, mesh = partitioned(layout), Mesh.parse(layout.mesh)
-    kinds = bodies(made.graph)
+    program, mesh = partitioned(layout), Mesh.parse(layout.mesh)
+    kinds = bodies(program.graph)
     assert set(kinds) >= set(LAYERS)
     for kind in set(LAYERS):
-        held = talks(kinds[kind].graph.nodes)
-        assert words(held, mesh) == stated(layout.layer, mesh)
-        assert sum(moved_bytes(held, mesh, X).values()) == eval(layout.layer_bytes, sizes(layout))
-    rest = talks(made.graph.graph.nodes)
+        collectives = collectives_of(kinds[kind].graph.nodes)
+        assert words(collectives, mesh) == stated(layout.layer, mesh)
+        assert sum(moved_bytes(collectives, mesh, X).values()) == eval(layout.layer_bytes, sizes(layout))
+    rest = collectives_of(program.graph.graph.nodes)
     assert words(rest, mesh) == stated(layout.rest, mesh)
     assert sum(moved_bytes(rest, mesh, X).values()) == eval(layout.rest_bytes, sizes(layout))
-    drafting = sum(len(talks(kinds[name].graph.nodes)) for name in set(kinds) - set(LAYERS))
-    assert len(made.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh)) + drafting
-    collectives_check.check_ranks(collectives_check.expand(made.collectives, mesh))
+    drafting = sum(len(collectives_of(kinds[name].graph.nodes)) for name in set(kinds) - set(LAYERS))
+    assert len(program.collectives) == len(rest) + len(LAYERS) * len(stated(layout.layer, mesh)) + drafting
+    collectives_check.check_ranks(collectives_check.expand(program.collectives, mesh))
 
 
 @pytest.mark.parametrize("row", PASSES, ids=lambda row: row.name.replace(" ", "_"))
 def test_the_draft_head_has_the_collectives_of_a_layer_and_what_stands_around_it(row):
-    """All tokens of a step are taken in once; whatever else the head does has one token a row."""
-    made, mesh = partitioned(row), Mesh.parse(row.mesh)
-    kinds = bodies(made.graph)
+    """The first pass writes keys and values of all tokens of a step; everything else has one token of each row."""
+    program, mesh = partitioned(row), Mesh.parse(row.mesh)
+    kinds = bodies(program.graph)
     taking, drafting = (row.taking, row.taking_bytes), (row.drafting, row.drafting_bytes)
-    # A head that drafts one token takes in none of its own.
+    # A head that drafts one token extends its cache by none of its own.
     own = {} if row.step.endswith("x2") else {"extend_draft_cache_own": taking}
-    wanted = {"extend_draft_cache": taking, "draft": drafting, **own}
-    assert set(kinds) == {*LAYERS, *wanted}
-    for body, (said, moved) in wanted.items():
-        held = talks(kinds[body].graph.nodes)
-        assert words(held, mesh) == stated(said, mesh)
-        assert sum(moved_bytes(held, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "extend_draft_cache"))
-    collectives_check.check_ranks(collectives_check.expand(made.collectives, mesh))
+    expected = {"extend_draft_cache": taking, "draft": drafting, **own}
+    assert set(kinds) == {*LAYERS, *expected}
+    for body, (cell, moved) in expected.items():
+        collectives = collectives_of(kinds[body].graph.nodes)
+        assert words(collectives, mesh) == stated(cell, mesh)
+        assert sum(moved_bytes(collectives, mesh, X).values()) == eval(moved, sizes(row, one_a_row=body != "extend_draft_cache"))
+    collectives_check.check_ranks(collectives_check.expand(program.collectives, mesh))
 
 
 def test_log_probabilities_travel_with_the_tokens_they_are_of():
-    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
-    made, mesh = partitioned(layout, max_logprobs=5), Mesh.parse(layout.mesh)
-    assert words(talks(made.graph.graph.nodes), mesh) == stated(layout.rest, mesh)
+    (layout,) = (row for row in LAYOUTS if row.name == "experts spread, groups")
+    program, mesh = partitioned(layout, max_logprobs=5), Mesh.parse(layout.mesh)
+    assert words(collectives_of(program.graph.graph.nodes), mesh) == stated(layout.rest, mesh)
 
 
 def test_asking_for_logits_gathers_them_and_nothing_else():
-    (layout,) = (one for one in LAYOUTS if one.name == "experts spread, groups")
-    made, mesh = partitioned(layout, emit_logits=True), Mesh.parse(layout.mesh)
-    assert words(talks(made.graph.graph.nodes), mesh) == stated(f"{EMBEDDED}, all_gather tp", mesh)
-    assert talks(made.graph.graph.nodes)[-1][2] == "bf16[32,128]"
+    (layout,) = (row for row in LAYOUTS if row.name == "experts spread, groups")
+    program, mesh = partitioned(layout, emit_logits=True), Mesh.parse(layout.mesh)
+    assert words(collectives_of(program.graph.graph.nodes), mesh) == stated(f"{EMBEDDED}, all_gather tp", mesh)
+    assert collectives_of(program.graph.graph.nodes)[-1][2] == "bf16[32,128]"

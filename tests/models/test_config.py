@@ -1,4 +1,4 @@
-"""Typed access to the fields of a config.json."""
+"""models/config.py: typed access to the fields of a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of every step are those of the plain recursion over the whole text, and the draft head's cache is that of one pass over it."""
+"""models/drafts.py: drafts and draft cache of every step are those of one pass over the whole text."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def cache(model, weights, text):
 
 def expect_cache(server, course, request):
     """The pages of a request hold the draft head's keys and values of all its tokens in the caches."""
-    wanted, memory = cache(course.model, course.weights, request.prompt + request.said), server.memory(request)
-    for name, rows in wanted.items():
+    expected, memory = cache(course.model, course.weights, request.prompt + request.output), server.memory(request)
+    for name, rows in expected.items():
         assert len(memory[name]) == request.start
         torch.testing.assert_close(memory[name], rows[: request.start], atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -49,142 +49,140 @@ def expect_cache(server, course, request):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_drafts_and_cache_are_those_of_the_whole_text(name, drafts):
-    """Of three rows at every step, whatever was kept before; and what the request slots then hold."""
+    """In three rows at every step, whatever was accepted before; request slots hold the same drafts."""
     model = oracle.drafting(name)
     server = speculators.Server(model.model, model.weights, drafts)
     requests = [speculators.Request(model.prompt(6 + 4 * i, i), i + 1) for i in range(3)]
     plain = [speculators.Request(request.prompt, request.request_slot) for request in requests]
     speculators.Server(model.model, model.weights, 0).serve(plain, 16 + 8 * drafts)
-    told, draw = [{} for _ in requests], random.Random(drafts)
+    drafted, draw = [{} for _ in requests], random.Random(drafts)
     outputs = server.prefill(requests)
     for step in range(9):
         for i, (request, row) in enumerate(zip(requests, outputs["drafts"].tolist(), strict=True)):
-            told[i][request.start - 1] = row
-            kept = request.counts[-1] - 1 if step else 0
-            assert server.request_slots[request.request_slot].tolist() == [request.start, kept, request.said[-1], *row]
-            server.mislead(request, plain[i].said, draw.randint(0, drafts))
+            drafted[i][request.start - 1] = row
+            accepted = request.counts[-1] - 1 if step else 0
+            assert server.request_slots[request.request_slot].tolist() == [request.start, accepted, request.output[-1], *row]
+            server.plant_drafts(request, plain[i].output, draw.randint(0, drafts))
         outputs = server.decode(requests)
-    for request, rows in zip(requests, told, strict=True):
-        wanted = recursion(model.model, model.weights, request.prompt + request.said, list(rows), drafts)
+    for request, rows in zip(requests, drafted, strict=True):
+        wanted = recursion(model.model, model.weights, request.prompt + request.output, list(rows), drafts)
         assert list(rows.values()) == wanted.tolist()
         expect_cache(server, model, request)
 
 
 @pytest.mark.parametrize("bucket", [Bucket("decode", 3, 4), Bucket("prefill", 2, 16)], ids=lambda bucket: bucket.name)
 @pytest.mark.parametrize("name", MODELS)
-def test_of_a_steps_tokens_one_a_row_goes_through_the_whole_head(name, bucket):
-    """However many are drafted; of the others keys and values are written."""
-    made, rows = trace(program(oracle.drafting(name).model, bucket, speculators.limits(3), torch.float32)).graph, bucket.batch
-    calls = Counter(str(node.target) for node in made.graph.nodes if node.op == "call_module" and "draft" in node.target)
+def test_one_token_of_each_row_goes_through_the_whole_head(name, bucket):
+    """The other tokens only write keys and values, however many are drafted."""
+    graph, rows = trace(program(oracle.drafting(name).model, bucket, speculators.limits(3), torch.float32)).graph, bucket.batch
+    calls = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_module" and "draft" in node.target)
     assert calls == {"extend_draft_cache": 1, "draft": 3, "extend_draft_cache_own": 2}
-    done = {part: tokens(bodies(made)[part]) for part in calls}
+    counts = {part: tokens(bodies(graph)[part]) for part in calls}
     fed = {"moe_experts": [rows], "moe_route": [rows]} if name == "moe" else {}
-    assert done["draft"] == {"rope": [rows], "paged_attention": [rows], "add_rms_norm": [rows] * 2, "swiglu_linear": [rows], **fed}
-    assert done["extend_draft_cache"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
-    assert done["extend_draft_cache_own"] == {"cache_write": [rows], "rope": [rows]}
+    assert counts["draft"] == {"rope": [rows], "paged_attention": [rows], "add_rms_norm": [rows] * 2, "swiglu_linear": [rows], **fed}
+    assert counts["extend_draft_cache"] == {"cache_write": [bucket.tokens], "rope": [bucket.tokens]}
+    assert counts["extend_draft_cache_own"] == {"cache_write": [rows], "rope": [rows]}
 
 
 def tokens(part):
-    """Tokens that go through each primitive of a body, one by one."""
-    found = {}
+    """Numbers of tokens in each call of a primitive in a body, by primitive."""
+    counts = {}
     for node in part.graph.nodes:
         kind = getattr(node.target, "_opname", "")
         if kind in ("rope", "cache_write", "paged_attention", "add_rms_norm", "swiglu_linear", "moe_route", "moe_experts"):
-            given = node.args[2 if kind == "cache_write" else 0].meta["val"]
-            found.setdefault(kind, []).append(given.shape[0] * (given.shape[1] if kind == "paged_attention" else 1))
-    return found
+            operand = node.args[2 if kind == "cache_write" else 0].meta["val"]
+            counts.setdefault(kind, []).append(operand.shape[0] * (operand.shape[1] if kind == "paged_attention" else 1))
+    return counts
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 @torch.no_grad()
 def test_drafts_of_a_trained_head_are_those_of_the_whole_text(name):
-    """Nothing is substituted: drafts follow drafts that were kept."""
+    """No drafts are planted: drafts follow accepted drafts."""
     model = oracle.drafting(name)
     server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(11), 2)
-    told = {}
+    drafted = {}
     outputs = server.prefill([request])
-    while len(request.said) < 40:
-        told[request.start - 1] = outputs["drafts"][0].tolist()
+    while len(request.output) < 40:
+        drafted[request.start - 1] = outputs["drafts"][0].tolist()
         outputs = server.decode([request])
     assert max(request.counts) > 1
-    assert list(told.values()) == recursion(model.model, model.weights, request.prompt + request.said, list(told), 3).tolist()
+    assert list(drafted.values()) == recursion(model.model, model.weights, request.prompt + request.output, list(drafted), 3).tolist()
 
 
 @pytest.mark.parametrize("chunks", [[33], [40], [5, 28], [32, 32], [1, 1, 31], [8, 8, 8, 8, 8]], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_no_draft(name, chunks):
-    """The token after a chunk is known where more of the prompt follows: the head's cache has no hole at a cut."""
+    """The token after a chunk is known from the prompt, so the draft cache has no hole at a cut."""
     model = oracle.drafting(name)
     server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(33), 3)
     outputs = server.prefill([request], chunks)
-    text = request.prompt + request.said
+    text = request.prompt + request.output
     assert outputs["drafts"].tolist() == recursion(model.model, model.weights, text, [32], 3).tolist()
-    assert server.request_slots[3].tolist() == [33, 0, request.said[0], *outputs["drafts"][0].tolist()]
+    assert server.request_slots[3].tolist() == [33, 0, request.output[0], *outputs["drafts"][0].tolist()]
     expect_cache(server, model, request)
 
 
 @torch.no_grad()
-def test_prompts_of_other_lengths_share_the_steps_that_take_them_in():
-    """Where one has ended the other's chunks go on, and its own row is padding."""
+def test_prompts_of_different_lengths_share_prefill_steps():
+    """After the end of one prompt its row is padding while the others continue."""
     model = oracle.drafting("moe")
     server = speculators.Server(model.model, model.weights, 2)
     requests = [speculators.Request(model.prompt(length, length), request_slot) for length, request_slot in ((3, 1), (30, 5), (17, 2))]
     outputs = server.prefill(requests, [16, 8, 8])
     for request, row in zip(requests, outputs["drafts"].tolist(), strict=True):
-        text = request.prompt + request.said
+        text = request.prompt + request.output
         assert row == recursion(model.model, model.weights, text, [request.start - 1], 2)[0].tolist()
         expect_cache(server, model, request)
-    server.untouched([1, 2, 5])
+    server.expect_untouched([1, 2, 5])
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_request_that_is_taken_in_again_drafts_the_same(name):
-    """As after preemption: the prompt and what was said, in another request slot."""
+def test_a_preempted_request_drafts_the_same_after_its_second_prefill(name):
+    """Prompt and output are prefilled in another request slot."""
     model = oracle.drafting(name)
     server, request = speculators.Server(model.model, model.weights, 3), speculators.Request(model.prompt(9), 1)
     outputs = [server.prefill([request])]
-    while len(request.said) < 20:
+    while len(request.output) < 20:
         outputs.append(server.decode([request]))
-    again = speculators.Request(request.prompt, 4, said=request.said[:-1])
-    drafted = server.prefill([again], [8, 8, 16])["drafts"]
-    assert again.said == request.said
+    resumed = speculators.Request(request.prompt, 4, output=request.output[:-1])
+    drafted = server.prefill([resumed], [8, 8, 16])["drafts"]
+    assert resumed.output == request.output
     assert drafted.tolist() == outputs[-1]["drafts"].tolist()
-    expect_cache(server, model, again)
+    expect_cache(server, model, resumed)
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @torch.no_grad()
 def test_no_draft_is_made_beyond_the_longest_context(drafts):
-    """Drafts that still have a place are those of the whole text, and no other one leaves anything in the last page; nor does
-    a step that is launched after the end.
-    """
+    """Drafts up to the last position are those of the whole text; later ones, and a step after the end, write nothing."""
     model, context = oracle.drafting("dense"), 24
-    held = speculators.limits(drafts, context, 3)
-    server, request = speculators.Server(model.model, model.weights, drafts, held=held), speculators.Request(model.prompt(15), 2)
+    sizes = speculators.limits(drafts, context, 3)
+    server, request = speculators.Server(model.model, model.weights, drafts, sizes=sizes), speculators.Request(model.prompt(15), 2)
     outputs = server.prefill([request])
     while request.start < context:
         places = context - request.start
         drafted = outputs["drafts"][0].tolist()
         assert all(0 <= token < 97 for token in drafted)
-        text = request.prompt + request.said
-        wanted = recursion(model.model, model.weights, text, [request.start - 1], drafts)[0].tolist()
-        # Draft j is read at position start + 1 + j; the pass that makes it takes in one at start + j.
-        assert drafted[: places + 1] == wanted[: places + 1]
+        text = request.prompt + request.output
+        expected = recursion(model.model, model.weights, text, [request.start - 1], drafts)[0].tolist()
+        # Draft j is read at position start + 1 + j; the pass that makes it reads position start + j.
+        assert drafted[: places + 1] == expected[: places + 1]
         outputs = server.decode([request])
     server.decode([request])
     expect_cache(server, model, request)
-    server.untouched([2])
+    server.expect_untouched([2])
 
 
 @torch.no_grad()
 def test_rows_of_padding_draft_some_token():
-    """Whatever the null page and slot hold: an id that a table of embeddings has."""
+    """Whatever the null page and slot hold, drafts of padding are ids of the vocabulary."""
     model = oracle.drafting("moe")
     server = speculators.Server(model.model, model.weights, 3)
     for bucket in (Bucket("decode", 4, 4), Bucket("prefill", 2, 8)):
-        made = server.step(bucket, server.blank(bucket))["drafts"]
-        assert ((made >= 0) & (made < 97)).all()
+        drafts = server.step(bucket, server.blank(bucket))["drafts"]
+        assert ((drafts >= 0) & (drafts < 97)).all()
         assert not server.request_slots[0].any()
-    server.untouched([])
+    server.expect_untouched([])

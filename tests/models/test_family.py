@@ -1,4 +1,4 @@
-"""A family's record is all that programs need: an EAGLE-3 head, which reads features of other layers, drafts like any other."""
+"""models/family.py: a family is all that programs need; an EAGLE-3 head, which reads features of other layers, drafts too."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def eagle():
 
 @pytest.fixture(scope="module")
 def fake():
-    """The model of transformers with a random head of that kind, and its weights."""
+    """A random model with a random EAGLE-3 head, its weights, and the model without the head."""
     plain, family = oracle.case("moe"), eagle()
     model = step.Model("fake", family, plain.model.config)
     own = initialise(family.abstract_params(model.config, torch.float32)[HEAD], torch.Generator().manual_seed(2))
@@ -86,30 +86,30 @@ def fake():
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @torch.no_grad()
-def test_a_head_of_other_features_drafts_and_says_the_same(fake, drafts):
-    """Whatever is kept; its drafts are those of the recursion written out, from features of the kept tokens of a step of many."""
+def test_a_head_of_other_features_drafts_and_changes_no_output(fake, drafts):
+    """Whatever is accepted, its drafts are those of the recursion, from features of the accepted tokens."""
     model, weights, plain = fake
     assert model.has_draft_head
     server = speculators.Server(model, weights, drafts)
     requests = [speculators.Request(plain.prompt(7 + 5 * i, i), i + 1) for i in range(3)]
     truth = [speculators.Request(request.prompt, request.request_slot) for request in requests]
     speculators.Server(plain.model, plain.weights, 0).serve(truth, 40)
-    draw, told = random.Random(1), [{} for _ in requests]
+    draw, drafted = random.Random(1), [{} for _ in requests]
     outputs = server.prefill(requests, [8, 16])
-    while max(len(request.said) for request in requests) < 30:
+    while max(len(request.output) for request in requests) < 30:
         for i, request in enumerate(requests):
-            told[i][request.start - 1] = outputs["drafts"][i].tolist()
-            server.mislead(request, truth[i].said, draw.randint(0, drafts))
+            drafted[i][request.start - 1] = outputs["drafts"][i].tolist()
+            server.plant_drafts(request, truth[i].output, draw.randint(0, drafts))
         outputs = server.decode(requests)
     assert {count for request in requests for count in request.counts} == set(range(1, drafts + 2))
-    for request, other, found in zip(requests, truth, told, strict=True):
-        assert request.said == other.said[: len(request.said)]
-        for base in list(found)[::4]:
-            assert found[base] == written_out(model, weights, (request.prompt + request.said)[: base + 2], drafts)
+    for request, plain_request, drafts_by_base in zip(requests, truth, drafted, strict=True):
+        assert request.output == plain_request.output[: len(request.output)]
+        for base in list(drafts_by_base)[::4]:
+            assert drafts_by_base[base] == written_out(model, weights, (request.prompt + request.output)[: base + 2], drafts)
 
 
 def written_out(model, weights, text, drafts):
-    """Drafts after a text, the head on all of it at first."""
+    """Drafts after a text, from one pass of the head over all of it."""
     cfg, family, head = model.config, model.family, model.family.draft_head
     fresh = tiny_model.fresh_step(cfg, 1, len(text) - 1 + drafts)
     pages = torch.arange(1, len(text) + drafts, dtype=torch.int32)[None]
@@ -120,24 +120,24 @@ def written_out(model, weights, text, drafts):
     inputs["tokens"] = ids[:, 1:]
     rows, state = head.extend_cache(cfg, weights, state, inputs, intermediates.features, first=True)
     hidden = head.draft(cfg, weights, state, inputs, rows)[-1:]
-    found = [int(head.logits(cfg, weights, hidden).argmax())]
+    own_drafts = [int(head.logits(cfg, weights, hidden).argmax())]
     for depth in range(1, drafts):
-        one = {
-            "tokens": torch.tensor([found[-1:]], dtype=torch.int32),
+        one_token = {
+            "tokens": torch.tensor([own_drafts[-1:]], dtype=torch.int32),
             "num_computed_tokens": torch.tensor([len(text) - 2 + depth], dtype=torch.int32),
         }
-        one |= {
+        one_token |= {
             "query_lens": torch.ones(1, dtype=torch.int32),
             "state_slots_out": inputs["state_slots_out"],
             "state_slots_in": inputs["state_slots_in"],
         }
-        rows, state = head.extend_cache(cfg, weights, state, {**inputs, **one}, hidden, first=False)
-        hidden = head.draft(cfg, weights, state, {**inputs, **one}, rows)
-        found.append(int(head.logits(cfg, weights, hidden).argmax()))
-    return found
+        rows, state = head.extend_cache(cfg, weights, state, {**inputs, **one_token}, hidden, first=False)
+        hidden = head.draft(cfg, weights, state, {**inputs, **one_token}, rows)
+        own_drafts.append(int(head.logits(cfg, weights, hidden).argmax()))
+    return own_drafts
 
 
-def test_a_model_without_drafts_does_not_hold_such_a_head(fake):
+def test_a_model_without_drafts_has_no_parameters_of_the_head(fake):
     model, weights, plain = fake
     assert set(model.params(torch.float32)) == set(plain.weights)
     for drafting in (False, True):

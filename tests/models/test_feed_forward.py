@@ -1,4 +1,4 @@
-"""Feed-forward blocks, dense and mixture of experts, against transformers' modules."""
+"""models/feed_forward.py: dense and mixture-of-experts blocks equal transformers' modules."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_grouped_experts_are_the_plain_ones(name, tokens):
     random, config = oracle.case(name), oracle.case(name).model.config
     grouped = replace(config, variant=Variant(experts="grouped"))
     source = feed_forward.moe_params(config, torch.float32, "at.")
-    held = random.weights["layers"][1]["mlp"]
-    tensors = oracle.split(source, {key: held[key] for key in source})
+    plain = random.weights["layers"][1]["mlp"]
+    tensors = oracle.split(source, {key: plain[key] for key in source})
     weights = oracle.join(feed_forward.moe_params(grouped, torch.float32, "at."), tensors)
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
-    (want, logits), (got, same) = feed_forward.moe(config, held, x), feed_forward.moe(grouped, weights, x)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    (want, logits), (actual, same) = feed_forward.moe(config, plain, x), feed_forward.moe(grouped, weights, x)
+    torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)
     assert torch.equal(same, logits)
 
 
@@ -87,10 +87,10 @@ def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
     for tokens in (4, 5):
         x = {"x": Aval((tokens, config.hidden_size), torch.float32)}
         program = Program("mlp", Bucket("prefill", 1, tokens), block, params, {}, x)
-        found = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
-        kinds = [kind for kind, *_ in found.collectives]
-        sent = ["moe_dispatch", "moe_combine"]
-        assert kinds == (sent if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
+        partitioned = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
+        kinds = [kind for kind, *_ in partitioned.collectives]
+        dispatched_kinds = ["moe_dispatch", "moe_combine"]
+        assert kinds == (dispatched_kinds if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
 
 
 def test_experts_held_whole_are_not_split():

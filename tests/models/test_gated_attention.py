@@ -1,4 +1,4 @@
-"""One gated attention layer against transformers' module, over pages in any order, with poison around them."""
+"""models/gated_attention.py: one layer equals transformers' module, over pages in any order among poisoned ones."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_prompt_then_single_tokens_equal_the_module(name):
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_of_remembered_tokens_some_may_attend(name):
-    """The last ones of each row find what they find where all attend; looking changes nothing."""
+def test_the_last_tokens_of_each_row_may_attend_alone(name):
+    """Their outputs are those of all tokens together, and attending writes nothing."""
     random, config = oracle.case(name), oracle.case(name).model.config
     layer = config.layer_types.index("full_attention")
     weights = random.weights["layers"][layer]["mixer"]
@@ -72,15 +72,15 @@ def test_of_remembered_tokens_some_may_attend(name):
     rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(query_lens)]
     ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(query_lens)]
     whole, end = (
-        Batch.of(oracle.inputs(bucket, held), config.rotary_dim, config.rope_theta)
-        for bucket, held in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
+        Batch.of(oracle.inputs(bucket, own), config.rotary_dim, config.rope_theta)
+        for bucket, own in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
     )
     state = gated_attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
-    before = {pool: values.clone() for pool, values in state.items()}
+    copies = {pool: values.clone() for pool, values in state.items()}
     out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
     for b, length in enumerate(query_lens):
         torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
-    for pool, values in before.items():
+    for pool, values in copies.items():
         torch.testing.assert_close(state[pool], values, atol=0, rtol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Declared parameters: abstract values, and random tensors that one seed fixes."""
+"""models/params.py: declared parameters have abstract values, and one seed fixes their random tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_kind_of_initialisation():
 
 
 def test_one_seed_gives_one_model():
-    first, again = (initialise(PARAMS, torch.Generator().manual_seed(5)) for _ in range(2))
+    first, second = (initialise(PARAMS, torch.Generator().manual_seed(5)) for _ in range(2))
     other = initialise(PARAMS, torch.Generator().manual_seed(6))
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tree.flatten(first), tree.flatten(again), strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tree.flatten(first), tree.flatten(second), strict=True))
     assert not torch.equal(first["a"][0], other["a"][0])

@@ -1,4 +1,4 @@
-"""The presets' sizes, counted, against the published parameter counts."""
+"""models/presets.py: the sizes of the presets give the published parameter counts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_transformers_reads_the_same_sizes(name):
 
 
 def test_the_gate_of_qwen3_6_stays_what_transformers_computes():
-    """Its configuration says output_gate_type swish, which transformers does not read; the key is kept, the model is 3.5's."""
+    """Its configuration has output_gate_type swish, which transformers does not read, so the model is that of Qwen3.5."""
     assert PRESETS["qwen3.6-27b"]["output_gate_type"] == "swish"
     assert registry.find("qwen3.6-27b").model.config == registry.find("qwen3.5-27b").model.config
 

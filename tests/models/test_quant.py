@@ -1,4 +1,4 @@
-"""Quantised declarations say what quantising a checkpoint's floats makes, and either form of a matrix multiplies."""
+"""models/quant.py: quantised declarations are what quantising a checkpoint's floats gives, and both forms multiply."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GROUPED = Param(
 )
 
 
-def made(params: dict[str, Param], *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each leaf, which is what its aval says."""
-    found = {name: param.source.join(*tensors) for name, param in params.items()}
+def joined(params: dict[str, Param], *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The leaves of quantised parameters, checked against their abstract values."""
+    leaves = {name: param.source.join(*tensors) for name, param in params.items()}
     for name, param in params.items():
-        assert (tuple(found[name].shape), found[name].dtype) == (param.aval.shape, param.aval.dtype), name
-    return found
+        assert (tuple(leaves[name].shape), leaves[name].dtype) == (param.aval.shape, param.aval.dtype), name
+    return leaves
 
 
 def test_a_plain_matrix_stays_what_it_is() -> None:
@@ -42,23 +42,23 @@ def test_a_matrix_becomes_integers_and_scales() -> None:
         "scale": ((16,), torch.float32, ("heads",)),
     }
     assert all((p.source.names, p.source.shapes) == (MATRIX.source.names, MATRIX.source.shapes) for p in params.values())
-    held, whole = made(params, A, B), torch.cat([A, B])
-    assert [torch.equal(a, b) for a, b in zip(held.values(), quantise_w8(whole.t()), strict=True)] == [True, True]
-    assert ((held["weight"] * held["scale"]).t() - whole).abs().max() <= held["scale"].max() / 2 + 1e-6
+    leaves, whole = joined(params, A, B), torch.cat([A, B])
+    assert [torch.equal(a, b) for a, b in zip(leaves.values(), quantise_w8(whole.t()), strict=True)] == [True, True]
+    assert ((leaves["weight"] * leaves["scale"]).t() - whole).abs().max() <= leaves["scale"].max() / 2 + 1e-6
 
 
 def test_either_form_multiplies() -> None:
     x, whole = torch.randn(5, 8, generator=R), torch.cat([A, B])
     assert torch.equal(quant.linear(x, whole), ops.linear(x, whole))
-    held = made(quant.LINEAR["w8a8"](MATRIX), A, B)
-    got = quant.linear(x, held)
-    assert torch.equal(got, ops.quant_linear(x, held["weight"], held["scale"]))
-    error = (got - x @ whole.t()).square().mean().sqrt() / (x @ whole.t()).std()
+    leaves = joined(quant.LINEAR["w8a8"](MATRIX), A, B)
+    product = quant.linear(x, leaves)
+    assert torch.equal(product, ops.quant_linear(x, leaves["weight"], leaves["scale"]))
+    error = (product - x @ whole.t()).square().mean().sqrt() / (x @ whole.t()).std()
     assert 1e-4 < error < 0.03
 
 
 @pytest.mark.parametrize(
-    ("form", "wanted"),
+    ("form", "declared"),
     [
         ("grouped", {"weight": ((E, K, N), torch.bfloat16, ("experts", None, None))}),
         ("w8a8", {"weight": ((E, K, N), torch.int8, ("experts", None, None)), "scale": ((E, N), torch.float32, ("experts", None))}),
@@ -72,15 +72,15 @@ def test_either_form_multiplies() -> None:
         ),
     ],
 )
-def test_experts_are_held_as_grouped_products_read_them(form: str, wanted: dict[str, tuple[object, ...]]) -> None:
+def test_experts_are_stored_as_grouped_products_read_them(form: str, declared: dict[str, tuple[object, ...]]) -> None:
     params = quant.grouped(GROUPED, form)
-    assert {name: (p.aval.shape, p.aval.dtype, p.aval.axes) for name, p in params.items()} == wanted
-    assert list(params) == list(wanted), "in the order of the products' operands"
-    held = {name: param.source.join(EXPERTS.transpose(1, 2)) for name, param in params.items()}
+    assert {name: (p.aval.shape, p.aval.dtype, p.aval.axes) for name, p in params.items()} == declared
+    assert list(params) == list(declared), "in the order of the products' operands"
+    leaves = {name: param.source.join(EXPERTS.transpose(1, 2)) for name, param in params.items()}
     want = {"grouped": (EXPERTS,), "w8a8": quantise_w8(EXPERTS), "w4a8": quantise_w4(EXPERTS)}[form]
-    for name, tensor in zip(held, want, strict=True):
-        assert torch.equal(held[name], tensor), name
-        assert tuple(held[name].shape) == params[name].aval.shape
+    for name, tensor in zip(leaves, want, strict=True):
+        assert torch.equal(leaves[name], tensor), name
+        assert tuple(leaves[name].shape) == params[name].aval.shape
 
 
 def test_quantised_parameters_cannot_be_saved() -> None:

@@ -1,4 +1,4 @@
-"""Finding a model: presets, checkpoint directories, what they say of end tokens, and every refusal."""
+"""models/registry.py: presets and checkpoint directories are found with their end tokens, and refusals name the legal values."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def directory(tmp_path):
 
 def test_a_directory_is_found_with_what_lies_in_it(directory):
     path = directory(config={**TINY, "eos_token_id": 7}, tokenizer={})
-    found = registry.find(path)
-    assert found.name == found.model.name == "some-model"
-    assert found.model.family is qwen3_5.FAMILY
-    assert (found.checkpoint_dir, found.tokenizer) == (path, path / "tokenizer.json")
-    assert (found.eos_ids, found.max_position_embeddings) == ((7,), 128)
-    assert registry.from_config(found.name, json.loads(found.text)) == found.model
+    checkpoint = registry.find(path)
+    assert checkpoint.name == checkpoint.model.name == "some-model"
+    assert checkpoint.model.family is qwen3_5.FAMILY
+    assert (checkpoint.checkpoint_dir, checkpoint.tokenizer) == (path, path / "tokenizer.json")
+    assert (checkpoint.eos_ids, checkpoint.max_position_embeddings) == ((7,), 128)
+    assert registry.from_config(checkpoint.name, json.loads(checkpoint.text)) == checkpoint.model
 
 
 def test_a_directory_without_a_tokenizer_has_none(directory):
@@ -99,19 +99,19 @@ def test_malformed_end_tokens_are_refused(directory, file, eos):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_come_without_weights(name):
-    found = registry.find(name)
-    assert (found.name, found.model.name, found.checkpoint_dir, found.tokenizer, found.eos_ids) == (name, name, None, None, ())
-    assert registry.from_config(name, json.loads(found.text)) == found.model
+    preset = registry.find(name)
+    assert (preset.name, preset.model.name, preset.checkpoint_dir, preset.tokenizer, preset.eos_ids) == (name, name, None, None, ())
+    assert registry.from_config(name, json.loads(preset.text)) == preset.model
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_models_lie_in_the_package(name):
-    found = registry.find(name)
-    assert found.name == found.model.name == name
-    assert found.checkpoint_dir is not None
-    assert found.checkpoint_dir.parts[-2:] == ("bundled", name)
-    assert found.tokenizer is not None
-    assert found.eos_ids
+    bundled = registry.find(name)
+    assert bundled.name == bundled.model.name == name
+    assert bundled.checkpoint_dir is not None
+    assert bundled.checkpoint_dir.parts[-2:] == ("bundled", name)
+    assert bundled.tokenizer is not None
+    assert bundled.eos_ids
 
 
 @pytest.mark.parametrize("typed, near", [("qwen3.5-27", "qwen3.5-27b"), ("Qwen3.6-27B", "qwen3.6-27b"), ("qwen35-tiny", "qwen3.5-tiny")])
@@ -159,17 +159,17 @@ def test_architectures_serve_where_the_type_is_absent(name):
 
 
 @pytest.mark.parametrize(
-    "change, wanted",
+    "change, model_type",
     [
         ({"model_type": "llama"}, "llama"),
         ({"model_type": "qwen35moe"}, "qwen35moe"),
         ({"model_type": None, "architectures": ["MambaForCausalLM"]}, "Mamba"),
     ],
 )
-def test_another_model_type_is_named_with_the_legal_ones(change, wanted):
+def test_another_model_type_is_named_with_the_legal_ones(change, model_type):
     with pytest.raises(UnknownModel) as error:
         registry.from_config("x", {**TINY, **change})
-    assert f"model_type {wanted!r} is not supported" in str(error.value)
+    assert f"model_type {model_type!r} is not supported" in str(error.value)
     assert all(legal in str(error.value) for legal in qwen3_5.FAMILY.model_types)
 
 

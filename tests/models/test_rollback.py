@@ -1,4 +1,4 @@
-"""Whatever was drafted and kept, a request leaves the state that it would have left had it never speculated."""
+"""models/: whatever was drafted and accepted, a request leaves the state of one that never speculated."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ LEAVES, NEAR = 24, 1e-6
 
 
 def memories(course, server, **knobs):
-    """What the device knows of three requests that never speculate, by request and tokens in the caches."""
-    requests, found = [course.request(i, **knobs) for i in range(3)], [{}, {}, {}]
+    """Device memory of three requests that never speculate, by request and number of computed tokens."""
+    requests, by_start = [course.request(i, **knobs) for i in range(3)], [{}, {}, {}]
     server.prefill(requests)
     for _ in range(LEAVES + 8):
-        for memory, request in zip(found, requests, strict=True):
+        for memory, request in zip(by_start, requests, strict=True):
             memory[request.start] = server.memory(request)
         server.decode(requests)
     assert all(set(request.counts) == {1} for request in requests)
-    return found
+    return by_start
 
 
 def speculated(course, server):
-    """The same of requests that keep drafts in every number, at every step; prompts taken in together as those of `memories`."""
+    """The same of requests that accept any number of drafts in each step, with their prompts prefilled together."""
     requests, draw = [course.request(i) for i in range(3)], random.Random(3)
     server.prefill(requests)
-    while max(len(request.said) for request in requests) < LEAVES:
+    while max(len(request.output) for request in requests) < LEAVES:
         for i, request in enumerate(requests):
             yield i, request.start, server.memory(request)
-            server.mislead(request, course.truth[i], draw.randint(0, server.drafts))
+            server.plant_drafts(request, course.truth[i], draw.randint(0, server.drafts))
         server.decode(requests)
-    server.untouched([1, 2, 3])
+    server.expect_untouched([1, 2, 3])
 
 
-def error(got, want):
-    """How far a tensor is from another, by the size of its values."""
-    return float((got - want).norm() / want.norm())
+def error(actual, want):
+    """Relative error of a tensor."""
+    return float((actual - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_bit_for_bit_that_of_requests_with_their_drafts_off(courses, name):
     """Recurrent and convolution state, keys and values of the layers and of the draft head, the request slot and the drafts in it.
 
-    In steps of the same width all kernels but products treat a token the same wherever it stands; products go token by token here.
+    In steps of one width all kernels except products compute a token the same in any row; products run token by token here.
     """
     course, run = courses(name), {"run": speculators.token_by_token}
     truth = memories(course, course.server(3, **run), drafts=0)
@@ -57,22 +57,20 @@ def test_state_is_bit_for_bit_that_of_requests_with_their_drafts_off(courses, na
 @pytest.mark.parametrize("drafts", [3, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_that_of_requests_with_their_drafts_off(courses, name, drafts):
-    """The same with products over all rows, which may sum in another order where an expert has other rows: to within NEAR."""
+    """To within NEAR: products over all rows may sum in another order where an expert has other rows."""
     course = courses(name)
     truth = memories(course, course.server(drafts), drafts=0)
     for i, start, memory in speculated(course, course.server(drafts)):
         for what, tensor in memory.items():
-            wanted = truth[i][start][what]
-            near = torch.equal(tensor, wanted) if what == "request_slots" else error(tensor, wanted) < NEAR
+            expected = truth[i][start][what]
+            near = torch.equal(tensor, expected) if what == "request_slots" else error(tensor, expected) < NEAR
             assert near, f"{what} of request {i} at {start}"
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_state_is_that_of_programs_without_drafts(courses, name, drafts):
-    """To within NEAR: their steps are of one token, so every product has another shape, and torch takes exponentials of strided values
-    by another kernel than of others.
-    """
+    """To within NEAR: steps of one token have other product shapes, and torch has another exponential kernel for strided values."""
     course = courses(name)
     truth = memories(course, course.server(0))
     for i, start, memory in speculated(course, course.server(drafts)):

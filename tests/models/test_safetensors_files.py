@@ -1,4 +1,4 @@
-"""The table of a checkpoint's tensors: what files say, what is refused, and which changes its digest notices."""
+"""models/safetensors_files.py: the tensors of a checkpoint's files, what is refused, and which changes the digest notices."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ def sharded(tmp_path):
 
 def test_entries_say_what_and_where(single):
     """The bytes that an entry names are the tensor's."""
-    found = safetensors_files.open_checkpoint(single)
+    checkpoint = safetensors_files.open_checkpoint(single)
     content = (single / "model.safetensors").read_bytes()
-    assert set(found.tensors) == set(TENSORS)
+    assert set(checkpoint.tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
-        entry = found.tensors[name]
+        entry = checkpoint.tensors[name]
         assert (entry.name, entry.file, entry.shape) == (name, single / "model.safetensors", tuple(tensor.shape))
         assert entry.nbytes == tensor.nbytes
         assert content[entry.begin : entry.end] == bytes(tensor.view(torch.uint8).flatten().tolist() if tensor.numel() else b"")
-    assert {name: entry.dtype for name, entry in found.tensors.items()} == {
+    assert {name: entry.dtype for name, entry in checkpoint.tensors.items()} == {
         "a": "BF16",
         "b": "F32",
         "none": "F32",
         "bits": "BOOL",
         "eight": "F8_E4M3",
     }
-    assert found.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
 def test_shards_are_one_table(single, sharded):
     path, _ = sharded
-    found, alone = safetensors_files.open_checkpoint(path), safetensors_files.open_checkpoint(single)
-    assert [file.name for file in found.files] == ["model-1.safetensors", "model-2.safetensors"]
-    assert {n: (e.dtype, e.shape) for n, e in found.tensors.items()} == {n: (e.dtype, e.shape) for n, e in alone.tensors.items()}
+    checkpoint, unsharded = safetensors_files.open_checkpoint(path), safetensors_files.open_checkpoint(single)
+    assert [file.name for file in checkpoint.files] == ["model-1.safetensors", "model-2.safetensors"]
+    assert {n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()} == {n: (e.dtype, e.shape) for n, e in unsharded.tensors.items()}
 
 
 def test_a_tensor_the_index_forgot_is_not_lost(sharded):
@@ -82,13 +82,13 @@ def test_a_tensor_the_index_forgot_is_not_lost(sharded):
     assert "eight" in safetensors_files.open_checkpoint(path).tensors
 
 
-@pytest.mark.parametrize("name, holder, other", [("b", 1, 2), ("a", 2, 1)])
-def test_the_index_decides_between_copies(sharded, name, holder, other):
+@pytest.mark.parametrize("name, holder, shard", [("b", 1, 2), ("a", 2, 1)])
+def test_the_index_decides_between_copies(sharded, name, holder, shard):
     path, _ = sharded
-    there = {kept: TENSORS[kept] for kept in (("b", "none", "eight") if other == 1 else ("a", "bits"))}
-    save_file({**there, name: torch.zeros(9)}, path / f"model-{other}.safetensors")
-    found = safetensors_files.open_checkpoint(path).tensors[name]
-    assert (found.file.name, found.shape) == (f"model-{holder}.safetensors", tuple(TENSORS[name].shape))
+    there = {own: TENSORS[own] for own in (("b", "none", "eight") if shard == 1 else ("a", "bits"))}
+    save_file({**there, name: torch.zeros(9)}, path / f"model-{shard}.safetensors")
+    entry = safetensors_files.open_checkpoint(path).tensors[name]
+    assert (entry.file.name, entry.shape) == (f"model-{holder}.safetensors", tuple(TENSORS[name].shape))
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 40, -1])
@@ -197,7 +197,7 @@ def test_a_large_checkpoint_is_known_by_headers_sizes_times_and_ends(single, mon
     assert before.startswith("header:")
     assert digest(single) == before
     original = file.read_bytes()
-    seen = {before}
+    digests = {before}
     for at, noticed in ((-1, True), (-9, False), (12, True)):
         content = bytearray(original)
         content[at] = 0x20 if at == 12 else content[at] ^ 1
@@ -205,23 +205,23 @@ def test_a_large_checkpoint_is_known_by_headers_sizes_times_and_ends(single, mon
             content = bytearray(original.replace(b'"pt"', b'"PT"'))
         file.write_bytes(content)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (digest(single) not in seen) == noticed
-        seen.add(digest(single))
+        assert (digest(single) not in digests) == noticed
+        digests.add(digest(single))
     file.write_bytes(original)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert digest(single) not in seen
+    assert digest(single) not in digests
 
 
 def test_a_file_that_vanished_is_named(single):
-    found = safetensors_files.open_checkpoint(single)
+    checkpoint = safetensors_files.open_checkpoint(single)
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read any more"):
-        safetensors_files.digest(found)
+        safetensors_files.digest(checkpoint)
 
 
 def test_an_entry_reads_its_bytes_and_refuses_a_file_that_became_shorter(single):
-    found = safetensors_files.open_checkpoint(single)
-    file, entries = single / "model.safetensors", [entry for entry in found.tensors.values() if entry.dtype in safetensors_files.DTYPES]
+    tensors = safetensors_files.open_checkpoint(single).tensors
+    file, entries = single / "model.safetensors", [entry for entry in tensors.values() if entry.dtype in safetensors_files.DTYPES]
     assert entries
     for entry in entries:
         tensor = entry.read()

@@ -1,4 +1,4 @@
-"""What requests say is distributed as the model says, drafts or not, and their log probabilities are the model's own."""
+"""models/sampling.py: outputs are distributed as the model says, with and without drafts, and log probabilities are its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KNOBS = {
 V, SAYS, DRAFTS = 4, 4, 2
 PROMPT = [1, 3, 0, 2, 2]
 INSET = 1e-5
-"""Of the ends of an interval of random numbers: logits are computed in f32."""
+"""Margin at the ends of an interval of random numbers, because logits are computed in f32."""
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +45,31 @@ def small():
 def after(small):
     """Logits of transformers after every text of up to three tokens."""
     with torch.no_grad():
-        texts = torch.tensor([[*PROMPT, *said] for said in itertools.product(range(V), repeat=SAYS - 1)])
+        texts = torch.tensor([[*PROMPT, *output] for output in itertools.product(range(V), repeat=SAYS - 1)])
         logits = small.theirs(texts).logits.float()
     rows = {tuple(text[len(PROMPT) :]): row for text, row in zip(texts.tolist(), logits, strict=True)}
-    return {said[:n]: row[len(PROMPT) - 1 + n] for said, row in rows.items() for n in range(SAYS)}
+    return {output[:n]: row[len(PROMPT) - 1 + n] for output, row in rows.items() for n in range(SAYS)}
 
 
 def crowd(small, drafts, knobs, numbers, substituted=None):
-    """What B requests with the same prompt say, and the tokens of each decode step [B], 0 for who had said enough.
+    """Outputs of B requests with one prompt, and the tokens of each decode step [B], 0 where a request already had enough.
 
     Args:
         drafts: k.
         numbers: [B, SAYS] random numbers of their tokens.
         substituted: [B, k] drafts of every step; None leaves those of the head.
     """
-    B, Q, held = len(numbers), drafts + 1, speculators.limits(drafts, 32, len(numbers))
-    server = speculators.Server(small.model, small.weights, drafts, held=held, run=speculators.direct)
-    row, N = torch.arange(B, dtype=torch.int32), held.pages_per_request
+    B, Q, sizes = len(numbers), drafts + 1, speculators.limits(drafts, 32, len(numbers))
+    server = speculators.Server(small.model, small.weights, drafts, sizes=sizes, run=speculators.direct)
+    row, N = torch.arange(B, dtype=torch.int32), sizes.pages_per_request
 
-    def given(bucket, **known):
-        made = server.blank(bucket)
-        made |= {"request_slots": row + 1, "page_table": 1 + N * row[:, None] + torch.arange(N, dtype=torch.int32)}
-        made["state_slots_out"] = 1 + Q * row[:, None] + torch.arange(made["state_slots_out"].shape[1], dtype=torch.int32)
+    def inputs_of(bucket, **known):
+        inputs = server.blank(bucket)
+        inputs |= {"request_slots": row + 1, "page_table": 1 + N * row[:, None] + torch.arange(N, dtype=torch.int32)}
+        inputs["state_slots_out"] = 1 + Q * row[:, None] + torch.arange(inputs["state_slots_out"].shape[1], dtype=torch.int32)
         for name, value in {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **knobs}.items():
-            made[name].fill_(value)
-        return made | known
+            inputs[name].fill_(value)
+        return inputs | known
 
     bucket, tokens = Bucket("prefill", B, len(PROMPT)), torch.tensor(PROMPT, dtype=torch.int32).expand(B, -1)
     known = {
@@ -80,75 +80,75 @@ def crowd(small, drafts, knobs, numbers, substituted=None):
         "uniform": numbers[:, :1],
     }
     known |= {"next_tokens": 0 * row - 1} if drafts else {}
-    said, count, counts = torch.zeros(B, 32, dtype=torch.int32), torch.ones(B, dtype=torch.int64), []
-    said[:, :1] = server.step(bucket, given(bucket, **known))["tokens"]
+    output, count, counts = torch.zeros(B, 32, dtype=torch.int32), torch.ones(B, dtype=torch.int64), []
+    output[:, :1] = server.step(bucket, inputs_of(bucket, **known))["tokens"]
     numbers = torch.nn.functional.pad(numbers, (0, 32), value=0.5)
     while int(count.min()) < SAYS:
         if substituted is not None:
             server.request_slots[1:, request_slots.TOKENS + 1 :] = substituted
         bucket, base = Bucket("decode", B, Q), (len(PROMPT) + count - 1).int()
         window = numbers.gather(1, count[:, None] + torch.arange(2 * Q - 1))
-        outputs = server.step(bucket, given(bucket, drafts=0 * row + drafts, base=base, uniform=window))
-        assert int(outputs["counts"].min()) > 0, "a request with room in its context says something"
-        said.scatter_(1, count[:, None] + torch.arange(Q), outputs["tokens"])
+        outputs = server.step(bucket, inputs_of(bucket, drafts=0 * row + drafts, base=base, uniform=window))
+        assert int(outputs["counts"].min()) > 0, "a request with room in its context gets a token"
+        output.scatter_(1, count[:, None] + torch.arange(Q), outputs["tokens"])
         counts.append(outputs["counts"].where(count < SAYS, 0))
         count += outputs["counts"]
-    return said[:, :SAYS], counts
+    return output[:, :SAYS], counts
 
 
-def ends(after, textbook):
-    """Every output, with the interval of random numbers that picks each of its tokens: [n, SAYS] and [n, SAYS, 2].
+def output_intervals(after, textbook):
+    """Every output, with the interval of random numbers that samples each of its tokens: [n, SAYS] and [n, SAYS, 2].
 
-    Outputs of an interval that is too short to be looked into are left out; so are those that cannot be.
+    Outputs with an empty or too short interval are left out.
     """
-    told, intervals = [], []
+    outputs, intervals = [], []
     edges = {}
-    for said, logits in after.items():
+    for output, logits in after.items():
         p = textbook(logits)
-        edges[said] = [0.0, *itertools.accumulate(p)]
-    for said in itertools.product(range(V), repeat=SAYS):
-        found = [(edges[said[:i]][token], edges[said[:i]][token + 1]) for i, token in enumerate(said)]
-        if all(high - low > 4 * INSET for low, high in found):
-            told.append(said)
-            intervals.append(found)
-    return torch.tensor(told, dtype=torch.int32), torch.tensor(intervals, dtype=torch.float64)
+        edges[output] = [0.0, *itertools.accumulate(p)]
+    for output in itertools.product(range(V), repeat=SAYS):
+        bounds = [(edges[output[:i]][token], edges[output[:i]][token + 1]) for i, token in enumerate(output)]
+        if all(high - low > 4 * INSET for low, high in bounds):
+            outputs.append(output)
+            intervals.append(bounds)
+    return torch.tensor(outputs, dtype=torch.int32), torch.tensor(intervals, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
 def test_the_joint_distribution_is_that_of_the_model_whatever_is_drafted(small, after, knobs):
-    """By enumeration. A token is a step function of its random number, given the tokens before it and the drafts, so an output's
-    probability is the product of the intervals that pick its tokens. They are those of the textbook's probabilities of the logits of
-    transformers: both ends of every interval pick the output, for every output and every pair of drafts.
+    """By enumeration. Given earlier tokens and drafts a token is a step function of its random number, so the probability of an output
+    is the product of the intervals that sample its tokens. Those must be the textbook's intervals for transformers' logits: for every
+    output and every pair of drafts, both ends of each interval sample the output.
     """
-    outputs, intervals = ends(after, functools.partial(speculators.textbook, **knobs))
+    outputs, intervals = output_intervals(after, functools.partial(speculators.textbook, **knobs))
     probability = (intervals[:, :, 1] - intervals[:, :, 0]).prod(1)
     assert float(probability.sum()) == pytest.approx(1, abs=1e-3)
     pairs = torch.tensor(list(itertools.product(range(V), repeat=DRAFTS)), dtype=torch.int32)
-    kept = set()
+    seen_counts = set()
     for end, inwards in ((0, INSET), (1, -INSET)):
         numbers = (intervals[:, :, end] + inwards).float().repeat(len(pairs), 1)
-        said, counts = crowd(small, DRAFTS, knobs, numbers, pairs.repeat_interleave(len(outputs), 0))
-        assert torch.equal(said, outputs.repeat(len(pairs), 1))
-        kept |= set(counts[0].tolist())
-    assert kept == {1, 2, 3}
+        sampled_ids, counts = crowd(small, DRAFTS, knobs, numbers, pairs.repeat_interleave(len(outputs), 0))
+        assert torch.equal(sampled_ids, outputs.repeat(len(pairs), 1))
+        seen_counts |= set(counts[0].tolist())
+    assert seen_counts == {1, 2, 3}
 
 
 @pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS)
-def test_random_numbers_say_the_same_with_the_drafts_of_the_head(small, after, knobs):
-    """Outputs of random numbers with three drafts equal those without; they are distributed as they should be (chi-square, 1e-3)."""
+def test_random_numbers_give_the_same_output_with_the_drafts_of_the_head(small, after, knobs):
+    """With three drafts as without, and distributed as the model says (chi-square, 1e-3)."""
     numbers = torch.rand(4000, SAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64).mul(2**24).floor().div(2**24).float()
-    said, counts = crowd(small, 3, knobs, numbers)
+    sampled_ids, counts = crowd(small, 3, knobs, numbers)
     plain, _ = crowd(small, 0, knobs, numbers)
-    assert torch.equal(said, plain)
+    assert torch.equal(sampled_ids, plain)
     assert set(torch.cat(counts).tolist()) == {0, 1, 2, 3, 4}
-    outputs, intervals = ends(after, functools.partial(speculators.textbook, **knobs))
-    wanted = (intervals[:, :, 1] - intervals[:, :, 0]).prod(1) * len(numbers)
-    seen = torch.tensor([int((said == output).all(1).sum()) for output in outputs], dtype=torch.float64)
-    # Outputs that are seldom count as one.
-    often = wanted >= 5
-    wanted = torch.cat([wanted[often], len(numbers) - wanted[often].sum(0, keepdim=True)])
-    seen = torch.cat([seen[often], len(numbers) - seen[often].sum(0, keepdim=True)])
-    statistic, freedom = ((seen - wanted) ** 2 / wanted.clamp(min=1)).sum(), len(wanted) - 1
+    outputs, intervals = output_intervals(after, functools.partial(speculators.textbook, **knobs))
+    expected = (intervals[:, :, 1] - intervals[:, :, 0]).prod(1) * len(numbers)
+    observed = torch.tensor([int((sampled_ids == output).all(1).sum()) for output in outputs], dtype=torch.float64)
+    # Rare outputs count as one.
+    often = expected >= 5
+    expected = torch.cat([expected[often], len(numbers) - expected[often].sum(0, keepdim=True)])
+    observed = torch.cat([observed[often], len(numbers) - observed[often].sum(0, keepdim=True)])
+    statistic, freedom = ((observed - expected) ** 2 / expected.clamp(min=1)).sum(), len(expected) - 1
     assert float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2)) > 1e-3
 
 
@@ -158,14 +158,14 @@ MODELS = ["dense", "moe"]
 TRAINED = "qwen3.5-tiny"
 LONG = 24
 BORDER = 1e-6
-"""Rounding moves the borders between tokens by less, so a random number that is farther from all of them picks the same token."""
+"""Rounding moves the borders between tokens by less, so a random number farther from all of them samples the same token."""
 
 
 class Sampled:
-    """Requests that sample, each in its own way, and what they say alone and without drafts.
+    """Requests that sample, each with other settings, and their outputs alone and without drafts.
 
     Attributes:
-        who: their numbers. Of a large vocabulary only those that cut it: every token that is kept is a border.
+        who: their numbers; for a large vocabulary only those that cut it, because every allowed token adds a border.
     """
 
     def __init__(self, name):
@@ -177,11 +177,11 @@ class Sampled:
         for i in self.who:
             request = self.request(i)
             self.server(0).serve([request], LONG + 4)
-            self.truth[i] = request.said
+            self.truth[i] = request.output
             self._far_from_borders(request, self.ways[i])
 
     def _far_from_borders(self, request, knobs):
-        logits = self.model.logits([*request.prompt, *request.said[:-1]])[len(request.prompt) - 1 :]
+        logits = self.model.logits([*request.prompt, *request.output[:-1]])[len(request.prompt) - 1 :]
         for i, row in enumerate(logits):
             borders = torch.tensor(self.make.textbook(row, **knobs)).double().cumsum(0)
             assert float((borders - request.number(i)).abs().min()) > BORDER, f"take another seed for a request with {knobs}"
@@ -198,8 +198,8 @@ class Sampled:
     def expect(self, requests):
         for request in requests:
             i = self.prompts.index(request.prompt)
-            assert len(request.said) >= LONG
-            assert request.said[:LONG] == self.truth[i][:LONG], f"request {i}"
+            assert len(request.output) >= LONG
+            assert request.output[:LONG] == self.truth[i][:LONG], f"request {i}"
 
 
 @pytest.fixture(scope="module")
@@ -208,30 +208,30 @@ def sampled():
 
 
 @pytest.mark.parametrize("name", [*MODELS, TRAINED])
-def test_sampled_requests_say_the_same_alone_and_in_a_full_batch(sampled, name):
-    """With the head's own drafts; in the batch each verifies another number of them."""
+def test_sampled_outputs_are_the_same_alone_and_in_a_full_batch(sampled, name):
+    """With the head's own drafts, of which each request in the batch verifies another number."""
     cases = sampled(name)
-    assert len({tuple(said) for said in cases.truth.values()}) == len(cases.who)
-    alone = [cases.request(2), cases.request(3)]
-    for request in alone:
+    assert len({tuple(output) for output in cases.truth.values()}) == len(cases.who)
+    singles = [cases.request(2), cases.request(3)]
+    for request in singles:
         cases.server(3).serve([request], LONG)
     together = [cases.request(i, drafts=(i + 1) % 4) for i in cases.who]
     cases.server(3).serve(together, LONG)
-    cases.expect([*alone, *together])
+    cases.expect([*singles, *together])
     if name == TRAINED:
         assert {1, 2, 3} <= {count for request in together for count in request.counts}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sampled_requests_say_the_same_whatever_is_kept_beside_them(sampled, name):
-    """Substituted drafts, of which each row keeps another number at each step; who has said enough leaves the batch."""
+def test_sampled_outputs_are_the_same_whatever_other_rows_accept(sampled, name):
+    """With planted drafts, of which each row accepts another number in each step; finished requests leave the batch."""
     cases, draw = sampled(name), random.Random(8)
     server, requests = cases.server(3), cases.requests()
     server.prefill(requests)
-    while live := [request for request in requests if len(request.said) < LONG]:
+    while live := [request for request in requests if len(request.output) < LONG]:
         draw.shuffle(live)
         for request in live:
-            server.mislead(request, cases.truth[requests.index(request)], draw.randint(0, 3))
+            server.plant_drafts(request, cases.truth[requests.index(request)], draw.randint(0, 3))
         server.decode(live, 8)
     cases.expect(requests)
     assert {count for request in requests for count in request.counts} == {1, 2, 3, 4}
@@ -239,8 +239,8 @@ def test_sampled_requests_say_the_same_whatever_is_kept_beside_them(sampled, nam
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_sampled_requests_say_the_same_after_preemption_and_however_their_prompts_are_cut(sampled, name, drafts):
-    """Taken in by chunks cut anywhere, taken out at any time, and taken in again, prompt and all, in another request slot beside others."""
+def test_sampled_outputs_are_the_same_after_preemption_and_for_any_chunks(sampled, name, drafts):
+    """Requests are prefilled in any chunks, preempted at any time, and prefilled again in another request slot."""
     cases, draw = sampled(name), random.Random(9)
     server, requests = cases.server(drafts), cases.requests()
 
@@ -251,12 +251,12 @@ def test_sampled_requests_say_the_same_after_preemption_and_however_their_prompt
     for request in requests:
         server.prefill([request], cuts(len(request.prompt)))
     for stop in (7, 15):
-        server.go_on(requests, stop)
-        again = draw.sample(requests, 4)
-        for request, request_slot in zip(again, draw.sample([request.request_slot for request in again], 4), strict=True):
+        server.decode_until(requests, stop)
+        preempted = draw.sample(requests, 4)
+        for request, request_slot in zip(preempted, draw.sample([request.request_slot for request in preempted], 4), strict=True):
             request.request_slot, request.counts = request_slot, []
-            server.prefill([request], cuts(len(request.prompt) + len(request.said)))
-    server.go_on(requests, LONG)
+            server.prefill([request], cuts(len(request.prompt) + len(request.output)))
+    server.decode_until(requests, LONG)
     cases.expect(requests)
 
 
@@ -267,28 +267,28 @@ MOST = 5
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_are_those_of_the_models_logits(sampled, name):
-    """Of every token that counts, greedy or sampled, whatever was kept: those of transformers over the whole text, before temperature
-    and cuts. Rows that did not ask hold zeros.
+    """For every output token, greedy or sampled: those of transformers over the whole text, before temperature and cuts. Rows that did
+    not ask hold zeros.
     """
     cases, draw = sampled(name), random.Random(10)
     server = cases.server(3, logprobs=MOST)
     requests = [cases.request(i, logprobs=i != 2) for i in cases.who]
-    told = [[] for _ in requests]
+    reported = [[] for _ in requests]
     outputs = server.prefill(requests)
     while True:
         for i, request in enumerate(requests):
             count = request.counts[-1] if request.counts else 1
             parts = [outputs[name][i, :count] for name in ("chosen_logprobs", "top_ids", "top_logprobs")]
-            told[i].extend(zip(request.said[-count:], *parts, strict=True))
-            server.mislead(request, cases.truth[i], draw.randint(0, 3))
-        if all(len(request.said) >= LONG - 4 for request in requests):
+            reported[i].extend(zip(request.output[-count:], *parts, strict=True))
+            server.plant_drafts(request, cases.truth[i], draw.randint(0, 3))
+        if all(len(request.output) >= LONG - 4 for request in requests):
             break
         outputs = server.decode(requests, 8)
         assert all(not outputs[name][len(requests) :].any() for name in ("chosen_logprobs", "top_ids", "top_logprobs"))
-    for i, (request, rows) in enumerate(zip(requests, told, strict=True)):
-        assert [token for token, *_ in rows] == request.said
-        wanted = cases.model.logits([*request.prompt, *request.said[:-1]])[len(request.prompt) - 1 :].double().log_softmax(-1)
-        for (token, chosen, ids, values), row in zip(rows, wanted, strict=True):
+    for i, (request, rows) in enumerate(zip(requests, reported, strict=True)):
+        assert [token for token, *_ in rows] == request.output
+        logprobs = cases.model.logits([*request.prompt, *request.output[:-1]])[len(request.prompt) - 1 :].double().log_softmax(-1)
+        for (token, chosen, ids, values), row in zip(rows, logprobs, strict=True):
             if i == 2:
                 assert not any(part.any() for part in (chosen, ids, values))
                 continue
@@ -310,36 +310,36 @@ def test_a_greedy_token_is_the_most_likely_one():
         assert torch.equal(outputs["top_logprobs"][0, :, 0], outputs["chosen_logprobs"][0])
 
 
-# --- wherever the vocabulary lies ---
+# --- over a split vocabulary ---
 
 ROWS = Rules.of({"vocab": "tp", "sampled_rows": "tp"})
 F32, I32 = torch.float32, torch.int32
 
 
-def everywhere(fn, avals, values, mesh):
+def on_all_devices(fn, avals, values, mesh):
     """Results of `fn` of named values on every device of a mesh."""
     program = Program("toy", Bucket("decode", 4, 1), lambda p, s, i: (fn(p | i), s), {"logits": avals.pop("logits")}, {}, avals)
-    found, tp = partition(program, Mesh.parse(mesh), ROWS), Mesh.parse(mesh).axis("tp")
+    partitioned, tp = partition(program, Mesh.parse(mesh), ROWS), Mesh.parse(mesh).axis("tp")
     shards = values["logits"].chunk(tp, -1)
     operands = [[shards[rank], *(values[name] for name in avals), torch.tensor([0, rank], dtype=I32)] for rank in range(tp)]
-    return RankEmulator(found.graph, found.mesh)(operands)
+    return RankEmulator(partitioned.graph, partitioned.mesh)(operands)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
 def test_the_best_token_is_the_lowest_of_the_most_likely(mesh):
-    """Equal ones on one device, on neighbours, and on the first and the last."""
+    """Ties on one device, on neighbours, and between the first and the last."""
     logits = torch.zeros(4, 12)
     logits[0, [4, 5]], logits[1, [5, 6]], logits[2, [2, 11]], logits[3, 9] = 1.0, 2.0, 3.0, 1.0
     assert best(logits).tolist() == [4, 5, 2, 9]
     avals = {"logits": Aval((4, 12), F32, (None, "vocab")), "unused": Aval((4,), F32)}
-    for (token,) in everywhere(lambda x: {"t": best(x["logits"])}, avals, {"logits": logits, "unused": torch.zeros(4)}, mesh):
+    for (token,) in on_all_devices(lambda x: {"t": best(x["logits"])}, avals, {"logits": logits, "unused": torch.zeros(4)}, mesh):
         assert token.tolist() == [4, 5, 2, 9]
         assert token.dtype == I32
 
 
 @pytest.mark.parametrize("emit", [True, False])
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
-def test_every_device_is_told_the_same(mesh, emit):
+def test_every_device_gets_the_same(mesh, emit):
     """Tokens and log probabilities of a split vocabulary are those of a whole one, with logits gathered or rows shared out."""
     draw = torch.Generator().manual_seed(2)
     values = {"logits": torch.randn(8, 12, generator=draw) * 2, "uniform": torch.rand(4, 2, generator=draw)}
@@ -352,9 +352,9 @@ def test_every_device_is_told_the_same(mesh, emit):
 
     avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}
     avals["logits"] = Aval((8, 12), F32, (None, "vocab"))
-    wanted = run(values)
+    expected = run(values)
     logits = values["logits"].view(4, 2, 12)
-    assert torch.equal(wanted["tokens"], ops.sample(logits, *(values[n] for n in ("temperature", "top_k", "top_p", "min_p", "uniform"))))
-    for got in everywhere(run, avals, values, mesh):
-        for name, tensor in zip(wanted, got, strict=True):
-            torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=0)
+    assert torch.equal(expected["tokens"], ops.sample(logits, *(values[n] for n in ("temperature", "top_k", "top_p", "min_p", "uniform"))))
+    for results in on_all_devices(run, avals, values, mesh):
+        for name, tensor in zip(expected, results, strict=True):
+            torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)

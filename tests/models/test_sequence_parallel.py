@@ -1,4 +1,4 @@
-"""The stream is split by tokens where the layout says so, padded where it does not divide, and whole where it is read."""
+"""models/sequence_parallel.py: the stream is split by tokens where the layout says so, and whole where it is read."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def drawn() -> Tree:
 
 
 def run(step: Step, ids: torch.Tensor, mesh: str, rules: Rules) -> list[torch.Tensor]:
-    found, tp = partitioned(step, len(ids), mesh, rules), Mesh.parse(mesh).axis("tp")
+    program, tp = partitioned(step, len(ids), mesh, rules), Mesh.parse(mesh).axis("tp")
     p = drawn()
     shards = zip(p["table"].chunk(tp), p["down"].chunk(tp, 1), p["up"].chunk(tp), strict=True)
     operands = [[*own, ids, torch.tensor([0, rank], dtype=I32)] for rank, own in enumerate(shards)]
-    return [y for (y,) in RankEmulator(found.graph, found.mesh)(operands)]
+    return [y for (y,) in RankEmulator(program.graph, program.mesh)(operands)]
 
 
 def stream(p: Tree, ids: torch.Tensor) -> torch.Tensor:
@@ -69,33 +69,33 @@ def test_alone_it_is_what_it_says(tokens: int) -> None:
 @pytest.mark.parametrize("rules", [SPLIT, WHOLE], ids=["split", "whole"])
 def test_every_device_ends_with_the_same_rows(mesh: str, tokens: int, rules: Rules) -> None:
     """Among them the first and the last row of each device's part of the vocabulary."""
-    for got in run(stream, IDS[:tokens], mesh, rules):
-        torch.testing.assert_close(got, expected(IDS[:tokens]))
+    for rows in run(stream, IDS[:tokens], mesh, rules):
+        torch.testing.assert_close(rows, expected(IDS[:tokens]))
 
 
 @pytest.mark.parametrize(
-    ("rules", "wanted"),
+    ("rules", "kinds"),
     [
         (SPLIT, ["reduce_scatter_tensor", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_into_tensor"]),
         (WHOLE, ["all_reduce", "all_reduce"]),
     ],
     ids=["split", "whole"],
 )
-def test_sums_are_scattered_where_the_stream_is_split(rules: Rules, wanted: list[str]) -> None:
-    assert [kind for kind, *_ in partitioned(stream, 6, "tp=2", rules).collectives] == wanted
+def test_sums_are_scattered_where_the_stream_is_split(rules: Rules, kinds: list[str]) -> None:
+    assert [kind for kind, *_ in partitioned(stream, 6, "tp=2", rules).collectives] == kinds
 
 
-@pytest.mark.parametrize(("mesh", "tokens", "wanted"), [("tp=2", 7, 8), ("tp=4", 5, 8), ("tp=4", 8, 8), ("tp=4", 1, 4)])
-def test_the_stream_has_as_many_rows_as_it_takes(mesh: str, tokens: int, wanted: int) -> None:
-    told: list[tuple[int, ...]] = []
+@pytest.mark.parametrize(("mesh", "tokens", "rows"), [("tp=2", 7, 8), ("tp=4", 5, 8), ("tp=4", 8, 8), ("tp=4", 1, 4)])
+def test_the_stream_has_as_many_rows_as_it_takes(mesh: str, tokens: int, rows: int) -> None:
+    shapes: list[tuple[int, ...]] = []
 
     def step(p: Tree, ids: torch.Tensor) -> torch.Tensor:
         x = sequence_parallel.embed(ids, p["table"])
-        told.append((sequence_parallel.padded(tokens), *x.shape, *sequence_parallel.whole(x, tokens).shape))
+        shapes.append((sequence_parallel.padded(tokens), *x.shape, *sequence_parallel.whole(x, tokens).shape))
         return sequence_parallel.whole(x, tokens)
 
     partitioned(step, tokens, mesh, SPLIT)
-    assert told == [(wanted, wanted, M, tokens, M)]
+    assert shapes == [(rows, rows, M, tokens, M)]
 
 
 def test_a_table_that_is_not_split_is_read_whole() -> None:
@@ -105,9 +105,9 @@ def test_a_table_that_is_not_split_is_read_whole() -> None:
     def step(p: Tree, ids: torch.Tensor) -> torch.Tensor:
         return sequence_parallel.whole(sequence_parallel.embed(ids, p["table"]), len(ids))
 
-    found = partitioned(step, 5, "tp=2", rules)
-    assert [kind for kind, *_ in found.collectives] == ["all_gather_into_tensor"]
+    program = partitioned(step, 5, "tp=2", rules)
+    assert [kind for kind, *_ in program.collectives] == ["all_gather_into_tensor"]
     p = drawn()
     operands = [[p["table"], p["down"], p["up"], IDS[:5], torch.tensor([0, rank], dtype=I32)] for rank in range(2)]
-    for (got,) in RankEmulator(found.graph, found.mesh)(operands):
-        assert torch.equal(got, p["table"][IDS[:5].long()])
+    for (rows,) in RankEmulator(program.graph, program.mesh)(operands):
+        assert torch.equal(rows, p["table"][IDS[:5].long()])

@@ -1,4 +1,4 @@
-"""Every layout of a model over a mesh says, drafts and remembers what the model does on one device, group by group."""
+"""models/: every layout over a mesh gives, group by group, the outputs and the state of one device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Case:
 
     Attributes:
         drafts: k.
-        live: rows that hold a request, by group; the others are padding.
-        against: how one device holds the parameters.
-        talks: collectives that experts of the decode step must use, in any order; they use no others.
+        live: number of rows with a request, by group; the others are padding.
+        against: variant of the parameters on one device.
+        collectives: those that experts of the decode step must use, in any order, and no others.
     """
 
     mesh: str
@@ -39,7 +39,7 @@ class Case:
     drafts: int = 0
     live: tuple[int, ...] = ()
     steps: int = 4
-    talks: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
 
 
 GROUPED = Variant(experts="grouped")
@@ -60,143 +60,144 @@ CASES: dict[str, Case] = {
     "dense tp=2": Case("tp=2", experts=False, drafts=3),
     "dense tp=4": Case("tp=4", repeated(PLAIN), experts=False, drafts=1),
     "dense dp=2,tp=2": Case("dp=2,tp=2", experts=False, steps=2),
-    "experts tp=2": Case("tp=2", GROUPED, talks=DISPATCH),
-    "experts tp=4": Case("tp=4", repeated(GROUPED), batch=3, talks=DISPATCH, drafts=1),
-    "experts dp=2": Case("dp=2", GROUPED, talks=DISPATCH, drafts=1),
-    "experts dp=2,tp=2": Case("dp=2,tp=2", GROUPED, drafts=3, talks=DISPATCH),
-    "experts dp=4": Case("dp=4", GROUPED, live=(2, 1, 0, 2), talks=DISPATCH),
-    "gathered dp=2,tp=2": Case("dp=2,tp=2", gathering(GROUPED), drafts=1, talks=GATHER),
-    "gathered, the head's dispatched": Case("dp=2,tp=2", gathering(GROUPED, 1), drafts=3, talks=DISPATCH + GATHER),
-    "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, talks=GATHER),
+    "experts tp=2": Case("tp=2", GROUPED, collectives=DISPATCH),
+    "experts tp=4": Case("tp=4", repeated(GROUPED), batch=3, collectives=DISPATCH, drafts=1),
+    "experts dp=2": Case("dp=2", GROUPED, collectives=DISPATCH, drafts=1),
+    "experts dp=2,tp=2": Case("dp=2,tp=2", GROUPED, drafts=3, collectives=DISPATCH),
+    "experts dp=4": Case("dp=4", GROUPED, live=(2, 1, 0, 2), collectives=DISPATCH),
+    "gathered dp=2,tp=2": Case("dp=2,tp=2", gathering(GROUPED), drafts=1, collectives=GATHER),
+    "gathered, the head's dispatched": Case("dp=2,tp=2", gathering(GROUPED, 1), drafts=3, collectives=DISPATCH + GATHER),
+    "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, collectives=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),
     "experts split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False),
-    "odd batch": Case("dp=2,tp=2", GROUPED, batch=3, talks=DISPATCH, drafts=1),
-    "fewer tokens than devices": Case("tp=4", repeated(GROUPED), batch=1, talks=DISPATCH),
-    "fewer rows than devices": Case("tp=4", repeated(GROUPED), batch=1, talks=DISPATCH, drafts=3),
-    "idle group": Case("dp=2,tp=2", GROUPED, live=(2, 0), drafts=1, talks=DISPATCH),
-    "idle group, gathered": Case("dp=2,tp=2", gathering(GROUPED), live=(0, 1), drafts=1, talks=GATHER),
-    "w8a8 dp=2,tp=2": Case("dp=2,tp=2", W8, W8, talks=DISPATCH),
-    "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, talks=GATHER),
-    "w8a8 tp=4": Case("tp=4", repeated(W8), W8, talks=DISPATCH),
-    "w4a8 dp=2,tp=2": Case("dp=2,tp=2", W4, W4, talks=DISPATCH),
+    "odd batch": Case("dp=2,tp=2", GROUPED, batch=3, collectives=DISPATCH, drafts=1),
+    "fewer tokens than devices": Case("tp=4", repeated(GROUPED), batch=1, collectives=DISPATCH),
+    "fewer rows than devices": Case("tp=4", repeated(GROUPED), batch=1, collectives=DISPATCH, drafts=3),
+    "idle group": Case("dp=2,tp=2", GROUPED, live=(2, 0), drafts=1, collectives=DISPATCH),
+    "idle group, gathered": Case("dp=2,tp=2", gathering(GROUPED), live=(0, 1), drafts=1, collectives=GATHER),
+    "w8a8 dp=2,tp=2": Case("dp=2,tp=2", W8, W8, collectives=DISPATCH),
+    "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, collectives=GATHER),
+    "w8a8 tp=4": Case("tp=4", repeated(W8), W8, collectives=DISPATCH),
+    "w4a8 dp=2,tp=2": Case("dp=2,tp=2", W4, W4, collectives=DISPATCH),
 }
 
 
-def talked(found: Partitioned) -> set[str]:
-    return {f"{kind} {group}" for kind, group, _ in found.collectives}
+def collectives_of(partitioned: Partitioned) -> set[str]:
+    return {f"{kind} {group}" for kind, group, _ in partitioned.collectives}
 
 
-def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    difference = float((got - want).abs().max()) if got.numel() else 0.0
+def close(actual: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    difference = float((actual - want).abs().max()) if actual.numel() else 0.0
     assert difference < TOLERANCE, f"{what} differ by {difference}"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_group_says_what_one_device_says(name: str) -> None:
-    """Drafts are the head's own in some steps; in others so many of them are right as a step can accept, or fewer, or none."""
+def test_every_group_gives_what_one_device_gives(name: str) -> None:
+    """Drafts are the head's own in some steps; in others all, some or none of them are right."""
     case = CASES[name]
     mesh = Mesh.parse(case.mesh)
     live = case.live or (case.batch,) * mesh.axis("dp")
     fleet = fleets.Fleet(fleets.model(case.variant, experts=case.experts), mesh, case.expert_parallel, drafts=case.drafts)
     one_device = fleets.model(case.against, experts=case.experts)
-    alone = [fleets.Alone(one_device, case.drafts) for _ in live]
+    devices = [fleets.OneDevice(one_device, case.drafts) for _ in live]
     answers = fleets.answers(one_device, case.batch, live, 1 + case.steps * (case.drafts + 1))
     serving = fleets.Serving(case.batch, case.drafts, live)
-    for n, (bucket, given) in enumerate(serving.steps(case.steps)):
-        forced = [force(serving, group, fleet, one, answers[group]) for group, one in enumerate(alone)] if case.drafts and n > 1 else []
-        said = fleet.step(bucket, given)
-        want = [one.step(bucket, own) for one, own in zip(alone, given, strict=True)]
-        for group, (a, b) in enumerate(zip(said, want, strict=True)):
-            told, live_rows = fleets.told(bucket, given[group]), given[group]["request_slots"] > 0
-            close(a["logits"][told], b["logits"][told], f"step {n}, group {group}: logits")
-            assert torch.equal(a["tokens"][told], b["tokens"][told])
+    for n, (bucket, inputs) in enumerate(serving.steps(case.steps)):
+        planted = enumerate(devices) if case.drafts and n > 1 else ()
+        forced = [force(serving, group, fleet, device, answers[group]) for group, device in planted]
+        outputs = fleet.step(bucket, inputs)
+        want = [device.step(bucket, own) for device, own in zip(devices, inputs, strict=True)]
+        for group, (a, b) in enumerate(zip(outputs, want, strict=True)):
+            valid, live_rows = fleets.valid_positions(bucket, inputs[group]), inputs[group]["request_slots"] > 0
+            close(a["logits"][valid], b["logits"][valid], f"step {n}, group {group}: logits")
+            assert torch.equal(a["tokens"][valid], b["tokens"][valid])
             for output in set(a) - {"logits", "tokens"}:
                 assert torch.equal(a[output][live_rows], b[output][live_rows]), f"step {n}, group {group}: {output}"
             for row, right in enumerate(forced[group] if forced else []):
-                assert right is None or a["counts"][row] == min(right, int(given[group]["drafts"][row])) + 1
-        serving.heard(bucket, given, said)
-    for group, one in enumerate(alone):
-        assert serving.said[group] == [answer[: len(row)] for row, answer in zip(serving.said[group], answers[group], strict=True)]
-        for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), one.pool(), strict=True):
-            # Page, slot and request slot 0 are what padding writes, in whatever way; a pool of repeated heads has each of them as often.
+                assert right is None or a["counts"][row] == min(right, int(inputs[group]["drafts"][row])) + 1
+        serving.commit(bucket, inputs, outputs)
+    for group, device in enumerate(devices):
+        assert serving.output[group] == [answer[: len(row)] for row, answer in zip(serving.output[group], answers[group], strict=True)]
+        for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), device.pool(), strict=True):
+            # Padding writes to page, slot and request slot 0, in no particular way; repeated heads are repeated in the pools too.
             copies = mine.shape[2] // theirs.shape[2] if mine.dim() == 4 else 1
             close(mine[1:], theirs[1:].repeat_interleave(copies, 2) if copies > 1 else theirs[1:], f"group {group}: {leaf}")
-    check_talks(case, fleet.partitioned(serving.decode))
+    check_collectives(case, fleet.partitioned(serving.decode))
 
 
-def force(serving: Any, group: int, fleet: Any, alone: Any, answers: Sequence[Sequence[int]]) -> list[int | None]:
-    """The same drafts in the request slots of all ranks of a group and of the one device."""
-    (right, *others) = [serving.force(group, pool, answers) for pool in (*fleet.request_slots(group), alone.state["request_slots"])]
+def force(serving: Any, group: int, fleet: Any, device: Any, answers: Sequence[Sequence[int]]) -> list[int | None]:
+    """Plants the same drafts in the request slots of all ranks of a group and of the one device."""
+    (right, *others) = [serving.force(group, pool, answers) for pool in (*fleet.request_slots(group), device.state["request_slots"])]
     assert others == [right] * len(others)
     return right
 
 
-def check_talks(case: Case, found: Partitioned) -> None:
-    talks = talked(found)
-    assert set(case.talks) <= talks
-    assert not ({*DISPATCH, GATHER[1]} - set(case.talks)) & talks
-    if found.mesh.axis("dp") > 1:
-        assert not {text for text in talks if not text.endswith("tp")} - set(case.talks), "nothing else crosses groups"
+def check_collectives(case: Case, partitioned: Partitioned) -> None:
+    used = collectives_of(partitioned)
+    assert set(case.collectives) <= used
+    assert not ({*DISPATCH, GATHER[1]} - set(case.collectives)) & used
+    if partitioned.mesh.axis("dp") > 1:
+        assert not {text for text in used if not text.endswith("tp")} - set(case.collectives), "nothing else crosses groups"
     drafting = ("extend_draft_cache", "draft", "extend_draft_cache_own")[: case.drafts + (case.drafts > 0)]
-    assert set(bodies(found.graph)) == {"linear_attention", "full_attention", *drafting}, "layers and the draft head are traced once a kind"
+    assert set(bodies(partitioned.graph)) == {"linear_attention", "full_attention", *drafting}, "each kind of layer is traced once"
 
 
 def test_requests_of_groups_differ() -> None:
-    """Or a group that answered another's requests would pass."""
+    """Otherwise a group that served another's requests would pass."""
     fleet = fleets.Fleet(fleets.model(GROUPED), Mesh.parse("dp=2,tp=2"))
-    bucket, given = next(fleets.Serving(2, 0, [2, 2]).steps(0))
-    first, second = fleet.step(bucket, given)
+    bucket, inputs = next(fleets.Serving(2, 0, [2, 2]).steps(0))
+    first, second = fleet.step(bucket, inputs)
     assert (first["logits"] - second["logits"]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("variant", [W8, W4], ids=["w8a8", "w4a8"])
 def test_quantised_models_are_other_models(variant: Variant) -> None:
-    """Close to the floats they were made of, and not equal: the comparison above is of quantised products."""
-    bucket, (given,) = next(fleets.Serving(2, 0, [2]).steps(0))
-    exact, rounded = (fleets.Alone(fleets.model(v)).step(bucket, given)["logits"] for v in (PLAIN, variant))
+    """Their logits are close to those of the floats and not equal, so the test above compares quantised products."""
+    bucket, (inputs,) = next(fleets.Serving(2, 0, [2]).steps(0))
+    exact, rounded = (fleets.OneDevice(fleets.model(v)).step(bucket, inputs)["logits"] for v in (PLAIN, variant))
     error = float((exact - rounded).square().mean().sqrt() / exact.std())
     assert 1e-3 < error < (0.6 if variant is W4 else 0.15)
 
 
 @pytest.mark.parametrize(("mesh", "batch", "drafts"), [("tp=2", 2, 1), ("tp=4", 4, 0), ("dp=2,tp=2", 3, 0), ("dp=2,tp=2", 2, 0)])
 def test_tokens_without_logits_are_the_same_tokens(mesh: str, batch: int, drafts: int) -> None:
-    """Each device samples its share of the rows, and says how likely its tokens were; a batch that does not divide is sampled whole."""
+    """Each device samples its share of the rows with their log probabilities; a batch that does not divide is sampled whole."""
     where = Mesh.parse(mesh)
     variant = repeated(GROUPED) if where.axis("tp") == 4 else GROUPED
     options = {"drafts": drafts, "max_logprobs": 3}
     loud, quiet = (fleets.Fleet(fleets.model(variant), where, emit_logits=emit, **options) for emit in (True, False))
     serving, shares = fleets.Serving(batch, drafts, [batch] * where.axis("dp")), batch % where.axis("tp") == 0
     for bucket, greedy in serving.steps(1):
-        given = sampled(greedy, batch)
-        want, said = loud.step(bucket, given), quiet.step(bucket, given)
-        assert any("all_to_all_single" in text for text in talked(quiet.partitioned(bucket))) == shares
-        for a, b in zip(said, want, strict=True):
+        inputs = sampled(greedy, batch)
+        want, outputs = loud.step(bucket, inputs), quiet.step(bucket, inputs)
+        assert any("all_to_all_single" in text for text in collectives_of(quiet.partitioned(bucket))) == shares
+        for a, b in zip(outputs, want, strict=True):
             assert set(b) - set(a) == {"logits"}
             for name, value in a.items():
                 torch.testing.assert_close(value, b[name], rtol=0, atol=1e-5)
             assert not a["top_ids"][0].any()
             assert not a["chosen_logprobs"][0].any()
-            asked = a["top_logprobs"][1:]
-            assert (asked.exp().sum(-1) < 1 + 1e-5).all()
-            assert (asked[..., 0] >= a["chosen_logprobs"][1:]).all()
-        serving.heard(bucket, given, said)
-    assert len({str(row) for group in serving.said for row in group}) > 1
+            top = a["top_logprobs"][1:]
+            assert (top.exp().sum(-1) < 1 + 1e-5).all()
+            assert (top[..., 0] >= a["chosen_logprobs"][1:]).all()
+        serving.commit(bucket, inputs, outputs)
+    assert len({str(row) for group in serving.output for row in group}) > 1
 
 
-def sampled(given: Sequence[dict[str, torch.Tensor]], batch: int) -> list[dict[str, torch.Tensor]]:
-    """With a temperature and other random numbers for every row, so that a row's numbers cannot be taken for another's."""
-    spread, asked = torch.linspace(0.05, 0.95, batch), (torch.arange(batch) > 0).int()
-    found = []
-    for group, inputs in enumerate(given):
+def sampled(groups: Sequence[dict[str, torch.Tensor]], batch: int) -> list[dict[str, torch.Tensor]]:
+    """The inputs with a temperature and other random numbers in each row, so that mixed-up rows are noticed."""
+    spread, wanted = torch.linspace(0.05, 0.95, batch), (torch.arange(batch) > 0).int()
+    changed = []
+    for group, inputs in enumerate(groups):
         column = torch.arange(inputs["uniform"].shape[1]) * 0.37
         numbers = (spread[:, None] * 7 + group * 0.3 + column) % 1
-        found.append({**inputs, "temperature": 0.5 + spread, "uniform": numbers, "logprobs": asked})
-    return found
+        changed.append({**inputs, "temperature": 0.5 + spread, "uniform": numbers, "logprobs": wanted})
+    return changed
 
 
 def test_quantised_experts_are_not_split() -> None:
-    """Their products are not: each device would hold all of them, and the sum would count them once a device."""
+    """Each device would compute whole products, and the sum would count them once for each device."""
     fleet = fleets.Fleet(fleets.model(W8), Mesh.parse("tp=2"), expert_parallel=False)
     with pytest.raises(ModelError, match=r"experts are stored as 'w8a8', each whole; the layout splits each in 2: legal is 'plain'"):
         fleet.partitioned(fleets.Bucket("decode", 2, 1))

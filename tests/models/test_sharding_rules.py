@@ -1,4 +1,4 @@
-"""Which logical axis lies on which mesh axis, for dense models, spread experts and split experts."""
+"""models/sharding_rules.py: the mesh axes of each logical axis, for dense models, spread experts and split experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLIT = {"expert_ffn": ("tp",), "shared_ffn": ("tp",)}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options", "wanted"),
+    ("mesh", "options", "table"),
     [
         ("tp=4", {}, HEADS | SPLIT),
         ("tp=4", {"tokens": 64}, HEADS | SPLIT),
@@ -33,8 +33,8 @@ SPLIT = {"expert_ffn": ("tp",), "shared_ffn": ("tp",)}
     ],
     ids=str,
 )
-def test_axes_lie_where_they_should(mesh: str, options: dict[str, int], wanted: dict[str, tuple[str, ...]]) -> None:
-    assert dict(rules(Mesh.parse(mesh), **options).table) == wanted
+def test_mesh_axes_of_each_layout(mesh: str, options: dict[str, int], table: dict[str, tuple[str, ...]]) -> None:
+    assert dict(rules(Mesh.parse(mesh), **options).table) == table
 
 
 @pytest.mark.parametrize("mesh", ["dp=3", "dp=4,tp=4", "tp=16"])
@@ -46,27 +46,27 @@ def test_experts_that_do_not_spread_evenly_are_refused(mesh: str) -> None:
 
 
 def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
-    found = rules(mesh, experts=8, expert_parallel=expert_parallel)
-    return sum(found.local_aval(aval, mesh).nbytes for aval in avals)
+    layout = rules(mesh, experts=8, expert_parallel=expert_parallel)
+    return sum(layout.local_aval(aval, mesh).nbytes for aval in avals)
 
 
 @pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
 def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> None:
-    """Of two devices each holds a half, but for norms, routers, request slots, and the shared expert of spread experts."""
+    """Each of two devices has a half of all but norms, routers, request slots, and the shared expert of spread experts."""
     named = tree.flatten(fleets.model(variant).params(torch.float32))
     avals = [param.aval for _, param in named]
     whole = total(avals, Mesh(), expert_parallel)
-    held = total(avals, Mesh.parse("tp=2"), expert_parallel)
-    kept = sum(p.aval.nbytes for name, p in named if "norm" in name or "router" in name or "shared_gate." in f"{name}.")
+    half = total(avals, Mesh.parse("tp=2"), expert_parallel)
+    replicated = sum(p.aval.nbytes for name, p in named if "norm" in name or "router" in name or "shared_gate." in f"{name}.")
     if expert_parallel:
-        kept += sum(p.aval.nbytes for name, p in named if "shared_gate_up" in name or "shared_down" in name)
-    assert held - kept == (whole - kept) // 2
+        replicated += sum(p.aval.nbytes for name, p in named if "shared_gate_up" in name or "shared_down" in name)
+    assert half - replicated == (whole - replicated) // 2
     pools = [aval for name, aval in tree.flatten(fleets.model(variant).state(fleets.LIMITS, torch.float32)) if name != "request_slots"]
     assert total(pools, Mesh.parse("tp=2"), expert_parallel) == total(pools, Mesh(), expert_parallel) // 2
 
 
-def test_groups_hold_the_same_but_for_their_experts() -> None:
-    mesh, found = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
+def test_groups_have_the_same_parameters_except_experts() -> None:
+    mesh, layout = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
     for name, param in tree.flatten(fleets.model(Variant(experts="grouped")).params(torch.float32)):
         parts = 4 if "experts" in param.aval.axes else 1
-        assert found.local_aval(param.aval, mesh).nbytes * parts == param.aval.nbytes, name
+        assert layout.local_aval(param.aval, mesh).nbytes * parts == param.aval.nbytes, name

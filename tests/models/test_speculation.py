@@ -1,7 +1,7 @@
-"""A greedy request says the same with drafts as without them, whatever was drafted and however much of it is kept.
+"""models/: the output of a greedy request is the same with drafts as without them, whatever is drafted and accepted.
 
-The truth is what the programs without drafts say, which transformers confirms. Drafts are substituted on the device: so many right
-ones, then a wrong one, then right ones again, which must not count.
+The truth is the output of programs without drafts, checked against transformers. Drafts are planted on the device: some right ones, a
+wrong one, and right ones after it, which must not count.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ MODELS = ["dense", "moe"]
 
 
 def together(*rights):
-    """Steps of rows 0, 1, ... that fill their bucket."""
+    """Steps whose rows 0, 1, ... fill their bucket, with so many right drafts in each row."""
     return [(None, dict(enumerate(right))) for right in rights]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_truth_is_that_of_transformers(courses, name):
     course = courses(name)
-    for prompt, said in zip(course.prompts, course.truth, strict=True):
-        theirs = course.random.logits([*prompt, *said[:-1]])[len(prompt) - 1 :]
-        assert said == theirs.argmax(-1).tolist()
+    for prompt, output in zip(course.prompts, course.truth, strict=True):
+        theirs = course.random.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
+        assert output == theirs.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_of_kept_drafts_in_three_rows(courses, name, drafts):
+def test_every_combination_of_accepted_drafts_in_three_rows(courses, name, drafts):
     """8, 27 and 64 steps, in random order."""
     course, rights = courses(name), list(itertools.product(range(drafts + 1), repeat=3))
     random.Random(drafts).shuffle(rights)
@@ -42,8 +42,8 @@ def test_every_combination_of_kept_drafts_in_three_rows(courses, name, drafts):
 
 @pytest.mark.parametrize("drafts", [4, 5, 6, 7])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_combination_of_kept_drafts_in_two_rows_of_six(courses, name, drafts):
-    """A Latin square: each two neighbours keep every number beside every other one, and all rows keep the same."""
+def test_every_combination_of_accepted_drafts_in_two_rows_of_six(courses, name, drafts):
+    """A Latin square: over all steps every two neighbouring rows accept every pair of counts."""
     course, Q = courses(name), drafts + 1
     rights = [tuple((i + b * j) % Q for b in range(6)) for i in range(Q) for j in range(Q)]
     assert all(len({right[b : b + 2] for right in rights}) == Q**2 for b in range(5))
@@ -53,7 +53,7 @@ def test_every_combination_of_kept_drafts_in_two_rows_of_six(courses, name, draf
 
 @pytest.mark.parametrize("name", MODELS)
 def test_buckets_padding_and_rows_that_verify_fewer_drafts(courses, name):
-    """Each step takes other rows, in any order, in a bucket of 1, 2, 4 or 8; no, one, two or three of a row's drafts are verified."""
+    """Each step has other rows, in any order, in a bucket of 1, 2, 4 or 8, and rows verify zero to three drafts."""
     course, draw = courses(name), random.Random(1)
     steps = []
     for size in [1, 2, 4, 8] * 8:
@@ -63,21 +63,21 @@ def test_buckets_padding_and_rows_that_verify_fewer_drafts(courses, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_no_row_looks_at_may_hold_anything(courses, name):
-    """The embedding of a token that nobody says is NaN: it is the token of all padding, and of drafts that are not verified."""
+def test_tokens_that_no_row_reads_may_be_anything(courses, name):
+    """Padding and unverified drafts hold a token whose embedding is NaN and which no output contains."""
     course, rows, until = courses(name), (5, 3, 1), 20
-    said = {token for i in rows for token in course.prompts[i] + course.truth[i][: until + 8]}
+    used = {token for i in rows for token in course.prompts[i] + course.truth[i][: until + 8]}
     wrong = {token + 1 for i in rows for token in course.truth[i][: until + 8]}
-    padding = next(token for token in range(1, 97) if token not in said | wrong)
+    padding = next(token for token in range(1, 97) if token not in used | wrong)
     weights = {**course.random.weights, "embed": course.random.weights["embed"].clone()}
     weights["embed"][padding] = float("nan")
     server, draw = speculators.Server(course.random.model, weights, 3, padding=padding), random.Random(2)
     steps = [(4, {i: draw.randint(0, 3) for i in rows}) for _ in range(30)]
     course.walk(server, steps, (None, 0, None, 1, None, 3), until, chunks=(3, 8))
-    server.untouched([i + 1 for i in rows])
+    server.expect_untouched([i + 1 for i in rows])
 
 
-TOLD = 60
+TOKENS = 60
 TEXTS = (
     "In the beginning God created the heaven and the",
     "And the angel of the LORD said unto her, Behold, thou",
@@ -88,26 +88,26 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def texts():
-    """Prompts, and what the bundled model says to them by programs without drafts."""
+    """Prompts, and the outputs of the bundled model by programs without drafts."""
     random = oracle.drafting("qwen3.5-tiny")
     tokenizer = Tokenizer.from_file(str(registry.find("qwen3.5-tiny").tokenizer))
     requests = [speculators.Request(tokenizer.encode(text).ids, i + 1) for i, text in enumerate(TEXTS)]
-    speculators.Server(random.model, random.weights, 0).serve(requests, TOLD)
+    speculators.Server(random.model, random.weights, 0).serve(requests, TOKENS)
     for request in requests:
-        theirs = random.logits([*request.prompt, *request.said[:-1]])[len(request.prompt) - 1 :]
-        assert request.said == theirs.argmax(-1).tolist()
-    return [request.prompt for request in requests], [request.said for request in requests]
+        theirs = random.logits([*request.prompt, *request.output[:-1]])[len(request.prompt) - 1 :]
+        assert request.output == theirs.argmax(-1).tolist()
+    return [request.prompt for request in requests], [request.output for request in requests]
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 7])
-def test_the_bundled_model_says_the_same_with_its_own_drafts(texts, drafts):
-    """Nothing is substituted; some steps keep all drafts and some none."""
+def test_the_bundled_model_has_the_same_output_with_its_own_drafts(texts, drafts):
+    """No drafts are planted; some steps accept all drafts and some none."""
     prompts, truth = texts
     random = oracle.drafting("qwen3.5-tiny")
     server = speculators.Server(random.model, random.weights, drafts)
     requests = [speculators.Request(prompt, i + 1) for i, prompt in enumerate(prompts)]
-    server.serve(requests, TOLD)
-    assert [request.said[:TOLD] for request in requests] == truth
+    server.serve(requests, TOKENS)
+    assert [request.output[:TOKENS] for request in requests] == truth
     counts = [count for request in requests for count in request.counts]
     assert {1, drafts + 1} <= set(counts)
     assert sum(counts) / len(counts) > 1.5

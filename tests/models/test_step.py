@@ -1,4 +1,4 @@
-"""Programs of buckets against transformers: chunked prefill, decode, verification and rollback, with everything else NaN."""
+"""models/step.py: programs of buckets equal transformers in prefill, decode, verification and rollback, with all else NaN."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npucompile.models.presets import BUNDLED
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
 TOLERANCE = 1e-4
-ALONE_TOLERANCE = 1e-5
+SINGLE_TOLERANCE = 1e-5
 
 
 def decode(batch: int, q_len: int = 1) -> Bucket:
@@ -28,41 +28,41 @@ def decode(batch: int, q_len: int = 1) -> Bucket:
 @pytest.mark.parametrize("name", [*CASES, *BUNDLED])
 @torch.no_grad()
 def test_64_greedy_tokens_equal_transformers(name):
-    """Prompt in three chunks, the last padded; 64 decode steps. Every step's logits and choice against one pass over all tokens."""
+    """A prompt in three chunks, the last padded, and 64 decode steps, against one pass of transformers over all tokens."""
     random = oracle.named(name)
     runner, ids, pages = oracle.Runner(random.model, random.weights), random.prompt(37), list(range(20, 35))
-    said = [runner.prefill(ids, pages, 5, [16, 16, 16])]
-    answer = [int(said[0].argmax())]
-    while len(answer) < 64:
-        step = runner.step(decode(1), [oracle.Row(answer[-1:], len(ids) + len(answer) - 1, pages, 5, [5])])
-        said.append(step["logits"][0, 0])
-        answer.append(int(step["tokens"][0, 0]))
-    theirs = random.logits([*ids, *answer[:-1]])[len(ids) - 1 :]
-    assert (torch.stack(said) - theirs).abs().max() < TOLERANCE
-    assert answer == theirs.argmax(-1).tolist()
+    logits = [runner.prefill(ids, pages, 5, [16, 16, 16])]
+    tokens = [int(logits[0].argmax())]
+    while len(tokens) < 64:
+        step = runner.step(decode(1), [oracle.Row(tokens[-1:], len(ids) + len(tokens) - 1, pages, 5, [5])])
+        logits.append(step["logits"][0, 0])
+        tokens.append(int(step["tokens"][0, 0]))
+    theirs = random.logits([*ids, *tokens[:-1]])[len(ids) - 1 :]
+    assert (torch.stack(logits) - theirs).abs().max() < TOLERANCE
+    assert tokens == theirs.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_decode_equals_transformers_with_its_cache(name):
-    """One, two and three candidates in turn, all of them kept: the state moves to another slot at every step."""
+    """One, two and three candidates in turn, all accepted, so that the state moves to another slot in each step."""
     random = oracle.drafting(name)
     runner, ids, pages = oracle.Runner(random.model, random.weights, drafts=2), random.prompt(31), [7, 3, 1, 9]
-    said = [runner.prefill(ids[:19], pages, 2, [8, 8, 4])]
-    at, read = 19, 2
+    rows = [runner.prefill(ids[:19], pages, 2, [8, 8, 4])]
+    at, slot = 19, 2
     for count in (1, 2, 3, 1, 3, 2):
-        logits = runner.step(decode(1, 3), [oracle.Row(ids[at : at + count], at, pages, read, [2, 6, 3])])["logits"]
-        said.extend(logits[0, :count])
-        at, read = at + count, [2, 6, 3][count - 1]
+        logits = runner.step(decode(1, 3), [oracle.Row(ids[at : at + count], at, pages, slot, [2, 6, 3])])["logits"]
+        rows.extend(logits[0, :count])
+        at, slot = at + count, [2, 6, 3][count - 1]
     theirs = random.logits_step_by_step(ids, 19)
-    assert (torch.stack(said) - theirs).abs().max() < TOLERANCE
+    assert (torch.stack(rows) - theirs).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("chunks", [[64], [33], [5, 32], [32, 5], [1, 2, 3, 4, 5, 6, 7, 8], [40, 1]], ids=str)
 @pytest.mark.parametrize("name", ["dense", "moe"])
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
-    """Whatever the chunk sizes (one token, odd, larger than the prompt): the same logits, and the same state for the next token."""
+    """Chunks of one token, odd ones, and ones larger than the prompt give the same logits and the same state."""
     random = oracle.case(name)
     ids = random.prompt(33)
     ids = ids[: min(33, sum(chunks))]
@@ -71,16 +71,16 @@ def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
         ids = random.prompt(41)
         pages = [*pages, 1]
     logits = runner.prefill(ids, pages, 1, chunks)
-    after = runner.step(decode(1), [oracle.Row([17], len(ids), pages, 1, [1])])["logits"]
+    following = runner.step(decode(1), [oracle.Row([17], len(ids), pages, 1, [1])])["logits"]
     theirs = random.logits([*ids, 17])
     assert (logits - theirs[-2]).abs().max() < TOLERANCE
-    assert (after[0, 0] - theirs[-1]).abs().max() < TOLERANCE
+    assert (following[0, 0] - theirs[-1]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied"])
 @torch.no_grad()
 def test_several_candidates_in_one_step_and_rollback(name):
-    """Three candidates a row; then each row goes on from the slot after its last accepted one, as if the rest had not been."""
+    """Three candidates in each row; then each row continues from the slot of its last accepted one."""
     random = oracle.drafting(name)
     runner = oracle.Runner(random.model, random.weights, drafts=2)
     prompts, pages = [random.prompt(9, 1), random.prompt(14, 2)], [[3, 8, 5], [2, 9, 6]]
@@ -94,19 +94,19 @@ def test_several_candidates_in_one_step_and_rollback(name):
     for b in range(2):
         theirs = random.logits([*prompts[b], *drafts[b]])[-3:]
         assert (logits[b] - theirs).abs().max() < TOLERANCE
-    kept = [[*prompts[b], *drafts[b][: accepted[b]]] for b in range(2)]
+    texts = [[*prompts[b], *drafts[b][: accepted[b]]] for b in range(2)]
     following = [random.prompt(3, 5), random.prompt(3, 6)]
-    rows = [oracle.Row(following[b], len(kept[b]), pages[b], slots[b][accepted[b] - 1], slots[b]) for b in range(2)]
+    rows = [oracle.Row(following[b], len(texts[b]), pages[b], slots[b][accepted[b] - 1], slots[b]) for b in range(2)]
     logits = runner.step(decode(2, 3), rows)["logits"]
     for b in range(2):
-        assert (logits[b] - random.logits([*kept[b], *following[b]])[-3:]).abs().max() < TOLERANCE
+        assert (logits[b] - random.logits([*texts[b], *following[b]])[-3:]).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["dense", "dense-equal-heads", "moe", "moe-one-expert"])
 @pytest.mark.parametrize("batch", [3, 4, 8])
 @torch.no_grad()
 def test_poison_around_live_rows_changes_nothing(name, batch):
-    """Rows of other lengths, NaN padding rows, NaN pools and the embedding of the padding token NaN: each row as if it were alone."""
+    """Among rows of other lengths, with NaN in pools and in the padding token's embedding, each row is as by itself."""
     random = oracle.case(name)
     poisoned = dict(random.weights)
     poisoned["embed"] = random.weights["embed"].clone()
@@ -114,20 +114,20 @@ def test_poison_around_live_rows_changes_nothing(name, batch):
     prompts = [random.prompt(21, 1), random.prompt(6, 2), random.prompt(1, 3)]
     pages = [[11, 2, 30, 4, 1], [5, 9], [8, 7]]
     crowd = oracle.Runner(random.model, poisoned)
-    alone = [oracle.Runner(random.model, random.weights) for _ in prompts]
+    runners = [oracle.Runner(random.model, random.weights) for _ in prompts]
     slots = [4, 9, 12]
     last = []
-    for ids, table, slot, runner in zip(prompts, pages, slots, alone, strict=True):
+    for ids, table, slot, runner in zip(prompts, pages, slots, runners, strict=True):
         together = crowd.prefill(ids, table, slot, [16, 16] if len(ids) > 16 else [16])
         single = runner.prefill(ids, table, slot, [len(ids)])
-        assert (together - single).abs().max() < ALONE_TOLERANCE
+        assert (together - single).abs().max() < SINGLE_TOLERANCE
         last.append(int(single.argmax()) or 1)
     for at in range(6):
         rows = [oracle.Row([last[b]], len(prompts[b]) + at, pages[b], slots[b], [slots[b]]) for b in range(3)]
         together = crowd.step(decode(batch), rows)
-        for b, runner in enumerate(alone):
+        for b, runner in enumerate(runners):
             single = runner.step(decode(1), [rows[b]])
-            assert (together["logits"][b] - single["logits"][0]).abs().max() < ALONE_TOLERANCE
+            assert (together["logits"][b] - single["logits"][0]).abs().max() < SINGLE_TOLERANCE
             assert int(together["tokens"][b, 0]) == int(single["tokens"][0, 0])
             last[b] = int(single["tokens"][0, 0]) or 1
 
@@ -159,28 +159,28 @@ def test_a_recycled_slot_and_page_forget_their_former_owner():
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @torch.no_grad()
-def test_programs_declare_what_they_take_and_give(drafts):
+def test_programs_declare_their_inputs_outputs_and_state(drafts):
     """The abstract trees equal what runs: outputs by name and shape, new state of the structure and shapes of the old."""
-    random, held = oracle.drafting("moe"), oracle.limits(drafts)
+    random, limits = oracle.drafting("moe"), oracle.limits(drafts)
     for bucket, B, W in ((Bucket("prefill", 1, 32), 1, 1), (decode(2, drafts + 1), 2, drafts + 1)):
         for logits, most in ((True, 0), (False, 0), (True, 5)):
-            program = step.program(random.model, bucket, held, torch.float32, emit_logits=logits, max_logprobs=most)
+            program = step.program(random.model, bucket, limits, torch.float32, emit_logits=logits, max_logprobs=most)
             assert program.name == f"random/{bucket.name}"
-            assert program.inputs == StepInputs(bucket, held, logprobs=most > 0).avals()
+            assert program.inputs == StepInputs(bucket, limits, logprobs=most > 0).avals()
             assert ("mtp" in program.params, "mtp" in program.state) == (drafts > 0, drafts > 0)
             weights = {key: random.weights[key] for key in program.params}
             outputs, state = program.forward(weights, oracle.poisoned(program.state), oracle.blank(program))
-            wanted = {"tokens": ((B, W), torch.int32)}
+            declared = {"tokens": ((B, W), torch.int32)}
             if logits:
-                wanted["logits"] = ((B, W, 97), torch.float32)
+                declared["logits"] = ((B, W, 97), torch.float32)
             if bucket.kind == "decode":
-                wanted["counts"] = ((B,), torch.int32)
+                declared["counts"] = ((B,), torch.int32)
             if drafts:
-                wanted["drafts"] = ((B, drafts), torch.int32)
+                declared["drafts"] = ((B, drafts), torch.int32)
             if most:
-                wanted |= {"chosen_logprobs": ((B, W), torch.float32), "top_logprobs": ((B, W, most), torch.float32)}
-                wanted["top_ids"] = ((B, W, most), torch.int32)
-            assert {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()} == wanted
+                declared |= {"chosen_logprobs": ((B, W), torch.float32), "top_logprobs": ((B, W, most), torch.float32)}
+                declared["top_ids"] = ((B, W, most), torch.int32)
+            assert {name: (tuple(t.shape), t.dtype) for name, t in outputs.items()} == declared
             assert [(p, tuple(t.shape), t.dtype) for p, t in tree.flatten(state)] == [
                 (p, aval.shape, aval.dtype) for p, aval in tree.flatten(program.state)
             ]
@@ -213,53 +213,53 @@ def test_the_draft_head_is_left_out_where_nothing_is_drafted():
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 @torch.no_grad()
 def test_a_request_ends_with_the_longest_context(drafts):
-    """Two requests that keep what they can: no step gives more tokens than there are places, and nothing is written beyond the pages.
+    """No step gives more tokens than fit in the context, and nothing is written beyond the pages.
 
-    A step that is launched after the end gives none, and leaves the place where it is.
+    A step that is launched after the end gives no tokens and moves nothing.
     """
     random, context = oracle.drafting("dense"), 24
     truth = speculators.Request(random.prompt(9), 1)
     speculators.Server(random.model, random.weights, 0).serve([truth], 24)
-    for kept in sorted({0, drafts // 2, drafts}):
-        server = speculators.Server(random.model, random.weights, drafts, held=speculators.limits(drafts, context, 4))
+    for accepted in sorted({0, drafts // 2, drafts}):
+        server = speculators.Server(random.model, random.weights, drafts, sizes=speculators.limits(drafts, context, 4))
         requests = [speculators.Request(truth.prompt, request_slot) for request_slot in (2, 4)]
         server.prefill(requests)
         for _ in range(18):
             places = [context - request.start for request in requests]
-            for request, right in zip(requests, (kept, drafts), strict=True):
-                server.mislead(request, truth.said, right)
+            for request, right in zip(requests, (accepted, drafts), strict=True):
+                server.plant_drafts(request, truth.output, right)
             server.decode(requests, 3)
-            for request, left, right in zip(requests, places, (kept, drafts), strict=True):
-                assert request.counts[-1] == min(right + 1, left)
+            for request, room, right in zip(requests, places, (accepted, drafts), strict=True):
+                assert request.counts[-1] == min(right + 1, room)
                 assert server.request_slots[request.request_slot, 0] == request.start <= context
         for request in requests:
             assert request.start == context
-            assert request.said == truth.said[: len(request.said)]
-        server.untouched([2, 4])
+            assert request.output == truth.output[: len(request.output)]
+        server.expect_untouched([2, 4])
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
 @torch.no_grad()
 def test_padding_counts_nothing_and_leaves_the_null_request_slot_as_it_was(drafts):
-    """Beside a live row or alone, in decode and prefill; the request slots of others keep what they hold."""
+    """Beside a live row or by itself, in decode and prefill; other request slots keep their values."""
     random = oracle.drafting("moe")
     server = speculators.Server(random.model, random.weights, drafts)
     requests = [speculators.Request(random.prompt(5, i), 2 * i + 1) for i in range(2)]
     server.prefill(requests)
-    before = server.request_slots.clone()
+    slots = server.request_slots.clone()
     for bucket in (decode(4, drafts + 1), Bucket("prefill", 2, 16)):
         outputs = server.step(bucket, server.blank(bucket))
         assert not outputs.get("counts", torch.zeros(1)).any()
-        assert torch.equal(server.request_slots, before)
+        assert torch.equal(server.request_slots, slots)
     outputs = server.decode(requests[:1], 4)
     assert outputs["counts"].tolist()[1:] == [0, 0, 0]
     assert not server.request_slots[0].any()
-    assert torch.equal(server.request_slots[2:], before[2:])
+    assert torch.equal(server.request_slots[2:], slots[2:])
 
 
 @torch.no_grad()
-def test_drafts_of_a_row_that_wants_none_are_not_looked_at():
-    """The right ones count no more than wrong ones, and as many count as are verified."""
+def test_drafts_that_a_row_does_not_verify_are_not_accepted():
+    """All drafts are right, and as many are accepted as the request verifies."""
     random = oracle.drafting("dense")
     truth = speculators.Request(random.prompt(9), 1)
     speculators.Server(random.model, random.weights, 0).serve([truth], 24)
@@ -268,27 +268,27 @@ def test_drafts_of_a_row_that_wants_none_are_not_looked_at():
     server.prefill(requests)
     for _ in range(3):
         for request in requests:
-            server.substitute(request, truth.said[len(request.said) :][:3])
+            server.substitute(request, truth.output[len(request.output) :][:3])
         server.decode(requests)
     for n, request in enumerate(requests):
         assert request.counts == [n + 1] * 3
-        assert request.said == truth.said[: 3 * n + 4]
+        assert request.output == truth.output[: 3 * n + 4]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @torch.no_grad()
 def test_graphs_of_prompts_do_what_the_programs_do(drafts):
-    """Traced, in place, against the functions as they are written: outputs and all state, bit for bit."""
+    """Outputs and state of traced graphs that write in place are bit for bit those of the untraced functions."""
     random = oracle.drafting("moe")
     servers = [
         speculators.Server(random.model, random.weights, drafts, run_prefill=run) for run in (speculators.traced, speculators.direct)
     ]
-    said = []
+    outputs = []
     for server in servers:
         requests = [speculators.Request(random.prompt(19, 1), 3), speculators.Request(random.prompt(6, 2), 1)]
-        said.append(server.prefill(requests, [8, 16]))
-    for name, tensor in said[0].items():
-        assert torch.equal(tensor, said[1][name]), name
+        outputs.append(server.prefill(requests, [8, 16]))
+    for name, tensor in outputs[0].items():
+        assert torch.equal(tensor, outputs[1][name]), name
     for name, *pools in zip(servers[0].names, *(server.state for server in servers), strict=True):
         own = [pool[1:] if name != "request_slots" else pool for pool in pools]
         assert torch.equal(own[0].nan_to_num(-1), own[1].nan_to_num(-1)), name
@@ -304,7 +304,7 @@ def test_without_logits_all_else_is_the_same():
     random = oracle.drafting("moe")
     for bucket in (Bucket("prefill", 1, 32), decode(2, 3)):
         row = oracle.Row(random.prompt(bucket.q_len), 0, [1, 2, 3, 4], 1, [1, 2, 3][: 1 if bucket.kind == "prefill" else 3])
-        said = [oracle.Runner(random.model, random.weights, drafts=2).step(bucket, [row], emit_logits=emit) for emit in (True, False)]
-        assert set(said[0]) - set(said[1]) == {"logits"}
-        for name, tensor in said[1].items():
-            assert torch.equal(tensor, said[0][name]), name
+        outputs = [oracle.Runner(random.model, random.weights, drafts=2).step(bucket, [row], emit_logits=emit) for emit in (True, False)]
+        assert set(outputs[0]) - set(outputs[1]) == {"logits"}
+        for name, tensor in outputs[1].items():
+            assert torch.equal(tensor, outputs[0][name]), name

@@ -1,3 +1,5 @@
+"""runtime/buckets.py: the smallest bucket that fits is chosen, and rows are packed by the step convention."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack, padded_rows
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack
 from npucompile.runtime.request import Sampling
 
 LIMITS = {drafts: Limits(4, 20, 1 + 4 * (drafts + 1), 16, drafts + 1, drafts) for drafts in (0, 2)}
@@ -43,10 +45,6 @@ def test_no_bucket_for_nothing(count):
 def test_a_missing_kind_is_named():
     with pytest.raises(SpecError, match=r"no prefill bucket among \['decode-b1-q1'\]"):
         of_kind(ONE_OF_EACH[:1], "prefill")
-
-
-def test_padding_arithmetic():
-    assert padded_rows(Bucket("decode", 8, 1), 5) == 3
 
 
 samplings = st.builds(Sampling, st.sampled_from([0.0, 0.5]), st.integers(0, 5), st.sampled_from([0.25, 1.0]), st.sampled_from([0.0, 0.5]))
@@ -100,7 +98,7 @@ def tables(rows, bucket, width):
 def expected(bucket, rows, limits, max_logprobs):
     """The step convention, spelled out with lists."""
     B, Q = bucket.batch, bucket.q_len
-    found = {
+    arrays = {
         "request_slots": padded([r.request_slot for r in rows], B),
         "page_table": tables([r.pages for r in rows], bucket, 4),
         "temperature": padded([r.sampling.temperature for r in rows], B),
@@ -109,15 +107,15 @@ def expected(bucket, rows, limits, max_logprobs):
         "min_p": padded([r.sampling.min_p for r in rows], B),
     }
     if max_logprobs:
-        found["logprobs"] = padded([int(r.logprobs) for r in rows], B)
+        arrays["logprobs"] = padded([int(r.logprobs) for r in rows], B)
     if bucket.kind == "decode":
-        return found | {
+        return arrays | {
             "drafts": padded([r.drafts for r in rows], B),
             "base": padded([r.base for r in rows], B),
             "state_slots_out": tables([r.slots for r in rows], bucket, Q),
             "uniform": tables([r.uniforms for r in rows], bucket, 2 * Q - 1),
         }
-    found |= {
+    arrays |= {
         "tokens": tables([r.tokens for r in rows], bucket, Q),
         "num_computed_tokens": padded([r.start for r in rows], B),
         "query_lens": padded([len(r.tokens) for r in rows], B),
@@ -125,7 +123,7 @@ def expected(bucket, rows, limits, max_logprobs):
         "state_slots_out": tables([[r.slot] for r in rows], bucket, 1),
         "uniform": tables([[r.uniform] for r in rows], bucket, 1),
     }
-    return found | ({"next_tokens": padded([r.next_token for r in rows], B, -1)} if limits.drafts else {})
+    return arrays | ({"next_tokens": padded([r.next_token for r in rows], B, -1)} if limits.drafts else {})
 
 
 CASES = [
@@ -144,7 +142,7 @@ CASES = [
 def test_pack_follows_the_convention_whatever_ran_before(data, case):
     bucket, drafts, max_logprobs = case
     limits = LIMITS[drafts]
-    # What an executor may leave in the arrays of the step before must not be seen again.
+    # An executor may write into the arrays of a step; the next step must not see it.
     for array in pack(bucket, data.draw(rows_for(bucket)), limits, max_logprobs=max_logprobs).values():
         array.fill(-77)
     rows = data.draw(rows_for(bucket))

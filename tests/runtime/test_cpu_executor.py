@@ -1,4 +1,4 @@
-"""runtime/cpu_executor.py: buckets change nothing, executables are swapped in while serving, nothing is traced or compiled."""
+"""runtime/cpu_executor.py: buckets change no output, executables are swapped in while serving, nothing is traced or compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = Sampling()
 
 @pytest.fixture(scope="module")
 def plain(tiny_checkpoint, tmp_path_factory):
-    """The same model in an artifact that drafts nothing and tells no log probabilities."""
+    """The same model, built without drafts and log probabilities."""
     out = tmp_path_factory.mktemp("plain") / "tiny"
     tiny.built(tiny.planned(tiny_checkpoint, num_speculative_tokens=0, max_logprobs=0, buckets=(1,), prefill=(16,)), out)
     return Artifact.open(out)
@@ -39,7 +39,7 @@ def plain(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executor(tiny_artifact, plain):
-    """Ready after all that is traced here: it counts what is traced afterwards."""
+    """Made after the artifacts were traced, because it counts what is traced from then on."""
     return CpuExecutor(Artifact.open(tiny_artifact))
 
 
@@ -49,7 +49,7 @@ def request_slots_of(executor):
 
 
 def step(executor, bucket, tokens=(5, 6, 7, 8)):
-    """One live row at the start of its context, each time the same."""
+    """Outputs of a step with one live row at the start of its context, the same every time."""
     row = PrefillRow(tokens[: bucket.q_len], 0, [1], 1, 1)
     if bucket.kind == "decode":
         request_slots_of(executor)[1] = torch.tensor([0, 0, *tokens[: bucket.q_len]])
@@ -108,8 +108,8 @@ def collect(engine, request, into, ends=None):
 
 
 @pytest.fixture(scope="module")
-def alone(plain):
-    """What a request gets that has the machine to itself, from zeroed state, through batch 1, where nothing is drafted."""
+def reference_run(plain):
+    """The output of a request by itself, from zeroed state, in buckets of batch 1, without drafts."""
 
     @cache
     def run(prompt, count, sampling=GREEDY, stop=frozenset()):
@@ -137,25 +137,25 @@ requests = st.lists(
     max_size=5,
 )
 bucket_lists = st.sampled_from([ALL, (ALL[0], ALL[4]), (ALL[1], ALL[3]), (ALL[2], ALL[3], ALL[4]), (ALL[0], ALL[2], ALL[3])])
-# All pages, or too few for everybody: then requests are preempted and prefilled again.
+# All pages, or too few for all requests, so that some are preempted and prefilled again.
 page_counts = st.sampled_from([17, 6])
 
 
 @settings(max_examples=20)
 @given(requests, bucket_lists, page_counts, st.sampled_from([0, 1]))
-def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, alone, mix, buckets, pages, run_ahead):
-    """Pools are poisoned: what a request did not write itself, it must not read."""
+def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, reference_run, mix, buckets, pages, run_ahead):
+    """Pools are poisoned: a request must read only what it wrote itself."""
     tiny.poison(executor)
     with tiny.Launching(tiny.Narrowed(executor, buckets, num_pages=pages)) as launching:
         engine = Engine(launching, refresh_every_s=None, prefill_burst=2, run_ahead=run_ahead)
-        found, expected = [], []
+        outputs, expected = [], []
         for i, (prompt, count, kind, drafts, wait) in enumerate(mix):
             sampling = Sampling(0.4, 20, 0.95, 0.01, seed=i) if kind == "sampled" else GREEDY
-            said = alone(prompt, count, sampling)
-            stop = frozenset(said[wait % (len(said) - 1) :][:1]) if kind == "stopped" else frozenset()
-            expected.append(alone(prompt, count, sampling, stop))
-            found.append([])
-            collect(engine, Request(str(i), prompt, count, sampling, stop, speculative_tokens=drafts), found[-1])
+            unstopped = reference_run(prompt, count, sampling)
+            stop = frozenset(unstopped[wait % (len(unstopped) - 1) :][:1]) if kind == "stopped" else frozenset()
+            expected.append(reference_run(prompt, count, sampling, stop))
+            outputs.append([])
+            collect(engine, Request(str(i), prompt, count, sampling, stop, speculative_tokens=drafts), outputs[-1])
             for _ in range(wait):
                 engine.step()
             if kind == "cancelled":
@@ -163,19 +163,19 @@ def test_whatever_shares_the_batch_and_whichever_buckets_run_it(executor, alone,
         while engine.step():
             pass
         engine.check()
-    for (_, _, kind, _, _), got, want in zip(mix, found, expected, strict=True):
+    for (_, _, kind, _, _), tokens, want in zip(mix, outputs, expected, strict=True):
         if kind == "cancelled":
-            assert got[:-1] == want[: len(got) - 1]
-            assert got[-1] in ("cancelled", "length")
+            assert tokens[:-1] == want[: len(tokens) - 1]
+            assert tokens[-1] in ("cancelled", "length")
         else:
-            assert got == want
+            assert tokens == want
     assert executor.compiles() == 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.4, seed=3)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(executor, alone, run_ahead, sampling):
-    """What the test above is about takes place."""
+def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_read(executor, reference_run, run_ahead, sampling):
+    """The test above would also pass if no draft were ever accepted."""
     tiny.poison(executor)
     with tiny.Launching(executor) as launching:
         engine = Engine(launching, refresh_every_s=None, run_ahead=run_ahead)
@@ -185,7 +185,7 @@ def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_re
             collect(engine, Request(str(i), prompt, 24, sampling), tokens, ends)
         while engine.step():
             pass
-    assert sinks == [alone(prompt, 24, sampling) for prompt in PROMPTS[:4]]
+    assert sinks == [reference_run(prompt, 24, sampling) for prompt in PROMPTS[:4]]
     assert launching.most_in_flight == 1 + run_ahead
     accepted = [sum(times) for times in zip(*(end.record.accepted_per_position for end in ends), strict=True)]
     assert all(accepted), accepted
@@ -193,26 +193,26 @@ def test_drafts_are_accepted_and_the_next_step_is_launched_before_the_last_is_re
     assert sum(accepted) < sum(end.record.drafted_tokens for end in ends) <= 3 * steps
 
 
-def test_log_probabilities_are_those_of_the_tokens_that_were_said(executor):
-    told = []
+def test_log_probabilities_are_those_of_the_sampled_tokens(executor):
+    events = []
     engine = Engine(executor, refresh_every_s=None)
-    engine.submit(Request("0", PROMPTS[1], 12, logprobs=3), told.append)
-    engine.submit(Request("1", PROMPTS[2], 12), told.append)
+    engine.submit(Request("0", PROMPTS[1], 12, logprobs=3), events.append)
+    engine.submit(Request("1", PROMPTS[2], 12), events.append)
     while engine.step():
         pass
-    asked, other = ([event for event in told if isinstance(event, TokenEvent) and event.request_id == name] for name in "01")
-    assert not any(event.logprobs for event in other)
-    for event in asked:
-        for token, told_of in zip(event.token_ids, event.logprobs, strict=True):
+    with_logprobs, without = ([event for event in events if isinstance(event, TokenEvent) and event.request_id == name] for name in "01")
+    assert not any(event.logprobs for event in without)
+    for event in with_logprobs:
+        for token, entry in zip(event.token_ids, event.logprobs, strict=True):
             # A greedy token is the most likely one.
-            assert told_of.top[0] == (token, told_of.logprob)
-            assert len(told_of.top) == 3
-            assert [value for _, value in told_of.top] == sorted((value for _, value in told_of.top), reverse=True)
-            assert told_of.logprob < 0
+            assert entry.top[0] == (token, entry.logprob)
+            assert len(entry.top) == 3
+            assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+            assert entry.logprob < 0
 
 
 def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact):
-    """The test above can fail."""
+    """Shows that poisoned pools would be noticed."""
     executor = CpuExecutor(Artifact.open(tiny_artifact))
     tiny.poison(executor)
     decode = ALL[0]
@@ -225,18 +225,13 @@ def test_poison_reaches_a_request_that_reads_what_it_did_not_write(tiny_artifact
 # --- swapping ---
 
 
-@pytest.fixture
-def stub(monkeypatch):
-    return tiny.Stub().install(monkeypatch)
-
-
 def test_without_an_executable_a_bucket_runs_uncompiled_and_says_so(own_artifact, stub):
     executor = CpuExecutor(tiny.with_compiled(own_artifact, "stub", ["decode-b1-q4"]))
     assert executor.backends == {bucket.name: "stub" if bucket == ALL[0] else "eager" for bucket in ALL}
     assert set(CpuExecutor(executor.artifact, prefer_eager=True).backends.values()) == {"eager"}
 
 
-def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, alone):
+def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, reference_run):
     executor = CpuExecutor(Artifact.open(own_artifact))
     now = [0.0]
     engine = Engine(executor, clock=lambda: now[0], refresh_every_s=1.0)
@@ -252,9 +247,9 @@ def test_what_a_build_finished_is_swapped_in_between_steps(own_artifact, stub, a
     assert {name for name, backend in engine.stats()["backends"].items() if backend == "stub"} == {"decode-b1-q4", "decode-b4-q4"}
     while engine.step():
         pass
-    assert tokens == alone(PROMPTS[3], 16)
+    assert tokens == reference_run(PROMPTS[3], 16)
     assert engine.stats()["compiles_after_ready_total"] == 0
-    # It is the new executable that runs.
+    # Steps run the new executable.
     logits = step(executor, ALL[0])["logits"]
     stub.error = 8.0
     assert np.allclose(step(executor, ALL[0])["logits"], logits + 8.0)
@@ -274,12 +269,12 @@ def test_refresh_without_news_changes_nothing(own_artifact, stub):
 
 
 def test_what_is_published_while_the_artifact_is_opened_is_seen_later(own_artifact, stub, monkeypatch):
-    read = artifact_module.decode
+    right = artifact_module.decode
 
     def publish_meanwhile(data, where):
-        monkeypatch.setattr(artifact_module, "decode", read)
+        monkeypatch.setattr(artifact_module, "decode", right)
         tiny.with_compiled(own_artifact, "stub")
-        return read(data, where)
+        return right(data, where)
 
     monkeypatch.setattr(artifact_module, "decode", publish_meanwhile)
     executor = CpuExecutor(Artifact.open(own_artifact))
@@ -295,16 +290,16 @@ def test_prefer_eager_stays_eager(own_artifact, stub):
     assert set(executor.backends.values()) == {"eager"}
 
 
-def test_a_directory_built_anew_from_other_weights_is_left_alone(tmp_path, own_artifact, stub, caplog):
+def test_a_directory_built_anew_from_other_weights_is_left_reference_run(tmp_path, own_artifact, stub, caplog):
     """Its executables would run over the old weights, or over pools of other sizes."""
     executor = CpuExecutor(Artifact.open(own_artifact))
-    before = step(executor, ALL[0])["tokens"].tolist()
+    tokens = step(executor, ALL[0])["tokens"].tolist()
     tiny.built(tiny.planned(tiny.write_checkpoint(tmp_path / "other", seed=5), backend="stub"), own_artifact)
     with caplog.at_level(logging.WARNING, module.__name__):
         assert not executor.refresh()
     assert "was rebuilt from other weights" in caplog.text
     assert set(executor.backends.values()) == {"eager"}
-    assert step(executor, ALL[0])["tokens"].tolist() == before
+    assert step(executor, ALL[0])["tokens"].tolist() == tokens
     assert not executor.refresh()
 
 
@@ -322,8 +317,8 @@ def test_a_bucket_whose_graph_changed_keeps_the_one_it_has(own_artifact, stub):
 
     def change(manifest, writer):
         first, *rest = manifest.graphs
-        other = writer.add("graphs", b"another graph", "graph")
-        return replace(manifest, graphs=(replace(first, eager=other), *rest))
+        file = writer.add("graphs", b"another graph", "graph")
+        return replace(manifest, graphs=(replace(first, eager=file), *rest))
 
     tiny.published(own_artifact, change)
     tiny.with_compiled(own_artifact, "stub")
@@ -332,7 +327,7 @@ def test_a_bucket_whose_graph_changed_keeps_the_one_it_has(own_artifact, stub):
     assert executor.backends == {bucket.name: "eager" if bucket == changed else "stub" for bucket in ALL}
 
 
-def test_what_cannot_be_loaded_is_told_once_and_the_old_executables_go_on(own_artifact, stub):
+def test_what_cannot_be_loaded_is_reported_once_and_the_old_executables_stay(own_artifact, stub):
     executor = CpuExecutor(Artifact.open(own_artifact))
 
     def change(manifest, writer):
@@ -369,11 +364,11 @@ def test_a_tampered_executable_is_not_swapped_in(own_artifact, stub):
 
 
 def test_the_counter_sees_a_trace(tiny_checkpoint, tiny_artifact):
-    made = tiny.planned(tiny_checkpoint)
+    plan = tiny.planned(tiny_checkpoint)
     executor = CpuExecutor(Artifact.open(tiny_artifact))
     step(executor, ALL[0])
     assert executor.compiles() == 0
-    tiny.stages.stage(made, ALL[0])
+    tiny.stages.stage(plan, ALL[0])
     assert executor.compiles() > 0
     assert CpuExecutor(executor.artifact).compiles() == 0
 
@@ -401,28 +396,28 @@ def test_an_artifact_for_several_devices_needs_a_rank(sharded):
         CpuExecutor(artifact, rank=4)
 
 
-def test_a_rank_holds_its_part_and_knows_where_it_is(sharded):
-    artifact, alone = Artifact.open(sharded("dp=2,tp=2")), CpuExecutor(Artifact.open(sharded("")))
-    held = [CpuExecutor(artifact, rank=rank) for rank in range(4)]
-    assert [one._coords.tolist() for one in held] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+def test_a_rank_loads_its_shards_and_knows_its_coordinates(sharded):
+    artifact, single = Artifact.open(sharded("dp=2,tp=2")), CpuExecutor(Artifact.open(sharded("")))
+    executors = [CpuExecutor(artifact, rank=rank) for rank in range(4)]
+    assert [executor._coords.tolist() for executor in executors] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     # Each dp group has pools of its own; within a group they are split by heads, but for the request slots.
-    request_slots = request_slots_of(alone).nbytes
-    assert {one.state_bytes - request_slots for one in held} == {(alone.state_bytes - request_slots) // 2}
+    request_slots = request_slots_of(single).nbytes
+    assert {executor.state_bytes - request_slots for executor in executors} == {(single.state_bytes - request_slots) // 2}
     whole = artifact.load_weights()
     names = [leaf.name for leaf in artifact.manifest.params]
     experts = next(leaf.name for leaf in artifact.manifest.params if leaf.aval.axes[0] == "experts")
-    parts, rows = ([one._params[names.index(name)] for one in held] for name in (experts, "params.embed"))
+    parts, rows = ([executor._params[names.index(name)] for executor in executors] for name in (experts, "params.embed"))
     assert torch.equal(torch.cat(parts), whole[experts])
     assert torch.equal(torch.cat(rows[:2]), whole["params.embed"])
     assert torch.equal(rows[0], rows[2])
     assert not torch.equal(rows[0], rows[1])
 
 
-def test_where_a_rank_is_reaches_its_graph(sharded):
+def test_the_coordinates_of_a_rank_reach_its_graph(sharded):
     executor = CpuExecutor(Artifact.open(sharded("tp=2")), rank=1)
-    seen = []
-    executor._executables[ALL[0]] = lambda operands: seen.append(operands[-1]) or [torch.zeros(1)] * len(executor._output_names[ALL[0]])
+    coords = []
+    executor._executables[ALL[0]] = lambda operands: coords.append(operands[-1]) or [torch.zeros(1)] * len(executor._output_names[ALL[0]])
     step(executor, ALL[0])
     assert executor._input_names[ALL[0]][-1] == "coords"
-    assert seen[0].tolist() == [0, 1]
-    assert seen[0].dtype == torch.int32
+    assert coords[0].tolist() == [0, 1]
+    assert coords[0].dtype == torch.int32

@@ -1,4 +1,4 @@
-"""The engine against a toy device that really reads its pages, slots and request slots, with sequential generation as the oracle."""
+"""runtime/engine.py: requests on a toy device that really reads its pages and slots get what sequential generation gives them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import toy_device
+from support import toy_device as toy
 
 from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
@@ -26,17 +26,11 @@ VOCAB = 13
 WAIT_S = 60
 
 
-@pytest.fixture(scope="module")
-def toy():
-    """The file toy_device.py."""
-    return toy_device
-
-
 def ask(name="a", prompt=(1, 2, 3), max_tokens=5, seed=0, stop=(), logprobs=None, speculative_tokens=None, **sampling):
     return Request(name, tuple(prompt), max_tokens, Sampling(seed=seed, **sampling), frozenset(stop), logprobs, speculative_tokens)
 
 
-# Any mixture of requests gives every one of them what it would get alone.
+# Any mixture of requests gives each of them what it would get by itself.
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class World:
 
 @st.composite
 def worlds(draw, crowded=False):
-    """Worlds of any kind or, crowded, ones where short prompts come at once and grow until their pages are too few."""
+    """Worlds of any kind or, if crowded, ones whose short prompts come at once and outgrow the pages."""
     drafts = draw(st.integers(0, 7))
     page_size, per_request = draw(st.sampled_from([2, 1, 3, 4])), draw(st.sampled_from([12, 8] if crowded else [12, 8, 5, 2]))
     length = page_size * per_request
@@ -109,61 +103,61 @@ def worlds(draw, crowded=False):
     return World(limits, buckets, draw(st.integers(1, 3)), tuple(visits), {"max_logprobs": most_logprobs, **chosen})
 
 
-def play(toy, world):
-    """What became of every visit: its request, under the id that was free when it came, and its sink."""
+def play(world):
+    """The request of every visit, under an id that was free when it came, and its sink."""
     served = toy.serving(world.limits, world.buckets, prefill_burst=world.burst, **world.device)
-    found: list = [None] * len(world.visits)
+    outcomes: list = [None] * len(world.visits)
     for now in range(45):
         for i, visit in enumerate(world.visits):
             if visit.arrives == now:
-                taken = {request.id for request, sink in filter(None, found) if sink.end is None}
+                live_ids = {request.id for request, sink in filter(None, outcomes) if sink.end is None}
                 # An id is used again as soon as it is free, while steps of its last owner may be in flight.
-                request = replace(visit.request, id=visit.request.id if visit.request.id not in taken else f"r{i}")
-                found[i] = (request, served.submit(request))
-            if visit.cancelled == now and found[i][1].end is None:
-                served.engine.cancel(found[i][0].id)
+                request = replace(visit.request, id=visit.request.id if visit.request.id not in live_ids else f"r{i}")
+                outcomes[i] = (request, served.submit(request))
+            if visit.cancelled == now and outcomes[i][1].end is None:
+                served.engine.cancel(outcomes[i][0].id)
         served.engine.step()
         served.engine.check()
     served.drain((world.burst + 3) * world.limits.num_slots * world.limits.max_model_len * len(world.visits))
     served.engine.check()
-    return served, found
+    return served, outcomes
 
 
 @settings(max_examples=400, deadline=None)
 @given(worlds())
-def test_whatever_shares_the_engine_each_request_gets_what_it_gets_alone(toy, world):
-    check_world(toy, world)
+def test_whatever_shares_the_engine_each_request_gets_what_it_gets_alone(world):
+    check_world(world)
 
 
 @settings(max_examples=200, deadline=None)
 @given(worlds(crowded=True))
-def test_requests_that_take_each_others_pages_get_what_they_get_alone(toy, world):
-    check_world(toy, world)
+def test_requests_that_take_each_others_pages_get_what_they_get_alone(world):
+    check_world(world)
 
 
 @settings(max_examples=150, deadline=None)
 @given(worlds() | worlds(crowded=True), st.integers(2, 3))
-def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(toy, world, groups):
-    check_world(toy, replace(world, device={**world.device, "groups": groups}))
+def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(world, groups):
+    check_world(replace(world, device={**world.device, "groups": groups}))
 
 
-def check_world(toy, world):
+def check_world(world):
     logging.disable(logging.CRITICAL)
     try:
-        served, found = play(toy, world)
+        served, outcomes = play(world)
     finally:
         logging.disable(logging.NOTSET)
     for manager in served.engine._cache_managers:
         for pool in (manager.pages, manager.state_slots, manager.request_slots):
             assert pool.free_count == pool.size - 1
     failures = world.device["fail_at"] | world.device["refuse_at"]
-    for visit, (request, sink) in zip(world.visits, found, strict=True):
-        compare_with_reference(toy, request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
-    reconcile(served, [sink for _, sink in found])
+    for visit, (request, sink) in zip(world.visits, outcomes, strict=True):
+        compare_with_reference(request, sink, world.limits, cancelled=visit.cancelled is not None, failed=bool(failures))
+    reconcile(served, [sink for _, sink in outcomes])
     served.device.check_order(world.device["run_ahead"])
 
 
-def compare_with_reference(toy, request, sink, limits, *, cancelled=False, failed=False):
+def compare_with_reference(request, sink, limits, *, cancelled=False, failed=False):
     expected, end = toy.reference_run(request, limits.max_model_len), sink.end
     assert end.prompt_tokens == len(request.prompt)
     assert sink.logprobs == expected.logprobs[: len(sink.tokens)]
@@ -176,7 +170,7 @@ def compare_with_reference(toy, request, sink, limits, *, cancelled=False, faile
 
 
 def reconcile(served, sinks):
-    """The sum of the execution records is what the counters say, and what the device saw."""
+    """Checks that execution records, counters and the device agree."""
     stats, device = served.engine.stats(), served.device
     ends = [sink.end for sink in sinks]
     records = [end.record for end in ends]
@@ -224,7 +218,7 @@ def reconcile_record(end, limits):
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_preemption_really_happens_and_changes_nothing(toy, drafts, run_ahead):
+def test_preemption_really_happens_and_changes_nothing(drafts, run_ahead):
     limits = toy.limits_of(2, 13, 4, 24, drafts)
     served = toy.serving(limits, toy.buckets_of(drafts, (5,), (4,)), run_ahead=run_ahead)
     requests = [ask(f"r{i}", (i, 1, 2), max_tokens=18, seed=i, temperature=1.0) for i in range(4)]
@@ -237,7 +231,7 @@ def test_preemption_really_happens_and_changes_nothing(toy, drafts, run_ahead):
     reconcile(served, sinks)
 
 
-def test_a_record_to_the_letter(toy):
+def test_a_record_to_the_letter():
     ticks = itertools.count()
     served = toy.serving(clock=lambda: next(ticks) / 8, refresh_every_s=None, run_ahead=0)
     sink = served.submit(ask(prompt=range(1, 12), max_tokens=4))
@@ -251,7 +245,7 @@ def test_a_record_to_the_letter(toy):
     assert (record.queue_ms, record.first_token_ms, record.total_ms) == (125.0, 500.0, 1250.0)
 
 
-def test_greedy_needs_no_randomness_and_seeds_matter(toy):
+def test_greedy_needs_no_randomness_and_seeds_matter():
     def tokens(**kinds):
         served = toy.serving()
         sink = toy.Collector()
@@ -269,7 +263,7 @@ def test_greedy_needs_no_randomness_and_seeds_matter(toy):
 # Drafts.
 
 
-def test_accepted_drafts_save_steps_and_are_counted(toy):
+def test_accepted_drafts_save_steps_and_are_counted():
     served = toy.serving(toy.limits_of(4, 40, 8, 64, 3), right=1.0)
     sink = served.submit(ask(max_tokens=41))
     served.drain()
@@ -281,7 +275,7 @@ def test_accepted_drafts_save_steps_and_are_counted(toy):
     assert stats["spec_decode_num_accepted_tokens_per_pos"] == {"0": 10, "1": 10, "2": 10}
 
 
-def test_each_request_has_its_own_number_of_drafts(toy):
+def test_each_request_has_its_own_number_of_drafts():
     served = toy.serving(toy.limits_of(4, 40, 8, 32, 3), right=1.0)
     requests = [ask(f"r{i}", (i, 5), 13, speculative_tokens=most) for i, most in enumerate([0, 1, 2, None])]
     sinks = [served.submit(request) for request in requests]
@@ -289,22 +283,22 @@ def test_each_request_has_its_own_number_of_drafts(toy):
     assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 32).tokens for request in requests]
     assert [sink.end.record.acceptance_length for sink in sinks] == [None, 2.0, 3.0, 4.0]
     assert [dict(sink.end.record.decode_steps).get("decode-b4-q4", 0) > 0 for sink in sinks] == [True] * 4
-    # Alone, a step gives as many tokens as it verifies and one.
+    # With all drafts right, a step gives one token more than it verifies.
     assert [sum(dict(sink.end.record.decode_steps).values()) for sink in sinks] == [12, 6, 4, 3]
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(toy, run_ahead):
+def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(run_ahead):
     """Stop tokens, most tokens and the context, each at every place of a block of eight."""
-    for wanted in range(1, 20):
+    for length in range(1, 20):
         served = toy.serving(toy.limits_of(4, 40, 4, 32, 7), right=1.0, run_ahead=run_ahead, max_logprobs=2)
-        base = ask("length", max_tokens=wanted, logprobs=1)
+        base = ask("length", max_tokens=length, logprobs=1)
         everything = toy.reference_run(ask(max_tokens=40), 32).tokens
-        requests = [base, ask("stop", max_tokens=40, stop=(everything[wanted],), logprobs=2), ask("context", (1,) * (31 - wanted), 40)]
+        requests = [base, ask("stop", max_tokens=40, stop=(everything[length],), logprobs=2), ask("context", (1,) * (31 - length), 40)]
         sinks = [served.submit(request) for request in requests]
         served.drain()
         for request, sink in zip(requests, sinks, strict=True):
-            compare_with_reference(toy, request, sink, served.device.limits)
+            compare_with_reference(request, sink, served.device.limits)
         assert [sink.end.reason for sink in sinks] == ["length", "stop", "length"]
         reconcile(served, sinks)
 
@@ -312,7 +306,7 @@ def test_an_output_ends_inside_a_block_where_it_ends_without_drafts(toy, run_ahe
 # Running ahead.
 
 
-def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(toy):
+def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read():
     served = toy.serving(toy.limits_of(4, 40, 8, 64, 2), refresh_every_s=None)
     sinks = [served.submit(ask(f"r{i}", (i, 1), 40, seed=i)) for i in range(2)]
     while any(len(sink.tokens) < 20 for sink in sinks):
@@ -326,14 +320,14 @@ def test_the_next_step_is_launched_before_the_outcome_of_the_one_before_is_read(
     assert all(sink.end.reason == "length" for sink in sinks)
 
 
-def test_without_running_ahead_each_outcome_is_read_before_the_next_step(toy):
+def test_without_running_ahead_each_outcome_is_read_before_the_next_step():
     served = toy.serving(run_ahead=0)
     served.submit(ask(max_tokens=9))
     served.drain()
     assert served.device.log == [(what, number) for number in range(1, 10) for what in ("launch", "result")]
 
 
-def test_nothing_is_launched_for_a_request_that_surely_ends(toy):
+def test_nothing_is_launched_for_a_request_that_surely_ends():
     served = toy.serving()
     sinks = [served.submit(ask(max_tokens=4)), served.submit(ask("b", (1,) * 30, 9))]
     served.drain()
@@ -341,7 +335,7 @@ def test_nothing_is_launched_for_a_request_that_surely_ends(toy):
     assert served.engine.stats()["discarded_rows_total"] == 0
 
 
-def test_what_a_step_says_of_a_request_that_has_ended_is_dropped(toy):
+def test_tokens_of_a_request_that_has_ended_are_dropped():
     served = toy.serving(drafts=1, refresh_every_s=None)
     token = toy.reference_run(ask(max_tokens=20), 32).tokens[3]
     stopped, cancelled, other = ask("a", max_tokens=20, stop=(token,)), ask("b", (4, 4), 20), ask("c", (5,), 20)
@@ -352,19 +346,19 @@ def test_what_a_step_says_of_a_request_that_has_ended_is_dropped(toy):
     served.engine.step()
     assert sinks[1].end.reason == "cancelled"
     # Its pages and slots are free at once, and its id may be used again, while a step of it is in flight.
-    again = served.submit(ask("b", (7, 8), 6))
+    reused = served.submit(ask("b", (7, 8), 6))
     served.drain()
-    assert again.tokens == toy.reference_run(ask("b", (7, 8), 6), 32).tokens
+    assert reused.tokens == toy.reference_run(ask("b", (7, 8), 6), 32).tokens
     assert sinks[0].end.reason == "stop"
     assert sinks[0].tokens == toy.reference_run(stopped, 32).tokens
     assert sinks[2].tokens == toy.reference_run(other, 32).tokens
     assert served.engine.stats()["discarded_rows_total"] > 0
-    reconcile(served, [*sinks, again])
+    reconcile(served, [*sinks, reused])
 
 
 @pytest.mark.parametrize("how", ["fail_at", "refuse_at"])
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only(toy, how, number, caplog):
+def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only(how, number, caplog):
     served = toy.serving(drafts=2, buckets=toy.buckets_of(2, (8,), (1,)), **{how: frozenset({number})})
     requests = [ask(f"r{i}", (i, 2), 12, seed=i, temperature=0.5) for i in range(3)]
     sinks = [served.submit(request) for request in requests]
@@ -373,12 +367,12 @@ def test_a_step_that_fails_while_another_is_in_flight_ends_its_own_requests_only
     ends = Counter(sink.end.reason for sink in sinks)
     assert ends == {"error": 1, "length": 2}
     for request, sink in zip(requests, sinks, strict=True):
-        compare_with_reference(toy, request, sink, served.device.limits, failed=True)
+        compare_with_reference(request, sink, served.device.limits, failed=True)
     reconcile(served, sinks)
     assert f"run {number} was told to fail" in caplog.text
 
 
-def test_what_was_in_flight_before_a_step_that_cannot_be_launched_is_told(toy, caplog):
+def test_tokens_in_flight_before_a_step_that_cannot_be_launched_are_delivered(caplog):
     served = toy.serving(refuse_at=frozenset({4}))
     sink = served.submit(ask(max_tokens=9))
     served.drain()
@@ -388,7 +382,7 @@ def test_what_was_in_flight_before_a_step_that_cannot_be_launched_is_told(toy, c
 
 
 @pytest.mark.parametrize("ahead", [-1, 1, 2])
-def test_running_ahead_is_what_the_executor_allows(toy, ahead):
+def test_running_ahead_is_what_the_executor_allows(ahead):
     device = toy.serving().device
     device.run_ahead = 0
     with pytest.raises(SpecError, match=f"run_ahead is {ahead}; legal is 0 to 0, the executor allows 0"):
@@ -401,21 +395,21 @@ def test_running_ahead_is_what_the_executor_allows(toy, ahead):
 # Log probabilities.
 
 
-def test_log_probabilities_are_told_to_whom_asked(toy):
+def test_log_probabilities_go_to_the_requests_that_asked():
     served = toy.serving(drafts=3, max_logprobs=5, right=1.0)
     requests = [ask("none", (1,), 9), ask("chosen", (2,), 9, logprobs=0), ask("some", (3,), 9, logprobs=5, temperature=1.0)]
     sinks = [served.submit(request) for request in requests]
     served.drain()
     assert [sink.logprobs for sink in sinks] == [toy.reference_run(request, 32).logprobs for request in requests]
     assert [len(sink.logprobs) for sink in sinks] == [0, 9, 9]
-    assert {len(one.top) for one in sinks[1].logprobs} == {0}
-    assert {len(one.top) for one in sinks[2].logprobs} == {5}
+    assert {len(entry.top) for entry in sinks[1].logprobs} == {0}
+    assert {len(entry.top) for entry in sinks[2].logprobs} == {5}
 
 
 # Groups.
 
 
-def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy):
+def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding():
     served = toy.serving(groups=3, run_ahead=0)
     sinks = [served.submit(ask(f"r{i}", (i, 1), 4, seed=i)) for i in range(4)]
     served.engine.step()
@@ -423,15 +417,15 @@ def test_requests_are_spread_over_the_groups_and_an_idle_group_runs_padding(toy)
     assert lives == [["r0", "r3"], ["r1"], ["r2"]]
     assert served.engine.stats()["num_requests_running"] == 3
     served.drain()
-    before = [memory.rows.total() for memory in served.device.memories]
+    counts = [memory.rows.total() for memory in served.device.memories]
     last = served.submit(ask("alone", (5,), 3))
     served.drain()
-    assert [memory.rows.total() - had for memory, had in zip(served.device.memories, before, strict=True)] == [3, 0, 0]
+    assert [memory.rows.total() - count for memory, count in zip(served.device.memories, counts, strict=True)] == [3, 0, 0]
     assert last.tokens == toy.reference_run(ask("alone", (5,), 3), 32).tokens
     assert [sink.tokens for sink in sinks] == [toy.reference_run(ask(f"r{i}", (i, 1), 4, seed=i), 32).tokens for i in range(4)]
 
 
-def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(toy, caplog):
+def test_a_failed_step_ends_the_requests_of_all_groups_and_the_engine_serves_on(caplog):
     served = toy.serving(groups=2, fail_at=frozenset({2}))
     sinks = [served.submit(ask(name)) for name in "ab"]
     served.drain()
@@ -465,7 +459,7 @@ def losing(served, number, *, at_launch=False):
 
 
 @pytest.mark.parametrize("at_launch", [False, True])
-def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_thread(toy, at_launch):
+def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_thread(at_launch):
     served = losing(toy.serving(groups=2), 3, at_launch=at_launch)
     sinks = [served.submit(ask(name)) for name in "ab"]
     served.engine.start()
@@ -478,7 +472,7 @@ def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_
     served.engine.stop()
 
 
-def test_a_lost_rank_is_noticed_while_idle(toy):
+def test_a_lost_rank_is_noticed_while_idle():
     served = toy.serving(groups=2, refresh_every_s=0.01)
 
     def refresh():
@@ -490,7 +484,7 @@ def test_a_lost_rank_is_noticed_while_idle(toy):
     assert not served.engine._thread.is_alive()
 
 
-def test_a_lost_rank_is_raised_to_whoever_steps_by_hand(toy):
+def test_a_lost_rank_is_raised_to_whoever_steps_by_hand():
     served = losing(toy.serving(groups=2), 1)
     served.submit(ask("a"))
     with pytest.raises(RankError, match="rank 1 died"):
@@ -504,7 +498,7 @@ def test_a_lost_rank_is_raised_to_whoever_steps_by_hand(toy):
     "request_, param",
     [(ask(prompt=()), "prompt"), (ask(max_tokens=0), "max_tokens"), (ask(logprobs=1), "logprobs"), (ask(speculative_tokens=4), None)],
 )
-def test_a_bad_request_is_refused_and_the_engine_serves_on(toy, request_, param):
+def test_a_bad_request_is_refused_and_the_engine_serves_on(request_, param):
     served = toy.serving(drafts=3)
     with pytest.raises(RequestError) as caught:
         served.engine.submit(request_, toy.Collector())
@@ -515,14 +509,14 @@ def test_a_bad_request_is_refused_and_the_engine_serves_on(toy, request_, param)
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
-def test_the_longest_prompt_is_served(toy, drafts):
+def test_the_longest_prompt_is_served(drafts):
     served = toy.serving(drafts=drafts)
     sink = served.submit(ask(prompt=[1] * 31))
     served.drain()
     assert (len(sink.tokens), sink.end.reason) == (1, "length")
 
 
-def test_an_id_is_unique_among_live_requests_only(toy):
+def test_an_id_is_unique_among_live_requests_only():
     served = toy.serving()
     first = served.submit(ask("a"))
     with pytest.raises(RequestError, match="'a' is the id of a live request"):
@@ -533,22 +527,22 @@ def test_an_id_is_unique_among_live_requests_only(toy):
     assert first.tokens == second.tokens != []
 
 
-def test_an_id_is_free_again_inside_the_last_event(toy):
+def test_an_id_is_free_again_inside_the_last_event():
     served = toy.serving()
-    seen = []
+    ends = []
 
-    def again(event):
-        if isinstance(event, FinishEvent) and len(seen) < 3:
-            seen.append(event)
-            served.submit(ask("a"), again)
+    def resubmit(event):
+        if isinstance(event, FinishEvent) and len(ends) < 3:
+            ends.append(event)
+            served.submit(ask("a"), resubmit)
 
-    served.submit(ask("a"), again)
+    served.submit(ask("a"), resubmit)
     served.drain()
-    assert len(seen) == 3
+    assert len(ends) == 3
     assert served.engine.stats()["requests_finished_length"] == 4
 
 
-def test_limits_that_cannot_serve_are_refused(toy):
+def test_limits_that_cannot_serve_are_refused():
     with pytest.raises(SpecError, match="8 pages leave 7"):
         toy.serving(Limits(page_size=4, num_pages=8, num_slots=9, max_model_len=32))
     with pytest.raises(SpecError, match="decode-b2-q2 decodes 2 tokens"):
@@ -558,7 +552,7 @@ def test_limits_that_cannot_serve_are_refused(toy):
 # Cancel and failure.
 
 
-def test_cancel_before_the_first_step_while_decoding_and_when_unknown(toy):
+def test_cancel_before_the_first_step_while_decoding_and_when_unknown():
     served = toy.serving()
     early = served.submit(ask("early"))
     assert served.engine.cancel("early")
@@ -575,7 +569,7 @@ def test_cancel_before_the_first_step_while_decoding_and_when_unknown(toy):
     assert not served.engine.cancel("late")
 
 
-def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id(toy):
+def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id():
     served = toy.serving()
     first, second = toy.Collector(), toy.Collector()
 
@@ -593,7 +587,7 @@ def test_a_late_cancel_does_not_hit_a_new_request_of_the_same_id(toy):
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(toy, caplog, run_ahead):
+def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(caplog, run_ahead):
     buckets = toy.buckets_of(0, (8,), (4,))
     served = toy.serving(buckets=buckets, run_ahead=run_ahead, fail_at=frozenset({2}))
     bad, good = served.submit(ask("bad")), served.submit(ask("good"))
@@ -607,7 +601,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_serves_on(toy, caplog, r
     reconcile(served, [bad, good])
 
 
-def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
+def test_a_failed_step_that_preempted_loses_only_its_own_rows(caplog):
     limits = Limits(page_size=2, num_pages=6, num_slots=9, max_model_len=8)
     requests = [ask(n, max_tokens=5) for n in "ab"]
 
@@ -619,7 +613,7 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
             served.engine.check()
         return served, sinks
 
-    # The step that preempts "b" is the one that fails when it is played again.
+    # The second run fails in the step in which the first one preempted "b".
     served, _ = begun(frozenset())
     served, sinks = begun(frozenset({served.device.runs}))
     served.drain()
@@ -631,7 +625,7 @@ def test_a_failed_step_that_preempted_loses_only_its_own_rows(toy, caplog):
 
 
 @pytest.mark.parametrize("returned", [[], [{}, {}], [{"tokens": None}]])
-def test_an_executor_that_returns_nonsense_fails_the_step(toy, returned, caplog):
+def test_an_executor_that_returns_nonsense_fails_the_step(returned, caplog):
     served = toy.serving(run_ahead=0)
     served.device.launch(
         served.device.buckets[0], [served.engine._cache_managers[0].inputs(served.device.buckets[0], GroupStep())]
@@ -643,7 +637,7 @@ def test_an_executor_that_returns_nonsense_fails_the_step(toy, returned, caplog)
     assert "prefill-b1-q3" in sink.end.message
 
 
-def test_a_sink_that_raises_loses_its_request_only(toy, caplog):
+def test_a_sink_that_raises_loses_its_request_only(caplog):
     served = toy.serving()
 
     def broken(event):
@@ -657,7 +651,7 @@ def test_a_sink_that_raises_loses_its_request_only(toy, caplog):
     assert "the sink of 'broken' raised" in caplog.text
 
 
-def test_a_leak_is_found_when_idle(toy):
+def test_a_leak_is_found_when_idle():
     served = toy.serving()
     served.submit(ask())
     served.engine.step()
@@ -666,7 +660,7 @@ def test_a_leak_is_found_when_idle(toy):
         served.drain()
 
 
-def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
+def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones():
     served = toy.serving()
     a = served.submit(ask("a"))
     served.engine.step()
@@ -684,7 +678,7 @@ def test_a_defect_of_the_engine_ends_every_request_and_refuses_new_ones(toy):
 # Gauges and refresh.
 
 
-def test_gauges_while_running(toy):
+def test_gauges_while_running():
     served = toy.serving(toy.limits_of(4, 17, 1, 32), refresh_every_s=None)
     served.device.backends = {"decode-b2-q1": "eager"}
     for name in "abc":
@@ -699,7 +693,7 @@ def test_gauges_while_running(toy):
     served.drain()
 
 
-def test_refresh_is_called_between_steps_as_often_as_the_clock_allows(toy):
+def test_refresh_is_called_between_steps_as_often_as_the_clock_allows():
     now = [0.0]
     served = toy.serving(clock=lambda: now[0], refresh_every_s=2.0)
     served.submit(ask(max_tokens=20))
@@ -710,7 +704,7 @@ def test_refresh_is_called_between_steps_as_often_as_the_clock_allows(toy):
     assert counts == [0, 0, 1, 1, 1, 2, 3, 3]
 
 
-def test_a_failing_refresh_changes_nothing(toy, caplog):
+def test_a_failing_refresh_changes_nothing(caplog):
     served = toy.serving(refresh_every_s=0.0)
 
     def refresh():
@@ -727,7 +721,7 @@ def test_a_failing_refresh_changes_nothing(toy, caplog):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_requests_from_many_threads_are_served_and_stop_drains(toy, lazy):
+def test_requests_from_many_threads_are_served_and_stop_drains(lazy):
     served = toy.serving(drafts=2, lazy=lazy)
     served.engine.start()
     requests = {f"r{i}": ask(f"r{i}", (i, i, 1), 12, seed=i, temperature=1.0) for i in range(8)}
@@ -751,7 +745,7 @@ def test_requests_from_many_threads_are_served_and_stop_drains(toy, lazy):
     served.engine.stop()
 
 
-def test_an_idle_engine_wakes_for_a_request(toy):
+def test_an_idle_engine_wakes_for_a_request():
     served = toy.serving(refresh_every_s=None)
     served.engine.start()
     try:
@@ -764,7 +758,7 @@ def test_an_idle_engine_wakes_for_a_request(toy):
         served.engine.stop()
 
 
-def test_stop_without_drain_cancels(toy):
+def test_stop_without_drain_cancels():
     served = toy.serving()
     served.device.on_run = lambda: served.engine.stop(drain=False)
     sinks = [served.submit(ask(f"r{i}", max_tokens=20)) for i in range(2)]
@@ -774,7 +768,7 @@ def test_stop_without_drain_cancels(toy):
     assert served.device.log[-1] == ("result", 1)
 
 
-def test_stop_from_inside_a_sink_does_not_wait_for_itself(toy):
+def test_stop_from_inside_a_sink_does_not_wait_for_itself():
     served = toy.serving()
     ended = threading.Event()
 
@@ -790,7 +784,7 @@ def test_stop_from_inside_a_sink_does_not_wait_for_itself(toy):
     served.engine.stop()
 
 
-def test_an_idle_engine_refreshes(toy):
+def test_an_idle_engine_refreshes():
     refreshed = threading.Event()
     served = toy.serving(refresh_every_s=0.001)
     served.device.refresh = lambda: refreshed.set() or True
@@ -801,7 +795,7 @@ def test_an_idle_engine_refreshes(toy):
         served.engine.stop()
 
 
-def test_an_engine_is_started_once(toy):
+def test_an_engine_is_started_once():
     served = toy.serving()
     served.engine.start()
     served.engine.stop()
@@ -809,7 +803,7 @@ def test_an_engine_is_started_once(toy):
         served.engine.start()
 
 
-# The toy can tell: each of these mistakes is caught by it or by the oracle.
+# Each of these mistakes is caught by the toy device or by the oracle.
 
 
 def spoil_pages(inputs):
@@ -850,7 +844,7 @@ def spoil_next_tokens(inputs):
 @pytest.mark.parametrize(
     "spoil", [spoil_pages, spoil_base, spoil_slots, spoil_request_slots, spoil_uniform, spoil_settings, spoil_next_tokens]
 )
-def test_the_toy_catches(toy, spoil, caplog):
+def test_the_toy_catches(spoil, caplog):
     served = toy.serving(toy.limits_of(4, 33, 8, 32, 2), toy.buckets_of(2, (2,), (4,)))
     honest = served.device.launch
 
@@ -868,7 +862,7 @@ def test_the_toy_catches(toy, spoil, caplog):
     assert [sink.tokens for sink in sinks] != [toy.reference_run(request, 32).tokens for request in requests]
 
 
-def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
+def test_from_loader_makes_the_executor_on_the_thread_that_serves():
     threads = set()
     device = toy.serving().device
     device.on_run = lambda: threads.add(threading.current_thread())
@@ -891,7 +885,7 @@ def test_launch_makes_the_executor_on_the_thread_that_serves(toy):
     assert not threads.pop().is_alive()
 
 
-def test_launch_raises_what_loading_raises():
+def test_from_loader_raises_what_loading_raises():
     def load():
         raise ArtifactError("no weights")
 

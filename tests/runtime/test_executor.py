@@ -7,14 +7,9 @@ from support import toy_device
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Bucket
-from npucompile.runtime.executor import FinishedStep, check_step
+from npucompile.runtime.executor import check_step
 
 DEVICE = toy_device.ToyDevice(toy_device.limits_of(4, 9, 1, 32), (Bucket("decode", 2, 1), Bucket("prefill", 1, 8)), groups=2)
-
-
-def test_a_finished_step_has_its_outputs():
-    outputs = [{"tokens": 1}, {"tokens": 2}]
-    assert FinishedStep(outputs).result() is outputs
 
 
 def test_a_step_has_one_of_the_buckets_and_inputs_for_every_group():

@@ -1,3 +1,5 @@
+"""runtime/metrics.py: steps, padding, requests and drafts are counted, and snapshots share nothing with the counters."""
+
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.metrics import Metrics
 from npucompile.runtime.request import FINISH_REASONS

@@ -1,3 +1,5 @@
+"""runtime/rng.py: random numbers follow from seed and index, fit float32, and are uniform."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""runtime/step_outputs.py: outputs become what each request got, and nonsense is told from what nobody waits for."""
+"""runtime/step_outputs.py: outputs become the tokens of each request, and outputs that make no sense are refused."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def i32(values):
 
 
 def row(arrival, *, drafts=2, logprobs=None, computed=5):
-    """A row of decode."""
+    """A decode row."""
     request = Request(f"r{arrival}", (1, 2), 9, logprobs=logprobs)
     return ScheduledRequest(RequestState(request, arrival, 0.0, num_computed_tokens=computed, decoding=True), 4, 1 + drafts)
 
 
 def chunk(arrival, num_tokens):
-    """A row of prefill: so many tokens of a prompt of two."""
+    """A prefill row of so many tokens of a prompt of two."""
     return ScheduledRequest(RequestState(Request(f"r{arrival}", (1, 2), 9), arrival, 0.0), 4, num_tokens)
 
 
 def read(outputs, bucket, rows, running=None):
-    """The results of one group's rows; all of their requests are running, or those of other rows."""
-    state = SchedulerState(RULES, (GroupState(running=tuple(one.state for one in running or rows)),))
+    """The results of one group's rows, whose requests are running unless `running` says which are."""
+    state = SchedulerState(RULES, (GroupState(running=tuple(row.state for row in running or rows)),))
     (results,) = read_outputs([outputs], ScheduledStep(bucket, (GroupStep(tuple(rows)),)), state, VOCAB)
     return results
 
@@ -62,7 +62,7 @@ def test_outputs_of_a_group_without_rows_are_not_read():
         read_outputs([decoded()], step, state, VOCAB)
 
 
-def test_whatever_is_said_of_a_request_that_has_ended_is_not_read():
+def test_outputs_of_a_request_that_has_ended_are_not_read():
     rows = (row(0), row(1))
     outputs = decoded([[-1, 99, 0], [4, 5, 6], [0, 0, 0]], [77, 2, 0])
     assert read(outputs, DECODE, rows, running=rows[1:]) == (None, SampledTokens((4, 5), 2))
@@ -78,7 +78,7 @@ def test_no_draft_beyond_the_longest_context_is_verified(start, drafted):
         read(decoded(counts=(drafted + 2, 0, 0)), DECODE, rows)
 
 
-def test_log_probabilities_of_whom_asked():
+def test_log_probabilities_of_the_requests_that_asked():
     rows = (row(0, logprobs=2), row(1), row(2, logprobs=0))
     outputs = decoded(
         [[1, 2, -7], [3, -7, -7], [4, 5, 6]],
@@ -87,11 +87,11 @@ def test_log_probabilities_of_whom_asked():
         top_ids=i32([[[7, 8, 9], [6, 5, 4], [0, 0, 0]]] + [[[0] * 3] * 3] * 2),
         top_logprobs=np.array([[[-0.25, -0.5, -1], [-1, -2, -3], [0, 0, 0]]] + [[[0] * 3] * 3] * 2, np.float32),
     )
-    found = read(outputs, DECODE, rows)
-    assert found[0].logprobs == (TokenLogprobs(-0.5, ((7, -0.25), (8, -0.5))), TokenLogprobs(-1.5, ((6, -1.0), (5, -2.0))))
-    assert found[1].logprobs == ()
-    assert found[2].logprobs == tuple(TokenLogprobs(-float(i), ()) for i in (1, 2, 3))
-    assert all(type(value) is float and type(token) is int for token, value in found[0].logprobs[0].top)
+    results = read(outputs, DECODE, rows)
+    assert results[0].logprobs == (TokenLogprobs(-0.5, ((7, -0.25), (8, -0.5))), TokenLogprobs(-1.5, ((6, -1.0), (5, -2.0))))
+    assert results[1].logprobs == ()
+    assert results[2].logprobs == tuple(TokenLogprobs(-float(i), ()) for i in (1, 2, 3))
+    assert all(type(value) is float and type(token) is int for token, value in results[0].logprobs[0].top)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,6 @@ def test_log_probabilities_of_whom_asked():
         ),
     ],
 )
-def test_nonsense_is_told(outputs, message):
+def test_outputs_that_make_no_sense_are_refused(outputs, message):
     with pytest.raises(NpucompileError, match=message):
         read(outputs, DECODE, (row(0), row(1, drafts=1, logprobs=1)))

@@ -1,4 +1,4 @@
-"""The whole server over real sockets: uvicorn on a loopback port, an engine on a thread of its own."""
+"""server/app.py: the whole server over real sockets: uvicorn on a loopback port, with an echo engine in a thread."""
 
 from __future__ import annotations
 
@@ -6,39 +6,27 @@ import contextlib
 import json
 import threading
 from collections import deque
-from functools import cache
 
 import msgpack
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.texts import RECORD, byte_codec
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FinishEvent, TokenEvent, TokenLogprobs
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.websocket import SocketLimits
 
-RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
 MODEL = ServedModel("tiny", max_model_len=128, vocab_size=256)
 LIMITS = SocketLimits(max_frame_bytes=4096)
-PATIENCE_S = 60
-
-
-@cache
-def codec() -> TextTokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
+TIMEOUT_S = 60
 
 
 class EchoEngine:
-    """Answers a prompt with itself, over and over, a token and as many drafts of each live request a turn; a prompt that begins with
-    "?" stays silent after its first turn until it is cancelled. Log probabilities tell the place they are of."""
+    """Repeats the prompt; each step emits one token of each live request, plus as many as it has drafts. A prompt that begins with "?"
+    gets one step and then waits to be cancelled. The log probability of output token i is -i."""
 
     def __init__(self):
         self._wake = threading.Condition()
@@ -65,7 +53,7 @@ class EchoEngine:
 
     def wait_cancelled(self, request_id):
         with self._wake:
-            return self._wake.wait_for(lambda: request_id in self.seen_cancelled, PATIENCE_S)
+            return self._wake.wait_for(lambda: request_id in self.seen_cancelled, TIMEOUT_S)
 
     def close(self):
         with self._wake:
@@ -82,30 +70,30 @@ class EchoEngine:
                 cancelled = [self._live.pop(name) for name in self._cancelled if name in self._live]
                 self.seen_cancelled.update(self._cancelled)
                 self._cancelled.clear()
-                turns = [live for live in self._live.values() if self._can_step(live)]
+                ready = [live for live in self._live.values() if self._can_step(live)]
                 self._wake.notify_all()
-            for request, sink, made in cancelled:
-                sink(FinishEvent(request.id, "cancelled", len(request.prompt), len(made), RECORD))
-            for request, sink, made in turns:
-                start = len(made)
+            for request, sink, token_ids in cancelled:
+                sink(FinishEvent(request.id, "cancelled", len(request.prompt), len(token_ids), RECORD))
+            for request, sink, token_ids in ready:
+                start = len(token_ids)
                 end = min(start + 1 + (request.speculative_tokens or 0), request.max_tokens)
-                made += [request.prompt[place % len(request.prompt)] for place in range(start, end)]
-                sink(TokenEvent(request.id, tuple(made[start:]), self._logprobs(request, made, start)))
-                if len(made) == request.max_tokens:
+                token_ids += [request.prompt[place % len(request.prompt)] for place in range(start, end)]
+                sink(TokenEvent(request.id, tuple(token_ids[start:]), self._logprobs(request, token_ids, start)))
+                if len(token_ids) == request.max_tokens:
                     with self._wake:
                         del self._live[request.id]
-                    sink(FinishEvent(request.id, "length", len(request.prompt), len(made), RECORD))
+                    sink(FinishEvent(request.id, "length", len(request.prompt), len(token_ids), RECORD))
 
     @staticmethod
-    def _logprobs(request, made, start):
+    def _logprobs(request, token_ids, start):
         if request.logprobs is None:
             return ()
-        return tuple(TokenLogprobs(-float(i), ((made[i], -0.5),) * request.logprobs) for i in range(start, len(made)))
+        return tuple(TokenLogprobs(-float(i), ((token_ids[i], -0.5),) * request.logprobs) for i in range(start, len(token_ids)))
 
     @staticmethod
     def _can_step(live):
-        request, _, made = live
-        return not made or codec().decode(request.prompt[:1]) != "?"
+        request, _, token_ids = live
+        return not token_ids or byte_codec().decode(request.prompt[:1]) != "?"
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +104,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def url(engine):
-    with serving(Service(engine, codec(), MODEL), limits=LIMITS) as url:
+    with serving(Service(engine, byte_codec(), MODEL), limits=LIMITS) as url:
         yield url
 
 
@@ -127,25 +115,25 @@ class Socket:
         self.raw = raw
         self.packed = raw.subprotocol == MSGPACK
 
-    def say(self, **event):
+    def send(self, **event):
         self.raw.send(msgpack.packb(event) if self.packed else json.dumps(event))
 
-    def hear(self, kind=None):
+    def receive(self, kind=None):
         while True:
-            frame = self.raw.recv(timeout=PATIENCE_S)
+            frame = self.raw.recv(timeout=TIMEOUT_S)
             assert isinstance(frame, bytes if self.packed else str)
             event = msgpack.unpackb(frame) if self.packed else json.loads(frame)
             if kind in (None, event["type"]):
                 return event
 
     def create(self, prompt, **fields):
-        self.say(type="response.create", input=prompt, **fields)
+        self.send(type="response.create", input=prompt, **fields)
 
     def finish(self, last="response.incomplete"):
         """Events up to the last one."""
-        events = [self.hear()]
+        events = [self.receive()]
         while events[-1]["type"] != last:
-            events.append(self.hear())
+            events.append(self.receive())
         return events
 
 
@@ -169,7 +157,7 @@ def test_a_prompt_streams_to_its_end(url, subprotocol):
     assert {event["stream_id"] for event in events} == {"0"}
     assert text_of(events) == "aü🙂" * 3
     ids = [token for event in events for token in event.get("token_ids", [])]
-    assert tuple(ids) == codec().encode("aü🙂") * 3
+    assert tuple(ids) == byte_codec().encode("aü🙂") * 3
     response = events[-1]["response"]
     assert response["output"][0]["content"][0]["text"] == "aü🙂" * 3
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -183,11 +171,11 @@ def test_streams_share_a_socket_and_stay_apart(url, subprotocol):
     with opened(url, subprotocol) as socket:
         for stream_id, prompt in prompts.items():
             socket.create(prompt, stream_id=stream_id, max_output_tokens=40)
-        seen = {stream_id: [] for stream_id in prompts}
-        while not all(events and events[-1]["type"] == "response.incomplete" for events in seen.values()):
-            event = socket.hear()
-            seen[event["stream_id"]].append(event)
-    for stream_id, events in seen.items():
+        received = {stream_id: [] for stream_id in prompts}
+        while not all(events and events[-1]["type"] == "response.incomplete" for events in received.values()):
+            event = socket.receive()
+            received[event["stream_id"]].append(event)
+    for stream_id, events in received.items():
         assert text_of(events) == (prompts[stream_id] * 40)[:40]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
@@ -201,7 +189,7 @@ def test_completions_and_log_probabilities_are_whole_in_blocks_of_any_size(url, 
         events = socket.finish()
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     response = events[-1]["response"]
-    ids = (codec().encode(prompt) * 3)[:19]
+    ids = (byte_codec().encode(prompt) * 3)[:19]
     assert response["usage"]["output_tokens"] == 3 * 19
     assert len(response["usage"]["npucompile"]["completions"]) == 3
     for index, item in enumerate(response["output"]):
@@ -213,7 +201,7 @@ def test_completions_and_log_probabilities_are_whole_in_blocks_of_any_size(url, 
         part = item["content"][0]
         assert [entry["token_id"] for entry in part["logprobs"]] == list(ids)
         assert bytes(value for entry in part["logprobs"] for value in entry["bytes"]).decode(errors="replace") == part["text"]
-        assert part["text"] == codec().decode(ids) == "".join(delta["delta"] for delta in deltas)
+        assert part["text"] == byte_codec().decode(ids) == "".join(delta["delta"] for delta in deltas)
 
 
 def test_a_stop_string_inside_a_block_ends_there_for_each_completion(url, engine):
@@ -234,15 +222,15 @@ def test_cancel_ends_one_stream_and_not_the_other(url, engine):
         socket.create("?two", stream_id="b")
         ids = {}
         while len(ids) < 2:
-            event = socket.hear("response.created")
+            event = socket.receive("response.created")
             ids[event["stream_id"]] = event["response"]["id"]
-        socket.say(type="response.cancel", response_id=ids["a"])
-        cancelled = socket.hear("response.cancelled")
+        socket.send(type="response.cancel", response_id=ids["a"])
+        cancelled = socket.receive("response.cancelled")
         assert (cancelled["stream_id"], cancelled["response"]["status"]) == ("a", "cancelled")
         assert engine.wait_cancelled(ids["a"])
         assert ids["b"] not in engine.seen_cancelled
-        socket.say(type="response.cancel", stream_id="b")
-        assert socket.hear("response.cancelled")["response"]["id"] == ids["b"]
+        socket.send(type="response.cancel", stream_id="b")
+        assert socket.receive("response.cancelled")["response"]["id"] == ids["b"]
 
 
 def test_bad_frames_then_a_good_request_on_the_same_socket(url):
@@ -259,7 +247,7 @@ def test_bad_frames_then_a_good_request_on_the_same_socket(url):
             ("x" * (LIMITS.max_frame_bytes + 1), "frame_too_large"),
         ]:
             socket.raw.send(frame)
-            error = socket.hear()
+            error = socket.receive()
             assert (error["type"], error["error"]["code"]) == ("error", code)
             assert error["error"]["message"]
         socket.create("good", max_output_tokens=4)
@@ -270,7 +258,7 @@ def test_bad_msgpack_then_a_good_request_on_the_same_socket(url):
     with opened(url, MSGPACK) as socket:
         for frame, code in [(b"\xc1", "invalid_msgpack"), ("{}", "wrong_frame_kind"), (msgpack.packb([]), "not_an_object")]:
             socket.raw.send(frame)
-            assert socket.hear()["error"]["code"] == code
+            assert socket.receive()["error"]["code"] == code
         socket.create("good", max_output_tokens=4)
         assert text_of(socket.finish()) == "good"
 
@@ -288,7 +276,7 @@ def test_what_the_transport_refuses_closes_one_socket_only(url, engine, send, co
     with opened(url) as other:
         with opened(url) as socket:
             socket.create("?")
-            response_id = socket.hear("response.created")["response"]["id"]
+            response_id = socket.receive("response.created")["response"]["id"]
             send(socket.raw)
             with pytest.raises(ConnectionClosed) as closed:
                 socket.finish()
@@ -301,19 +289,19 @@ def test_what_the_transport_refuses_closes_one_socket_only(url, engine, send, co
         assert text_of(fresh.finish()) == "fresh"
 
 
-def test_leaving_cancels_everything_on_the_socket(url, engine):
+def test_closing_the_socket_cancels_all_its_responses(url, engine):
     with opened(url) as socket:
         for stream_id in ("a", "b"):
             socket.create("?", stream_id=stream_id, n=2)
-        ids = [socket.hear("response.created")["response"]["id"] for _ in range(2)]
+        ids = [socket.receive("response.created")["response"]["id"] for _ in range(2)]
     ids += [f"{response_id}_1" for response_id in ids]
     assert all(engine.wait_cancelled(response_id) for response_id in ids)
 
 
-def test_dropping_the_line_without_goodbye_cancels_too(url, engine):
+def test_a_socket_lost_without_a_close_frame_cancels_too(url, engine):
     with opened(url) as socket:
         socket.create("?")
-        response_id = socket.hear("response.created")["response"]["id"]
+        response_id = socket.receive("response.created")["response"]["id"]
         socket.raw.socket.shutdown(2)
         assert engine.wait_cancelled(response_id)
 
@@ -331,12 +319,12 @@ def test_another_path_is_no_websocket(url):
     assert refused.value.response.status_code == 403
 
 
-def test_the_server_says_goodbye_when_it_stops(engine):
+def test_a_stopping_server_closes_its_sockets_with_1012(engine):
     with contextlib.ExitStack() as stack:
-        with serving(Service(engine, codec(), MODEL)) as url:
+        with serving(Service(engine, byte_codec(), MODEL)) as url:
             socket = stack.enter_context(opened(url))
             socket.create("?")
-            response_id = socket.hear("response.created")["response"]["id"]
+            response_id = socket.receive("response.created")["response"]["id"]
         assert engine.wait_cancelled(response_id)
         with pytest.raises(ConnectionClosed) as closed:
             socket.finish()

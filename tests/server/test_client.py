@@ -1,4 +1,4 @@
-"""The client against a scripted server, so that both ends of the protocol are not one mistake."""
+"""server/client.py: the client against a scripted server, so that a mistake shared by both ends of the protocol shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npucompile.graphs.errors import ProtocolError, RequestError
 from npucompile.server.client import Client, CompletionOutput, raise_if_refused, stream_text
 from npucompile.server.protocol import JSON, MSGPACK
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 class Peer:
@@ -24,40 +24,39 @@ class Peer:
         self.websocket = websocket
         self.packed = websocket.subprotocol == MSGPACK
 
-    async def heard(self):
-        frame = await asyncio.wait_for(self.websocket.recv(), PATIENCE_S)
+    async def receive(self):
+        frame = await asyncio.wait_for(self.websocket.recv(), TIMEOUT_S)
         assert isinstance(frame, bytes if self.packed else str)
         return msgpack.unpackb(frame) if self.packed else json.loads(frame)
 
-    async def say(self, kind, stream_id=None, **fields):
+    async def send(self, kind, stream_id=None, **fields):
         event = {"type": kind, **fields} | ({} if stream_id is None else {"stream_id": stream_id})
         await self.websocket.send(msgpack.packb(event) if self.packed else json.dumps(event))
 
     async def created(self, stream_id):
-        await self.say("response.created", stream_id, response={"id": f"resp_{stream_id}"})
+        await self.send("response.created", stream_id, response={"id": f"resp_{stream_id}"})
 
     async def delta(self, stream_id, text, index=0):
         ids = [ord(char) for char in text]
-        await self.say("response.output_text.delta", stream_id, output_index=index, delta=text, token_ids=ids)
+        await self.send("response.output_text.delta", stream_id, output_index=index, delta=text, token_ids=ids)
 
     async def done(self, stream_id, *texts, status="completed", **fields):
         output = [item(text, status) for text in texts]
         response = {"id": f"resp_{stream_id}", "status": status, "output": output, "usage": {"total_tokens": 9}, **fields}
-        await self.say(f"response.{status}", stream_id, response=response)
+        await self.send(f"response.{status}", stream_id, response=response)
 
     async def error(self, code, stream_id=None, param=None):
         error = {"type": "invalid_request_error", "code": code, "message": f"it is {code}", "param": param}
-        await self.say("error", stream_id, error=error)
+        await self.send("error", stream_id, error=error)
+
+
+def logprobs(text):
+    return tuple({"token": char, "logprob": -0.5} for char in text)
 
 
 def item(text, status="completed"):
-    logprobs = [{"token": char, "logprob": -0.5} for char in text]
-    part = {"type": "output_text", "text": text, "logprobs": logprobs}
+    part = {"type": "output_text", "text": text, "logprobs": list(logprobs(text))}
     return {"status": status, "content": [part]}
-
-
-def told(text):
-    return tuple(item(text)["content"][0]["logprobs"])
 
 
 def play(script, test, subprotocols=(JSON, MSGPACK)):
@@ -74,7 +73,7 @@ def play(script, test, subprotocols=(JSON, MSGPACK)):
     async def run():
         async with serve(handler, "127.0.0.1", 0, subprotocols=subprotocols, compression=None) as server:
             port = server.sockets[0].getsockname()[1]
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 await test(f"ws://127.0.0.1:{port}/v1/responses")
 
     asyncio.run(run())
@@ -85,7 +84,7 @@ def play(script, test, subprotocols=(JSON, MSGPACK)):
 @pytest.mark.parametrize("subprotocol", [JSON, MSGPACK])
 def test_a_response_is_iterated_to_its_last_event(subprotocol):
     async def script(peer):
-        assert await peer.heard() == {"type": "response.create", "stream_id": "c0", "input": "Hi", "top_k": 3}
+        assert await peer.receive() == {"type": "response.create", "stream_id": "c0", "input": "Hi", "top_k": 3}
         await peer.created("c0")
         await peer.delta("c0", "a")
         await peer.done("c0", "a")
@@ -101,7 +100,7 @@ def test_a_response_is_iterated_to_its_last_event(subprotocol):
 
 def test_responses_are_told_apart_by_stream():
     async def script(peer):
-        first, second = await peer.heard(), await peer.heard()
+        first, second = await peer.receive(), await peer.receive()
         assert (first["stream_id"], first["input"]) == ("c0", "one")
         assert (second["stream_id"], second["input_token_ids"]) == ("mine", [1, 2])
         for stream_id in ("mine", "c0"):
@@ -118,10 +117,10 @@ def test_responses_are_told_apart_by_stream():
             second = await client.create([1, 2], stream_id="mine").start()
             # Read one after the other, though the events come mixed.
             assert await first.completion() == CompletionOutput(
-                "resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9}, told("xyz")
+                "resp_c0", "completed", "xyz", tuple(b"xyz"), {"total_tokens": 9}, logprobs("xyz")
             )
             assert await second.completion() == CompletionOutput(
-                "resp_mine", "incomplete", "XYZ", tuple(b"XYZ"), {"total_tokens": 9}, told("XYZ")
+                "resp_mine", "incomplete", "XYZ", tuple(b"XYZ"), {"total_tokens": 9}, logprobs("XYZ")
             )
 
     play(script, test)
@@ -129,7 +128,7 @@ def test_responses_are_told_apart_by_stream():
 
 def test_several_completions_are_put_together_apart():
     async def script(peer):
-        assert await peer.heard() == {
+        assert await peer.receive() == {
             "type": "response.create",
             "stream_id": "c0",
             "input": "Hi",
@@ -143,15 +142,15 @@ def test_several_completions_are_put_together_apart():
         await peer.delta("c0", "yz", 1)
         response = {"id": "resp_c0", "status": "incomplete", "usage": {"total_tokens": 9}}
         response["output"] = [item("ab"), item("xyz", "incomplete"), item("")]
-        await peer.say("response.incomplete", "c0", response=response)
+        await peer.send("response.incomplete", "c0", response=response)
 
     async def test(url):
         async with await Client.connect(url) as client:
-            found = await client.create("Hi", n=3, top_logprobs=1, speculative_tokens=0).completions()
+            completions = await client.create("Hi", n=3, top_logprobs=1, speculative_tokens=0).completions()
         usage = {"total_tokens": 9}
-        assert found == (
-            CompletionOutput("resp_c0", "completed", "ab", tuple(b"ab"), usage, told("ab")),
-            CompletionOutput("resp_c0", "incomplete", "xyz", tuple(b"xyz"), usage, told("xyz")),
+        assert completions == (
+            CompletionOutput("resp_c0", "completed", "ab", tuple(b"ab"), usage, logprobs("ab")),
+            CompletionOutput("resp_c0", "incomplete", "xyz", tuple(b"xyz"), usage, logprobs("xyz")),
             CompletionOutput("resp_c0", "completed", "", (), usage, ()),
         )
 
@@ -161,7 +160,7 @@ def test_several_completions_are_put_together_apart():
 def test_a_single_completion_without_an_item_is_empty():
     async def script(peer):
         for stream_id in ("c0", "c1"):
-            await peer.heard()
+            await peer.receive()
             await peer.created(stream_id)
             await peer.done(stream_id, status="cancelled")
 
@@ -177,7 +176,7 @@ def test_a_single_completion_without_an_item_is_empty():
 
 def test_reading_one_completion_of_several_is_refused_before_any_is_asked_for():
     async def script(peer):
-        assert (await peer.heard())["input"] == "good"
+        assert (await peer.receive())["input"] == "good"
         await peer.created("c1")
         await peer.done("c1", "fine")
 
@@ -195,13 +194,13 @@ def test_reading_one_completion_of_several_is_refused_before_any_is_asked_for():
 
 def test_cancel_names_the_stream_and_the_last_event_comes():
     async def script(peer):
-        await peer.heard()
+        await peer.receive()
         await peer.created("c0")
-        assert await peer.heard() == {"type": "response.cancel", "response_id": None, "stream_id": "c0"}
+        assert await peer.receive() == {"type": "response.cancel", "response_id": None, "stream_id": "c0"}
         await peer.done("c0", status="cancelled")
         # Too late to matter to anyone.
         await peer.error("response_not_found", "c0")
-        assert (await peer.heard())["stream_id"] == "c1"
+        assert (await peer.receive())["stream_id"] == "c1"
         await peer.created("c1")
         await peer.error("response_not_found")
         await peer.done("c1", "ok")
@@ -221,8 +220,8 @@ def test_cancel_names_the_stream_and_the_last_event_comes():
 
 def test_a_refusal_ends_the_stream_it_is_about():
     async def script(peer):
-        await peer.heard()
-        await peer.heard()
+        await peer.receive()
+        await peer.receive()
         await peer.error("context_length_exceeded", "c1", "input")
         await peer.created("c0")
         await peer.done("c0", "fine")
@@ -241,9 +240,9 @@ def test_a_refusal_ends_the_stream_it_is_about():
 
 def test_a_refused_frame_ends_what_was_not_accepted_yet_and_nothing_else():
     async def script(peer):
-        await peer.heard()
+        await peer.receive()
         await peer.created("c0")
-        await peer.heard()
+        await peer.receive()
         await peer.error("frame_too_large")
         await peer.done("c0", "fine")
 
@@ -260,7 +259,7 @@ def test_a_refused_frame_ends_what_was_not_accepted_yet_and_nothing_else():
 
 def test_a_failed_response_raises():
     async def script(peer):
-        await peer.heard()
+        await peer.receive()
         await peer.created("c0")
         await peer.done("c0", status="failed", error={"code": "server_error", "message": "a step failed"})
 
@@ -274,8 +273,8 @@ def test_a_failed_response_raises():
 
 def test_a_lost_connection_reaches_every_stream_and_later_ones():
     async def script(peer):
-        await peer.heard()
-        await peer.heard()
+        await peer.receive()
+        await peer.receive()
         await peer.websocket.close(1013, "come back later")
 
     async def test(url):
@@ -293,7 +292,7 @@ def test_a_lost_connection_reaches_every_stream_and_later_ones():
 @pytest.mark.parametrize("frame", ["{", b"\xff", "[]", '{"type":"error"}', '{"type":"response.created","stream_id":[]}'])
 def test_what_is_no_event_ends_the_connection_with_its_name(frame):
     async def script(peer):
-        await peer.heard()
+        await peer.receive()
         await peer.websocket.send(frame)
 
     async def test(url):
@@ -307,7 +306,7 @@ def test_what_is_no_event_ends_the_connection_with_its_name(frame):
 def test_a_stream_id_is_used_once_at_a_time():
     async def script(peer):
         for text in ("one", "two"):
-            assert (await peer.heard())["input"] == text
+            assert (await peer.receive())["input"] == text
             await peer.created("a")
             await peer.done("a", text)
 
@@ -324,7 +323,7 @@ def test_a_stream_id_is_used_once_at_a_time():
 
 def test_stream_text_yields_the_deltas():
     async def script(peer):
-        assert await peer.heard() == {"type": "response.create", "stream_id": "c0", "input": "Hi", "max_output_tokens": 4}
+        assert await peer.receive() == {"type": "response.create", "stream_id": "c0", "input": "Hi", "max_output_tokens": 4}
         await peer.created("c0")
         for text in ("In ", "the ", "beginning"):
             await peer.delta("c0", text)
@@ -339,7 +338,7 @@ def test_stream_text_yields_the_deltas():
 
 def test_stream_text_raises_what_the_server_refused():
     async def script(peer):
-        await peer.heard()
+        await peer.receive()
         await peer.error("model_not_found", "c0", "model")
 
     async def test(url):

@@ -1,4 +1,4 @@
-"""The state of one socket against a model of it, and its survival of whatever comes in."""
+"""server/connection.py: the state of one socket against a model of it, and that no input breaks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of single fields: what is legal passes unchanged, what is not is named with what would be."""
+"""server/fields.py: readers of single fields pass legal values unchanged and name the legal ones when they refuse."""
 
 from __future__ import annotations
 

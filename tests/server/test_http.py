@@ -1,4 +1,4 @@
-"""Health, models and metrics over a real port."""
+"""server/http.py: health, models and metrics over a real port."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from websockets.sync.client import connect
 
-from npucompile.server.http import HELP, METRIC_PREFIX, render_metrics
+from npucompile.server.http import HELP, render_metrics
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.tokenizer import TextTokenizer
@@ -148,11 +148,10 @@ def test_places_of_drafts_are_in_the_order_of_numbers():
 
 def test_every_help_is_one_line_and_ends():
     assert all("\n" not in text and text.endswith(".") for text in HELP.values())
-    assert METRIC_PREFIX == "npucompile:"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("POST", "/health", 405), ("GET", "/v1/responses", 404)])
 def test_what_is_not_there_is_an_openai_error(url, method, path, status):
-    got, _, body = get(url, path, method)
-    assert got == status
+    actual, _, body = get(url, path, method)
+    assert actual == status
     assert set(json.loads(body)["error"]) == {"type", "code", "message", "param"}

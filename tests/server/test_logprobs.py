@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's shape, with and without bytes."""
+"""server/logprobs.py: log probabilities in OpenAI's shape, with and without bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 
 from npucompile.runtime.request import TokenLogprobs
-from npucompile.server.logprobs import LEAST_LOGPROB, token_objects, without_bytes
+from npucompile.server.logprobs import token_objects, without_bytes
 from npucompile.server.protocol import JSON, decode, encode
 from npucompile.server.token_text import TokenText
 
@@ -17,11 +17,11 @@ def token_text(token_id):
     return TokenText(chr(token_id), chr(token_id).encode())
 
 
-FOUND = (TokenLogprobs(-0.5, ((97, -0.25), (98, -0.5))), TokenLogprobs(-3.0, ((98, -0.125), (252, -1.0))))
+LOGPROBS = (TokenLogprobs(-0.5, ((97, -0.25), (98, -0.5))), TokenLogprobs(-3.0, ((98, -0.125), (252, -1.0))))
 
 
 def test_one_object_per_token_with_the_likely_ones_in_their_order():
-    assert token_objects(token_text, (98, 99), FOUND) == [
+    assert token_objects(token_text, (98, 99), LOGPROBS) == [
         {
             "token": "b",
             "token_id": 98,
@@ -52,11 +52,11 @@ def test_none_of_the_likely_ones_may_be_wanted():
 
 
 def test_in_events_there_are_no_bytes_and_all_else_is_the_same():
-    objects = token_objects(token_text, (98, 99), FOUND)
-    kept = json.loads(json.dumps(objects))
+    objects = token_objects(token_text, (98, 99), LOGPROBS)
+    snapshot = json.loads(json.dumps(objects))
     events = without_bytes(objects)
     assert "bytes" not in json.dumps(events)
-    assert objects == kept
+    assert objects == snapshot
     for full, bare in zip(objects, events, strict=True):
         assert {**full, "top_logprobs": 0} == {**bare, "bytes": full["bytes"], "top_logprobs": 0}
         assert [
@@ -64,14 +64,13 @@ def test_in_events_there_are_no_bytes_and_all_else_is_the_same():
         ] == full["top_logprobs"]
 
 
-def test_what_cannot_be_is_the_least_number_and_travels():
+def test_minus_infinity_is_openais_least_log_probability_and_can_be_encoded():
     (entry,) = token_objects(token_text, (97,), (TokenLogprobs(-math.inf, ((98, 0.0), (97, -math.inf))),))
-    assert (entry["logprob"], [likely["logprob"] for likely in entry["top_logprobs"]]) == (LEAST_LOGPROB, [0.0, LEAST_LOGPROB])
-    assert LEAST_LOGPROB == -9999.0
+    assert (entry["logprob"], [likely["logprob"] for likely in entry["top_logprobs"]]) == (-9999.0, [0.0, -9999.0])
     assert decode(encode(entry, JSON), JSON, 2**20) == entry
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_another_number_of_tokens_is_an_error_and_not_a_shift(count):
     with pytest.raises(ValueError, match="zip"):
-        token_objects(token_text, (97,) * count, FOUND)
+        token_objects(token_text, (97,) * count, LOGPROBS)

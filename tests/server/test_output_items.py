@@ -1,4 +1,4 @@
-"""The bodies of the events of one output item."""
+"""server/output_items.py: the bodies of the events of one output item."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ OPENING = [
 
 
 def test_the_first_delta_opens_the_item_and_close_sums_it_up():
-    one = OutputItem("msg_1", 2)
-    assert not one.opened
-    assert one.delta("a", [97], LOGPROBS[:1]) == [
+    output = OutputItem("msg_1", 2)
+    assert not output.opened
+    assert output.delta("a", [97], LOGPROBS[:1]) == [
         *OPENING,
         {"type": "response.output_text.delta", **PLACE, "delta": "a", "logprobs": BARE[:1], "token_ids": [97]},
     ]
-    assert one.opened
-    assert one.delta("bc", [98, 99], LOGPROBS[1:]) == [
+    assert output.opened
+    assert output.delta("bc", [98, 99], LOGPROBS[1:]) == [
         {"type": "response.output_text.delta", **PLACE, "delta": "bc", "logprobs": BARE[1:], "token_ids": [98, 99]},
     ]
-    assert one.as_object() == item("in_progress", part("abc", LOGPROBS))
-    assert one.close("completed") == [
+    assert output.as_object() == item("in_progress", part("abc", LOGPROBS))
+    assert output.close("completed") == [
         {"type": "response.output_text.done", **PLACE, "text": "abc", "logprobs": BARE},
         {"type": "response.content_part.done", **PLACE, "part": part("abc", LOGPROBS)},
         {"type": "response.output_item.done", "output_index": 2, "item": item("completed", part("abc", LOGPROBS))},
     ]
-    assert one.as_object() == item("completed", part("abc", LOGPROBS))
+    assert output.as_object() == item("completed", part("abc", LOGPROBS))
 
 
 @pytest.mark.parametrize("status", ["completed", "incomplete", "cancelled", "failed"])
 def test_close_opens_what_nothing_came_of(status):
-    one = OutputItem("msg_1", 2)
+    output = OutputItem("msg_1", 2)
     shown = "completed" if status == "completed" else "incomplete"
-    assert one.close(status) == [
+    assert output.close(status) == [
         *OPENING,
         {"type": "response.output_text.done", **PLACE, "text": "", "logprobs": []},
         {"type": "response.content_part.done", **PLACE, "part": part("")},
         {"type": "response.output_item.done", "output_index": 2, "item": item(shown, part(""))},
     ]
-    assert one.opened
-    assert one.as_object()["status"] == shown
+    assert output.opened
+    assert output.as_object()["status"] == shown
 
 
 def test_bodies_do_not_change_once_they_are_handed_out():
-    one = OutputItem("msg_1", 2)
-    first = one.delta("a", [97], LOGPROBS[:1])
-    snapshot = one.as_object()
+    output = OutputItem("msg_1", 2)
+    first = output.delta("a", [97], LOGPROBS[:1])
+    snapshot = output.as_object()
     before = json.dumps([first, snapshot])
-    one.delta("b", [98], LOGPROBS[1:2])
-    one.close("completed")
+    output.delta("b", [98], LOGPROBS[1:2])
+    output.close("completed")
     assert json.dumps([first, snapshot]) == before

@@ -1,4 +1,4 @@
-"""Frames to client events: what is accepted, what is refused and how it is named, and that nothing else ever escapes."""
+"""server/protocol.py: which frames are accepted, which are refused and by what name, and that no other exception escapes."""
 
 from __future__ import annotations
 

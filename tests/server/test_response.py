@@ -1,41 +1,28 @@
-"""Engine events to server events: one completion and several, in any order and split, against what each of them says alone."""
+"""server/response.py: engine events become server events, for one completion and for several in any interleaving."""
 
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.texts import RECORD, byte_codec, cut_at_stop
 
-from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FINISH_REASONS, FinishEvent, Request, TokenEvent, TokenLogprobs
 from npucompile.server.events import STATUS_BY_REASON, ResponseInfo
 from npucompile.server.response import PreparedResponse, Response
-from npucompile.server.tokenizer import TextTokenizer
 
-RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
 HEAD = ResponseInfo("resp_1", "s", "tiny", 0, 100, 0.0, 1.0)
 IDS = ("resp_1", "resp_1_1", "resp_1_2")
 
 
-@cache
-def codec() -> TextTokenizer:
-    """One token per byte: ids are an alphabet's positions, so that characters of several bytes come in several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
-
-
-def answer(*stops, count=1):
-    return Response(PreparedResponse(HEAD, tuple(Request(name, (1,), 100) for name in IDS[:count]), stops), codec())
+def make_response(*stops, count=1):
+    return Response(PreparedResponse(HEAD, tuple(Request(name, (1,), 100) for name in IDS[:count]), stops), byte_codec())
 
 
 def tokens(text, logprobs=(), index=0):
-    return TokenEvent(IDS[index], codec().encode(text), tuple(logprobs))
+    return TokenEvent(IDS[index], byte_codec().encode(text), tuple(logprobs))
 
 
 def finish(reason, count, message=None, index=0):
@@ -51,7 +38,7 @@ def deltas(events, index=0):
 
 
 def numbered(ids):
-    """Log probabilities that tell the place they are of."""
+    """Log probabilities by position: that of token i is -i."""
     return tuple(TokenLogprobs(-float(place), ((token, -0.5), (0, -2.0))) for place, token in enumerate(ids))
 
 
@@ -59,78 +46,78 @@ def numbered(ids):
 
 
 def test_text_is_sent_as_soon_as_it_is_safe():
-    one = answer()
-    ids = codec().encode("aü")
-    assert kinds(one.begin()) == ["created", "in_progress"]
-    assert kinds(one.feed(TokenEvent("resp_1", ids[:1]))) == ["output_item.added", "content_part.added", "output_text.delta"]
-    assert one.feed(TokenEvent("resp_1", ids[1:2])) == []
-    (delta,) = one.feed(TokenEvent("resp_1", ids[2:]))
+    response = make_response()
+    ids = byte_codec().encode("aü")
+    assert kinds(response.begin()) == ["created", "in_progress"]
+    assert kinds(response.feed(TokenEvent("resp_1", ids[:1]))) == ["output_item.added", "content_part.added", "output_text.delta"]
+    assert response.feed(TokenEvent("resp_1", ids[1:2])) == []
+    (delta,) = response.feed(TokenEvent("resp_1", ids[2:]))
     assert (delta["delta"], delta["token_ids"], delta["logprobs"]) == ("ü", list(ids[1:]), [])
 
 
-def test_a_stop_string_is_told_once_and_what_follows_is_dropped():
-    one = answer("b")
-    one.begin()
-    assert one.take_stopped() == ()
-    one.feed(tokens("ab"))
-    assert one.take_stopped() == ("resp_1",)
-    assert one.feed(tokens("aaa")) == []
-    assert one.take_stopped() == ()
-    events = one.feed(finish("cancelled", 5))
+def test_a_stop_string_is_reported_once_and_what_follows_is_dropped():
+    response = make_response("b")
+    response.begin()
+    assert response.take_stopped() == ()
+    response.feed(tokens("ab"))
+    assert response.take_stopped() == ("resp_1",)
+    assert response.feed(tokens("aaa")) == []
+    assert response.take_stopped() == ()
+    events = response.feed(finish("cancelled", 5))
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == "a"
     assert events[-1]["response"]["usage"]["output_tokens"] == 2
 
 
 def test_a_stop_string_found_at_the_very_end_needs_no_cancel():
-    one = answer("\ufffd")
-    one.feed(TokenEvent("resp_1", codec().encode("a🙂")[:3]))
-    events = one.feed(finish("length", 3))
+    response = make_response("\ufffd")
+    response.feed(TokenEvent("resp_1", byte_codec().encode("a🙂")[:3]))
+    events = response.feed(finish("length", 3))
     assert events[-1]["type"] == "response.completed"
-    assert one.take_stopped() == ()
+    assert response.take_stopped() == ()
 
 
 def test_an_engine_error_is_a_failure_even_after_a_stop_string():
-    one = answer("b")
-    one.feed(tokens("ab"))
-    last = one.feed(finish("error", 2, "decode-b2-q1: boom"))[-1]
+    response = make_response("b")
+    response.feed(tokens("ab"))
+    last = response.feed(finish("error", 2, "decode-b2-q1: boom"))[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"]["message"] == "decode-b2-q1: boom"
 
 
 @pytest.mark.parametrize("late", [tokens("a"), finish("stop", 1)])
 def test_nothing_follows_the_end(late):
-    one = answer()
-    assert (one.done, one.live) == (False, ("resp_1",))
-    one.feed(finish("stop", 0))
-    assert (one.done, one.live) == (True, ())
-    assert one.feed(late) == []
+    response = make_response()
+    assert (response.done, response.live) == (False, ("resp_1",))
+    response.feed(finish("stop", 0))
+    assert (response.done, response.live) == (True, ())
+    assert response.feed(late) == []
 
 
 def test_a_completion_cancelled_before_its_first_token_has_no_item():
-    one = answer()
-    one.begin()
-    (last,) = one.feed(finish("cancelled", 0))
+    response = make_response()
+    response.begin()
+    (last,) = response.feed(finish("cancelled", 0))
     assert (last["type"], last["response"]["output"]) == ("response.cancelled", [])
 
 
 def test_log_probabilities_stay_with_their_tokens():
-    one = answer("stop")
-    ids = codec().encode("gü st")
-    found = numbered(codec().encode("gü stop it"))
-    events = one.feed(TokenEvent("resp_1", ids[:2], found[:2]))
-    events += one.feed(TokenEvent("resp_1", ids[2:], found[2 : len(ids)]))
-    events += one.feed(tokens("op it", found[len(ids) :]))
-    events += one.feed(finish("cancelled", 11))
+    response = make_response("stop")
+    ids = byte_codec().encode("gü st")
+    logprobs = numbered(byte_codec().encode("gü stop it"))
+    events = response.feed(TokenEvent("resp_1", ids[:2], logprobs[:2]))
+    events += response.feed(TokenEvent("resp_1", ids[2:], logprobs[2 : len(ids)]))
+    events += response.feed(tokens("op it", logprobs[len(ids) :]))
+    events += response.feed(finish("cancelled", 11))
     shown = [entry for delta in deltas(events) for entry in delta["logprobs"]]
     for delta in deltas(events):
         assert [entry["token_id"] for entry in delta["logprobs"]] == delta["token_ids"]
-    assert [entry["token_id"] for entry in shown] == list(codec().encode("gü stop"))
+    assert [entry["token_id"] for entry in shown] == list(byte_codec().encode("gü stop"))
     assert [entry["logprob"] for entry in shown] == [-float(place) for place in range(8)]
     assert [entry["token"] for entry in shown] == ["g", "�", "�", " ", "s", "t", "o", "p"]
     assert shown[3]["top_logprobs"] == [
-        {"token": " ", "token_id": codec().encode(" ")[0], "logprob": -0.5},
-        {"token": codec().decode([0]), "token_id": 0, "logprob": -2.0},
+        {"token": " ", "token_id": byte_codec().encode(" ")[0], "logprob": -0.5},
+        {"token": byte_codec().decode([0]), "token_id": 0, "logprob": -2.0},
     ]
     part = events[-1]["response"]["output"][0]["content"][0]
     assert part["text"] == "gü "
@@ -146,16 +133,16 @@ def test_log_probabilities_stay_with_their_tokens():
 
 
 def test_each_completion_has_its_item_and_the_response_one_end():
-    one = answer(count=3)
-    events = one.begin()
-    events += one.feed(tokens("b", index=1))
-    events += one.feed(tokens("a", index=0))
-    events += one.feed(finish("length", 1, index=1))
-    assert one.live == ("resp_1", "resp_1_2")
-    events += one.feed(finish("stop", 0, index=2))
-    assert not one.done
-    events += one.feed(finish("stop", 2, index=0))
-    assert one.done
+    response = make_response(count=3)
+    events = response.begin()
+    events += response.feed(tokens("b", index=1))
+    events += response.feed(tokens("a", index=0))
+    events += response.feed(finish("length", 1, index=1))
+    assert response.live == ("resp_1", "resp_1_2")
+    events += response.feed(finish("stop", 0, index=2))
+    assert not response.done
+    events += response.feed(finish("stop", 2, index=0))
+    assert response.done
     opening = ["output_item.added", "content_part.added"]
     closing = ["output_text.done", "content_part.done", "output_item.done"]
     delta = ["output_text.delta"]
@@ -163,50 +150,42 @@ def test_each_completion_has_its_item_and_the_response_one_end():
     assert kinds(events) == ["created", "in_progress", *opening, *delta, *opening, *delta, *ending]
     assert [event.get("output_index") for event in events] == [None, None, *[1] * 3, *[0] * 3, *[1] * 3, *[2] * 5, *[0] * 3, None]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    response = events[-1]["response"]
-    assert [item["id"] for item in response["output"]] == ["msg_1", "msg_1_1", "msg_1_2"]
-    assert [item["status"] for item in response["output"]] == ["completed", "incomplete", "completed"]
-    assert [item["content"][0]["text"] for item in response["output"]] == ["a", "b", ""]
-    usage = response["usage"]
+    body = events[-1]["response"]
+    assert [item["id"] for item in body["output"]] == ["msg_1", "msg_1_1", "msg_1_2"]
+    assert [item["status"] for item in body["output"]] == ["completed", "incomplete", "completed"]
+    assert [item["content"][0]["text"] for item in body["output"]] == ["a", "b", ""]
+    usage = body["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (7, 3, 10)
     assert [record["output_tokens"] for record in usage["npucompile"]["completions"]] == [2, 1, 0]
 
 
 def test_a_stop_string_ends_one_completion_and_not_the_others():
-    one = answer("x", count=2)
-    one.feed(tokens("ax", index=0))
-    one.feed(tokens("bx", index=1))
-    assert one.take_stopped() == ("resp_1", "resp_1_1")
-    one = answer("x", count=2)
-    one.feed(tokens("ax", index=1))
-    assert one.take_stopped() == ("resp_1_1",)
-    one.feed(finish("cancelled", 3, index=1))
-    (delta,) = deltas(one.feed(tokens("more", index=0)))
+    response = make_response("x", count=2)
+    response.feed(tokens("ax", index=0))
+    response.feed(tokens("bx", index=1))
+    assert response.take_stopped() == ("resp_1", "resp_1_1")
+    response = make_response("x", count=2)
+    response.feed(tokens("ax", index=1))
+    assert response.take_stopped() == ("resp_1_1",)
+    response.feed(finish("cancelled", 3, index=1))
+    (delta,) = deltas(response.feed(tokens("more", index=0)))
     assert delta["delta"] == "more"
-    assert one.feed(finish("stop", 4, index=0))[-1]["type"] == "response.completed"
+    assert response.feed(finish("stop", 4, index=0))[-1]["type"] == "response.completed"
 
 
 def test_one_that_fails_fails_the_response_when_all_have_ended_and_keeps_the_rest():
-    one = answer(count=3)
-    one.begin()
-    one.feed(tokens("a", index=0))
-    assert kinds(one.feed(finish("error", 0, "decode-b4-q4: boom", index=1)))[-1] == "output_item.done"
-    one.feed(tokens("b", index=0))
-    one.feed(finish("stop", 2, index=0))
-    last = one.feed(finish("error", 0, None, index=2))[-1]
+    response = make_response(count=3)
+    response.begin()
+    response.feed(tokens("a", index=0))
+    assert kinds(response.feed(finish("error", 0, "decode-b4-q4: boom", index=1)))[-1] == "output_item.done"
+    response.feed(tokens("b", index=0))
+    response.feed(finish("stop", 2, index=0))
+    last = response.feed(finish("error", 0, None, index=2))[-1]
     assert last["type"] == "response.failed"
     message = "output 1 of 3: decode-b4-q4: boom; output 2 of 3: the engine gave no reason"
     assert last["response"]["error"] == {"code": "server_error", "message": message}
     assert [item["status"] for item in last["response"]["output"]] == ["completed", "incomplete", "incomplete"]
     assert last["response"]["output"][0]["content"][0]["text"] == "ab"
-
-
-def naive(text, stops):
-    for end in range(1, len(text) + 1):
-        matched = [stop for stop in stops if text[:end].endswith(stop)]
-        if matched:
-            return text[: end - max(map(len, matched))], True
-    return text, False
 
 
 ITEM = re.compile(r"output_item.added content_part.added( output_text.delta)* output_text.done content_part.done output_item.done")
@@ -219,10 +198,10 @@ REASONS = st.sampled_from(FINISH_REASONS)
 
 
 @given(st.lists(st.tuples(TEXTS, REASONS), min_size=1, max_size=3), STOPS, st.booleans(), st.data())
-def test_any_interleaving_tells_of_each_completion_what_it_would_say_alone(completions, stops, wanted_logprobs, data):
-    one = answer(*stops, count=len(completions))
-    events = one.begin()
-    ids = [codec().encode(text) for text, _ in completions]
+def test_any_interleaving_gives_each_completion_what_it_has_by_itself(completions, stops, wanted_logprobs, data):
+    response = make_response(*stops, count=len(completions))
+    events = response.begin()
+    ids = [byte_codec().encode(text) for text, _ in completions]
     sent = [0] * len(completions)
     live = list(range(len(completions)))
     reasons = [reason for _, reason in completions]
@@ -231,24 +210,24 @@ def test_any_interleaving_tells_of_each_completion_what_it_would_say_alone(compl
         if sent[index] < len(ids[index]):
             end = data.draw(st.integers(sent[index] + 1, len(ids[index])))
             chunk = slice(sent[index], end)
-            events += one.feed(TokenEvent(IDS[index], ids[index][chunk], numbered(ids[index])[chunk] if wanted_logprobs else ()))
+            events += response.feed(TokenEvent(IDS[index], ids[index][chunk], numbered(ids[index])[chunk] if wanted_logprobs else ()))
             sent[index] = end
-            for name in one.take_stopped():
+            for name in response.take_stopped():
                 assert name == IDS[index]
                 sent[index] = len(ids[index])
                 reasons[index] = "cancelled"
         else:
             live.remove(index)
-            assert not one.done
-            events += one.feed(finish(reasons[index], len(ids[index]), index=index))
-    assert one.done
+            assert not response.done
+            events += response.feed(finish(reasons[index], len(ids[index]), index=index))
+    assert response.done
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert {event["stream_id"] for event in events} == {"s"}
     assert RESPONSE.fullmatch(" ".join(kinds(events)))
-    response = events[-1]["response"]
+    body = events[-1]["response"]
     statuses, shown_tokens = [], 0
     for index, (text, _) in enumerate(completions):
-        wanted, hit = naive(text, stops)
+        wanted, hit = cut_at_stop(text, stops)
         own = [event for event in events if event.get("output_index") == index]
         assert not own or ITEM.fullmatch(" ".join(kinds(own)))
         assert "".join(delta["delta"] for delta in deltas(own, index)) == wanted
@@ -258,7 +237,7 @@ def test_any_interleaving_tells_of_each_completion_what_it_would_say_alone(compl
         assert len(shown) == len(ids[index]) or hit
         statuses.append("completed" if hit and reasons[index] in ("cancelled", "length") else STATUS_BY_REASON[reasons[index]])
         if len(completions) > 1 or own:
-            item = response["output"][index]
+            item = body["output"][index]
             assert own[-1]["item"] == item
             assert item["status"] == ("completed" if statuses[index] == "completed" else "incomplete")
             assert item["content"][0]["text"] == wanted
@@ -269,7 +248,7 @@ def test_any_interleaving_tells_of_each_completion_what_it_would_say_alone(compl
             assert [entry["token_id"] for entry in delta["logprobs"]] == (delta["token_ids"] if wanted_logprobs else [])
     worst = next(status for status in ("failed", "cancelled", "incomplete", "completed") if status in statuses)
     assert events[-1]["type"] == f"response.{worst}"
-    assert response["status"] == worst
-    assert response["usage"]["input_tokens"] == 7
-    assert response["usage"]["output_tokens"] == shown_tokens
-    assert len(response["output"]) == len(completions) or len(completions) == 1
+    assert body["status"] == worst
+    assert body["usage"]["input_tokens"] == 7
+    assert body["usage"]["output_tokens"] == shown_tokens
+    assert len(body["output"]) == len(completions) or len(completions) == 1

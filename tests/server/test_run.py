@@ -1,4 +1,4 @@
-"""Starting, stopping and failing to start."""
+"""server/run.py: starting, stopping and failing to start."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def test_connections_are_served_when_it_is_ready(service):
 
         thread = threading.Thread(target=client)
         thread.start()
-        started.append(thread)
+        clients.append(thread)
 
-    started = []
+    clients = []
     serve(service, port=0, max_frame_bytes=100, on_ready=on_ready)
-    started[0].join()
+    clients[0].join()
     assert '"frame_too_large"' in answers[0]
     assert answers[1] == 1009
 

@@ -1,4 +1,4 @@
-"""What the service makes of a message, and how events get from the engine's thread to the loop."""
+"""server/service.py: messages become engine requests, and events get from the engine thread to the event loop."""
 
 from __future__ import annotations
 
@@ -6,31 +6,19 @@ import asyncio
 import hashlib
 import threading
 from dataclasses import replace
-from functools import cache
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.texts import RECORD, byte_codec
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.server.connection import CreateCommand
 from npucompile.server.events import ResponseInfo
 from npucompile.server.protocol import MAX_SEED, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.response import PreparedResponse
 from npucompile.server.service import Mailbox, ServedModel, Service, completion_seed
-from npucompile.server.tokenizer import TextTokenizer
 
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
-RECORD = ExecutionRecord(0.0, 1.0, 2.0, (), (), 0, 0)
-
-
-@cache
-def codec() -> TextTokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 class Engine:
@@ -49,7 +37,7 @@ class Engine:
 
 
 def service(engine=None, **options):
-    return Service(engine or Engine(), codec(), MODEL, clock=lambda: 1700000000.9, **options)
+    return Service(engine or Engine(), byte_codec(), MODEL, clock=lambda: 1700000000.9, **options)
 
 
 def prepare(**fields):
@@ -58,36 +46,36 @@ def prepare(**fields):
 
 def test_a_text_becomes_a_request():
     sampling = Sampling(temperature=0.5, top_p=0.9, seed=3)
-    job = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
-    request = Request("resp_1", codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
-    assert job == PreparedResponse(ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+    prepared = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
+    request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
+    assert prepared == PreparedResponse(ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
 
 
-@pytest.mark.parametrize(("logprobs", "told"), [(None, 0), (0, 0), (20, 20)])
-def test_what_is_not_asked_for_stays_unasked(logprobs, told):
-    job = prepare(prompt="abc", logprobs=logprobs)
-    assert job.info.top_logprobs == told
-    assert (job.requests[0].logprobs, job.requests[0].speculative_tokens) == (logprobs, None)
+@pytest.mark.parametrize(("logprobs", "top_logprobs"), [(None, 0), (0, 0), (20, 20)])
+def test_what_is_not_asked_for_stays_unasked(logprobs, top_logprobs):
+    prepared = prepare(prompt="abc", logprobs=logprobs)
+    assert prepared.info.top_logprobs == top_logprobs
+    assert (prepared.requests[0].logprobs, prepared.requests[0].speculative_tokens) == (logprobs, None)
 
 
 def test_completions_are_requests_that_differ_in_id_and_seed():
     sampling = Sampling(temperature=0.5, seed=3)
-    alone = prepare(prompt="abc", sampling=sampling, logprobs=1)
-    job = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
-    assert (job.info, job.stop) == (alone.info, alone.stop)
-    first, *others = job.requests
-    assert (first,) == alone.requests
+    single = prepare(prompt="abc", sampling=sampling, logprobs=1)
+    prepared = prepare(prompt="abc", sampling=sampling, logprobs=1, n=3)
+    assert (prepared.info, prepared.stop) == (single.info, single.stop)
+    first, *others = prepared.requests
+    assert (first,) == single.requests
     for index, request in enumerate(others, start=1):
         assert request == replace(first, id=f"resp_1_{index}", sampling=replace(sampling, seed=completion_seed(3, index)))
 
 
 def test_without_a_seed_the_engine_draws_one_for_each():
-    job = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
-    assert [request.sampling.seed for request in job.requests] == [None] * 8
-    assert len({request.id for request in job.requests}) == 8
+    prepared = prepare(prompt="abc", sampling=Sampling(temperature=1.0), n=8)
+    assert [request.sampling.seed for request in prepared.requests] == [None] * 8
+    assert len({request.id for request in prepared.requests}) == 8
 
 
-def test_seeds_of_completions_can_be_asked_for_alone_and_do_not_meet():
+def test_seeds_of_completions_can_be_computed_separately_and_do_not_meet():
     assert completion_seed(3, 0) == 3
     assert completion_seed(3, 2) == int(hashlib.sha256(b"3/2").hexdigest()[:16], 16) // 2
     assert completion_seed(3, 1) == 92655289252268599
@@ -131,13 +119,13 @@ def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):
 
 def test_the_rest_is_passed_on():
     engine = Engine()
-    one = service(engine, readiness=lambda: {"status": "starting"})
-    one.cancel("resp_1")
+    facade = service(engine, readiness=lambda: {"status": "starting"})
+    facade.cancel("resp_1")
     assert engine.cancelled == ["resp_1"]
-    assert one.stats() == {"num_requests_running": 1}
-    assert one.readiness() == {"status": "starting"}
+    assert facade.stats() == {"num_requests_running": 1}
+    assert facade.readiness() == {"status": "starting"}
     assert service().readiness() == {"status": "ok"}
-    assert one.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
+    assert facade.response(prepare(prompt="abc")).begin()[0]["type"] == "response.created"
 
 
 def test_events_come_to_the_loop_in_order_from_any_thread():
@@ -146,10 +134,10 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
 
     async def run():
         done = asyncio.Event()
-        got, threads = [], set()
+        delivered, threads = [], set()
 
         def deliver(event):
-            got.append(event)
+            delivered.append(event)
             threads.add(threading.current_thread())
             if isinstance(event, FinishEvent):
                 done.set()
@@ -160,58 +148,58 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
         thread.start()
         await asyncio.wait_for(done.wait(), 30)
         thread.join()
-        return got, threads
+        return delivered, threads
 
-    got, threads = asyncio.run(run())
-    assert got == events
+    delivered, threads = asyncio.run(run())
+    assert delivered == events
     assert threads == {threading.current_thread()}
 
 
 def test_a_burst_wakes_the_loop_once():
-    calls, got = [], []
+    calls, delivered = [], []
 
     class Loop:
         def call_soon_threadsafe(self, callback):
             calls.append(callback)
 
-    box = Mailbox(Loop(), got.append)
+    box = Mailbox(Loop(), delivered.append)
     first, second, third = (TokenEvent("r", (i,)) for i in range(3))
     box.post(first)
     box.post(second)
     assert len(calls) == 1
     calls[0]()
-    assert got == [first, second]
+    assert delivered == [first, second]
     box.post(third)
     assert len(calls) == 2
     calls[1]()
-    assert got == [first, second, third]
+    assert delivered == [first, second, third]
 
 
 def test_the_engine_survives_a_loop_that_is_gone():
     loop = asyncio.new_event_loop()
     loop.close()
-    got = []
-    box = Mailbox(loop, got.append)
+    delivered = []
+    box = Mailbox(loop, delivered.append)
     box.post(TokenEvent("r", (1,)))
     box.post(TokenEvent("r", (2,)))
-    assert got == []
+    assert delivered == []
 
 
 REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
 
 
 class Refusing(Engine):
-    """Takes so many requests, and tells of each at once; refuses the next."""
+    """Accepts `capacity` requests and emits a token of each at once; refuses the next."""
 
-    def __init__(self, taken, error):
+    def __init__(self, capacity, error):
         super().__init__()
-        self.left = taken
+        self.capacity = capacity
         self.error = error
 
     def submit(self, request, sink):
-        if not self.left:
+        if not self.capacity:
             raise self.error
-        self.left -= 1
+        self.capacity -= 1
         super().submit(request, sink)
         sink(TokenEvent(request.id, (1,)))
 
@@ -221,44 +209,44 @@ class Refusing(Engine):
         sink(FinishEvent(request_id, "cancelled", 1, 1, RECORD))
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
-def test_one_request_refused_is_all_refused(taken):
-    got = []
-    engine = Refusing(taken, RequestError("full", code="overloaded"))
+@pytest.mark.parametrize("capacity", [0, 1, 2])
+def test_one_request_refused_is_all_refused(capacity):
+    delivered = []
+    engine = Refusing(capacity, RequestError("full", code="overloaded"))
 
     async def run():
         with pytest.raises(RequestError, match="full"):
-            service(engine).submit(REQUESTS, got.append)
-        # Time for what the engine said about those it had taken.
+            service(engine).submit(REQUESTS, delivered.append)
+        # Let the loop deliver what the engine emitted for the requests it had accepted.
         for _ in range(5):
             await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert engine.cancelled == ["a", "b"][:taken]
-    assert got == []
+    assert engine.cancelled == ["a", "b"][:capacity]
+    assert delivered == []
 
 
-def test_all_requests_report_to_one_place():
-    got = []
+def test_events_of_all_requests_reach_one_callback():
+    delivered = []
     engine = Refusing(3, None)
 
     async def run():
-        service(engine).submit(REQUESTS, got.append)
+        service(engine).submit(REQUESTS, delivered.append)
         await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert got == [TokenEvent(name, (1,)) for name in "abc"]
+    assert delivered == [TokenEvent(name, (1,)) for name in "abc"]
     assert engine.cancelled == []
 
 
 @pytest.mark.parametrize(
-    ("param", "told"),
+    ("param", "field"),
     [("logprobs", "top_logprobs"), ("speculative_tokens", "speculative_tokens"), (None, None)],
 )
-def test_the_engines_refusals_name_the_field_as_clients_know_it(param, told):
+def test_the_engines_refusals_name_the_field_as_clients_know_it(param, field):
     async def run():
         service(Refusing(0, RequestError("5 is more than the 2 that were built", param=param))).submit(REQUESTS, lambda event: None)
 
     with pytest.raises(RequestError, match="the 2 that were built") as caught:
         asyncio.run(run())
-    assert caught.value.param == told
+    assert caught.value.param == field

@@ -1,4 +1,4 @@
-"""Tokens alone: their texts, and bytes that add up to the text of tokens in a row."""
+"""server/token_text.py: the text and the bytes of single tokens; bytes of consecutive tokens add up to their text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.texts import TEXT, trained_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from npucompile.server.token_text import BYTE_OF_CHAR, REPLACEMENT, TokenText, token_text
-
-TEXT = "In the beginning God created the heaven and the earth. Über naïve façade, 日本語の文章, Ω≈ç, 🙂👩‍👩‍👧 and 𝔘𝔫𝔦."
 
 
 @cache
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    tokenizer = trained_tokenizer()
     tokenizer.add_tokens([AddedToken("<｜in▁it｜>"), AddedToken("<0xE4>")])
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Detokenizer and stop strings against naive oracles, over any split of the stream."""
+"""server/tokenizer.py: the detokenizer and stop strings, over any split of the stream."""
 
 from __future__ import annotations
 
@@ -8,28 +8,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.texts import TEXT, cut_at_stop, trained_tokenizer
+from tokenizers import Tokenizer
 
 from npucompile.graphs.errors import ModelError
 from npucompile.server.token_text import REPLACEMENT, token_text
 from npucompile.server.tokenizer import WINDOW_TOKENS, Detokenizer, StopMatcher, TextTokenizer
 
-TEXT = "In the beginning God created the heaven and the earth. Über naïve façade, 日本語の文章, Ω≈ç, 🙂👩‍👩‍👧 and 𝔘𝔫𝔦."
-
 
 @cache
 def codec() -> TextTokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    return TextTokenizer(tokenizer)
+    return TextTokenizer(trained_tokenizer())
 
 
 def split(items, cuts):
@@ -137,7 +126,7 @@ def test_load_names_what_is_wrong(tmp_path):
         TextTokenizer.load(tmp_path)
 
 
-def test_tokens_are_spelled_as_alone_and_looked_up_once():
+def test_the_text_of_a_token_is_that_of_token_text_and_is_looked_up_once():
     looked_up = []
 
     class Watched:
@@ -158,15 +147,6 @@ def test_tokens_are_spelled_as_alone_and_looked_up_once():
 # --- stop strings ---
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, bool]:
-    """What is left when characters come one by one and the first completed stop string ends everything."""
-    for end in range(1, len(text) + 1):
-        matched = [stop for stop in stops if text[:end].endswith(stop)]
-        if matched:
-            return text[: end - max(map(len, matched))], True
-    return text, False
-
-
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
 
@@ -174,7 +154,7 @@ STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 def test_any_split_cuts_where_the_oracle_cuts(text, stops, cuts):
     matcher = StopMatcher(stops)
     sent = "".join(matcher.push(piece) for piece in split(text, cuts)) + matcher.flush()
-    assert (sent, matcher.hit) == naive(text, stops)
+    assert (sent, matcher.hit) == cut_at_stop(text, stops)
 
 
 @given(st.text(alphabet="ab\n", max_size=20), STOPS)
@@ -185,9 +165,9 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text, stops):
         sent += matcher.push(char)
         if matcher.hit:
             return
-        held = text[len(sent) : i]
+        pending = text[len(sent) : i]
         tails = [text[start:i] for start in range(i)]
-        assert held == next((tail for tail in tails if any(stop != tail and stop.startswith(tail) for stop in stops)), "")
+        assert pending == next((tail for tail in tails if any(stop != tail and stop.startswith(tail) for stop in stops)), "")
 
 
 def test_after_a_hit_nothing_follows():

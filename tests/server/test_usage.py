@@ -1,4 +1,4 @@
-"""Usage in OpenAI's shape, of one completion and of several."""
+"""server/usage.py: usage in OpenAI's shape, for one completion and for several."""
 
 from __future__ import annotations
 

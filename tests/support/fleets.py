@@ -16,8 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import qwen3_5, sharding_rules, step
-from npucompile.models import request_slots as request_slots
+from npucompile.models import qwen3_5, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.variant import PLAIN, Variant
 
@@ -65,7 +64,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
 
 @functools.cache
 def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
-    """A checkpoint in memory: tensors by their names in the checkpoint."""
+    """A checkpoint in memory: tensors by the names of their sources."""
     checkpoint: dict[str, torch.Tensor] = {}
     params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
     head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
@@ -83,13 +82,13 @@ def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) ->
 
 
 def weights(model: step.Model) -> Tree:
-    """The model's parameters, in the form that its variant stores them in."""
+    """The model's parameters, in the form that its variant holds them in."""
     checkpoint = tensors(model.config.num_experts > 0)
     return tree.map_leaves(lambda p: p.source.join(*(checkpoint[n] for n in p.source.names)).contiguous(), model.params(F32))
 
 
-class Alone:
-    """One group served by one device, which calls the program without tracing it."""
+class OneDevice:
+    """One group served by one device, by calling the untraced program."""
 
     def __init__(self, model: step.Model, drafts: int = 0) -> None:
         self.limits = limits(drafts)
@@ -126,7 +125,7 @@ def functional(partitioned: Partitioned) -> GraphModule:
 
 @dataclass
 class Fleet:
-    """All ranks of a mesh in one process, each with its shards of parameters and state.
+    """All ranks of a mesh, each with its shard of everything, one step at a time.
 
     Attributes:
         form: turns a partitioned graph into the form to run; a form that returns no new state writes it in place.
@@ -165,16 +164,16 @@ class Fleet:
         return partitioned(self.model, self.mesh, self.rules(bucket.tokens), bucket, self.limits, self.emit_logits, self.max_logprobs)
 
     def step(self, bucket: Bucket, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[Inputs]:
-        """Outputs of every group for the inputs of every group; all ranks of a group return the same."""
-        partitioned = self.partitioned(bucket)
+        """Outputs of every group, from the inputs of every group; all ranks of a group must agree."""
+        program = self.partitioned(bucket)
         if bucket not in self.graphs:
-            self.graphs[bucket] = self.machine(self.form(partitioned), self.mesh)
-        names = [leaf.path for leaf in partitioned.signature.outputs]
+            self.graphs[bucket] = self.machine(self.form(program), self.mesh)
+        names = [leaf.path for leaf in program.signature.outputs]
         operands = []
         for rank in range(self.mesh.size):
-            own = {**inputs[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
-            leaves = [own[leaf.path].clone() for leaf in partitioned.signature.inputs]
-            operands.append([*self.params[rank], *self.state[rank], *leaves])
+            mine = {**inputs[self.mesh.coordinates(rank)["dp"]], "coords": self.mesh.coords(rank)}
+            own = [mine[leaf.path].clone() for leaf in program.signature.inputs]
+            operands.append([*self.params[rank], *self.state[rank], *own])
         results = self.graphs[bucket](operands)
         outputs = []
         for rank, values in enumerate(results):
@@ -182,11 +181,11 @@ class Fleet:
                 self.state[rank] = values[len(names) :]
             outputs.append(dict(zip(names, values[: len(names)], strict=True)))
         share = self.mesh.axis("tp")
-        for rank, own_outputs in enumerate(outputs):
-            for name, value in own_outputs.items():
+        for rank, own in enumerate(outputs):
+            for name, value in own.items():
                 first = outputs[rank - rank % share][name]
-                # Outputs of padding rows may be NaN.
-                assert torch.equal(value.nan_to_num(0.25), first.nan_to_num(0.25)), f"{name} of rank {rank} differs from its group's"
+                # Outputs of padding may be NaN.
+                assert torch.equal(value.nan_to_num(0.25), first.nan_to_num(0.25)), f"rank {rank} has other {name} than its group"
         return outputs[::share]
 
     def pool(self, group: int) -> list[torch.Tensor]:
@@ -214,18 +213,18 @@ class Serving:
     """Requests of several groups: two prefill chunks each, then greedy steps that verify drafts and make new ones.
 
     Attributes:
-        live: number of requests of each group.
-        said: by group and row, the tokens generated so far.
+        live: how many rows of each group hold a request.
+        output: by group and row, tokens generated so far.
     """
 
     def __init__(self, batch: int, drafts: int, live: Sequence[int]) -> None:
         self.prefill, self.decode = Bucket("prefill", batch, 5), Bucket("decode", batch, drafts + 1)
         self.live, self.drafts, self.turn = list(live), drafts, 0
         self.prompts = [prompts(group, rows) for group, rows in enumerate(live)]
-        self.said: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
+        self.output: list[list[list[int]]] = [[[] for _ in range(rows)] for rows in live]
 
     def steps(self, decodes: int) -> Iterator[tuple[Bucket, list[Inputs]]]:
-        """Inputs of the groups for each prefill step and the given number of decode steps; call `heard` after each."""
+        """Inputs of the groups for each prefill step and so many decode steps; each is to be followed by `commit`."""
         Q = self.prefill.q_len
         for at in range(0, 7, Q):
             yield self.prefill, [self._chunk(group, at, at + Q) for group in range(len(self.live))]
@@ -247,20 +246,20 @@ class Serving:
     def _candidates(self, group: int) -> Inputs:
         """Inputs of a decode step; now and then one draft of a row is not verified."""
         inputs = self._inputs(self.decode)
-        for b, row in enumerate(self.said[group]):
+        for b, row in enumerate(self.output[group]):
             inputs["base"][b] = len(self.prompts[group][b]) + len(row) - 1
             inputs["drafts"][b] = max(0, self.drafts - ((self.turn + b) % 4 == 2))
             self._place(inputs, b, self._slots(b))
         return inputs
 
-    def heard(self, bucket: Bucket, inputs: Sequence[Inputs], outputs: Sequence[Inputs]) -> None:
-        """Appends the tokens that a step's outputs give each request."""
-        for group, own in enumerate(outputs):
-            for b, row in enumerate(self.said[group]):
+    def commit(self, bucket: Bucket, inputs: Sequence[Inputs], outputs: Sequence[Inputs]) -> None:
+        """Appends the tokens that each group sampled."""
+        for group, sampled in enumerate(outputs):
+            for b, row in enumerate(self.output[group]):
                 if bucket.kind == "decode":
-                    row += own["tokens"][b, : int(own["counts"][b])].tolist()
+                    row += sampled["tokens"][b, : int(sampled["counts"][b])].tolist()
                 elif int(inputs[group]["num_computed_tokens"][b] + inputs[group]["query_lens"][b]) == len(self.prompts[group][b]):
-                    row.append(int(own["tokens"][b, 0]))
+                    row.append(int(sampled["tokens"][b, 0]))
 
     def force(self, group: int, pool: torch.Tensor, truth: Sequence[Sequence[int]]) -> list[int | None]:
         """Overwrites drafts in the request slots of a group: a number of right ones that varies by step and row, then wrong ones.
@@ -272,7 +271,7 @@ class Serving:
             number of right drafts of each row; None where the model's own drafts were left.
         """
         right: list[int | None] = []
-        for b, row in enumerate(self.said[group]):
+        for b, row in enumerate(self.output[group]):
             count, ahead = (self.turn + b + group) % (self.drafts + 2), truth[b][len(row) : len(row) + self.drafts]
             right.append(count if count <= self.drafts else None)
             if count <= self.drafts:
@@ -290,14 +289,14 @@ class Serving:
         inputs["state_slots_out"][b] = torch.tensor(slots)
 
     def _inputs(self, bucket: Bucket) -> Inputs:
-        """Inputs of a bucket whose rows are all padding."""
-        inputs = StepInputs(bucket, limits(self.drafts)).padding()
-        inputs["uniform"].fill_(0.5)
-        return inputs
+        """Inputs of padding."""
+        padding = StepInputs(bucket, limits(self.drafts)).padding()
+        padding["uniform"].fill_(0.5)
+        return padding
 
 
-def told(bucket: Bucket, inputs: Inputs) -> torch.Tensor:
-    """Mask [B, W] of a group's positions that are sampled: not padding, and not after a draft that is not verified."""
+def valid_positions(bucket: Bucket, inputs: Inputs) -> torch.Tensor:
+    """Which rows and positions [B, W] of a group count: no padding, and nothing after a draft that is not verified."""
     if bucket.kind == "prefill":
         return inputs["query_lens"][:, None] > 0
     return (inputs["request_slots"] > 0)[:, None] & (torch.arange(bucket.q_len) <= inputs["drafts"][:, None])
@@ -305,8 +304,8 @@ def told(bucket: Bucket, inputs: Inputs) -> torch.Tensor:
 
 @functools.cache
 def answers(model: step.Model, batch: int, live: tuple[int, ...], tokens: int) -> list[list[list[int]]]:
-    """The tokens that each group's requests generate on devices without drafts, `tokens` each."""
-    devices, serving = [Alone(model) for _ in live], Serving(batch, 0, live)
+    """The outputs of each group's requests on devices without drafts, so many tokens each."""
+    devices, serving = [OneDevice(model) for _ in live], Serving(batch, 0, live)
     for bucket, inputs in serving.steps(tokens - 1):
-        serving.heard(bucket, inputs, [device.step(bucket, own) for device, own in zip(devices, inputs, strict=True)])
-    return serving.said
+        serving.commit(bucket, inputs, [device.step(bucket, own) for device, own in zip(devices, inputs, strict=True)])
+    return serving.output

@@ -131,11 +131,11 @@ class Oracle:
     def logits_step_by_step(self, ids: list[int], prompt: int) -> torch.Tensor:
         """The same with its cache: `prompt` tokens at once, then token by token; [len(ids) - prompt + 1, V] float32."""
         out = self.theirs(torch.tensor([ids[:prompt]]), use_cache=True)
-        logits = [out.logits[0, -1]]
+        rows = [out.logits[0, -1]]
         for token in ids[prompt:]:
             out = self.theirs(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-            logits.append(out.logits[0, -1])
-        return torch.stack(logits).float()
+            rows.append(out.logits[0, -1])
+        return torch.stack(rows).float()
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         """Random ids, never 0, which is the padding."""
@@ -168,7 +168,7 @@ def build(values: dict[str, Any], seed: int = 0) -> Oracle:
 
 @functools.cache
 def bundled(name: str) -> Oracle:
-    """A bundled model, loaded by transformers and by this project's loader, both in float32."""
+    """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
     entry = registry.find(name)
     theirs = AutoModelForCausalLM.from_pretrained(entry.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
     params = qwen3_5.abstract_params(entry.model.config, torch.float32)

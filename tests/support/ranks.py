@@ -12,6 +12,8 @@ from pathlib import Path
 
 from support import tiny
 
+from npucompile.runtime.distributed.messages import RankMessage, receive
+
 SIZES = {
     "num_key_value_heads": 2,
     "num_attention_heads": 4,
@@ -31,7 +33,7 @@ def build(checkpoint: Path, out: Path, mesh: str = "") -> Path:
 
 
 def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
-    """Environment variables of a process that a test starts."""
+    """The environment of a process that a test starts, without what a launcher of the test itself may have set."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     own = {"NPUCOMPILE_HOME": str(home)} if home else {}
     return {**inherited, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **own, **changes}
@@ -54,6 +56,13 @@ def connected() -> tuple[socket.socket, socket.socket]:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
         return near, far
+
+
+def next_message(stream: socket.socket) -> RankMessage:
+    """The next message that is no heartbeat."""
+    while (message := receive(stream)).kind == "heartbeat":
+        pass
+    return message
 
 
 def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:

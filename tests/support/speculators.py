@@ -1,4 +1,4 @@
-"""A minimal serving loop over a model's programs, in which a test chooses the drafts of every step."""
+"""Requests served by a model's programs in a minimal loop, with the drafts that a test plants."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Limits, Mesh, Program, Rules, Tree
 from npucompile.lowering.backends.eager import EagerExecutable
 from npucompile.lowering.lower import lower_eager
-from npucompile.models import request_slots as request_slots
-from npucompile.models import step
+from npucompile.models import request_slots, step
 from npucompile.runtime.rng import random_number
 
 PAGE, CONTEXT, REQUESTS = 8, 256, 6
 UNTAKEN = -(10**6)
-"""Content of a request slot before its first request: neither a token nor a position."""
+"""What an unowned request slot holds: neither a token nor a position."""
 
 Call = Callable[[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Weights, state and inputs -> outputs; the list of state is updated."""
@@ -48,24 +47,23 @@ class Knobs:
 
 @dataclass
 class Request:
-    """A request: its prompt, its sampling parameters and its tokens.
+    """A request: its prompt, its sampling and its output.
 
     Attributes:
-        request_slot: its request slot, which also determines its pages and state slots.
-        said: the tokens generated so far.
-        counts: number of tokens that each of its decode steps emitted.
+        request_slot: its slot on the device, from which its pages and state slots follow.
+        counts: tokens that each of its decode steps gave.
     """
 
     prompt: list[int]
     request_slot: int
     knobs: Knobs = field(default_factory=Knobs)
-    said: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
     @property
     def start(self) -> int:
-        """Number of its tokens in the caches: all but the last."""
-        return len(self.prompt) + len(self.said) - 1
+        """Tokens that are in the caches: all but the last."""
+        return len(self.prompt) + len(self.output) - 1
 
     def number(self, index: int) -> float:
         """Random number for its token `index`."""
@@ -73,12 +71,12 @@ class Request:
 
 
 def traced(program: Program) -> Call:
-    """Runs a program as the graph of an eager artifact, which writes state in place."""
+    """A program as the graph of an eager artifact, which writes state in place."""
     return _runs(program, lambda node: node.target)
 
 
 def direct(program: Program) -> Call:
-    """Runs a program without tracing it; for buckets that are used once."""
+    """An untraced program, for buckets that are not worth a trace."""
 
     @torch.no_grad()
     def call(weights: list[torch.Tensor], state: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,7 +93,7 @@ def token_by_token(program: Program) -> Call:
     The summation order of a matrix product may depend on its number of rows, and that of attention on its number of keys; a token's
     results would then depend, in their last bits, on the rows beside it.
     """
-    return _runs(program, _alone)
+    return _runs(program, _row_by_row)
 
 
 def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
@@ -112,8 +110,8 @@ def _runs(program: Program, target: Callable[[Any], Any]) -> Call:
     return call
 
 
-def _alone(node: Any) -> Any:
-    """The function that a node calls; for products, their reference applied to each row."""
+def _row_by_row(node: Any) -> Any:
+    """The target of a node; for products, their reference on each row."""
     primitive = of_target(node.target)
     rows = {ops.linear.name: 1, ops.swiglu_linear.name: 1, ops.moe_experts.name: 3}
     if primitive is None or primitive.name not in (*rows, ops.paged_attention.name):
@@ -123,7 +121,7 @@ def _alone(node: Any) -> Any:
 
 
 def _each_row(reference: Any, count: int) -> Any:
-    """A product applied token by token; its first `count` operands have a row per token."""
+    """A product whose first `count` operands have one row for each token."""
 
     def call(*args: Any) -> torch.Tensor:
         parts = zip(*(arg.split(1) for arg in args[:count]), strict=True)
@@ -155,21 +153,21 @@ def _each_query(
 
 @functools.cache
 def _executable(
-    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, limits: Limits, logprobs: int
+    run: Callable[[Program], Call], model: step.Model, bucket: Bucket, sizes: Limits, logprobs: int
 ) -> tuple[Call, dict[str, Aval]]:
-    """A bucket's program, ready to run, and its inputs."""
-    program = step.program(model, bucket, limits, torch.float32, max_logprobs=logprobs)
+    """A bucket's program and its inputs, made once."""
+    program = step.program(model, bucket, sizes, torch.float32, max_logprobs=logprobs)
     return run(program), program.inputs
 
 
 class Server:
-    """A model with its weights, pools full of NaN, and k drafts per step.
+    """A model with its weights, pools full of NaN, and k drafts a step.
 
     Args:
-        held: sizes of the pools.
-        logprobs: number of most likely tokens whose log probabilities are returned.
-        padding: token id of padding, in rows of prompts and in the null request slot.
-        run, run_prefill: turn a decode and a prefill program into a function.
+        sizes: of the pools.
+        logprobs: number of most likely tokens whose log probabilities are outputs.
+        padding: token of padding, in rows of prompts and in the null request slot.
+        run: turns a decode program, and `run_prefill` a prefill program, into a callable.
     """
 
     def __init__(
@@ -178,13 +176,13 @@ class Server:
         weights: Tree,
         drafts: int,
         *,
-        held: Limits | None = None,
+        sizes: Limits | None = None,
         logprobs: int = 0,
         padding: int = 0,
         run: Callable[[Program], Call] = traced,
         run_prefill: Callable[[Program], Call] = direct,
     ) -> None:
-        self.drafts, self.limits, self.logprobs, self.padding = drafts, held or limits(drafts), logprobs, padding
+        self.drafts, self.limits, self.logprobs, self.padding = drafts, sizes or limits(drafts), logprobs, padding
         self.model = replace(model, drafting=drafts > 0)
         self._run = {"decode": run, "prefill": run_prefill}
         self.weights = [tensor for _, tensor in tree.flatten({name: weights[name] for name in self.model.params(torch.float32)})]
@@ -199,15 +197,15 @@ class Server:
         return self.state[self.names.index("request_slots")]
 
     def pages(self, request_slot: int) -> list[int]:
-        """All pages of a request slot's request, in descending order for every other one."""
+        """All pages of a request slot's request; in falling order for every other request slot."""
         return _share(request_slot, self.limits.pages_per_request)
 
     def slots(self, request_slot: int) -> list[int]:
-        """All state slots of a request slot's request, in descending order for every other one."""
+        """All state slots of a request slot's request; in falling order for every other request slot."""
         return _share(request_slot, self.limits.slots_per_request)
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """Prefills all tokens of some requests and samples their next tokens.
+        """Prefills prompts and outputs of requests and samples their next tokens.
 
         Args:
             chunks: sizes of successive prefill buckets; by default one bucket for the longest request.
@@ -215,7 +213,7 @@ class Server:
         Returns:
             the outputs of each request's last chunk.
         """
-        known = [request.prompt + request.said for request in requests]
+        known = [request.prompt + request.output for request in requests]
         last: dict[str, torch.Tensor] = {}
         done = 0
         for size in chunks or [max(map(len, known))]:
@@ -230,7 +228,7 @@ class Server:
                         len(part),
                         self.slots(request.request_slot)[0],
                     )
-                    inputs["uniform"][b, 0] = request.number(len(request.said))
+                    inputs["uniform"][b, 0] = request.number(len(request.output))
                     if self.drafts:
                         inputs["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
             outputs = self.step(bucket, inputs)
@@ -240,7 +238,7 @@ class Server:
             done += size
         assert done >= max(map(len, known)), "the chunks cover all tokens"
         for b, request in enumerate(requests):
-            request.said.append(int(last["tokens"][b, 0]))
+            request.output.append(int(last["tokens"][b, 0]))
         return last
 
     def decode(self, requests: Sequence[Request], batch: int | None = None) -> dict[str, torch.Tensor]:
@@ -252,31 +250,31 @@ class Server:
             behind = max(request.counts[-1] - 1, 0) if request.counts else 0
             inputs["base"][b] = request.start - behind
             inputs["drafts"][b] = self.verified(request)
-            numbers = [request.number(len(request.said) - behind + i) for i in range(inputs["uniform"].shape[1])]
+            numbers = [request.number(len(request.output) - behind + i) for i in range(inputs["uniform"].shape[1])]
             inputs["uniform"][b] = torch.tensor(numbers)
         if self.padding:
             self.request_slots[0] = self.padding
         outputs = self.step(bucket, inputs)
         for request, count, tokens in zip(requests, outputs["counts"].tolist(), outputs["tokens"].tolist(), strict=False):
-            assert count or request.start == self.limits.max_model_len, "a request with room in its context emits a token"
+            assert count or request.start == self.limits.max_model_len, "a request with room in its context gets a token"
             request.counts.append(count)
-            request.said += tokens[:count]
-        assert not outputs["counts"][len(requests) :].any(), "padding emits nothing"
+            request.output += tokens[:count]
+        assert not outputs["counts"][len(requests) :].any(), "padding gets no tokens"
         return outputs
 
     def step(self, bucket: Bucket, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs a bucket's program."""
-        return self._made(bucket)[0](self.weights, self.state, inputs)
+        return self._program(bucket)[0](self.weights, self.state, inputs)
 
     def serve(self, requests: Sequence[Request], tokens: int) -> None:
-        """Prefills each request and decodes all until each has at least `tokens` tokens."""
+        """Prefills each request and decodes until each has at least so many tokens."""
         for request in requests:
             self.prefill([request])
-        self.go_on(requests, tokens)
+        self.decode_until(requests, tokens)
 
-    def go_on(self, requests: Sequence[Request], tokens: int) -> None:
-        """Decodes until each request has at least `tokens` tokens."""
-        while live := [request for request in requests if len(request.said) < tokens]:
+    def decode_until(self, requests: Sequence[Request], tokens: int) -> None:
+        """Decodes until each request has at least so many tokens."""
+        while live := [request for request in requests if len(request.output) < tokens]:
             self.decode(live)
 
     def substitute(self, request: Request, drafts: Sequence[int]) -> None:
@@ -284,65 +282,66 @@ class Server:
         self.request_slots[request.request_slot, request_slots.TOKENS + 1 :] = torch.tensor(drafts, dtype=torch.int32)
 
     def verified(self, request: Request) -> int:
-        """Number of a request's drafts that a step verifies."""
+        """How many of a request's drafts its steps verify."""
         return self.drafts if request.knobs.drafts is None else min(self.drafts, request.knobs.drafts)
 
-    def mislead(self, request: Request, truth: Sequence[int], right: int) -> None:
-        """Overwrites a request's drafts: all are right except the one after the first `right`. Drafts that are not verified are padding.
+    def plant_drafts(self, request: Request, truth: Sequence[int], right: int) -> None:
+        """Plants drafts of which the first `right` are right, the next is wrong, and the others are right again.
+
+        Drafts that are not verified are the padding token.
 
         Args:
-            truth: all tokens that the request will generate.
+            truth: the whole output of the request.
         """
-        count, vocab = len(request.said), self.model.config.vocab_size
-        drafts = list(truth[count : count + self.drafts])
+        done, vocab = len(request.output), self.model.config.vocab_size
+        drafts = list(truth[done : done + self.drafts])
         drafts += [1] * (self.drafts - len(drafts))
         if right < self.drafts:
             drafts[right] = (drafts[right] + 1) % vocab
-        looked_at = self.verified(request)
-        self.substitute(request, drafts[:looked_at] + [self.padding] * (self.drafts - looked_at))
+        verified = self.verified(request)
+        self.substitute(request, drafts[:verified] + [self.padding] * (self.drafts - verified))
 
     def memory(self, request: Request) -> dict[str, torch.Tensor]:
-        """A request's data on the device: its recurrent state, its keys and values, and its request slot."""
+        """What the device holds of a request: recurrent state, keys and values of its computed tokens, its request slot."""
         request_slot = self.request_slots[request.request_slot]
         start, accepted = int(request_slot[request_slots.START]), int(request_slot[request_slots.ACCEPTED])
-        tensors = {
+        memory = {
             "request_slots": torch.cat([request_slot[request_slots.START : request_slots.ACCEPTED], request_slot[request_slots.TOKENS :]])
         }
         for name, pool in zip(self.names, self.state, strict=True):
             if name.endswith((".k", ".v")):
-                tensors[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
+                memory[name] = pool[self.pages(request.request_slot)].flatten(0, 1)[:start]
             elif name != "request_slots":
-                tensors[name] = pool[self.slots(request.request_slot)[accepted]]
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+                memory[name] = pool[self.slots(request.request_slot)[accepted]]
+        return {name: tensor.clone() for name, tensor in memory.items()}
 
-    def untouched(self, taken: Sequence[int]) -> None:
-        """Fails if a page, state slot or request slot of any request slot but `taken` was written."""
-        others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in taken]
+    def expect_untouched(self, owned: Sequence[int]) -> None:
+        """Fails if anything that belongs to a request slot outside `owned` was written."""
+        others = [request_slot for request_slot in range(1, self.limits.num_request_slots) if request_slot not in owned]
         for name, pool in zip(self.names, self.state, strict=True):
             own = {"request_slots": [[request_slot] for request_slot in others]}.get(name)
             own = own or [self.pages(request_slot) if name.endswith((".k", ".v")) else self.slots(request_slot) for request_slot in others]
             for part in own:
                 blank = pool[part] == UNTAKEN if name == "request_slots" else pool[part].isnan()
-                assert blank.all(), f"{name} of a request slot that is not one of {taken}"
+                assert blank.all(), f"{name} of a request slot that is not one of {owned}"
 
     def blank(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Inputs of a bucket whose rows are all padding, with NaN for floats."""
         fill = {torch.float32: float("nan"), torch.int32: 0}
-        inputs = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._made(bucket)[1].items()}
+        inputs = {name: torch.full(aval.shape, fill[aval.dtype], dtype=aval.dtype) for name, aval in self._program(bucket)[1].items()}
         if "tokens" in inputs:
             inputs["tokens"].fill_(self.padding)
         return inputs
 
-    def _made(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
+    def _program(self, bucket: Bucket) -> tuple[Call, dict[str, Aval]]:
         return _executable(self._run[bucket.kind], self.model, bucket, self.limits, self.logprobs)
 
     def _fill_row(self, inputs: dict[str, torch.Tensor], b: int, request: Request) -> None:
         """Fills the inputs that prefill and decode rows share."""
         inputs["request_slots"][b] = request.request_slot
         inputs["page_table"][b] = torch.tensor(self.pages(request.request_slot), dtype=torch.int32)
-        inputs["state_slots_out"][b] = torch.tensor(
-            self.slots(request.request_slot)[: inputs["state_slots_out"].shape[1]], dtype=torch.int32
-        )
+        slots = self.slots(request.request_slot)[: inputs["state_slots_out"].shape[1]]
+        inputs["state_slots_out"][b] = torch.tensor(slots, dtype=torch.int32)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             inputs[name][b] = getattr(request.knobs, name)
         if self.logprobs:
@@ -358,7 +357,7 @@ SAYS = 150
 
 
 class Course:
-    """The tokens of greedy requests without drafts, and a replay of the same requests with drafts.
+    """The outputs of greedy requests, and walks along them with planted drafts.
 
     Args:
         random: model of oracle.py with a draft head.
@@ -372,7 +371,7 @@ class Course:
         self.prompts = [random.prompt(length, i) for i, length in enumerate(PROMPTS)]
         requests = [self.request(i) for i in range(len(PROMPTS))]
         self.server(0).serve(requests, SAYS + 8)
-        self.truth = [request.said for request in requests]
+        self.truth = [request.output for request in requests]
 
     def request(self, index: int, **knobs: Any) -> Request:
         """A request with one of the prompts, in a request slot of its own."""
@@ -390,9 +389,9 @@ class Course:
         until: int = SAYS,
         chunks: Sequence[int] = (),
     ) -> None:
-        """Runs steps with a chosen number of right drafts per request; fails if a request's tokens differ from the truth.
+        """Runs requests through steps with so many right drafts; fails where an output differs from the truth.
 
-        A request with more than `until` tokens starts again in its request slot, whose pages and state slots keep their old contents.
+        A request that has enough tokens starts again in its request slot, with pages and slots full of old values.
 
         Args:
             steps: pairs of bucket size, None for the number of rows, and number of right drafts by request.
@@ -402,18 +401,18 @@ class Course:
         requests: dict[int, Request] = {}
         for size, rows in steps:
             for i in rows:
-                if i not in requests or len(requests[i].said) > until:
+                if i not in requests or len(requests[i].output) > until:
                     requests[i] = self.request(i, drafts=drafts[i])
                     server.prefill([requests[i]], chunks)
             for i, right in rows.items():
-                server.mislead(requests[i], self.truth[i], right)
+                server.plant_drafts(requests[i], self.truth[i], right)
             live = [requests[i] for i in rows]
-            before = [len(request.said) for request in live]
+            before = [len(request.output) for request in live]
             server.decode(live, size)
-            for i, request, count in zip(rows, live, before, strict=True):
+            for i, request, length in zip(rows, live, before, strict=True):
                 assert request.counts[-1] == min(rows[i], server.verified(request)) + 1
-                assert len(request.said) == count + request.counts[-1]
-                assert request.said == self.truth[i][: len(request.said)], f"request {i} after {count} tokens"
+                assert len(request.output) == length + request.counts[-1]
+                assert request.output == self.truth[i][: len(request.output)], f"request {i} after {length} tokens"
 
 
 def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
@@ -422,11 +421,11 @@ def textbook(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top
     """
     heat = (logits.double() / temperature).exp().tolist()
     order = sorted(range(len(heat)), key=lambda i: -heat[i])[: top_k or None]
-    total, reached, nucleus = sum(heat[i] for i in order), 0.0, []
+    total, reached, allowed = sum(heat[i] for i in order), 0.0, []
     for i in order:
         if reached < top_p * total:
-            nucleus.append(i)
+            allowed.append(i)
         reached += heat[i]
-    nucleus = [i for i in nucleus if heat[i] >= min_p * max(heat)]
-    total = sum(heat[i] for i in nucleus)
-    return [heat[i] / total if i in nucleus else 0.0 for i in range(len(heat))]
+    allowed = [i for i in allowed if heat[i] >= min_p * max(heat)]
+    total = sum(heat[i] for i in allowed)
+    return [heat[i] / total if i in allowed else 0.0 for i in range(len(heat))]

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from click.testing import CliRunner, Result
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.texts import byte_tokenizer
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import LoweringError
@@ -55,7 +55,13 @@ NPU_SIZES: dict[str, Any] = {
     "linear_value_head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "max_position_embeddings": 1024,
 }  # fmt: skip
-"""Changes to it that four NPUs can share and their kernels' packed weights can hold."""
+"""Changes to CONFIG that four NPUs can share and whose packed weights fit their kernels."""
+TRAINING_SIZES: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+"""Changes to the configuration of the bundled model that make it small enough to train in a test."""
 
 VOCAB, EOS = 260, 256
 BUCKETS, PREFILL, CONTEXT = (1, 2, 4), (4, 16), 64
@@ -86,10 +92,7 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
         _agree(noisy, noisy[model.family.draft_key])
     checkpoint.save(params, noisy, directory)
     if tokenizer:
-        table = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-        table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        table.decoder = decoders.ByteLevel()
-        table.save(str(directory / "tokenizer.json"))
+        byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
 
 

@@ -1,3 +1,5 @@
+"""tools/notation.py: bucket sizes are read and written as series, against a brute-force oracle."""
+
 from __future__ import annotations
 
 import re

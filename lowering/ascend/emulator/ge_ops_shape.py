@@ -65,8 +65,8 @@ def _bitcast(call: Call) -> Results:
 def _bitcast_int4(call: Call, value: Value | None, number: int, keep: bool) -> Results:
     if keep and number == INT4 and isinstance(value, torch.Tensor) and value.dtype == torch.int32:
         return Int4(value)
-    given = f"int4 in {tuple(value.packed.shape)} int32" if isinstance(value, Int4) else str(getattr(value, "dtype", None))
-    raise LoweringError(f"{call.op}: {given} as dtype number {number}, keep_dim {keep}; legal is int32 as {INT4} (int4) with keep_dim")
+    operand = f"int4 in {tuple(value.packed.shape)} int32" if isinstance(value, Int4) else str(getattr(value, "dtype", None))
+    raise LoweringError(f"{call.op}: {operand} as dtype number {number}, keep_dim {keep}; legal is int32 as {INT4} (int4) with keep_dim")
 
 
 def _transpose(call: Call) -> Results:

@@ -67,7 +67,7 @@ def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, exp
             force(serving, (eager, device), answers)
         want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
         for group, (a, b) in enumerate(zip(got, want, strict=True)):
-            sampled, rows = fleets.told(bucket, inputs[group]), inputs[group]["request_slots"] > 0
+            sampled, rows = fleets.valid_positions(bucket, inputs[group]), inputs[group]["request_slots"] > 0
             torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["tokens"][sampled], b["tokens"][sampled])
             assert all(torch.equal(a[name][rows], b[name][rows]) for name in a if name not in ("tokens", "logits"))
@@ -76,7 +76,7 @@ def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, exp
             for leaf, mine, theirs in zip(eager.names, device.pool(group), eager.pool(group), strict=True):
                 # Page 0, slot 0 and request slot 0 are written by padding and undefined.
                 assert torch.allclose(mine[1:], theirs[1:], rtol=0, atol=TOLERANCE), f"step {n}, group {group}, {leaf}"
-        serving.heard(bucket, inputs, want)
+        serving.commit(bucket, inputs, want)
     # In quantised products an activation that rounds differently would exceed the tolerance; in these steps none does.
     assert [[t.data_ptr() for t in own] for own in device.state] == buffers, "pools are written in place"
     assert all(float(t[1:].abs().max()) > 0 for t in device.pool(0)), "every pool was written"
@@ -99,10 +99,10 @@ def test_what_padding_holds_reaches_nobody() -> None:
     for bucket, inputs in serving.steps(3):
         want, got = eager.step(bucket, inputs), device.step(bucket, inputs)
         for own, a, b in zip(inputs, got, want, strict=True):
-            sampled, rows = fleets.told(bucket, own), own["request_slots"] > 0
+            sampled, rows = fleets.valid_positions(bucket, own), own["request_slots"] > 0
             torch.testing.assert_close(a["logits"][sampled], b["logits"][sampled], rtol=0, atol=TOLERANCE)
             assert torch.equal(a["drafts"][rows], b["drafts"][rows])
-        serving.heard(bucket, inputs, want)
+        serving.commit(bucket, inputs, want)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -117,7 +117,7 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
         a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
         assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
-        serving.heard(bucket, inputs, [b])
+        serving.commit(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
 

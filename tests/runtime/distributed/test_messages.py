@@ -1,4 +1,4 @@
-"""runtime/distributed/messages.py: what is sent is what arrives, however it is cut, and nothing else is taken for a message."""
+"""runtime/distributed/messages.py: messages survive any split of the stream, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ fields = st.dictionaries(st.sampled_from("abcd"), values)
 def test_messages_survive_however_the_bytes_are_cut(messages, data):
     stream = b"".join(encode(kind, **values) for kind, values in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
-    frames, found = FrameDecoder(), []
+    frames, decoded = FrameDecoder(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += frames.feed(stream[start:end])
-    assert len(found) == len(messages)
-    for got, (kind, values) in zip(found, messages, strict=True):
-        assert got.kind == kind
-        assert equal(dict(values), dict(got.fields))
+        decoded += frames.feed(stream[start:end])
+    assert len(decoded) == len(messages)
+    for message, (kind, values) in zip(decoded, messages, strict=True):
+        assert message.kind == kind
+        assert equal(dict(values), dict(message.fields))
 
 
 def test_arrays_are_new_and_may_be_written():
@@ -88,6 +88,6 @@ def test_receive_reads_one_message_and_no_byte_more():
             receive(far)
 
 
-def test_what_cannot_be_sent_is_said():
+def test_a_value_that_cannot_be_sent_is_refused():
     with pytest.raises(TypeError, match="a object cannot be sent between ranks"):
         encode("a", x=object())

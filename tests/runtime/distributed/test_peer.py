@@ -1,4 +1,4 @@
-"""runtime/distributed/peer.py: messages in order, and every way in which a peer can end is told once, with a reason."""
+"""runtime/distributed/peer.py: messages arrive in order, and the end of a connection is reported once, with a reason."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_messages_arrive_in_order_from_many_threads(both):
     threads = [threading.Thread(target=send, args=(name,)) for name in "ab"]
     for thread in threads:
         thread.start()
-    seen = {"a": [], "b": []}
+    received = {"a": [], "b": []}
     for _ in range(40):
         message = far.messages.get(timeout=WAIT_S)
-        seen[message.kind].append(message.fields["i"])
+        received[message.kind].append(message.fields["i"])
         assert (message.fields["big"] == big).all()
     for thread in threads:
         thread.join()
-    assert seen == {"a": list(range(20)), "b": list(range(20))}
+    assert received == {"a": list(range(20)), "b": list(range(20))}
 
 
 def test_both_may_send_more_than_the_kernel_holds_at_once(both):
@@ -69,7 +69,7 @@ def test_both_may_send_more_than_the_kernel_holds_at_once(both):
         thread.join(WAIT_S)
 
 
-def test_a_peer_that_closes_is_told_once(both):
+def test_a_peer_that_closes_is_reported_once(both):
     near, far = both
     far.peer.close()
     assert near.lost.get(timeout=WAIT_S) == "it closed its connection"
@@ -80,7 +80,7 @@ def test_a_peer_that_closes_is_told_once(both):
     assert far.lost.empty()
 
 
-def test_a_peer_that_resets_is_told():
+def test_a_peer_that_resets_is_reported():
     near, far = ranks.connected()
     end = Ends(near)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -92,15 +92,15 @@ def test_a_peer_that_resets_is_told():
 def test_a_peer_that_is_silent_is_reported_and_heartbeats_are_not_silence():
     near, far = ranks.connected()
     end = Ends(near, heartbeat_s=0.02, silence_s=0.4)
-    other = Ends(far, heartbeat_s=0.02, silence_s=60)
+    heartbeats = Ends(far, heartbeat_s=0.02, silence_s=60)
     with pytest.raises(queue.Empty):
         end.lost.get(timeout=0.8)
     assert end.peer.silent_s < 0.4
     assert end.messages.empty()
-    other.peer._ended = True
+    heartbeats.peer._ended = True
     assert end.lost.get(timeout=WAIT_S).startswith("it has been silent for")
     end.peer.close()
-    other.peer.close()
+    heartbeats.peer.close()
 
 
 def test_it_sends_heartbeats_by_itself():
@@ -112,13 +112,13 @@ def test_it_sends_heartbeats_by_itself():
     end.peer.close()
 
 
-def test_a_peer_that_reads_nothing_is_told():
+def test_a_peer_that_reads_nothing_is_reported():
     frame = encode("big", x=np.zeros(8_000_000, np.int32))
     near, far = ranks.connected()
     end = Ends(near, silence_s=1.5, heartbeat_s=0.1)
     began = time.monotonic()
     with far:
-        # The peer proves to be alive all the while, and takes nothing.
+        # The peer sends heartbeats all the while, and reads nothing.
         stop = threading.Event()
 
         def alive():

@@ -1,4 +1,4 @@
-"""runtime/distributed/process_groups.py: the names of graphs reach the ranks of their group, in real processes."""
+"""runtime/distributed/process_groups.py: collectives reach the ranks of the group that a graph names, in real processes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ store = open_store(config)
 ops = torch.ops._c10d_functional
 with ProcessGroups(Mesh.parse("dp=2,tp=2"), rank, substore(store, config, "gloo"), "127.0.0.1", 90):
     x = torch.tensor([10.0 ** rank])
-    said = {n: ops.wait_tensor(ops.all_reduce(x, "sum", n)).item() for n in ("tp", "dp", "world")}
-    said["gathered"] = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "dp")).tolist()
-    said["scattered"] = ops.wait_tensor(ops.reduce_scatter_tensor(x.repeat(2) * torch.tensor([1.0, 2.0]), "sum", 2, "tp")).tolist()
-    said["exchanged"] = ops.wait_tensor(ops.all_to_all_single(x.repeat(4), [1] * 4, [1] * 4, "world")).tolist()
+    result = {n: ops.wait_tensor(ops.all_reduce(x, "sum", n)).item() for n in ("tp", "dp", "world")}
+    result["gathered"] = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "dp")).tolist()
+    result["scattered"] = ops.wait_tensor(ops.reduce_scatter_tensor(x.repeat(2) * torch.tensor([1.0, 2.0]), "sum", 2, "tp")).tolist()
+    result["exchanged"] = ops.wait_tensor(ops.all_to_all_single(x.repeat(4), [1] * 4, [1] * 4, "world")).tolist()
 try:
     ops.all_reduce(x, "sum", "tp")
 except RuntimeError:
-    said["freed"] = True
-print(json.dumps(said), flush=True)
+    result["freed"] = True
+print(json.dumps(result), flush=True)
 store.add("done", 1)
 while rank == 0 and store.add("done", 0) < 4: pass
 """
@@ -45,14 +45,14 @@ def test_real_ranks_reach_each_other_by_the_names_of_graphs():
     processes = [ranks.spawn([sys.executable, "-c", RUN, rank, port], ranks.environment()) for rank in range(4)]
     ended = [ranks.finished(process) for process in processes]
     assert [status for status, _, _ in ended] == [0] * 4, ended
-    said = [json.loads(out) for _, out, _ in ended]
-    assert [one["tp"] for one in said] == [11, 11, 1100, 1100]
-    assert [one["dp"] for one in said] == [101, 1010, 101, 1010]
-    assert [one["world"] for one in said] == [1111] * 4
-    assert [one["gathered"] for one in said] == [[1, 100], [10, 1000]] * 2
-    assert [one["scattered"] for one in said] == [[11], [22], [1100], [2200]]
-    assert [one["exchanged"] for one in said] == [[1, 10, 100, 1000]] * 4
-    assert all(one["freed"] for one in said)
+    results = [json.loads(out) for _, out, _ in ended]
+    assert [result["tp"] for result in results] == [11, 11, 1100, 1100]
+    assert [result["dp"] for result in results] == [101, 1010, 101, 1010]
+    assert [result["world"] for result in results] == [1111] * 4
+    assert [result["gathered"] for result in results] == [[1, 100], [10, 1000]] * 2
+    assert [result["scattered"] for result in results] == [[11], [22], [1100], [2200]]
+    assert [result["exchanged"] for result in results] == [[1, 10, 100, 1000]] * 4
+    assert all(result["freed"] for result in results)
 
 
 def test_ranks_that_do_not_connect_are_named_and_no_name_stays_bound():

@@ -1,4 +1,4 @@
-"""runtime/distributed/rendezvous.py: ranks that fit are let in; those that do not, and those that do not come, are named."""
+"""runtime/distributed/rendezvous.py: matching ranks are accepted; others, and ranks that do not come, are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 30
 
 
 class Rank(threading.Thread):
-    """A rank that comes, in a thread."""
+    """A rank that connects to rank 0, in a thread."""
 
     def __init__(self, config, identity=IDENTITY):
         super().__init__(daemon=True)
@@ -58,12 +58,12 @@ def test_ranks_that_fit_are_connected(first):
     others = [Rank(other(config, rank)) for rank in (2, 1)]
     connections = accept_ranks(config, store, IDENTITY)
     assert sorted(connections) == [1, 2]
-    for one in others:
-        one.join(WAIT_S)
-        assert one.error is None
-        assert connections[one.config.rank].getpeername() == one.stream.getsockname()
-        one.stream.close()
-        connections[one.config.rank].close()
+    for rank in others:
+        rank.join(WAIT_S)
+        assert rank.error is None
+        assert connections[rank.config.rank].getpeername() == rank.stream.getsockname()
+        rank.stream.close()
+        connections[rank.config.rank].close()
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_ranks_that_do_not_fit_are_refused_on_all_sides(first, monkeypatch, chan
 
 def test_another_number_of_ranks_is_refused(first):
     config, store = first
-    one = Rank(other(config, 1, world_size=2))
+    rank = Rank(other(config, 1, world_size=2))
     with pytest.raises(RankError, match="rank 1 was started as one of 2 ranks, rank 0 as one of 3"):
         accept_ranks(config, store, IDENTITY)
-    assert "one of 2 ranks" in one.ended()
+    assert "one of 2 ranks" in rank.ended()
 
 
 def test_a_rank_comes_once(first):
@@ -102,15 +102,15 @@ def test_a_rank_comes_once(first):
     twice = [Rank(other(config, 1)), Rank(other(config, 1))]
     with pytest.raises(RankError, match="two processes came as rank 1; the ranks are 0 to 2, each once"):
         accept_ranks(config, store, IDENTITY)
-    assert {one.ended() for one in twice} == {"two processes came as rank 1; the ranks are 0 to 2, each once"}
+    assert {rank.ended() for rank in twice} == {"two processes came as rank 1; the ranks are 0 to 2, each once"}
 
 
 def test_ranks_that_do_not_come_are_named(first):
     config, store = first
-    one = Rank(other(config, 1))
+    rank = Rank(other(config, 1))
     with pytest.raises(RankError, match=r"ranks 2 of 3 did not come to 127.0.0.1 within 3 s; those that came: 1") as caught:
         accept_ranks(replace(config, timeout_s=3), store, IDENTITY)
-    assert one.ended() == str(caught.value)
+    assert rank.ended() == str(caught.value)
     with pytest.raises(RankError, match=r"ranks 1, 2 of 3 did not come .* those that came: none"):
         accept_ranks(replace(config, timeout_s=0.1), store, IDENTITY)
 
@@ -121,35 +121,35 @@ def test_a_process_that_ended_is_not_waited_for(first):
         accept_ranks(config, store, IDENTITY, lambda: "rank 2 ended before it was ready")
 
 
-def test_strangers_are_sent_away_and_stop_nothing(first, monkeypatch):
+def test_strangers_are_turned_away_and_stop_nothing(first, monkeypatch):
     monkeypatch.setattr(rendezvous, "HELLO_S", 0.3)
     config, store = first
     connections = {}
     waiting = threading.Thread(target=lambda: connections.update(accept_ranks(config, store, IDENTITY)), daemon=True)
     waiting.start()
-    # With a client of its own: one that waits for a key keeps others of its process from setting it.
+    # A client of its own: while a client waits for a key, others of the same process cannot set it.
     port = int(substore(open_store(other(config, 1)), config, rendezvous.CONTROL).get(rendezvous.ADDRESS).decode().split()[0])
-    for said in (b"GET / HTTP/1.1\r\n\r\n", encode("hello", token="wrong", rank=1, world_size=3, identity=IDENTITY), encode("hello"), b""):
+    for data in (b"GET / HTTP/1.1\r\n\r\n", encode("hello", token="wrong", rank=1, world_size=3, identity=IDENTITY), encode("hello"), b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(WAIT_S)
-            stranger.sendall(said)
+            stranger.sendall(data)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b""
     others = [Rank(other(config, rank)) for rank in (1, 2)]
     waiting.join(WAIT_S)
     assert sorted(connections) == [1, 2]
-    assert [one.ended() for one in others] == [None, None]
+    assert [rank.ended() for rank in others] == [None, None]
     for stream in connections.values():
         stream.close()
 
 
-def test_rank_0_is_missed(first):
+def test_a_missing_rank_0_is_named(first):
     config, _ = first
     with pytest.raises(RankError, match=r"rank 1 of 3: rank 0 did not come to 127.0.0.1 port \d+ within 1 s"):
         connect_to_rank_0(other(config, 1, timeout_s=1), open_store(other(config, 1, timeout_s=1)), IDENTITY)
 
 
-def test_a_store_that_is_not_there_is_missed():
+def test_a_missing_store_is_named():
     config = RendezvousConfig(2, 3, "127.0.0.1", ranks.free_port(), 3, timeout_s=1)
     with pytest.raises(RankError, match=rf"rank 2 of 3 cannot reach the store within 1 s at 127.0.0.1 port {config.port}"):
         open_store(config)

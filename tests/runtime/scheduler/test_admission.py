@@ -1,4 +1,4 @@
-"""runtime/scheduler/admission.py: what can never be served is refused by the field at fault."""
+"""runtime/scheduler/admission.py: a request that can never be served is refused, naming the field."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_what_cannot_is_refused(request_, message, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_graphs_without_log_probabilities_tell_none(asked):
-    with pytest.raises(RequestError, match=f"logprobs is {asked}; these graphs return none, so legal is null") as caught:
-        check(ask(logprobs=asked), LIMITS, 13, 0)
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_graphs_without_log_probabilities_refuse_them(logprobs):
+    with pytest.raises(RequestError, match=f"logprobs is {logprobs}; these graphs return none, so legal is null") as caught:
+        check(ask(logprobs=logprobs), LIMITS, 13, 0)
     assert caught.value.param == "logprobs"
 
 

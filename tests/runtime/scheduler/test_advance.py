@@ -16,10 +16,10 @@ RULES = policy(pages=60, length=20, drafts=2)
 
 
 def decoding(*requests):
-    """A state in which all of them decode, one token each, and nothing is in flight."""
+    """A state in which all requests decode, with one token each and nothing in flight."""
     state = fresh(RULES, *requests)
     while state.groups[0].waiting:
-        # Nobody decodes before all are there.
+        # All prefill before any decodes.
         state, _, _ = run_step(replace(state, prefill_steps=0))
     return state
 
@@ -129,7 +129,7 @@ def test_results_for_a_request_that_has_ended_are_dropped_even_where_its_id_live
     landed, events = commit(flying, step, results, 0.0)
     assert events == (TokenEvent("b", (5,)),)
     assert landed.groups[0].running[-1] == new
-    # And so when it fails.
+    # The same when the step fails.
     failed, events = fail(flying, step, "boom", 0.0)
     assert [event.request_id for event in events] == ["b"]
     assert failed.groups[0].running == (new,)
@@ -166,9 +166,9 @@ def test_a_preempted_request_goes_to_the_front_and_keeps_its_tokens():
     assert step.groups[0].preempted == ("b",)
     flying = launch(state, step, 0.0).groups[0]
     assert [live.id for live in flying.waiting] == ["b", "c"]
-    again = flying.waiting[0]
-    assert (again.output_token_ids, again.decoding, again.num_pages) == (before.output_token_ids, False, 0)
-    assert again.record.preemptions == 1
+    preempted = flying.waiting[0]
+    assert (preempted.output_token_ids, preempted.decoding, preempted.num_pages) == (before.output_token_ids, False, 0)
+    assert preempted.record.preemptions == 1
     assert flying.used_pages == flying.running[0].num_pages == step.groups[0].rows[0].num_pages
 
 

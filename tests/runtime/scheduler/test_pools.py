@@ -1,3 +1,5 @@
+"""runtime/scheduler/pools.py: a pool against a dict of lists, and what its self-check finds."""
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,12 +35,12 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(OwnershipError, match=f"asks for {count} pages"):
                 self.pool.allocate(count, owner)
             return
-        given = self.pool.allocate(count, owner)
-        assert len(given) == count
-        taken = {n for numbers in self.model.values() for n in numbers}
-        assert not taken & set(given)
+        allocated = self.pool.allocate(count, owner)
+        assert len(allocated) == count
+        owned = {n for numbers in self.model.values() for n in numbers}
+        assert not owned & set(allocated)
         if count:
-            self.model.setdefault(owner, []).extend(given)
+            self.model.setdefault(owner, []).extend(allocated)
 
     @rule(owner=owners)
     def free(self, owner):
@@ -59,8 +61,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def snapshots_never_change(self):
-        for seen, numbers in self.snapshots:
-            assert list(seen) == numbers
+        for view, numbers in self.snapshots:
+            assert list(view) == numbers
 
 
 PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,4 +1,4 @@
-"""runtime/scheduler/request_state.py: how a request advances, and the record it leaves."""
+"""runtime/scheduler/request_state.py: how the state of a request advances, and the record it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_known_tokens_are_prompt_then_generated(generated, start, count):
     assert live.num_tokens == 3 + len(generated)
 
 
-def test_phase_follows_from_what_was_launched():
+def test_the_phase_follows_from_the_launched_steps():
     live = RequestState(REQUEST, 0, 0.0)
     assert not live.decoding
     live = live.prefill_launched(2, 4, 7, 5.0)
@@ -34,7 +34,7 @@ def test_phase_follows_from_what_was_launched():
 
 def test_a_preempted_request_decodes_when_all_it_generated_was_fed():
     live = RequestState(REQUEST, 0, 0.0, output_token_ids=(5, 6))
-    # The last known token may be all that is missing: only a prefill fills the request slot.
+    # Even if only the last known token is missing it takes a prefill, which fills the request slot.
     assert not live.prefill_launched(4, 4, 0, 0.0).decoding
     assert live.prefill_launched(5, 4, 0, 0.0).decoding
 
@@ -51,7 +51,7 @@ def test_min_num_tokens():
 
 
 @pytest.mark.parametrize("steps, ends, context_ends", [(0, False, False), (1, False, True), (2, True, True)])
-def test_a_request_finishes_in_flight_when_the_least_is_enough(steps, ends, context_ends):
+def test_a_request_finishes_in_flight_when_its_fewest_possible_tokens_are_enough(steps, ends, context_ends):
     live = RequestState(REQUEST, 0, 0.0).prefill_launched(3, 2, 0, 0.0)
     for _ in range(steps):
         live = live.decode_launched(2, 0)
@@ -74,9 +74,10 @@ def test_output_ends_at_the_first_reason():
 def test_preemption_keeps_what_clients_have_seen():
     live = RequestState(REQUEST, 4, 1.0).prefill_launched(3, 2, 1, 3.0).prefill_committed("p", (5,), 0, 8.0)
     live = live.decode_launched(2, 2).decode_committed("d", (6,), 1, 0, 2)
-    again = live.preempted()
-    assert (again.output_token_ids, again.num_computed_tokens, again.num_pages, again.record.preemptions) == ((5, 6), 0, 0, 1)
-    assert (again.arrival, again.record.first_token_ms, again.record.decode_steps) == (4, 7.0, (("d", 1),))
+    preempted = live.preempted()
+    assert (preempted.output_token_ids, preempted.num_computed_tokens) == ((5, 6), 0)
+    assert (preempted.num_pages, preempted.record.preemptions) == (0, 1)
+    assert (preempted.arrival, preempted.record.first_token_ms, preempted.record.decode_steps) == (4, 7.0, (("d", 1),))
 
 
 def test_the_record_is_relative_to_submission():
@@ -100,7 +101,7 @@ def test_accepted_drafts_are_recorded_by_place():
     record = live.finish_event("length", 1.0).record
     assert (record.verify_steps, record.drafted_tokens, record.accepted_per_position) == (3, 8, (2, 1, 1))
     assert (live.num_computed_tokens, live.steps_in_flight) == (11, 0)
-    # A block that the output ended in counts as the device accepted it.
+    # Where the output ends inside a block, the record still has what the device accepted.
     cut = live.decode_launched(1, 0).decode_committed("d", (1,), 3, 3, 0)
     assert (cut.record.accepted_per_position, len(cut.output_token_ids) - len(live.output_token_ids), cut.num_computed_tokens) == (
         (3, 2, 1),

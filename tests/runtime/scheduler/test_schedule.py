@@ -1,4 +1,4 @@
-"""runtime/scheduler/schedule.py: what is planned next, whatever came before, with and without a step in flight."""
+"""runtime/scheduler/schedule.py: which step is next, after any history, with and without a step in flight."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_a_prompt_is_chunked_and_then_decoded():
 def test_the_known_token_after_a_chunk_may_be_one_that_was_generated():
     state = fresh(policy(prefill=(3,), length=10, pages=6), request("a", prompt=3))
     state, _, _ = run_step(state, 9)
-    again = state.groups[0].running[0].preempted()
-    state = state_with(state, [GroupState(waiting=(again,))])
+    preempted = state.groups[0].running[0].preempted()
+    state = state_with(state, [GroupState(waiting=(preempted,))])
     step = schedule(state)
     assert (row(step).token_ids, row(step).next_token) == ((0, 1, 2), 9)
     state, _, _ = run_step(state, 9)
-    # The prefill computes what was generated, to the last token: only then does the request slot hold what comes next.
+    # The prefill computes all generated tokens too: only after the last of them does the request slot hold the next token.
     step = schedule(state)
     assert (step.bucket.kind, row(step).token_ids, row(step).next_token, row(step).output_index) == ("prefill", (9,), -1, 1)
 
@@ -81,12 +81,12 @@ def test_rotation_is_fair_when_more_run_than_fit():
     state = fresh(policy(decode=(2,), pages=40, length=40), *(request(n, prompt=1, max_tokens=39) for n in "abc"))
     while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
         state, _, _ = run_step(state)
-    seen = []
+    scheduled = []
     for _ in range(9):
         state, step, _ = run_step(state)
-        seen += ids(step)
-    assert [seen.count(n) for n in "abc"] == [6, 6, 6]
-    assert all(len(set(seen[i : i + 3])) == 3 for i in range(0, 18, 3))
+        scheduled += ids(step)
+    assert [scheduled.count(n) for n in "abc"] == [6, 6, 6]
+    assert all(len(set(scheduled[i : i + 3])) == 3 for i in range(0, 18, 3))
 
 
 def test_admission_is_in_order_of_arrival_and_never_overtakes():
@@ -118,7 +118,7 @@ def test_admission_leaves_every_running_request_the_pages_of_a_steps_candidates(
 
 
 def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
-    # Five pages: a and b start with two each (three tokens, one to come), and both come to need a third.
+    # Of five pages a and b take two each (three tokens and one to come), and both will need a third.
     state = fresh(policy(pages=6, decode=(4,)), *(request(n, prompt=3, max_tokens=5) for n in "abc"))
     for expected in (["a"], ["a"], ["b"], ["a", "b"]):
         state, step, _ = run_step(state)
@@ -129,10 +129,10 @@ def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
     assert (step.groups[0].preempted, ids(step)) == (("b",), ["a"])
     state, _, _ = run_step(state)
     assert [live.id for live in state.groups[0].waiting] == ["b", "c"]
-    again = state.groups[0].waiting[0]
-    assert again.output_token_ids == before.output_token_ids == (1, 1)
-    assert (again.num_computed_tokens, again.num_pages, again.record.preemptions) == (0, 0, 1)
-    # a finishes first; then b prefills its prompt and what it had generated, and goes on sampling where it was.
+    resumed = state.groups[0].waiting[0]
+    assert resumed.output_token_ids == before.output_token_ids == (1, 1)
+    assert (resumed.num_computed_tokens, resumed.num_pages, resumed.record.preemptions) == (0, 0, 1)
+    # a finishes first; then b prefills its prompt and its generated tokens, and continues sampling at the same index.
     while (step := schedule(state)).groups[0].admitted != "b":
         state, _, _ = run_step(state)
     assert row(step).token_ids == (0, 1, 2, 1, 1)[: step.bucket.q_len]
@@ -157,7 +157,7 @@ def test_pages_are_for_the_furthest_a_step_can_reach():
         state, _, _ = run_step(state)
     first = schedule(state)
     assert (row(first).start, row(first).num_pages, row(first).output_index) == (5, 5 + 7, 1)
-    # It gives 1 to 4 tokens, so the next one starts at 6 to 9.
+    # It yields 1 to 4 tokens, so the next step starts at 6 to 9.
     flying = launch(state, first, 0.0)
     second = schedule(flying)
     assert (row(second).start, row(second).num_pages, row(second).output_index) == (6, 5 + 4 + 7, 2)
@@ -172,20 +172,20 @@ def test_pages_are_for_the_furthest_a_step_can_reach():
 
 def test_a_prompt_goes_on_while_its_last_chunk_is_in_flight():
     state = fresh(policy(prefill=(2,), length=12, pages=9), request("a", prompt=5, max_tokens=3))
-    seen = []
+    chunks = []
     for _ in range(3):
         step = schedule(state)
         state = launch(state, step, 0.0)
-        seen.append((step.bucket.kind, row(step).token_ids, row(step).start))
-    assert seen == [("prefill", (0, 1), 0), ("prefill", (2, 3), 2), ("prefill", (4,), 4)]
+        chunks.append((step.bucket.kind, row(step).token_ids, row(step).start))
+    assert chunks == [("prefill", (0, 1), 0), ("prefill", (2, 3), 2), ("prefill", (4,), 4)]
     # The first decode step starts where the prompt ends, whatever was sampled there.
     step = schedule(state)
     assert (step.bucket.kind, row(step).start, row(step).output_index) == ("decode", 5, 1)
 
 
 @pytest.mark.parametrize("prompt, most, drafts", [(3, 2, 0), (3, 2, 3), (6, 9, 0), (6, 9, 3)])
-def test_a_request_that_surely_ends_has_no_turn(prompt, most, drafts):
-    """With what is in flight it has two tokens at the least: that is all it wants, or all the context holds."""
+def test_a_request_that_surely_ends_is_not_scheduled(prompt, most, drafts):
+    """Its steps in flight yield at least two tokens, which is all it wants or all the context holds."""
     state = fresh(
         policy(length=8, drafts=drafts, pages=20), request("a", prompt=prompt, max_tokens=most), request("b", prompt=1, max_tokens=5)
     )
@@ -210,7 +210,7 @@ def test_nothing_is_preempted_while_anything_is_in_flight():
         state, _, _ = run_step(state)
     idle = schedule(state)
     assert idle.groups[0].preempted == ("b",)
-    # The same, had a step in which only "a" has a turn been launched and nothing been heard of it.
+    # The same state, with a step of "a" alone in flight.
     step = ScheduledStep(idle.bucket, (GroupStep(idle.groups[0].rows[:1]),))
     flying = launch(state, step, 0.0)
     assert schedule(flying) is None
@@ -219,7 +219,7 @@ def test_nothing_is_preempted_while_anything_is_in_flight():
 
 
 def test_a_request_waits_for_the_pages_of_an_older_one_that_ends():
-    """Were anybody preempted, it would be the one that lacks pages."""
+    """A preemption would hit the request that lacks pages."""
     rules = policy(pages=6)
     decoding = {"output_token_ids": (1, 1), "num_computed_tokens": 4, "decoding": True}
     ends = RequestState(request("a", max_tokens=3), 0, 0.0, steps_in_flight=1, num_pages=3, **decoding)
@@ -235,17 +235,17 @@ def test_the_last_served_wait_even_while_their_step_is_in_flight():
     state = fresh(policy(decode=(2,), pages=80, length=40), *(request(n, prompt=1, max_tokens=39) for n in "abc"))
     while state.groups[0].waiting or not all(live.decoding for live in state.groups[0].running):
         state, _, _ = run_step(state)
-    flights, seen = [], []
+    flights, scheduled = [], []
     for _ in range(9):
         step = schedule(state)
         state = launch(state, step, 0.0)
         flights.append(step)
-        seen += ids(step)
+        scheduled += ids(step)
         if len(flights) > 1:
-            done = flights.pop(0)
-            state, _ = commit(state, done, sampled(done, 1), 0.0)
-    assert [seen.count(n) for n in "abc"] == [6, 6, 6]
-    assert all(len(set(seen[i : i + 3])) == 3 for i in range(0, 18, 3))
+            oldest = flights.pop(0)
+            state, _ = commit(state, oldest, sampled(oldest, 1), 0.0)
+    assert [scheduled.count(n) for n in "abc"] == [6, 6, 6]
+    assert all(len(set(scheduled[i : i + 3])) == 3 for i in range(0, 18, 3))
 
 
 # Any history.
@@ -268,7 +268,7 @@ def policies(draw):
 
 
 def check_group(policy, group):
-    """What holds for a group between any two calls."""
+    """Checks the invariants of a group between two calls."""
     limits = policy.limits
     arrivals = [live.arrival for live in (*group.running, *group.waiting)]
     assert arrivals == sorted(set(arrivals))
@@ -285,8 +285,8 @@ def check_group(policy, group):
 
 
 def check_part(state, group, bucket, part):
-    """What a group's part of a scheduled step promises."""
-    limits, names = state.policy.limits, [one.request.id for one in part.rows]
+    """Checks one group's part of a scheduled step."""
+    limits, names = state.policy.limits, [row.request.id for row in part.rows]
     assert 1 <= len(part.rows) <= bucket.batch
     assert len(set(names)) == len(names)
     assert list(part.preempted) == [live.id for live in reversed(group.running)][: len(part.preempted)]
@@ -294,17 +294,17 @@ def check_part(state, group, bucket, part):
     assert not (part.preempted and state.steps_in_flight)
     pages = {live.id: live.num_pages for live in group.running}
     freed = sum(pages[name] for name in part.preempted)
-    assert sum(one.num_pages - pages.get(one.request.id, 0) for one in part.rows) <= group.free_pages(limits) + freed
-    for one in part.rows:
-        assert one.num_pages <= limits.pages_per_request
-        assert 1 <= one.num_tokens <= bucket.q_len
+    assert sum(row.num_pages - pages.get(row.request.id, 0) for row in part.rows) <= group.free_pages(limits) + freed
+    for row in part.rows:
+        assert row.num_pages <= limits.pages_per_request
+        assert 1 <= row.num_tokens <= bucket.q_len
         if bucket.kind == "prefill":
-            assert len(one.token_ids) == one.num_tokens
-            assert one.start + one.num_tokens <= one.num_pages * limits.page_size
+            assert len(row.token_ids) == row.num_tokens
+            assert row.start + row.num_tokens <= row.num_pages * limits.page_size
 
 
 class World:
-    """Groups with up to `ahead` steps in flight beyond the one that is waited for, and where the device really is."""
+    """Groups with up to `ahead` steps in flight besides the oldest, and the position of each request on the device."""
 
     def __init__(self, rules, groups, ahead, data):
         self.rules, self.ahead, self.data = rules, ahead, data
@@ -320,9 +320,9 @@ class World:
     def submit(self):
         limits, draw = self.rules.limits, self.data.draw
         most = draw(st.none() | st.integers(0, limits.drafts))
-        one = request(f"r{len(self.names)}", draw(st.integers(1, limits.max_model_len - 1)), draw(st.integers(1, 20)), (), most)
-        self.names.append(one.id)
-        self.state = add(self.state, one)
+        new = request(f"r{len(self.names)}", draw(st.integers(1, limits.max_model_len - 1)), draw(st.integers(1, 20)), (), most)
+        self.names.append(new.id)
+        self.state = add(self.state, new)
 
     def cancel(self):
         self.state, events = cancel(self.state, self.data.draw(st.sampled_from(self.live)), 0.0)
@@ -338,25 +338,25 @@ class World:
                 self.finish_oldest()
             return
         self.check_step(step)
-        results = [[self.run(step.bucket.kind, one) for one in part.rows] for part in step.groups]
+        results = [[self.run(step.bucket.kind, row) for row in part.rows] for part in step.groups]
         self.state = launch(self.state, step, 0.0)
         self.flights.append((step, results))
         while len(self.flights) > self.ahead:
             self.finish_oldest()
 
-    def run(self, kind, one):
-        """What the device does in a row: it is where its last step left it, and has pages for all it writes."""
-        limits, arrival, held = self.rules.limits, one.state.arrival, one.num_pages * self.rules.limits.page_size
+    def run(self, kind, row):
+        """Runs a row as the device does: from where its last step left it, with pages for all that it writes."""
+        limits, arrival, capacity = self.rules.limits, row.state.arrival, row.num_pages * self.rules.limits.page_size
         if kind == "prefill":
-            self.at[arrival] = one.start + one.num_tokens
-            assert min(self.at[arrival] + limits.drafts, limits.max_model_len) <= held
-            return SampledTokens((1,) if one.samples else ())
+            self.at[arrival] = row.start + row.num_tokens
+            assert min(self.at[arrival] + limits.drafts, limits.max_model_len) <= capacity
+            return SampledTokens((1,) if row.samples else ())
         start = self.at[arrival]
-        assert one.start <= start <= one.start + limits.drafts
-        drafted = max(min(one.num_drafts, limits.max_model_len - start - 1), 0)
+        assert row.start <= start <= row.start + limits.drafts
+        drafted = max(min(row.num_drafts, limits.max_model_len - start - 1), 0)
         count = self.data.draw(st.integers(1, drafted + 1))
         # The candidates, and the drafts after the last that counts.
-        assert min(start + max(1 + drafted, count + limits.drafts), limits.max_model_len) <= held
+        assert min(start + max(1 + drafted, count + limits.drafts), limits.max_model_len) <= capacity
         self.at[arrival] = min(start + count, limits.max_model_len)
         return SampledTokens((1,) * count, drafted)
 
@@ -370,7 +370,7 @@ class World:
         self.check()
 
     def check(self):
-        """What holds between any two calls."""
+        """Checks the invariants between two calls."""
         assert self.state.steps_in_flight == len(self.flights)
         for group in self.state.groups:
             check_group(self.rules, group)
@@ -387,14 +387,14 @@ class World:
             assert [not part.rows for part in step.groups] == [not some for some in decodable]
             for group, (some, part) in enumerate(zip(decodable, step.groups, strict=True)):
                 self.check_fairness(group, some, part)
-        # No larger than one of them needs.
+        # The bucket is no larger than some group needs.
         assert any(part.rows for part in step.groups)
-        for other in self.rules.buckets:
-            if other.kind == bucket.kind and (other.q_len, other.batch) < (bucket.q_len, bucket.batch):
-                assert any(len(part.rows) > other.batch or any(r.num_tokens > other.q_len for r in part.rows) for part in step.groups)
+        for smaller in self.rules.buckets:
+            if smaller.kind == bucket.kind and (smaller.q_len, smaller.batch) < (bucket.q_len, bucket.batch):
+                assert any(len(part.rows) > smaller.batch or any(r.num_tokens > smaller.q_len for r in part.rows) for part in step.groups)
 
     def check_fairness(self, group, decodable, part):
-        """As many as fit have a row, and nobody who could is left out for long."""
+        """As many requests as fit have a row, and none that could have one waits for long."""
         if not part.rows:
             return
         largest = max(b.batch for b in self.rules.buckets if b.kind == "decode")
@@ -402,7 +402,7 @@ class World:
         assert len(part.rows) == min(largest, len(names))
         for name in names:
             key = (group, name)
-            self.waited[key] = 0 if name in [one.request.id for one in part.rows] else self.waited.get(key, 0) + 1
+            self.waited[key] = 0 if name in [row.request.id for row in part.rows] else self.waited.get(key, 0) + 1
             assert self.waited[key] <= -(-self.rules.limits.num_slots // largest)
 
 
@@ -445,7 +445,7 @@ def test_a_group_that_may_prefill_makes_all_prefill_or_rest():
     assert sizes(step) == ("prefill-b1-q2", [1, 2, None])
     assert [event.request_id for event in events] == ["a", "b"]
     state = add(state, request("c", prompt=7))
-    # All decode in between, as the burst of one says, and then the others rest while "c" prefills.
+    # All decode in between, because the burst is one; then the others idle while "c" prefills.
     state, step, _ = run_step(state)
     assert sizes(step) == ("decode-b1-q1", [1, 1, None])
     state, step, _ = run_step(state)
@@ -468,9 +468,9 @@ def test_all_decode_in_the_smallest_bucket_that_holds_every_groups_rows():
     while any(group.waiting for group in state.groups) or (step := schedule(state)).bucket.kind == "prefill":
         state, _, _ = run_step(state)
     assert (step.bucket.name, [len(part.rows) for part in step.groups]) == ("decode-b4-q1", [1, 3])
-    before = state.groups[0].running[0].record.padded_rows
+    padding = state.groups[0].running[0].record.padded_rows
     state, _, _ = run_step(state)
-    assert state.groups[0].running[0].record.padded_rows == before + 3
+    assert state.groups[0].running[0].record.padded_rows == padding + 3
 
 
 def test_long_prompts_of_one_group_do_not_starve_the_streams_of_another():
@@ -489,7 +489,7 @@ def test_a_group_that_lacks_pages_makes_all_wait_for_what_is_in_flight():
     state = grouped(rules, [request(n, prompt=3, max_tokens=5) for n in "ab"], [request("c", prompt=1, max_tokens=7)])
     while not (step := schedule(state)).groups[0].preempted:
         state, _, _ = run_step(state)
-    # "c" could go on, but all step together.
+    # "c" could continue, but all groups step together.
     resting = ScheduledStep(step.bucket, (GroupStep(), step.groups[1]))
     flying = launch(state, resting, 0.0)
     assert flying.groups[1].decodable(rules.limits)

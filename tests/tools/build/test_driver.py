@@ -25,11 +25,6 @@ BUCKETS = ["decode-b1-q4", "decode-b2-q4", "prefill-b1-q4"]
 
 
 @pytest.fixture
-def stub(monkeypatch):
-    return tiny.Stub().install(monkeypatch)
-
-
-@pytest.fixture
 def model(tmp_path):
     return tiny.write_checkpoint(tmp_path / "model")
 

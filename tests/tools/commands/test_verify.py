@@ -14,11 +14,6 @@ from npucompile.tools.commands import verify
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
-@pytest.fixture
-def stub(monkeypatch):
-    return tiny.Stub().install(monkeypatch)
-
-
 def test_every_bucket_is_ok(tmp_path, own_artifact):
     result = tiny.cli(tmp_path, "verify")
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""tools/serve/launch.py: ranks are found, started, compared and ended; what they say together is what one says alone."""
+"""tools/serve/launch.py: ranks are started, compared and ended, and together they generate what one device generates."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ WAIT_S = 60
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Ranks share out the cores; the tests after these get theirs back."""
+    """Restores the thread count, which ranks divide among themselves."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-# --- what a launcher says ---
+# --- the environment of a launcher ---
 
 
 def test_a_process_by_itself_has_no_launcher():
@@ -62,8 +62,8 @@ def test_the_configuration_of_torchrun():
     own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
     assert (own.hosts_store, own.local_world_size) == (True, 2)
     agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
-    again = launcher_config(TORCHRUN | agent, settings)
-    assert (again.hosts_store, again.prefix) == (False, "npucompile/job/2")
+    restarted = launcher_config(TORCHRUN | agent, settings)
+    assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def cluster_of(artifact, **settings):
 
 
 def tokens(executor, count=6):
-    return [one.token_ids for one in complete(executor, PROMPTS, Sampling(), count, frozenset())]
+    return [completion.token_ids for completion in complete(executor, PROMPTS, Sampling(), count, frozenset())]
 
 
 def test_one_device_needs_no_other_ranks(sharded):
@@ -145,14 +145,14 @@ def test_one_device_needs_no_other_ranks(sharded):
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-def test_ranks_say_what_one_device_says_and_a_killed_one_ends_them_all(sharded, mesh):
-    """Five prompts: over two groups that is one too many for an even share, and in the end one of them is idle."""
-    alone = tokens(CpuExecutor(Artifact.open(sharded(""))))
+def test_ranks_generate_what_one_device_generates_and_a_killed_rank_ends_them_all(sharded, mesh):
+    """Five prompts over two groups are an uneven share, so one group is idle in the end."""
+    expected = tokens(CpuExecutor(Artifact.open(sharded(""))))
     processes = {}
     with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded(mesh))) as cluster:  # noqa: PT012
         processes |= {pid: None for pid in ranks.children_of(os.getpid()) if b"npucompile.tools.serve.rank" in command_of(pid)}
         executor = cluster.load_executor()
-        assert tokens(executor) == alone
+        assert tokens(executor) == expected
         assert executor.compiles() == 0
         victim = max(processes)
         threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
@@ -184,7 +184,7 @@ def test_ranks_with_other_artifacts_are_refused(sharded, tmp_path, monkeypatch, 
     assert f"rank 1: {caught.value}" in capfd.readouterr().err
 
 
-def test_ranks_with_other_versions_are_refused():
+def test_ranks_compare_artifact_mesh_and_torch_version():
     class Opened:
         digest, manifest = "d", type("M", (), {"mesh": "tp=2"})
 
@@ -193,7 +193,7 @@ def test_ranks_with_other_versions_are_refused():
     assert torch.__version__ in identity.values()
 
 
-def test_a_rank_that_cannot_start_is_told(sharded, monkeypatch, tmp_path, capfd):
+def test_a_rank_that_cannot_start_is_named(sharded, monkeypatch, tmp_path, capfd):
     start = RankProcesses.start
     monkeypatch.setattr(RankProcesses, "start", lambda self, path, *rest: start(self, tmp_path / "gone", *rest))
     with pytest.raises(RankError) as caught, cluster_of(Artifact.open(sharded("tp=2"))):

@@ -1,4 +1,4 @@
-"""tools/serve/offline.py: prompts in, completions out, batched as a server would."""
+"""tools/serve/offline.py: prompts become completions, batched as a server batches them."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ def executor(tiny_artifact):
 
 
 def by_hand(executor, prompt, count):
-    """Greedy decoding with nothing between it and the graphs."""
+    """Greedy decoding by running the graphs directly."""
     pages = slots = [1, 2, 3, 4]
 
     for start in range(0, len(prompt), 16):
         (following,) = prompt[start + 16 : start + 17] or [-1]
         outputs = tiny.run_row(executor, Bucket("prefill", 1, 16), PrefillRow(prompt[start : start + 16], start, pages, 1, 1, following))
-    made = [int(outputs["tokens"][0, 0])]
-    while len(made) < count:
-        outputs = tiny.run_row(executor, Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(made) - 1, pages, slots, 3))
-        made += outputs["tokens"][0, : outputs["counts"][0]].tolist()
-    return tuple(made[:count])
+    tokens = [int(outputs["tokens"][0, 0])]
+    while len(tokens) < count:
+        outputs = tiny.run_row(executor, Bucket("decode", 1, 4), DecodeRow(1, len(prompt) + len(tokens) - 1, pages, slots, 3))
+        tokens += outputs["tokens"][0, : outputs["counts"][0]].tolist()
+    return tuple(tokens[:count])
 
 
 def test_completions_are_what_the_graphs_say(executor):
     prompts = [[1, 2, 3], [9] * 20, list(range(50)), [0], [255]]
     expected = [by_hand(executor, prompt, 6) for prompt in prompts]
     assert len(set(expected)) == 5
-    found = complete(executor, prompts, GREEDY, 6, NO_STOP)
-    assert [one.token_ids for one in found] == expected
-    for one, prompt in zip(found, prompts, strict=True):
-        assert (one.prompt_tokens, one.completion_tokens, one.reason) == (len(prompt), 6, "length")
-        assert one.acceptance_length == one.record.acceptance_length >= 1.0
-        assert one.record.prefill_chunks
-        assert one.logprobs == ()
-    assert any(one.record.padded_rows or dict(one.record.decode_steps).get("decode-b4-q4") for one in found)
+    completions = complete(executor, prompts, GREEDY, 6, NO_STOP)
+    assert [completion.token_ids for completion in completions] == expected
+    for completion, prompt in zip(completions, prompts, strict=True):
+        assert (completion.prompt_tokens, completion.completion_tokens, completion.reason) == (len(prompt), 6, "length")
+        assert completion.acceptance_length == completion.record.acceptance_length >= 1.0
+        assert completion.record.prefill_chunks
+        assert completion.logprobs == ()
+    assert any(completion.record.padded_rows or dict(completion.record.decode_steps).get("decode-b4-q4") for completion in completions)
 
 
 def test_drafts_and_log_probabilities_change_no_token(executor):
     prompts = [[1, 2, 3], [9] * 20, [200, 100]]
-    free, off, one = ([*complete(executor, prompts, GREEDY, 24, NO_STOP, logprobs=2, speculative_tokens=k)] for k in (None, 0, 1))
-    assert [each.token_ids for each in free] == [each.token_ids for each in off] == [each.token_ids for each in one]
+    free, off, single = ([*complete(executor, prompts, GREEDY, 24, NO_STOP, logprobs=2, speculative_tokens=k)] for k in (None, 0, 1))
+    assert [each.token_ids for each in free] == [each.token_ids for each in off] == [each.token_ids for each in single]
     for each in off:
         assert each.acceptance_length == 1.0
         assert each.record.verify_steps == 0
         assert sum(count for _, count in each.record.decode_steps) == 23
     assert any(each.acceptance_length > 1 for each in free)
-    assert all(each.acceptance_length <= 2 for each in one)
+    assert all(each.acceptance_length <= 2 for each in single)
     for each in (*free, *off):
-        assert [told.top[0] for told in each.logprobs] == [(t, told.logprob) for t, told in zip(each.token_ids, each.logprobs, strict=True)]
+        assert [entry.top[0] for entry in each.logprobs] == [(t, e.logprob) for t, e in zip(each.token_ids, each.logprobs, strict=True)]
     for mine, its in zip(free, off, strict=True):
-        assert [told.logprob for told in mine.logprobs] == pytest.approx([told.logprob for told in its.logprobs], abs=1e-4)
+        assert [entry.logprob for entry in mine.logprobs] == pytest.approx([entry.logprob for entry in its.logprobs], abs=1e-4)
     with pytest.raises(RequestError, match="speculative_tokens is 4; legal is an integer from 0 to 3"):
         complete(executor, prompts, GREEDY, 4, NO_STOP, speculative_tokens=4)
 
@@ -79,13 +79,13 @@ def test_a_stop_token_ends_the_output_and_is_not_in_it(executor):
 
 
 def test_the_context_ends_what_max_tokens_does_not(executor):
-    (one,) = complete(executor, [[5] * 60], GREEDY, 100, NO_STOP)
-    assert (len(one.token_ids), one.reason) == (4, "length")
+    (completion,) = complete(executor, [[5] * 60], GREEDY, 100, NO_STOP)
+    assert (len(completion.token_ids), completion.reason) == (4, "length")
 
 
 def test_a_seed_repeats_and_another_does_not(executor):
     def tokens(seed):
-        return [one.token_ids for one in complete(executor, [[1, 2], [3]], Sampling(1.5, seed=seed), 12, NO_STOP)]
+        return [completion.token_ids for completion in complete(executor, [[1, 2], [3]], Sampling(1.5, seed=seed), 12, NO_STOP)]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -98,7 +98,7 @@ def test_a_prompt_that_can_never_be_served_is_refused(executor):
         complete(executor, [[260]], GREEDY, 4, NO_STOP)
 
 
-def test_a_step_that_fails_is_told(executor, caplog):
+def test_a_step_that_fails_is_reported(executor, caplog):
     class Broken(tiny.Narrowed):
         def launch(self, bucket, inputs):
             raise ZeroDivisionError("no")
@@ -114,5 +114,5 @@ def test_acceptance_length_is_that_of_steps_that_verify_drafts(steps, accepted, 
 
 
 def test_outputs_are_plain_numbers(executor):
-    (one,) = complete(executor, [np.array([1, 2], np.int32).tolist()], GREEDY, 2, NO_STOP)
-    assert all(type(token) is int for token in one.token_ids)
+    (completion,) = complete(executor, [np.array([1, 2], np.int32).tolist()], GREEDY, 2, NO_STOP)
+    assert all(type(token) is int for token in completion.token_ids)

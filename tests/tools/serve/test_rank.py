@@ -1,7 +1,8 @@
-"""tools/serve/rank.py: a rank in a real process, whose rank 0 is the test."""
+"""tools/serve/rank.py: a rank in a real process, with the test as rank 0."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ class Rank1:
     """Rank 1 of tp=2, and the test as rank 0."""
 
     def __init__(self, path, step_timeout_s=30.0):
-        self.ranks, self.artifact = ranks, Artifact.open(path)
+        self.artifact = Artifact.open(path)
         mesh = check_world_size(self.artifact, None)
         config = RendezvousConfig(0, 2, "127.0.0.1", 0, 2, ranks.TIMEOUT_S, hosts_store=True)
         self.store = open_store(config)
@@ -42,7 +43,7 @@ class Rank1:
         self.control_plane.gather([1], "ready", ranks.TIMEOUT_S)
 
     def ended(self):
-        return self.ranks.finished(self.process, 15)
+        return ranks.finished(self.process, 15)
 
     def close(self):
         self.control_plane.close()
@@ -52,51 +53,44 @@ class Rank1:
 
 
 @pytest.fixture
-def rank1(sharded):
-    made = []
-
-    def start(**options):
-        made.append(Rank1(sharded("tp=2"), **options))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
+def start_rank1(sharded):
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(contextlib.closing(Rank1(sharded("tp=2"), **options)))
 
 
-def test_it_runs_steps_and_stops_when_it_is_told_to_whatever_else_it_hears(rank1):
+def test_it_runs_steps_and_stops_when_rank_0_says_so_whatever_signals_it_gets(start_rank1):
     """Ctrl-C and torchrun's SIGTERM reach all ranks; rank 0 ends them in order."""
-    one = rank1()
-    executor = CpuExecutor(one.artifact, rank=0)
+    rank1 = start_rank1()
+    executor = CpuExecutor(rank1.artifact, rank=0)
     inputs = pack(DECODE, [], executor.limits, max_logprobs=executor.max_logprobs)
     for number in range(3):
-        one.control_plane.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
+        rank1.control_plane.send(1, encode("step", step=number, bucket=DECODE.name, inputs=inputs))
         assert executor.launch(DECODE, [inputs]).result()[0]["tokens"].dtype == np.int32
-    one.process.send_signal(signal.SIGINT)
-    one.process.send_signal(signal.SIGTERM)
+    rank1.process.send_signal(signal.SIGINT)
+    rank1.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
-    assert one.process.poll() is None
-    one.control_plane.close()
-    assert one.ended() == (0, "", "")
+    assert rank1.process.poll() is None
+    rank1.control_plane.close()
+    assert rank1.ended() == (0, "", "")
 
 
-def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(rank1):
-    one = rank1()
-    inputs = pack(DECODE, [], one.artifact.manifest.limits, max_logprobs=one.artifact.manifest.graphs[0].max_logprobs)
-    one.control_plane.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
+def test_it_ends_with_rank_0_even_when_it_waits_for_it_in_a_collective(start_rank1):
+    rank1 = start_rank1()
+    inputs = pack(DECODE, [], rank1.artifact.manifest.limits, max_logprobs=rank1.artifact.manifest.graphs[0].max_logprobs)
+    rank1.control_plane.send(1, encode("step", step=1, bucket=DECODE.name, inputs=inputs))
     time.sleep(0.3)
     began = time.monotonic()
-    one.control_plane._peers[1]._stream.shutdown(2)
-    status, _, said = one.ended()
+    rank1.control_plane._peers[1]._stream.shutdown(2)
+    status, _, stderr = rank1.ended()
     assert status == 1
-    assert "lost rank 0: it closed its connection" in said
+    assert "lost rank 0: it closed its connection" in stderr
     assert time.monotonic() - began < 10
 
 
-def test_it_ends_by_itself_when_nobody_ends_it(rank1):
-    one = rank1()
+def test_it_ends_by_itself_when_nobody_ends_it(start_rank1):
+    rank1 = start_rank1()
     began = time.monotonic()
-    os.kill(one.process.pid, signal.SIGTERM)
-    status, _, _ = one.ended()
+    os.kill(rank1.process.pid, signal.SIGTERM)
+    status, _, _ = rank1.ended()
     assert status == 128 + signal.SIGTERM
     assert 4 < time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""tools/serve/serving.py: an artifact is served, compiled behind the server, and swapped in; the one real compile of these tests."""
+"""tools/serve/serving.py: an artifact is served, compiled in the background, and swapped in; contains the one real compile."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def health(url):
 
 @dataclass(frozen=True)
 class Swapped:
-    """What was seen of a server whose artifact was compiled behind it."""
+    """What a client saw of a server whose artifact was compiled in the background."""
 
     path: object
     before: tuple
@@ -76,19 +76,19 @@ class Swapped:
 
 @pytest.fixture(scope="module")
 def swapped(tiny_checkpoint, tmp_path_factory):
-    """Served uncompiled first; then one of its two buckets is compiled; then asked until the server runs that.
+    """Serves an uncompiled artifact, compiles one of its two buckets, and asks until the server runs that.
 
-    Two drafts and a few log probabilities are all that a decode graph can have, and no more than it takes to compile them.
+    With two drafts and a few log probabilities the decode graph has every kind of output and still compiles fast.
     """
     out = tmp_path_factory.mktemp("swapped") / "tiny"
     few = {"num_speculative_tokens": 2, "max_logprobs": 2}
-    made = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
+    plan = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,), max_model_len=32, backend="inductor", **few)
     with mock.patch.object(driver, "run_all", return_value=iter(())):
-        tiny.built(made, out)
+        tiny.built(plan, out)
     with served(Artifact.open(out)) as (running, url):
         health_before, before = health(url), ask(url).token_ids
         with mock.patch.object(driver, "run_all", lambda jobs, workers: run_all([j for j in jobs if j.bucket.name == COMPILED], workers)):
-            report = tiny.built(made, out)
+            report = tiny.built(plan, out)
         assert list(report.compiled) == [COMPILED]
         after = ask(url).token_ids
         while health(url)["compiled_buckets"] == 0:
@@ -114,22 +114,22 @@ from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.tools.serve.offline import complete
 executor = CpuExecutor(Artifact.open(Path(sys.argv[1])))
-(done,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
-assert [told.top[0][0] for told in done.logprobs] == list(done.token_ids)
+(completion,) = complete(executor, [list(map(int, sys.argv[2].split(",")))], Sampling(), 10, frozenset(), logprobs=1)
+assert [entry.top[0][0] for entry in completion.logprobs] == list(completion.token_ids)
 compilers = [name for name in sys.modules if name.startswith(("torch._inductor.codegen", "torch._dynamo.symbolic_convert"))]
-print(json.dumps([executor.compiles(), executor.backends, done.token_ids, compilers]))
+print(json.dumps([executor.compiles(), executor.backends, completion.token_ids, compilers]))
 """
     prompt = ",".join(map(str, start_codec(swapped.path).encode(PROMPT)))
-    ran = subprocess.run([sys.executable, "-c", script, str(swapped.path), prompt], capture_output=True, text=True, check=True)
-    compiles, backends, tokens, compilers = json.loads(ran.stdout)
+    process = subprocess.run([sys.executable, "-c", script, str(swapped.path), prompt], capture_output=True, text=True, check=True)
+    compiles, backends, tokens, compilers = json.loads(process.stdout)
     assert compiles == 0
     assert backends[COMPILED] == "inductor"
     assert tuple(tokens) == swapped.before
     assert compilers == []
 
 
-class Alone:
-    """A request by itself on an artifact's executables, from its prompt on; what it knows can be looked at, and its drafts changed."""
+class SingleRequest:
+    """One request on an artifact's executables, whose state can be read and whose drafts can be set."""
 
     def __init__(self, path, prompt):
         artifact = Artifact.open(path)
@@ -139,8 +139,8 @@ class Alone:
         self.state = {leaf.name: torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in self.manifest.state}
         self.pages = list(range(1, 1 + self.manifest.limits.pages_per_request))
         self.slots = list(range(1, 1 + self.manifest.limits.slots_per_request))
-        self.request_slot, self.start, self.said = self.state["state.request_slots"][1], len(prompt), []
-        self.said.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
+        self.request_slot, self.start, self.token_ids = self.state["state.request_slots"][1], len(prompt), []
+        self.token_ids.append(int(self.step("prefill", PrefillRow(prompt, 0, self.pages, self.slots[0], 1))["tokens"][0, 0]))
 
     @property
     def entries(self):
@@ -149,47 +149,47 @@ class Alone:
     def step(self, kind, row):
         (entry,) = (e for e in self.entries if e.bucket.kind == kind)
         inputs = pack(entry.bucket, [row], self.manifest.limits, max_logprobs=entry.max_logprobs)
-        given = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
-        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *given])
+        operands = (torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)
+        outputs = self.executables[entry.bucket]([*self.params, *self.state.values(), *operands])
         return {leaf.path: value for leaf, value in zip(entry.outputs, outputs, strict=True)}
 
     def decode(self, drafts):
         out = self.step("decode", DecodeRow(1, self.start, self.pages, self.slots, drafts))
         count = int(out["counts"][0])
-        self.said += out["tokens"][0, :count].tolist()
+        self.token_ids += out["tokens"][0, :count].tolist()
         self.start += count
         return count
 
     def memory(self):
-        """Keys and values of all its tokens, and the recurrent and convolution state after the last one."""
-        slot, found = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
+        """Keys and values of all its tokens, and the recurrent and convolution state after the last."""
+        slot, memory = self.slots[int(self.request_slot[request_slots.ACCEPTED])], {}
         for name, pool in self.state.items():
             if name.endswith((".k", ".v")):
-                found[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
+                memory[name] = pool[self.pages].flatten(0, 1)[: self.start].clone()
             elif name != "state.request_slots":
-                found[name] = pool[slot].clone()
-        return found
+                memory[name] = pool[slot].clone()
+        return memory
 
 
-def test_state_of_a_compiled_step_that_kept_drafts_is_bit_for_bit_that_of_one_that_had_none(swapped):
-    """Every sum of our kernels has one order, so nothing is left to tell a kept draft from a token that was fed alone."""
+def test_state_after_accepted_drafts_is_bit_for_bit_that_without_drafts(swapped):
+    """Each kernel sums in one fixed order, so an accepted draft and a token fed by itself give the same bits."""
     prompt = list(start_codec(swapped.path).encode(PROMPT))[:4]
-    plain, memories = Alone(swapped.path, prompt), {}
+    plain, memories = SingleRequest(swapped.path, prompt), {}
     while plain.start < 28:
         memories[plain.start] = plain.memory()
         plain.decode(0)
-    drafting, counts = Alone(swapped.path, prompt), []
+    drafting, counts = SingleRequest(swapped.path, prompt), []
     for right in itertools.cycle((2, 0, 1, 1, 2, 2, 0)):
-        for name, held in drafting.memory().items():
-            assert torch.equal(held, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
+        for name, memory in drafting.memory().items():
+            assert torch.equal(memory, memories[drafting.start][name]), f"{name} at {drafting.start}, after {counts}"
         if drafting.start > 20:
             break
-        known = plain.said[len(drafting.said) :][:2]
+        known = plain.token_ids[len(drafting.token_ids) :][:2]
         wrong = [token if i < right else (token + 1) % 40 for i, token in enumerate(known)]
         drafting.request_slot[request_slots.TOKENS + 1 :] = torch.tensor(wrong, dtype=torch.int32)
         counts.append(drafting.decode(2))
     assert set(counts) == {1, 2, 3}
-    assert drafting.said == plain.said[: len(drafting.said)]
+    assert drafting.token_ids == plain.token_ids[: len(drafting.token_ids)]
 
 
 def start_codec(path):
@@ -197,10 +197,10 @@ def start_codec(path):
     return module.TextTokenizer.load(path / artifact.manifest.tokenizer)
 
 
-def test_its_proof_is_repeated_and_shown(swapped):
+def test_its_verification_is_shown_and_can_be_repeated(swapped):
     home = swapped.path.parent
-    told = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
-    inspected = {bucket["name"]: bucket for bucket in told["buckets"]}
+    inspection = json.loads(tiny.cli(home, "inspect", swapped.path, "--json").stdout)
+    inspected = {bucket["name"]: bucket for bucket in inspection["buckets"]}
     assert inspected[COMPILED]["backend"] == "inductor"
     assert 0 < inspected[COMPILED]["verified"]["logits_error"] < 1e-5
     assert inspected["prefill-b1-q4"]["backend"] == "eager"
@@ -219,10 +219,10 @@ def test_one_flipped_bit_of_machine_code_is_found(swapped):
         Artifact.open(swapped.path)
 
 
-# --- without ---
+# --- without compiling ---
 
 
-def test_what_is_served_is_said(tiny_artifact):
+def test_the_service_describes_its_artifact(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     with served(artifact) as (running, url):
         model = running.service.model
@@ -248,19 +248,19 @@ def test_only_what_can_be_compiled_waits_for_it(own_artifact, target, compiled, 
     assert incomplete(tiny.with_compiled(own_artifact, "eager", compiled)) is waits
 
 
-# --- the build behind a server ---
+# --- the background build ---
 
 
 class Process:
-    """Ends, and does things, when it is asked how it is for the n-th time."""
+    """A process whose n-th poll returns, or calls, the n-th of `polls`."""
 
-    def __init__(self, *turns):
-        self.turns = list(turns)
+    def __init__(self, *polls):
+        self.polls = list(polls)
         self.signals = []
 
     def poll(self):
-        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        return turn() if callable(turn) else turn
+        outcome = self.polls.pop(0) if len(self.polls) > 1 else self.polls[0]
+        return outcome() if callable(outcome) else outcome
 
     def terminate(self):
         self.signals.append("terminate")
@@ -271,21 +271,21 @@ class Process:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Builders of the test get this process, and no time passes while they wait."""
-    seen = SimpleNamespace(process=None, command=None, environment=None)
+    """What a build was started with; its process is the one that the test sets, and waiting takes no time."""
+    started = SimpleNamespace(process=None, command=None, environment=None)
 
     def popen(command, env, **options):
-        seen.command, seen.environment = command, env
-        return seen.process
+        started.command, started.environment = command, env
+        return started.process
 
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
     monkeypatch.setattr(module, "POLL_S", 0)
-    return seen
+    return started
 
 
 def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_artifact, started):
-    """What was there may be of other weights, or of another torch."""
-    before = Artifact.open(own_artifact)
+    """The old artifact may be of other weights, or of another torch."""
+    old = Artifact.open(own_artifact)
 
     def publish():
         tiny.published(own_artifact, lambda manifest, _: replace(manifest, source_digest="new"))
@@ -293,7 +293,7 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
     started.process = Process(None, None, publish, None)
     artifact = BackgroundBuild(["model"], own_artifact, {"A": "b"}).wait_servable()
     assert artifact.manifest.source_digest == "new"
-    assert artifact.digest != before.digest
+    assert artifact.digest != old.digest
     assert started.environment == {"A": "b"}
     assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
     assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]
@@ -309,7 +309,7 @@ def test_a_build_that_ends_at_once_is_seen(own_artifact, started):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_build_that_fails_is_told(own_artifact, tmp_path, started, there):
+def test_a_build_that_fails_is_reported(own_artifact, tmp_path, started, there):
     started.process = Process(None, 1)
     with pytest.raises(NpucompileError, match="the build ended with status 1 before there was anything to serve"):
         BackgroundBuild(["model"], own_artifact if there else tmp_path / "out", {}).wait_servable()

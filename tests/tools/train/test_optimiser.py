@@ -1,4 +1,4 @@
-"""Matrices follow Muon, vectors and tables Adam; a resumed run goes on as if it had not stopped."""
+"""tools/train/optimiser.py: matrices follow Muon, vectors and tables Adam, and a resumed run continues exactly."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,12 +11,12 @@ def test_a_stack_is_updated_as_its_matrices_are():
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 2, 24, 40, generator=generator)
     grads = torch.randn(stack.shape, generator=generator)
-    alone = {str(i): matrix.clone() for i, matrix in enumerate(stack.flatten(0, 1))}
+    matrices = {str(i): matrix.clone() for i, matrix in enumerate(stack.flatten(0, 1))}
     before = stack.clone()
     with ThreadPoolExecutor(2) as pool:
         Optimiser({"w": stack}, Rates()).update([grads], 0.5, pool)
-        Optimiser(alone, Rates()).update(grads.flatten(0, 1), 0.5, pool)
-    assert torch.equal(stack.flatten(0, 1), torch.stack(list(alone.values())))
+        Optimiser(matrices, Rates()).update(grads.flatten(0, 1), 0.5, pool)
+    assert torch.equal(stack.flatten(0, 1), torch.stack(list(matrices.values())))
     # The step is the nearest orthogonal matrix, whose singular values Muon gets to within 0.7 to 1.2, times the step size.
     rates = Rates()
     step = (before * (1 - 0.5 * rates.matrix * rates.decay) - stack) / (0.5 * rates.matrix)

@@ -1,5 +1,8 @@
+"""tools/train/tiny_draft.py: drafts and losses of the draft head are those of a server."""
+
 import pytest
 import torch
+from support import tiny
 
 from npucompile.models import qwen3_5
 from npucompile.tools.train import tiny_draft, tiny_model
@@ -9,22 +12,7 @@ ROWS, LENGTH = 2, 24
 
 @pytest.fixture(scope="module")
 def model():
-    config = {
-        **tiny_model.hf_config(2045),
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    }
-    cfg = qwen3_5.Config.from_hf(config)
+    cfg = qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
     return cfg, tiny_model.initial_params(cfg, 3)
 
 
@@ -39,20 +27,20 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
     inputs = {**step.inputs, "query_lens": torch.tensor([base + 1], dtype=torch.int32)}
     ids = text.to(torch.int32)
     hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**inputs, "tokens": ids[None, : base + 1]})
-    taken, state = qwen3_5.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
-    one = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
-    last = {**one, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
-    ahead = qwen3_5.draft(cfg, params, state, last, taken[-1:])
+    fused, state = qwen3_5.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
+    one_token = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
+    last = {**one_token, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
+    ahead = qwen3_5.draft(cfg, params, state, last, fused[-1:])
     logits = [qwen3_5.head(cfg, params, ahead)[0]]
     for j in range(tiny_draft.DEPTH - 1):
         token = int(logits[-1].argmax()) if own_tokens else int(text[base + 2 + j])
         inputs = {
-            **one,
+            **one_token,
             "tokens": torch.tensor([[token]], dtype=torch.int32),
             "num_computed_tokens": torch.tensor([base + 1 + j], dtype=torch.int32),
         }
-        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
-        ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
+        fused, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
+        ahead = qwen3_5.draft(cfg, params, state, inputs, fused)
         logits.append(qwen3_5.head(cfg, params, ahead)[0])
     return logits
 
@@ -65,8 +53,8 @@ def test_unrolled_drafts_are_those_of_a_server(model, texts, own_tokens):
     for row in range(ROWS):
         for column, base in enumerate(bases[row].tolist()):
             want = drafts_of_one_position(cfg, params, texts[row], base, own_tokens)
-            got = [out.first[row, base], *(logits[row, column] for logits in out.deeper)]
-            for depth, (a, b) in enumerate(zip(got, want, strict=True)):
+            unrolled = [out.first[row, base], *(logits[row, column] for logits in out.deeper)]
+            for depth, (a, b) in enumerate(zip(unrolled, want, strict=True)):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4, msg=lambda text, at=(row, base, depth): f"{at}: {text}")
 
 
@@ -93,7 +81,7 @@ def test_acceptance_walks_by_accepted_tokens(model, texts, monkeypatch):
         return tiny_draft.Recursion(logits, logits, (deep, deep))
 
     monkeypatch.setattr(tiny_draft, "unroll", always_one)
-    found = tiny_draft.acceptance(cfg, params, pattern, 4)
+    measured = tiny_draft.acceptance(cfg, params, pattern, 4)
     truth, at, counts = pattern[0].tolist(), 3, []
     while at < 24 - tiny_draft.DEPTH:
         agreed = 0
@@ -101,9 +89,9 @@ def test_acceptance_walks_by_accepted_tokens(model, texts, monkeypatch):
             agreed += 1
         counts.append(agreed)
         at += agreed + 1
-    assert found.steps == len(counts)
-    assert found.mean_tokens == pytest.approx(1 + sum(counts) / len(counts))
-    assert found.rates[0] == pytest.approx(sum(c > 0 for c in counts) / len(counts))
+    assert measured.steps == len(counts)
+    assert measured.mean_tokens == pytest.approx(1 + sum(counts) / len(counts))
+    assert measured.rates[0] == pytest.approx(sum(c > 0 for c in counts) / len(counts))
 
 
 def test_draft_losses_reach_only_the_head_and_fall(model, texts):
@@ -112,7 +100,7 @@ def test_draft_losses_reach_only_the_head_and_fall(model, texts):
     own = {**params, "mtp": torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.tree_structure(params["mtp"]))}
     bases = tiny_draft.random_bases(ROWS, LENGTH, 4, torch.Generator().manual_seed(1))
     optimiser = torch.optim.Adam(leaves, lr=1e-2)
-    seen = []
+    totals = []
     for _ in range(8):
         losses = tiny_draft.draft_losses(cfg, own, texts, bases)
         assert len(losses) == tiny_draft.DEPTH
@@ -122,5 +110,5 @@ def test_draft_losses_reach_only_the_head_and_fall(model, texts):
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
         optimiser.step()
-        seen.append(total.item())
-    assert seen[-1] < seen[0] - 0.1
+        totals.append(total.item())
+    assert totals[-1] < totals[0] - 0.1

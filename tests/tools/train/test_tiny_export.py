@@ -1,3 +1,5 @@
+"""tools/train/tiny_export.py: exported tensors are the parameters, and transformers loads them."""
+
 import json
 
 import pytest

@@ -4,21 +4,16 @@ import math
 
 import pytest
 import torch
+from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.models import qwen3_5
 from npucompile.tools.train import tiny_model
 
-SMALL = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def cfg() -> qwen3_5.Config:
-    return qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **SMALL})
+    return qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
 
 
 def test_the_bundled_sizes() -> None:
@@ -53,18 +48,18 @@ def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: q
     params = tiny_model.initial_params(cfg, 1)
     leaves = [value.requires_grad_() for _, value in tree.flatten(params)]
     windows = torch.randint(0, 40, (2, 18), generator=torch.Generator().manual_seed(2))
-    found = tiny_model.joint_losses(cfg, params, windows, True)
+    losses = tiny_model.joint_losses(cfg, params, windows, True)
     step = tiny_model.fresh_step(cfg, 2, 16)
     with torch.no_grad():
         hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
         main = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
         shifted = {**step.inputs, "tokens": windows[:, 1:-1].int()}
-        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
-        drafted = qwen3_5.draft(cfg, params, state, shifted, taken)
+        fused, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
+        drafted = qwen3_5.draft(cfg, params, state, shifted, fused)
         draft = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, drafted), windows[:, 2:].flatten())
-    assert found.main.item() == pytest.approx(main.item(), abs=1e-5)
-    assert found.draft.item() == pytest.approx(draft.item(), abs=1e-5)
-    grads = torch.autograd.grad(found.main + found.draft + found.balance, leaves, allow_unused=True)
+    assert losses.main.item() == pytest.approx(main.item(), abs=1e-5)
+    assert losses.draft.item() == pytest.approx(draft.item(), abs=1e-5)
+    grads = torch.autograd.grad(losses.main + losses.draft + losses.balance, leaves, allow_unused=True)
     for (path, _), grad in zip(tree.flatten(params), grads, strict=True):
         assert grad is not None, path
         assert torch.isfinite(grad).all(), path

@@ -1,4 +1,4 @@
-"""tools/verify/compare.py: all that no live row may read is NaN, and every difference in a live value is measured."""
+"""tools/verify/compare.py: what no live row may read is NaN, and every difference in a live value is measured."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def signature(bucket: Bucket, limits: Limits) -> Signature:
 
 
 class Toy:
-    """Sums what a live row may read, writes its keys and slots, accepts drafts that it would have said; `fault` breaks one thing."""
+    """Sums what a live row may read, writes its keys and slots, accepts drafts that equal its tokens; `fault` breaks one thing."""
 
     backend = "toy"
 
@@ -58,31 +58,31 @@ class Toy:
         request_slot, slots = of["state.request_slots"][of["inputs.request_slots"][row]], of["inputs.state_slots_out"][row]
         decode = self.bucket.kind == "decode"
         if decode:
-            start, length, read = int(request_slot[0]), 1 + int(of["inputs.drafts"][row]), int(slots[request_slot[1]])
+            start, length, slot_in = int(request_slot[0]), 1 + int(of["inputs.drafts"][row]), int(slots[request_slot[1]])
         else:
-            start, length, read = (int(of[f"inputs.{name}"][row]) for name in ("num_computed_tokens", "query_lens", "state_slots_in"))
+            start, length, slot_in = (int(of[f"inputs.{name}"][row]) for name in ("num_computed_tokens", "query_lens", "state_slots_in"))
         total = sum((k[pages[at // 4], at % 4].sum() for at in range(start + (self.fault == "reads ahead"))), torch.zeros(()))
-        state = s[read].sum() if start else torch.zeros(())
+        state = s[slot_in].sum() if start else torch.zeros(())
         total = total + (s[0].sum() if self.fault == "reads null" else 0)
         for at in range(start, start + length):
             k[pages[at // 4], at % 4] = float(at) + (self.fault == "writes wrong")
         for w in range(len(slots)):
             s[slots[w]] = state + w + (self.fault == "state wrong")
             out["logits"][row, w] = total + state + torch.arange(VOCAB) * 0.1 * (-1) ** w + (self.fault == "logits wrong")
-        said = out["logits"][row].argmax(-1).int()
-        out["tokens"][row] = 1 - said if self.fault == "tokens wrong" else said
+        best = out["logits"][row].argmax(-1).int()
+        out["tokens"][row] = 1 - best if self.fault == "tokens wrong" else best
         count = 1
-        while decode and count < length and request_slot[2 + count] == said[count - 1]:
+        while decode and count < length and request_slot[2 + count] == best[count - 1]:
             count += 1
         if decode:
             out["counts"][row] = count - (self.fault == "counts wrong" and count > 1)
-        made = [int(said[count - 1]) if decode else int(said[0])] + [3 + (self.fault == "drafts wrong")] * self.limits.drafts
+        candidates = [int(best[count - 1]) if decode else int(best[0])] + [3 + (self.fault == "drafts wrong")] * self.limits.drafts
         if self.limits.drafts:
-            out["drafts"][row] = torch.tensor(made[1:], dtype=torch.int32)
+            out["drafts"][row] = torch.tensor(candidates[1:], dtype=torch.int32)
             last = count if decode else length
             for at in range(start, start + last):
                 of["state.mtp.k"][pages[at // 4], at % 4] = at * 0.5 + (self.fault == "head wrong")
-        request_slot.copy_(torch.tensor([start + count, count - 1 + (self.fault == "request slot wrong"), *made], dtype=torch.int32))
+        request_slot.copy_(torch.tensor([start + count, count - 1 + (self.fault == "request slot wrong"), *candidates], dtype=torch.int32))
 
 
 def poisoned_steps(bucket: Bucket, limits: Limits, live: Sequence[int], seeds: int = 4) -> list[compare.PoisonedStep]:
@@ -109,14 +109,14 @@ CASES = [
 
 @pytest.mark.parametrize(("bucket", "limits", "faults"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_equal_executables_pass_and_each_fault_is_seen(bucket: Bucket, limits: Limits, faults: tuple[str, ...]) -> None:
-    sign, made = signature(bucket, limits), poisoned_steps(bucket, limits, (1, bucket.batch))
-    exact = compare.compare(Toy(bucket, limits), Toy(bucket, limits), made, sign)
+    sign, steps = signature(bucket, limits), poisoned_steps(bucket, limits, (1, bucket.batch))
+    exact = compare.compare(Toy(bucket, limits), Toy(bucket, limits), steps, sign)
     assert exact == compare.Differences(4 * (1 + bucket.batch), 0.0, 0.0, 0)
     compare.check_tolerance(exact, compare.TOLERANCES[torch.float32], "toy")
     for fault in faults:
-        seen = compare.compare(Toy(bucket, limits), Toy(bucket, limits, fault), made, sign)
+        differences = compare.compare(Toy(bucket, limits), Toy(bucket, limits, fault), steps, sign)
         with pytest.raises(VerifyError, match=r"toy: (logits|state|tokens) differ by"):
-            compare.check_tolerance(seen, compare.TOLERANCES[torch.float32], "toy")
+            compare.check_tolerance(differences, compare.TOLERANCES[torch.float32], "toy")
 
 
 def test_every_count_of_accepted_drafts_occurs() -> None:
@@ -132,15 +132,15 @@ def test_comparing_leaves_the_callers_state_alone_and_poisons_null() -> None:
     k, s = case.operands[1], case.operands[2]
     assert torch.isnan(k[0]).all()
     assert torch.isnan(s[0]).all()
-    before = k.clone()
+    copy = k.clone()
     compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN), [case], signature(bucket, PLAIN))
-    assert torch.equal(torch.nan_to_num(k), torch.nan_to_num(before))
+    assert torch.equal(torch.nan_to_num(k), torch.nan_to_num(copy))
 
 
 def test_differences_of_two_sets_are_the_larger_ones() -> None:
-    one, other = compare.Differences(1, 0.5, 0.1, 0), compare.Differences(2, 0.2, 0.3, 4)
-    assert one.combined(other) == compare.Differences(3, 0.5, 0.3, 4)
-    assert compare.Differences().combined(one) == one
+    first, second = compare.Differences(1, 0.5, 0.1, 0), compare.Differences(2, 0.2, 0.3, 4)
+    assert first.combined(second) == compare.Differences(3, 0.5, 0.3, 4)
+    assert compare.Differences().combined(first) == first
 
 
 def test_difference_is_relative_beyond_one_and_infinite_for_nan() -> None:
@@ -161,8 +161,8 @@ def test_deviation_is_an_average_and_infinite_for_nan() -> None:
 @pytest.mark.parametrize("fault", ["reads ahead", "reads null", "state wrong", "logits wrong"])
 def test_the_coarse_tolerance_still_sees_leaks_and_wrong_kernels(fault: str) -> None:
     bucket, tolerance = Bucket("decode", 4, 1), compare.TOLERANCES[torch.bfloat16]
-    sign, made = signature(bucket, PLAIN), poisoned_steps(bucket, PLAIN, (4,))
+    sign, steps = signature(bucket, PLAIN), poisoned_steps(bucket, PLAIN, (4,))
     with pytest.raises(VerifyError):
         compare.check_tolerance(
-            compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), made, sign, tolerance.measure), tolerance, "toy"
+            compare.compare(Toy(bucket, PLAIN), Toy(bucket, PLAIN, fault), steps, sign, tolerance.measure), tolerance, "toy"
         )

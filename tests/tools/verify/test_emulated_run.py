@@ -1,4 +1,4 @@
-"""tools/verify/emulated_run.py: right graphs agree with the trace, wrong ones are refused by rank, step and measure."""
+"""tools/verify/emulated_run.py: right graphs agree with the trace; wrong ones are refused by rank, step and measurement."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def outputs(ranks):
 
 
 def changed(outputs, number, rank, **values):
-    """The outputs, but for some of one rank in one step."""
-    steps = {i: [dict(one) for one in step] for i, step in outputs.steps.items()}
+    """The outputs with some of one rank in one step replaced."""
+    steps = {i: [dict(rank_outputs) for rank_outputs in step] for i, step in outputs.steps.items()}
     steps[number][rank] |= values
     return replace(outputs, steps={i: tuple(step) for i, step in steps.items()})
 
 
 def decode_step(ranks, group=0):
-    """A decode step in which a group works."""
+    """The first decode step in which a group has live rows."""
     return next(i for i, step in enumerate(ranks.trace.steps) if step.case.form.kind == "decode" and step.expected[group])
 
 
@@ -47,9 +47,9 @@ def test_ranks_agree_with_one_device(ranks, outputs):
     assert measured["logits_error"] < 1e-4
     assert 0 < measured["typical_error"] < 1e-5
     assert measured["tokens"] + measured["token_mismatches"] >= measured["rows"] - 2
-    live = sum(sum(one.valid) for step in ranks.trace.steps for one in step.expected if one)
+    live = sum(sum(expected.valid) for step in ranks.trace.steps for expected in step.expected if expected)
     assert measured["rows"] == 2 * live
-    drafted = 2 * sum(2 * len(one.rows) for step in ranks.trace.steps for one in step.expected if one)
+    drafted = 2 * sum(2 * len(expected.rows) for step in ranks.trace.steps for expected in step.expected if expected)
     assert measured["drafts"] + measured["draft_mismatches"] >= 0.9 * drafted
     assert measured["draft_mismatches"] == 0
 
@@ -102,12 +102,12 @@ def test_a_token_is_not_bound_where_the_two_best_logits_are_closer_than_the_tole
     place = expected.greedy.index(True)
     best = expected.logits[place, 0].topk(2).values
     loose = replace(STRICT, typical=float(best[0] - best[1]))
-    found = check_against_trace(ranks, otherwise(ranks, outputs, number, place), loose, "eager")
-    assert found["token_mismatches"] >= 1
+    measured = check_against_trace(ranks, otherwise(ranks, outputs, number, place), loose, "eager")
+    assert measured["token_mismatches"] >= 1
 
 
 def otherwise(ranks, outputs, number, place):
-    """The outputs, but that rank 0 takes another first token in a row, and all that follows from it."""
+    """The outputs with another first token in a row of rank 0, and with what follows from it."""
     step = ranks.trace.steps[number]
     row, request_slot = step.expected[0].rows[place], int(step.inputs[0]["request_slots"][step.expected[0].rows[place]])
     tokens, counts, pool = (outputs.steps[number][0][name].clone() for name in ("tokens", "counts", "request_slots"))
@@ -160,11 +160,11 @@ def spoiling(ranks, number, spoil):
 
         return call, signature
 
-    return {case: wrapped(*one) for case, one in images.eager(MESH, BOTH).items()}
+    return {case: wrapped(*graph) for case, graph in images.eager(MESH, BOTH).items()}
 
 
 def at(ranks, number, place):
-    """Row, pages and offsets of what a live row of group 0 takes in."""
+    """Row, pages and offsets of the tokens that a live row of group 0 writes."""
     step = ranks.trace.steps[number]
     row = step.expected[0].rows[place]
     where = int(step.request_slots[0][step.inputs[0]["request_slots"][row], START]) + torch.arange(step.expected[0].taken[place])
@@ -177,17 +177,17 @@ def test_every_step_is_given_the_request_slots_of_the_trace(ranks, outputs):
     def spoil(pools, results, names):
         pools[request_slot_pool(ranks.leaves)].fill_(3)
 
-    again = ranks.run(spoiling(ranks, number, spoil))
-    assert again.steps[number][0]["request_slots"].unique().tolist() == [3]
+    spoilt = ranks.run(spoiling(ranks, number, spoil))
+    assert spoilt.steps[number][0]["request_slots"].unique().tolist() == [3]
     for later in range(number + 1, len(ranks.trace.steps)):
-        assert torch.equal(again.steps[later][0]["tokens"], outputs.steps[later][0]["tokens"])
+        assert torch.equal(spoilt.steps[later][0]["tokens"], outputs.steps[later][0]["tokens"])
     with pytest.raises(VerifyError, match=rf"rank 0 .*step {number} .*: request slot 0 holds \[3, 3, 3, 3, 3\]"):
-        check_against_trace(ranks, again, STRICT, "eager")
+        check_against_trace(ranks, spoilt, STRICT, "eager")
 
 
-@pytest.mark.parametrize("other", [True, False])
-def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace(ranks, other):
-    """What the draft head keeps of the row is put right behind the step; not so of a row that sampled what it must."""
+@pytest.mark.parametrize("another", [True, False])
+def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace(ranks, another):
+    """The draft head's keys of such a row are restored after the step; those of a row that had to sample its token are not."""
     number = decode_step(ranks)
     place = next(i for i, taken in enumerate(ranks.trace.steps[number].expected[0].taken) if taken > 1)
     row, pages, offsets = at(ranks, number, place)
@@ -195,18 +195,18 @@ def test_a_row_that_may_sample_another_token_goes_on_with_the_cache_of_the_trace
 
     def spoil(pools, results, outputs):
         pools[names.index("state.mtp.k")][pages, offsets] += 1.0
-        if other:
+        if another:
             results[outputs.index("outputs.tokens")][row, 0] += 1
 
-    again = ranks.run(spoiling(ranks, number, spoil), keep=[number])
+    spoilt = ranks.run(spoiling(ranks, number, spoil), keep=[number])
     right = ranks.shard(ranks.trace.final_state[0], 0)[names.index("state.mtp.k")][pages, offsets]
-    found = again.state[0][names.index("state.mtp.k")][pages, offsets]
-    assert torch.allclose(found, right, atol=1e-4) == other
-    # What is compared bit for bit is what the graph left.
-    assert not torch.allclose(again.after[number][0][names.index("state.mtp.k")][pages, offsets], right, atol=1e-4)
-    if not other:
+    keys = spoilt.state[0][names.index("state.mtp.k")][pages, offsets]
+    assert torch.allclose(keys, right, atol=1e-4) == another
+    # The comparison bit for bit uses what the graph itself wrote.
+    assert not torch.allclose(spoilt.after[number][0][names.index("state.mtp.k")][pages, offsets], right, atol=1e-4)
+    if not another:
         with pytest.raises(VerifyError, match=r"rank 0 .*: (state\.mtp\.k differ by|drafts of rows)"):
-            check_against_trace(ranks, again, STRICT, "eager")
+            check_against_trace(ranks, spoilt, STRICT, "eager")
 
 
 def test_wrong_state_is_refused_by_its_pool(ranks, outputs):
@@ -242,14 +242,14 @@ def test_experts_of_another_rank_are_found_even_by_the_widest_tolerance(ranks, m
 
 def test_pages_begin_finite_and_slots_nan(ranks):
     for rank in range(4):
-        for leaf, pool, given in zip(
+        for leaf, pool, initial in zip(
             ranks.leaves, ranks._initial_pools(rank), ranks.shard(ranks.trace.initial_state[rank // 2], rank), strict=True
         ):
             if leaf.aval.axes[0] == "pages":
                 assert bool(torch.isfinite(pool).all())
-                assert torch.equal(pool[~torch.isnan(given)], given[~torch.isnan(given)])
+                assert torch.equal(pool[~torch.isnan(initial)], initial[~torch.isnan(initial)])
             else:
-                assert torch.equal(pool.nan_to_num(7.5), given.nan_to_num(7.5))
+                assert torch.equal(pool.nan_to_num(7.5), initial.nan_to_num(7.5))
 
 
 def test_ranks_of_a_group_hold_copies_of_few_heads():
@@ -265,14 +265,14 @@ def test_ranks_of_a_group_hold_copies_of_few_heads():
 
 def test_single_steps_repeat_those_of_the_whole_run(ranks, outputs):
     chosen = {number: outputs.before[number] for number in (0, decode_step(ranks))}
-    kept = [[pool.clone() for pool in pools] for pools in chosen[0]]
-    again = ranks.run_steps(images.eager(MESH, BOTH), chosen)
-    measured = check_identical(ranks, outputs, again, "twice")
+    copies = [[pool.clone() for pool in pools] for pools in chosen[0]]
+    repeated = ranks.run_steps(images.eager(MESH, BOTH), chosen)
+    measured = check_identical(ranks, outputs, repeated, "twice")
     assert measured["turns"] == 2
     assert measured["tokens"] > 0
     assert measured["values"] > 1e4
-    for before, pools in zip(kept, chosen[0], strict=True):
-        for a, b in zip(before, pools, strict=True):
+    for copy, pools in zip(copies, chosen[0], strict=True):
+        for a, b in zip(copy, pools, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""tools/verify/executables.py: a proof passes what is right and refuses what is wrong, by name."""
+"""tools/verify/executables.py: right executables pass, and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from npucompile.tools.verify.executables import RowByRow, verify
 NAMES = ["prefill-b1-q4", "prefill-b1-q16", "decode-b1-q4", "decode-b2-q4", "decode-b4-q4"]
 
 
-@pytest.fixture
-def stub(monkeypatch):
-    return tiny.Stub().install(monkeypatch)
-
-
 def doctored(path, name):
-    """Publishes an artifact whose eager graph of one bucket computes something else, with all digests right."""
+    """Publishes an artifact whose eager graph of one bucket is wrong while all digests are right."""
 
     def change(manifest, writer):
         entry = next(entry for entry in manifest.graphs if entry.bucket.name == name)
@@ -42,17 +37,17 @@ def doctored(path, name):
 
 
 def test_every_bucket_is_measured(tiny_artifact):
-    said = io.StringIO()
-    found = verify(Artifact.open(tiny_artifact), Progress(said))
-    assert list(found) == NAMES
-    for name, measured in found.items():
+    output = io.StringIO()
+    buckets = verify(Artifact.open(tiny_artifact), Progress(output))
+    assert list(buckets) == NAMES
+    for name, measured in buckets.items():
         assert set(measured) == {"rows", "logits_error", "state_error", "token_mismatches"}
         assert measured["rows"] >= 2
         assert measured["logits_error"] <= 1e-5
         assert measured["token_mismatches"] == 0
-        assert f"{name} (eager) logits within" in said.getvalue()
-    # Of the largest bucket: 1, 3 and 4 live rows, each twice.
-    assert found["decode-b4-q4"]["rows"] == 16
+        assert f"{name} (eager) logits within" in output.getvalue()
+    # The largest bucket runs with 1, 3 and 4 live rows, each twice.
+    assert buckets["decode-b4-q4"]["rows"] == 16
 
 
 def test_every_count_of_accepted_drafts_is_compared_with_weights_that_are_loaded_once(tiny_artifact, monkeypatch):
@@ -80,7 +75,7 @@ def test_an_executable_that_is_wrong_is_named(own_artifact, stub, error, measure
 
 
 def test_a_graph_whose_rows_depend_on_their_batch_is_named(own_artifact):
-    """Nothing but the bucket of one row can tell: the reference itself is wrong."""
+    """The eager graph itself is wrong, so only the bucket of one row can tell."""
     artifact = doctored(own_artifact, "decode-b4-q4")
     with pytest.raises(VerifyError, match=r"^decode-b4-q4 \(eager\) against eager rows run alone: (logits|state) differ by"):
         verify(artifact, tiny.QUIET)
@@ -99,8 +94,8 @@ def test_a_reference_that_is_not_served_is_enough(own_artifact):
 
 def test_in_bfloat16_the_bound_is_bfloat16s(tmp_path, tiny_checkpoint):
     tiny.built(tiny.planned(tiny_checkpoint, buckets=(1, 2), prefill=(4,), dtype="bfloat16"), tmp_path / "out")
-    found = verify(Artifact.open(tmp_path / "out"), tiny.QUIET)
-    assert all(measured["logits_error"] <= 3e-2 for measured in found.values())
+    buckets = verify(Artifact.open(tmp_path / "out"), tiny.QUIET)
+    assert all(measured["logits_error"] <= 3e-2 for measured in buckets.values())
 
 
 def test_there_is_nothing_to_prove_without_weights(own_artifact):
@@ -131,12 +126,12 @@ def test_row_by_row_is_the_whole_batch_one_row_at_a_time(tiny_artifact):
 
     ours, theirs = operands(), operands()
     first, last = len(manifest.params), len(manifest.params) + len(manifest.state)
-    for found, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
+    for actual, expected in zip(RowByRow(single, entry, artifact)(ours), whole(theirs), strict=True):
         for row in (0, 2):
-            assert torch.allclose(found[row], expected[row], atol=1e-5)
-        assert found[0].any()
-        assert not found[1].any()
-        assert not found[3].any()
+            assert torch.allclose(actual[row], expected[row], atol=1e-5)
+        assert actual[0].any()
+        assert not actual[1].any()
+        assert not actual[3].any()
     for mine, its in zip(ours[first:last], theirs[first:last], strict=True):
-        # What padding leaves in the null page, slot and request slot is nobody's.
+        # Padding writes to the null page, slot and request slot, which are not compared.
         assert torch.allclose(mine[1:], its[1:], atol=1e-5)

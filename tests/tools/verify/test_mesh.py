@@ -1,4 +1,4 @@
-"""tools/verify/mesh.py: ranks of this machine agree with one device, and wrong weights, graphs and sizes are found."""
+"""tools/verify/mesh.py: ranks in one process agree with one device; wrong weights, graphs and sizes are found."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def artifact(sharded):
 
 
 def test_every_bucket_agrees_with_one_device(artifact):
-    found = verify_mesh(artifact, tiny.QUIET)
-    assert list(found) == NAMES
-    for told in found.values():
-        assert told["rows"] > 0
-        assert told["token_mismatches"] == 0
-        assert 0 < told["logits_error"] < 1e-5
-        assert 0 < told["state_error"] < 1e-5
+    measured = verify_mesh(artifact, tiny.QUIET)
+    assert list(measured) == NAMES
+    for bucket in measured.values():
+        assert bucket["rows"] > 0
+        assert bucket["token_mismatches"] == 0
+        assert 0 < bucket["logits_error"] < 1e-5
+        assert 0 < bucket["state_error"] < 1e-5
 
 
 def test_ranks_accept_drafts_too(artifact, monkeypatch):
@@ -37,7 +37,7 @@ def test_ranks_accept_drafts_too(artifact, monkeypatch):
 
     monkeypatch.setattr(module, "output_differences", noted)
     verify_mesh(artifact, tiny.QUIET)
-    # No group has more than two rows, and every second one has a right draft.
+    # No group has more than two rows, and every second row has a right draft.
     assert counts >= {1, 2}
 
 

@@ -1,4 +1,4 @@
-"""tools/verify/npu.py: an artifact for NPUs is proved, and every way of spoiling its pipeline that was thought of is found."""
+"""tools/verify/npu.py: an artifact for NPUs is verified, and each way to spoil its pipeline is found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def artifact(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prove(artifact, tmp_path_factory):
-    """Proves the artifact, or a part of it, in this process, and leaves torch's threads as they were."""
+    """Verifies the artifact or part of it in this process, and restores torch's thread count."""
     cache = tmp_path_factory.mktemp("cache")
 
     def run(kinds=DECODE, steps=1, **fields):
@@ -49,7 +49,7 @@ def prove(artifact, tmp_path_factory):
 
 
 def lowered_otherwise(monkeypatch, name, change):
-    """Another lowering for NPUs of a primitive: `change` of the right one's result."""
+    """Lowers a primitive for NPUs to `change` of the right result."""
     right = TABLE[name].rule("lowering:ge")
     monkeypatch.setitem(TABLE[name]._rules, "lowering:ge", lambda *args: change(right(*args)))
 
@@ -80,7 +80,7 @@ def test_every_check_is_named_with_its_measurements(prove):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "difference"),
     [
         ("accept", lambda counts: counts.clamp(max=1), r"counts are \["),
         ("accept", lambda counts: counts.clamp(min=1) + (counts == 1).int(), r"counts are \["),
@@ -88,9 +88,9 @@ def test_every_check_is_named_with_its_measurements(prove):
     ],
     ids=["none", "wrong", "another"],
 )
-def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, told):
+def test_a_wrong_way_to_accept_is_found(prove, monkeypatch, name, change, difference):
     lowered_otherwise(monkeypatch, name, change)
-    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {told}"):
+    with pytest.raises(VerifyError, match=rf"lowered f32, rank 0 \(dp 0, tp 0\), step 0 \(decode-b4-q2\): {difference}"):
         prove()
 
 
@@ -121,12 +121,12 @@ def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatc
 
 def test_a_collective_of_another_group_is_found(prove, monkeypatch):
     def swapped(*args):
-        made = partition(*args)
-        for body in (made.graph, *made.graph.children()):
+        partitioned = partition(*args)
+        for body in (partitioned.graph, *partitioned.graph.children()):
             for node in body.graph.nodes if hasattr(body, "graph") else ():
                 if "reduce_scatter" in str(node.target):
                     node.args = (*node.args[:-1], "dp")
-        return made
+        return partitioned
 
     monkeypatch.setattr(npu, "partition", swapped)
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0"):
@@ -136,7 +136,7 @@ def test_a_collective_of_another_group_is_found(prove, monkeypatch):
 def test_experts_of_another_device_are_found(prove, monkeypatch):
     right = feed_forward.axis_index
     monkeypatch.setattr(feed_forward, "axis_index", lambda axis: (right(axis) + 1) % 4)
-    # This target gathers tokens, and each device picks those of its own experts.
+    # On this target tokens are gathered, and each device selects those of its own experts.
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: logits differ"):
         prove(target="ascend-a2")
 
@@ -153,7 +153,7 @@ def test_weights_of_another_rank_are_found(prove, monkeypatch):
 
 
 def spoiled(monkeypatch, change):
-    """GE graphs that were changed between conversion and interpretation."""
+    """Changes GE graphs between conversion and interpretation."""
 
     def read(data):
         ge_file = decode(data)
@@ -164,9 +164,9 @@ def spoiled(monkeypatch, change):
     monkeypatch.setattr(npu, "decode", read)
 
 
-def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
-    def elsewhere(found):
-        for op in found:
+def test_a_ge_graph_with_a_collective_of_another_group_is_found(prove, monkeypatch):
+    def elsewhere(ops):
+        for op in ops:
             if op.type == "HcomReduceScatter":
                 op.attr["group"].s = b"dp"
 
@@ -176,8 +176,8 @@ def test_a_ge_graph_that_talks_elsewhere_is_found(prove, monkeypatch):
 
 
 def test_a_difference_that_only_the_artifacts_own_type_has_is_found(prove, monkeypatch):
-    def duller(found):
-        for op in found:
+    def duller(ops):
+        for op in ops:
             if op.type == "AddRmsNorm" and shape(op.output_desc[0]).startswith("bf16"):
                 op.attr["epsilon"].f = 0.1
 
@@ -195,7 +195,7 @@ def test_an_operator_that_a_kernel_refuses_fails_its_check(prove, monkeypatch):
         prove()
 
 
-def test_a_machine_without_torch_npu_says_so(prove, monkeypatch):
+def test_without_torch_npu_the_reason_is_given(prove, monkeypatch):
     monkeypatch.setattr(ge.harness, "available", lambda: "torch_npu is not installed")
     with pytest.raises(LoweringError, match="torch_npu is not installed"):
         prove()
@@ -209,11 +209,11 @@ def test_targets_decide_which_proof_it_is(artifact):
 
 
 def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_decodes():
-    """A row that goes on reads what a step before it left; the first chunk of a prompt does not."""
+    """A later chunk or a decode row reads what an earlier step wrote; the first chunk of a prompt does not."""
     small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
 
     def traced(case, at, *valid):
-        """Groups with so many live results each, of a row with so many tokens in the caches."""
+        """A step whose groups have so many valid results each, of a row with `at` tokens in the caches."""
         expected = tuple(ExpectedOutputs((0,), (n,), (1,), (True,), *[torch.zeros(0)] * 4) if n else None for n in valid)
         inputs = {"num_computed_tokens": torch.tensor([at]), "request_slots": torch.tensor([1])}
         return TraceStep(case, (inputs,) * len(valid), (torch.tensor([[0], [at]]),) * len(valid), expected)

@@ -33,7 +33,7 @@ def traced(image, kind):
 
 
 def played(image, kind):
-    """A step's inputs and pools of numbers; NaN stays where it is null."""
+    """A step of the trace, and pools of random numbers with its request slots."""
     traced_step, generator = traced(image, kind), torch.Generator().manual_seed(3)
     pools = [torch.randn(leaf.aval.shape, generator=generator) for leaf in image.trace.leaves]
     pools[request_slot_pool(image.trace.leaves)] = traced_step.request_slots[0].clone()
@@ -43,28 +43,28 @@ def played(image, kind):
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_a_step_is_that_of_the_traced_graph(image, kind):
     traced_step, pools = played(image, kind)
-    given = [pool.clone() for pool in pools]
+    copies = [pool.clone() for pool in pools]
     outputs, new = reference(image).step(traced_step.case.bucket, pools, traced_step.inputs[0])
     lowered = lower_eager(
         partition(trace(step.program(image.small.reference, traced_step.case.bucket, image.small.limits, F32)), Mesh(), Rules())
     )
     names = [leaf.path for leaf in lowered.signature.inputs]
     params = model_params(image.small.reference, image.checkpoint)
-    results = EagerExecutable(lowered.graph)([*params, *given, *(traced_step.inputs[0][name] for name in names)])
+    results = EagerExecutable(lowered.graph)([*params, *copies, *(traced_step.inputs[0][name] for name in names)])
     expected = dict(zip((leaf.path for leaf in lowered.signature.outputs), results, strict=True))
     assert set(outputs) - {DRAFT_LOGITS} == set(expected)
     rows = list(traced_step.expected[0].rows)
     for name, value in expected.items():
         torch.testing.assert_close(outputs[name][rows], value[rows], rtol=1e-5, atol=1e-5)
-    for left, right in zip(new, given, strict=True):
+    for left, right in zip(new, copies, strict=True):
         torch.testing.assert_close(left[1:], right[1:], rtol=1e-5, atol=1e-5)
 
 
 def test_pools_stay_as_they_are(image):
     traced_step, pools = played(image, "decode")
-    before = [pool.clone() for pool in pools]
+    copies = [pool.clone() for pool in pools]
     _, new = reference(image).step(traced_step.case.bucket, pools, traced_step.inputs[0])
-    assert all(torch.equal(left, right) for left, right in zip(pools, before, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(pools, copies, strict=True))
     assert not any(torch.equal(left, right) for left, right in zip(pools, new, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""tools/verify/shipped.py: GE graphs on disk are held against their manifest, their memory plan and their small image."""
+"""tools/verify/shipped.py: GE graphs on disk are checked against the manifest, the memory plan and their small image."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ def artifact(tmp_path_factory):
 
 @pytest.fixture
 def decode_entry(artifact):
-    (found,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
-    return found
+    (entry,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
+    return entry
 
 
-def ge_file_of(artifact, entry):
-    return shipped.ge_file_of(artifact, entry)
+read_ge_file = shipped.ge_file_of
 
 
 def edited(ge_file, change):
@@ -39,20 +38,17 @@ def edited(ge_file, change):
 
 
 def shipping(monkeypatch, change):
-    """The artifact's GE files, changed."""
-    monkeypatch.setattr(shipped, "ge_file_of", lambda artifact, entry: edited(container_of_file(artifact, entry), change))
-
-
-container_of_file = shipped.ge_file_of
+    """Changes the artifact's GE files as they are read."""
+    monkeypatch.setattr(shipped, "ge_file_of", lambda artifact, entry: edited(read_ge_file(artifact, entry), change))
 
 
 def test_what_was_built_is_accepted(artifact):
-    told = shipped.check_manifest(artifact.manifest)
-    assert told["operands"] == len(artifact.manifest.params) + len(artifact.manifest.state)
-    assert 0 < told["needed_gib"] < told["limit_gib"] == 64
+    measured = shipped.check_manifest(artifact.manifest)
+    assert measured["operands"] == len(artifact.manifest.params) + len(artifact.manifest.state)
+    assert 0 < measured["needed_gib"] < measured["limit_gib"] == 64
     for entry in artifact.manifest.graphs:
-        told = shipped.check_entry(artifact, entry)
-        assert told == {
+        measured = shipped.check_entry(artifact, entry)
+        assert measured == {
             "operators": sum(entry.census.values()),
             "collectives": len(entry.collectives),
             "pools": len(artifact.manifest.state),
@@ -98,13 +94,13 @@ def test_another_census_is_refused(artifact, decode_entry):
         shipped.check_entry(artifact, replace(decode_entry, census=census))
 
 
-def test_another_certificate_is_refused(artifact, decode_entry):
+def test_another_list_of_collectives_is_refused(artifact, decode_entry):
     first, second, *rest = decode_entry.collectives
     with pytest.raises(VerifyError, match="decode-b4-q2 shipped: collective 0 of the partitioned graph is"):
         shipped.check_entry(artifact, replace(decode_entry, collectives=(second, first, *rest)))
 
 
-def test_a_graph_that_copies_its_state_or_talks_elsewhere_is_refused(artifact, decode_entry, monkeypatch):
+def test_a_graph_that_copies_its_state_or_has_a_collective_of_another_group_is_refused(artifact, decode_entry, monkeypatch):
     def elsewhere(ops, model):
         next(op for op in ops.values() if op.type == "HcomReduceScatter").attr["group"].s = b"dp"
 
@@ -137,16 +133,16 @@ def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, mo
         shipped.check_patched(artifact)
 
 
-def test_a_rank_that_was_told_another_number_is_found(artifact, monkeypatch):
+def test_a_rank_patched_with_another_rank_number_is_found(artifact, monkeypatch):
     real = shipped.patched
     monkeypatch.setattr(shipped, "patched", lambda ge_file, rank, groups: real(ge_file, 0, groups))
     with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'world:0' is 1"):
         shipped.check_patched(artifact)
 
 
-def test_what_ranks_load_says_what_the_certificate_says(artifact, decode_entry):
-    read = shipped.rank_collectives(ge_file_of(artifact, decode_entry), artifact.manifest)
-    assert read == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
+def test_the_collectives_that_ranks_load_are_those_of_the_manifest(artifact, decode_entry):
+    collectives = shipped.rank_collectives(read_ge_file(artifact, decode_entry), artifact.manifest)
+    assert collectives == expand(decode_entry.collectives, Mesh.parse(artifact.manifest.mesh))
 
 
 def test_more_layers_repeat_the_middle():
@@ -169,14 +165,14 @@ def test_more_layers_repeat_the_middle():
 
 
 def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, decode_entry, monkeypatch):
-    ge_file = ge_file_of(artifact, decode_entry)
+    ge_file = read_ge_file(artifact, decode_entry)
     form = SimpleNamespace(kind="decode")
     case = shipped.BucketCase(decode_entry.bucket, form, (decode_entry,))
     monkeypatch.setattr(shipped, "shrink_layers", lambda kinds: kinds)
     small = SimpleNamespace(collectives=decode_entry.collectives)
-    told = shipped.check_small_bucket(artifact, case, small, ge_file)
-    # Two kinds of layers, the draft head where it takes tokens in and where it drafts, and what lies before, between and behind them.
-    assert told == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
+    measured = shipped.check_small_bucket(artifact, case, small, ge_file)
+    # Two kinds of layers, the two parts of the draft head, and the three stretches around them.
+    assert measured == {"buckets": 1, "kinds": 7, "collectives": len(decode_entry.collectives)}
 
     def change(ops, model):
         next(op for op in ops.values() if op.type == "SwiGlu").type = "GeGlu"

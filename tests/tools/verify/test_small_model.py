@@ -1,4 +1,4 @@
-"""tools/verify/small_model.py: small models that are spread, held and exchanged as the large ones of every published deployment are."""
+"""tools/verify/small_model.py: the small model of a deployment is sharded and quantised, and exchanges tokens, as the large one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
 MOE = "qwen3.5-397b"
 DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
-"""What a graph sends of four layers and three drafts, or of its drafts alone."""
+"""Collectives of a graph that dispatches in four layers and three drafts, or in its drafts alone."""
 PLACES = sorted(
     {(row.model, str(phase.mesh)) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()}
 )
@@ -40,10 +40,10 @@ def entry(kind, batch, q_len, talks=()):
 
 
 def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
-    """As much of a manifest as the small image is made from."""
-    found = registry.find(name)
+    """The fields of a manifest that the small model is made from."""
+    checkpoint = registry.find(name)
     chosen = {
-        "model": {"name": name, "config": found.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
+        "model": {"name": name, "config": checkpoint.text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8", "dtype": "bf16",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),),
         "limits": Limits(128, 1000, 400, 4096, 4, 3),
         "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
@@ -53,7 +53,7 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
 
 
 @pytest.mark.parametrize(("name", "mesh"), [*PLACES, (MOE, "dp=1,tp=16"), (MOE, "dp=32,tp=2"), ("qwen3.5-27b", "tp=2"), (MOE, "1")])
-def test_every_device_holds_a_little_of_what_it_holds_much_of(name, mesh):
+def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, mesh):
     at = Mesh.parse(mesh)
     before = large(name, at)
     after, tp = shrink_config(before, at), at.axis("tp")
@@ -97,8 +97,8 @@ def test_layers_keep_their_period(kinds, small):
 def test_buckets_of_one_form_share_a_small_one():
     entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
     cases = small_buckets(entries, 2, 3)
-    told = [(case.bucket.name, [one.bucket.batch * one.bucket.q_len for one in case.stands_for]) for case in cases]
-    assert told == [
+    images = [(case.bucket.name, [entry.bucket.batch * entry.bucket.q_len for entry in case.stands_for]) for case in cases]
+    assert images == [
         ("prefill-b1-q192", [3584, 64, 4096]),
         ("decode-b5-q4", [4, 12, 20, 28]),
         ("decode-b4-q4", [8, 16, 24, 32]),
@@ -127,23 +127,23 @@ def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
 def test_exchange_forms_are_told_apart():
     graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
     small = small_model.shrink(manifest(graphs=graphs), 3)
-    found = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
-    assert found == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
-    # Without drafts whatever is sent is the layers' own.
+    limits = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
+    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
+    # Without drafts every dispatch belongs to a layer.
     assert [small_model.dispatched(graph, 0) for graph in graphs] == ["none", "all", "all"]
 
 
 @pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
-def test_a_small_step_that_sends_the_tokens_of_drafts_alone_has_more_of_others(tp, batch, small):
-    """It is the layers' pass that gathers, for it has more tokens than a device may send; its image must have more than it may, too."""
-    made = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
-    (case,) = made.cases
+def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(tp, batch, small):
+    """Its layers gather because they have more tokens than a device may dispatch; so must those of the small step."""
+    shrunk = small_model.shrink(manifest(mesh=f"dp=1,tp={tp}", graphs=(entry("decode", batch, 4, DRAFTED),)), 3)
+    (case,) = shrunk.cases
     assert case.bucket.name == small
-    most = made.model_for(case, F32).config.variant.most_dispatched
+    most = shrunk.model_for(case, F32).config.variant.most_dispatched
     assert small_model.share(case.bucket, case.bucket.batch, tp) <= most < small_model.share(case.bucket, case.bucket.tokens, tp)
 
 
-def test_a_small_model_is_held_as_the_large_one():
+def test_a_shrunkhas_the_variant_of_the_large_one():
     small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
     assert small.shipped.config.variant == Variant(8, "w8a8", "w4a8", BF16)
     assert small.model.config.variant == Variant(8, "w8a8", "w4a8", F32)
@@ -165,9 +165,9 @@ def test_there_are_as_many_steps_as_show_every_number_of_accepted_drafts(drafts)
     assert small.decode_steps == max(2, -(-(drafts + 2) // 2))
     longest = 2 * small_model.PROMPT_EXCESS + small_model.PROMPT_EXCESS + (drafts + 1) * small.decode_steps * len(small.cases)
     assert small.limits.max_model_len >= longest
-    alone = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
-    rows = alone.cases[0].bucket.batch - 1
-    assert alone.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
+    wide = small_model.shrink(manifest(mesh="dp=1,tp=16", graphs=graphs[:1], limits=Limits(128, 1000, 801, 4096, drafts + 1, drafts)), 2)
+    rows = wide.cases[0].bucket.batch - 1
+    assert wide.decode_steps == max(2, -(-(drafts + 2) // min(2, rows)))
 
 
 def test_a_model_drafts_as_its_artifact_does():
@@ -182,12 +182,12 @@ def test_a_model_drafts_as_its_artifact_does():
         assert any(name.startswith("mtp.") for name in names) == (drafts > 0)
 
 
-def test_log_probabilities_are_told_of_as_many_tokens_as_in_the_artifact():
-    def telling(most):
+def test_log_probabilities_are_of_as_many_tokens_as_in_the_artifact():
+    def with_logprobs(most):
         outputs = (Leaf("outputs.tokens", Aval((4, 4), torch.int32)), Leaf("outputs.top_ids", Aval((4, 4, most), torch.int32)))
         return replace(entry("decode", 4, 4), outputs=outputs)
 
-    assert small_model.shrink(manifest(graphs=(entry("prefill", 1, 512), telling(5))), 1).max_logprobs == 5
+    assert small_model.shrink(manifest(graphs=(entry("prefill", 1, 512), with_logprobs(5))), 1).max_logprobs == 5
     assert small_model.shrink(manifest(), 1).max_logprobs == 0
 
 
@@ -202,14 +202,14 @@ def test_a_target_that_gathers_gathers():
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
-def test_one_checkpoint_is_held_in_every_form(quantization):
+def test_one_checkpoint_loads_in_every_variant(quantization):
     small = small_model.shrink(manifest(mesh="dp=1,tp=4", quantization=quantization), 1)
     tensors = small_model.random_checkpoint(small.model, torch.Generator().manual_seed(0))
     for model, dtype in ((small.model, F32), (small.reference, F32), (small.shipped, BF16)):
-        held = small_model.model_params(model, tensors, dtype)
-        wanted = tree.flatten(avals(model.params(dtype)))
-        assert [(tuple(tensor.shape), tensor.dtype) for tensor in held] == [(aval.shape, aval.dtype) for _, aval in wanted]
-        assert all(tensor.is_contiguous() for tensor in held)
+        params = small_model.model_params(model, tensors, dtype)
+        declared = tree.flatten(avals(model.params(dtype)))
+        assert [(tuple(tensor.shape), tensor.dtype) for tensor in params] == [(aval.shape, aval.dtype) for _, aval in declared]
+        assert all(tensor.is_contiguous() for tensor in params)
     sharded, whole = (
         dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
         for model in (small.model, small.reference)

@@ -20,7 +20,7 @@ def i32(*values):
 
 
 def leading(*best, lead=1.0):
-    """Logits of drafts whose best tokens are these, each by so much."""
+    """Logits of drafts whose best tokens are these, each by `lead`."""
     logits = torch.zeros(len(best), V)
     for place, token in enumerate(best):
         logits[place, token] = lead
@@ -32,16 +32,16 @@ def decode(valid=(3, 2), taken=(2, 1)):
     case = SimpleNamespace(bucket=Bucket("decode", 3, K + 1))
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(20, 2, 1, 2, 3), i32(-7, -7, -7, -7, -7), i32(10, 0, 5, 6, 7)])
     tokens = torch.stack([i32(6, 4, 4), i32(3, 4, 5)])
-    made = torch.stack([i32(1, 2), i32(3, 4)])
+    drafts = torch.stack([i32(1, 2), i32(3, 4)])
     expected = ExpectedOutputs(
-        (0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), made, torch.stack([leading(1, 2), leading(3, 4)])
+        (0, 2), valid, taken, (True, True), tokens, torch.randn(2, 3, V), drafts, torch.stack([leading(1, 2), leading(3, 4)])
     )
     inputs = {"request_slots": i32(3, 0, 1), "drafts": i32(2, 0, 1)}
     return TraceStep(case, (inputs,), (pool,), (expected,))
 
 
 def decoded():
-    """Outputs of a rank that are all right in it."""
+    """Right outputs of a rank in that step."""
     pool = torch.stack([i32(0, 0, 0, 0, 0), i32(21, 0, 3, 3, 4), i32(-7, -7, -7, -7, -7), i32(12, 1, 4, 1, 2)])
     return {
         "tokens": torch.stack([i32(6, 4, 4), i32(0, 0, 0), i32(3, 4, 5)]),
@@ -93,7 +93,7 @@ def test_a_group_that_idles_leaves_its_request_slots_as_they_are():
     [
         (3, (6, 7, 4), 3),
         (3, (6, 4, 4), 2),
-        (3, (4, 7, 4), 1),  # the second draft is what the model would have outputs after the first, which is wrong
+        (3, (4, 7, 4), 1),  # the first draft is wrong, so the second does not count though it equals the token after it
         (2, (6, 7, 4), 2),
         (1, (6, 7, 4), 1),
     ],
@@ -102,9 +102,9 @@ def test_drafts_count_up_to_the_first_wrong_one_or_as_far_as_they_are_verified(v
     step, outputs = decode(valid=(valid, 2)), spoiled(decoded(), "tokens", 0, i32(*sampled))
     outputs = spoiled(spoiled(outputs, "counts", 0, count), "request_slots", 3, i32(10 + count, count - 1, sampled[count - 1], 1, 2))
     check_request_slots(step, 0, outputs, "it")
-    for other in {0, 1, 2, 3} - {count}:
-        with pytest.raises(VerifyError, match=rf"it: counts are \[{other}, 0, 1\]; by the tokens it sampled they are \[{count}, 0, 1\]"):
-            check_request_slots(step, 0, spoiled(outputs, "counts", 0, other), "it")
+    for wrong in {0, 1, 2, 3} - {count}:
+        with pytest.raises(VerifyError, match=rf"it: counts are \[{wrong}, 0, 1\]; by the tokens it sampled they are \[{count}, 0, 1\]"):
+            check_request_slots(step, 0, spoiled(outputs, "counts", 0, wrong), "it")
 
 
 def test_counts_of_padding_are_nothing():
@@ -127,37 +127,37 @@ def test_every_number_of_every_request_slot_is_looked_at(request_slot, column):
 def test_without_drafts_a_request_slot_has_a_token_alone():
     step, expected = decode(), decode().expected[0]
     pool = step.request_slots[0][:, :3]
-    alone = TraceStep(
-        SimpleNamespace(bucket=Bucket("decode", 3, 1)), step.inputs, (pool,), (ExpectedOutputs((0, 2), (1, 1), (1, 1), *vars_of(expected)),)
+    single = TraceStep(
+        SimpleNamespace(bucket=Bucket("decode", 3, 1)), step.inputs, (pool,), (ExpectedOutputs((0, 2), (1, 1), (1, 1), *common(expected)),)
     )
     outputs = {
         "tokens": i32(6, 0, 3)[:, None],
         "counts": i32(1, 0, 1),
         "request_slots": torch.stack([i32(0, 0, 0), i32(21, 0, 3), pool[2], i32(11, 0, 6)]),
     }
-    check_request_slots(alone, 0, outputs, "it")
+    check_request_slots(single, 0, outputs, "it")
     with pytest.raises(VerifyError, match=r"request slot 3 holds \[11, 0, 7\]; what the next step starts from is \[11, 0, 6\]"):
-        check_request_slots(alone, 0, spoiled(outputs, "request_slots", (3, 2), 7), "it")
+        check_request_slots(single, 0, spoiled(outputs, "request_slots", (3, 2), 7), "it")
 
 
-def vars_of(expected):
+def common(expected):
     return expected.greedy, expected.tokens, expected.logits, expected.drafts, expected.draft_logits
 
 
-def test_a_draft_head_takes_in_the_tokens_that_count():
+def test_the_draft_head_reads_the_accepted_tokens():
     step, outputs = decode(), decoded()
     assert same_draft_inputs(step, 0, 0, outputs)
     assert same_draft_inputs(step, 0, 1, outputs)
-    assert same_draft_inputs(step, 0, 0, spoiled(outputs, "tokens", (0, 2), 0)), "it does not count"
+    assert same_draft_inputs(step, 0, 0, spoiled(outputs, "tokens", (0, 2), 0)), "the token was not accepted"
     assert not same_draft_inputs(step, 0, 0, spoiled(outputs, "tokens", (0, 1), 0))
     assert not same_draft_inputs(step, 0, 1, spoiled(outputs, "tokens", (2, 0), 0))
 
 
 def test_after_a_chunk_that_is_not_the_last_the_token_is_known():
-    other = spoiled(prefilled(), "tokens", (0, 0), 5)
+    changed = spoiled(prefilled(), "tokens", (0, 0), 5)
     assert same_draft_inputs(prefill(), 0, 0, prefilled())
-    assert not same_draft_inputs(prefill(), 0, 0, other)
-    assert same_draft_inputs(prefill(following=0), 0, 0, other)
+    assert not same_draft_inputs(prefill(), 0, 0, changed)
+    assert same_draft_inputs(prefill(following=0), 0, 0, changed)
 
 
 def error(*values):
@@ -180,8 +180,8 @@ def test_what_follows_another_draft_or_another_token_is_not_bound():
     assert bound.tolist() == [[True, True], [False, False]]
 
 
-def telling(expected, most=3):
-    """A rank's log probabilities of a step, right."""
+def logprob_outputs(expected, most=3):
+    """Right log probabilities of a rank in a step."""
     right = torch.zeros(3, K + 1, V)
     right[[0, 2]] = expected.logits.log_softmax(-1)
     values, ids = right.topk(most)
@@ -197,7 +197,7 @@ def telling(expected, most=3):
 def test_log_probabilities_are_those_of_the_logits():
     torch.manual_seed(0)
     expected = decode().expected[0]
-    outputs, slack = telling(expected), torch.full((2, K + 1), 1e-4)
+    outputs, slack = logprob_outputs(expected), torch.full((2, K + 1), 1e-4)
     check_logprobs(expected, i32(1, 0, 1), outputs, slack, "it")
     wrong = [
         spoiled(outputs, "chosen_logprobs", (0, 2), -0.5),
@@ -205,11 +205,11 @@ def test_log_probabilities_are_those_of_the_logits():
         spoiled(outputs, "top_ids", (0, 0, 2), int(outputs["top_ids"][0, 0, 0])),
         spoiled(outputs, "chosen_logprobs", (0, 0), float("nan")),
     ]
-    for one, row in zip(wrong, (0, 2, 0, 0), strict=True):
+    for spoilt, row in zip(wrong, (0, 2, 0, 0), strict=True):
         with pytest.raises(VerifyError, match=rf"it: log probabilities of row {row} are off by"):
-            check_logprobs(expected, i32(1, 0, 1), one, slack, "it")
-        check_logprobs(expected, i32(int(row == 2), 1, int(row == 0)), one, slack, "it")
-    # The third candidate of the second row means nothing.
+            check_logprobs(expected, i32(1, 0, 1), spoilt, slack, "it")
+        check_logprobs(expected, i32(int(row == 2), 1, int(row == 0)), spoilt, slack, "it")
+    # The third candidate of the second row is not valid.
     check_logprobs(expected, i32(1, 0, 1), spoiled(outputs, "chosen_logprobs", (2, 2), 5.0), slack, "it")
     check_logprobs(expected, i32(1, 0, 1), wrong[0], torch.full((2, K + 1), 10.0), "it")
 
@@ -217,5 +217,5 @@ def test_log_probabilities_are_those_of_the_logits():
 def test_equally_likely_tokens_may_come_in_any_order():
     expected = decode().expected[0]
     expected.logits[:] = 0.0
-    outputs = telling(expected)
+    outputs = logprob_outputs(expected)
     check_logprobs(expected, i32(1, 0, 1), {**outputs, "top_ids": (outputs["top_ids"] + 3) % V}, torch.full((2, K + 1), 1e-6), "it")

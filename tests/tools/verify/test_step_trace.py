@@ -1,4 +1,4 @@
-"""tools/verify/step_trace.py: a trace covers idle groups, padding, chunks, right and wrong drafts, and reads nothing unwritten."""
+"""tools/verify/step_trace.py: a trace has idle groups, padding, chunks, right and wrong drafts, and reads only what was written."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def start(step, group, row):
 
 def by_request(image, group):
     """Each request's steps in order: (step, row), told apart by their request slot."""
-    found = {}
+    steps = {}
     for step in image.trace.steps:
         for row in live(step, group):
-            found.setdefault(int(step.inputs[group]["request_slots"][row]), []).append((step, row))
-    return found
+            steps.setdefault(int(step.inputs[group]["request_slots"][row]), []).append((step, row))
+    return steps
 
 
 def decoded(steps):
@@ -99,49 +99,49 @@ def test_state_slots_follow_the_contract_of_the_recurrent_operator(image):
             assert 0 <= int(step.request_slots[0][step.inputs[0]["request_slots"][row], ACCEPTED]) < 3
 
 
-def test_a_step_goes_on_behind_the_tokens_that_the_last_one_accepted(image):
+def test_a_step_continues_after_the_tokens_that_the_last_one_accepted(image):
     for steps in by_request(image, 0).values():
         for (step, row), (after, there) in pairwise(decoded(steps)):
             inputs, expected = step.inputs[0], step.expected[0]
             place = expected.rows.index(row)
-            tokens, given = expected.tokens[place].tolist(), step.request_slots[0][inputs["request_slots"][row], TOKENS:].tolist()
+            tokens, candidates = expected.tokens[place].tolist(), step.request_slots[0][inputs["request_slots"][row], TOKENS:].tolist()
             count = start(after, 0, there) - start(step, 0, row)
             assert count == expected.taken[place]
             assert 1 <= count <= expected.valid[place]
-            assert given[1:count] == tokens[: count - 1]
-            assert count == expected.valid[place] or given[count] != tokens[count - 1]
+            assert candidates[1:count] == tokens[: count - 1]
+            assert count == expected.valid[place] or candidates[count] != tokens[count - 1]
             request_slot = after.request_slots[0][after.inputs[0]["request_slots"][there]].tolist()
             assert (request_slot[ACCEPTED], request_slot[TOKENS]) == (count - 1, tokens[count - 1])
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 def test_every_number_of_drafts_is_accepted_and_some_rows_verify_fewer(drafts):
-    """One group of three requests, one of which nears its end, and no more steps than there must be."""
+    """One group of three requests, one of them near the end of its context, in the fewest steps."""
     image = images.image("dp=1,tp=2", BOTH, steps=1, drafts=drafts)
     expected = [(step, expected) for step in steps_of(image, "decode") for expected in step.expected if expected]
-    counts = Counter(taken for _, one in expected for taken in one.taken)
+    counts = Counter(count for _, outputs in expected for count in outputs.taken)
     assert set(counts) == set(range(1, drafts + 2))
-    verified = [int(step.inputs[0]["drafts"][row]) for step, one in expected for row in one.rows]
+    verified = [int(step.inputs[0]["drafts"][row]) for step, outputs in expected for row in outputs.rows]
     assert max(verified) == drafts
     assert verified.count(drafts) >= drafts + 1
     assert not drafts or min(verified) < drafts
 
 
 def test_drafts_that_are_right_are_not_accepted_where_they_are_not_to_be_verified(image):
-    found = 0
+    unverified = 0
     for group in range(3):
         for steps in by_request(image, group).values():
             for step, row in decoded(steps):
                 expected, inputs = step.expected[group], step.inputs[group]
-                place, asked = expected.rows.index(row), int(inputs["drafts"][row])
-                given = step.request_slots[group][inputs["request_slots"][row], TOKENS:].tolist()
+                place, drafts = expected.rows.index(row), int(inputs["drafts"][row])
+                candidates = step.request_slots[group][inputs["request_slots"][row], TOKENS:].tolist()
                 room = image.small.limits.max_model_len - start(step, group, row)
-                assert expected.valid[place] == min(1 + asked, room)
-                found += expected.taken[place] == 1 + asked < 3 and given[1 + asked] == expected.tokens[place, asked]
-    assert found > 0
+                assert expected.valid[place] == min(1 + drafts, room)
+                unverified += expected.taken[place] == 1 + drafts < 3 and candidates[1 + drafts] == expected.tokens[place, drafts]
+    assert unverified > 0
 
 
-def test_a_host_that_has_not_read_the_last_step_yet_gives_the_smallest_place(image):
+def test_a_host_that_has_not_read_the_last_step_yet_gives_the_smallest_position(image):
     behind = Counter()
     for step in steps_of(image, "decode"):
         for group in range(3):
@@ -156,7 +156,7 @@ def test_pages_are_there_for_what_is_drafted(image):
         for group in range(3):
             for row in live(step, group):
                 filled = int((step.inputs[group]["page_table"][row] > 0).sum()) * size
-                # Candidates, and a key of each draft but the last.
+                # The candidates, and a key of each draft but the last.
                 assert filled >= min(start(step, group, row) + 3 + 1, most)
 
 
@@ -173,14 +173,14 @@ def test_one_request_reaches_the_end_of_its_context(image):
     assert any(expected.taken[expected.rows.index(row)] > 1 for step, row in steps for expected in [step.expected[0]])
 
 
-def test_seats_of_nobody_hold_what_would_be_noticed_and_the_null_request_slot_nothing(image):
+def test_unowned_request_slots_hold_what_would_be_noticed_and_the_null_request_slot_zeros(image):
     at = request_slot_pool(image.trace.leaves)
     for group in range(3):
         owned = set(by_request(image, group))
         pool = image.trace.final_state[group][at]
-        nobodys = set(range(1, len(pool))) - owned
-        assert nobodys
-        assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in nobodys)
+        unowned = set(range(1, len(pool))) - owned
+        assert unowned
+        assert all(pool[request_slot].tolist() == [UNOWNED] * pool.shape[1] for request_slot in unowned)
         assert pool[0].tolist() == [0] * pool.shape[1]
         assert all(pool[request_slot, START] > 0 for request_slot in owned)
 
@@ -247,18 +247,18 @@ def test_an_instance_that_only_prefills_drafts_and_fills_its_request_slots():
     last = image.trace.steps[-1]
     expected, inputs = last.expected[1], last.inputs[1]
     request_slot = int(inputs["request_slots"][expected.rows[0]])
-    taken = start(last, 1, expected.rows[0]) + expected.taken[0]
-    wanted = [taken, 0, int(expected.tokens[0, 0]), *expected.drafts[0].tolist()]
-    assert image.trace.final_state[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == wanted
+    position = start(last, 1, expected.rows[0]) + expected.taken[0]
+    values = [position, 0, int(expected.tokens[0, 0]), *expected.drafts[0].tolist()]
+    assert image.trace.final_state[1][request_slot_pool(image.trace.leaves)][request_slot].tolist() == values
 
 
 def test_a_seed_gives_the_same_trace_and_another_one_another():
     image = images.image("dp=2", DECODE)
 
-    def again(seed):
+    def steps(seed):
         return record_trace(image.small, image.checkpoint, torch.Generator().manual_seed(seed)).steps
 
-    one, same, other = again(1), again(1), again(2)
-    assert all(torch.equal(a.inputs[0]["uniform"], b.inputs[0]["uniform"]) for a, b in zip(one, same, strict=True))
-    assert all(torch.equal(a.request_slots[0], b.request_slots[0]) for a, b in zip(one, same, strict=True))
-    assert not torch.equal(one[0].request_slots[0], other[0].request_slots[0])
+    first, same, other = steps(1), steps(1), steps(2)
+    assert all(torch.equal(a.inputs[0]["uniform"], b.inputs[0]["uniform"]) for a, b in zip(first, same, strict=True))
+    assert all(torch.equal(a.request_slots[0], b.request_slots[0]) for a, b in zip(first, same, strict=True))
+    assert not torch.equal(first[0].request_slots[0], other[0].request_slots[0])

@@ -449,16 +449,16 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
         inputs = [{**own, "logprobs": (own["request_slots"] == 1).int()} for own in inputs]
         want, got, *others = (fleet.step(bucket, inputs) for fleet in (plain, before, *after))
         for group, outputs in enumerate(got):
-            sampled, rows = fleets.told(bucket, inputs[group]), inputs[group]["request_slots"] > 0
+            sampled, rows = fleets.valid_positions(bucket, inputs[group]), inputs[group]["request_slots"] > 0
             for output, value in outputs.items():
                 meant = sampled if value.shape[: sampled.dim()] == sampled.shape else rows
                 torch.testing.assert_close(value[meant], want[group][output][meant], rtol=0, atol=1e-4)
                 assert all(same(other[group][output], value) for other in others), output
             counts |= {*outputs["counts"][rows].tolist()} if bucket.kind == "decode" else set()
         assert all(equal(fleet.state, before.state) for fleet in after)
-        serving.heard(bucket, inputs, want)
+        serving.commit(bucket, inputs, want)
     assert counts == set(range(1, case.drafts + 2)), "all that can be accepted was"
-    for row, answer in ((row, answer) for pair in zip(serving.said, answers, strict=True) for row, answer in zip(*pair, strict=True)):
+    for row, answer in ((row, answer) for pair in zip(serving.output, answers, strict=True) for row, answer in zip(*pair, strict=True)):
         assert row == answer[: len(row)]
 
 
