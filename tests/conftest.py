@@ -1,4 +1,4 @@
-"""Turns torch and hypothesis into test settings: few threads, no deadlines, the same examples every time."""
+"""Fixtures and settings of all tests: few threads, no deadlines, the same hypothesis examples every time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ settings.load_profile("ci")
 
 @pytest.fixture(scope="session")
 def courses() -> Callable[[str], Any]:
-    """What greedy requests of a model say: `speculators.Course` by the model's name in oracle.py; made once, not to be changed."""
+    """`speculators.Course` by the model's name in oracle.py; made once, not to be changed."""
     from support import oracle, speculators  # after transformers has been told that there is no torch_npu
 
     return functools.cache(lambda name: speculators.Course(oracle.drafting(name)))
@@ -67,12 +67,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of one random checkpoint by mesh, "" being one device; built once, not to be changed."""
     root = tmp_path_factory.mktemp("sharded")
     checkpoint = tiny.write_checkpoint(root / "checkpoint", **ranks.SIZES)
-    made: dict[str, Path] = {}
+    artifacts: dict[str, Path] = {}
 
     def find(mesh: str) -> Path:
-        if mesh not in made:
-            made[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
-        return made[mesh]
+        if mesh not in artifacts:
+            artifacts[mesh] = ranks.build(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh)
+        return artifacts[mesh]
 
     return find
 

@@ -37,15 +37,15 @@ def library(architecture: str) -> ctypes.CDLL:
     vectors = ["-mprefer-vector-width=512"] if architecture == "x86-64-v4" else []
     flags = [*native.FLAGS, "-fvisibility=default", "-shared", f"-march={architecture}", *vectors]
     units = [path for path in native.sources() if path.suffix == ".cpp" and path.stem != native.SHIMS]
-    told = [native.digest(), *aoti.compiler(), *flags, str(os.getuid())]
-    kept = Path(tempfile.gettempdir()) / f"npuc-kernels-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}.so"
-    if not kept.is_file():
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            made = Path(scratch) / kept.name
-            subprocess.run([compiler, *flags, *map(str, units), "-o", str(made)], check=True)
+    parts = [native.digest(), *aoti.compiler(), *flags, str(os.getuid())]
+    cached = Path(tempfile.gettempdir()) / f"npuc-kernels-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+    if not cached.is_file():
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            fresh = Path(scratch) / cached.name
+            subprocess.run([compiler, *flags, *map(str, units), "-o", str(fresh)], check=True)
             # Another worker may have made the same one meanwhile.
-            made.replace(kept)
-    return ctypes.CDLL(str(kept))
+            fresh.replace(cached)
+    return ctypes.CDLL(str(cached))
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def conv(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, read: torch.Tensor, write: torch.Tensor, num_computed_tokens: torch.Tensor
 ) -> torch.Tensor:
     (B, Q, C), taps, out = x.shape, weight.shape[1], torch.empty(x.shape)
-    x, weight, read, write, num_computed_tokens = (one.contiguous() for one in (x, weight, read, write, num_computed_tokens))
+    x, weight, read, write, num_computed_tokens = (t.contiguous() for t in (x, weight, read, write, num_computed_tokens))
     floats = _at(x, F32), _at(weight, F32, (C, taps)), _at(state, F32, (len(state), taps - 1, C))
     _call(
         "npuc_conv",
@@ -134,7 +134,7 @@ def delta(
     num_computed_tokens: torch.Tensor,
 ) -> torch.Tensor:
     (B, Q, Hk, Dk), (H, Dv), out = k.shape, v.shape[2:], torch.empty(v.shape)
-    q, k, v, g, beta, read, write, num_computed_tokens = (one.contiguous() for one in (q, k, v, g, beta, read, write, num_computed_tokens))
+    q, k, v, g, beta, read, write, num_computed_tokens = (t.contiguous() for t in (q, k, v, g, beta, read, write, num_computed_tokens))
     keys = _at(q, F32, (B, Q, Hk, Dk)), _at(k, F32), _at(v, F32, (B, Q, H, Dv)), _at(g, F32, (B, Q, H)), _at(beta, F32, (B, Q, H))
     slots = _at(state, F32, (len(state), H, Dv, Dk)), _at(read, I32, (B,)), _at(write, I32, (B, Q)), _at(num_computed_tokens, I32, (B,))
     _call("npuc_delta", *keys, *slots, _sizes(B, Q, Hk, H, Dk, Dv), _at(out, F32))
@@ -152,7 +152,7 @@ def attention(
 ) -> torch.Tensor:
     (B, Q, H, D), (pages, P, G, _), N = q.shape, k_cache.shape, page_table.shape[1]
     out, name = torch.empty(q.shape, dtype=q.dtype), {F32: "npuc_attention", torch.bfloat16: "npuc_attention_bf16"}[q.dtype]
-    q, page_table, num_computed_tokens, query_lens = (one.contiguous() for one in (q, page_table, num_computed_tokens, query_lens))
+    q, page_table, num_computed_tokens, query_lens = (t.contiguous() for t in (q, page_table, num_computed_tokens, query_lens))
     pools = (_at(pool, q.dtype, (pages, P, G, D)) for pool in (k_cache, v_cache))
     rows = _at(page_table, I32), _at(num_computed_tokens, I32, (B,)), _at(query_lens, I32, (B,))
     _call(name, _at(q, q.dtype), *pools, *rows, ctypes.c_float(scale), _sizes(B, Q, H, G, D, P, N), _at(out, q.dtype))
@@ -168,7 +168,7 @@ def sample(
     uniform: torch.Tensor,
 ) -> torch.Tensor:
     (B, Q, V), out = logits.shape, torch.empty(uniform.shape, dtype=I32)
-    logits, temperature, top_k, top_p, min_p, uniform = (one.contiguous() for one in (logits, temperature, top_k, top_p, min_p, uniform))
+    logits, temperature, top_k, top_p, min_p, uniform = (t.contiguous() for t in (logits, temperature, top_k, top_p, min_p, uniform))
     knobs = _at(temperature, F32, (B,)), _at(top_k, I32, (B,)), _at(top_p, F32, (B,)), _at(min_p, F32, (B,))
     _call("npuc_sample", _at(logits, F32), *knobs, _at(uniform, F32, (B, Q)), B, Q, V, _at(out, I32))
     return out
@@ -213,4 +213,4 @@ def _sizes(*sizes: int) -> ctypes.Array[ctypes.c_int64]:
 def _call(name: str, *arguments: object) -> None:
     kernel = getattr(library(_level), name)
     kernel.restype = None
-    kernel(*(ctypes.c_int64(one) if isinstance(one, int) else one for one in arguments))
+    kernel(*(ctypes.c_int64(argument) if isinstance(argument, int) else argument for argument in arguments))

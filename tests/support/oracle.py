@@ -285,17 +285,17 @@ class Runner:
         """
         program = step.program(self.model, bucket, self.limits, self.dtype, **options)
         read = inputs(bucket, rows, self.limits, junk)
-        given = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
+        operands = {**blank(program), **{name: tensor for name, tensor in read.items() if name in program.inputs}}
         live = slice(len(rows))
-        given["request_slots"][live] = torch.arange(1, len(rows) + 1)
+        operands["request_slots"][live] = torch.arange(1, len(rows) + 1)
         for name, value in {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}.items():
-            given[name][live] = value
+            operands[name][live] = value
         if bucket.kind == "decode":
-            given["drafts"][live], given["base"][live] = read["query_lens"][live] - 1, read["num_computed_tokens"][live]
+            operands["drafts"][live], operands["base"][live] = read["query_lens"][live] - 1, read["num_computed_tokens"][live]
             self._sit(rows, read, junk)
         elif self.limits.drafts:
-            given["next_tokens"][live] = -1
-        outputs, self.state = program.forward(self.weights, self.state, given)
+            operands["next_tokens"][live] = -1
+        outputs, self.state = program.forward(self.weights, self.state, operands)
         return {name: tensor[live] for name, tensor in outputs.items()}
 
     def _sit(self, rows: list[Row], read: dict[str, torch.Tensor], junk: int) -> None:

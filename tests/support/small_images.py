@@ -87,11 +87,11 @@ def partitioned(small: SmallModel, case: BucketCase, dtype: torch.dtype = F32, *
 @functools.cache
 def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: int = 2) -> Graphs:
     """What runs the image's cases on all ranks with the references of primitives."""
-    made, small = {}, image(mesh, kinds, drafts=drafts).small
+    graphs, small = {}, image(mesh, kinds, drafts=drafts).small
     for case in small.cases:
         lowered = lower_eager(partitioned(small, case, emit_logits=emit_logits))
-        made[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
-    return made
+        graphs[case] = RankEmulator(lowered.graph, small.mesh), lowered.signature
+    return graphs
 
 
 _SHIPPED: dict[tuple[str, str], Artifact] = {}
@@ -103,12 +103,12 @@ def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantizat
         home = factory.mktemp("shipped")
         layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
         model = tiny.write_checkpoint(home / "small", **sizes, **layers)
-        made = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
+        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
         # The kernel of the recurrence takes states of the activations' type.
-        variant = replace(made.model.config.variant, recurrent=BF16)
-        made = replace(made, model=replace(made.model, config=replace(made.model.config, variant=variant)))
+        variant = replace(plan.model.config.variant, recurrent=BF16)
+        plan = replace(plan, model=replace(plan.model, config=replace(plan.model.config, variant=variant)))
         threads = torch.get_num_threads()
-        driver.build(made, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
+        driver.build(plan, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
         _SHIPPED[quantization, mesh] = Artifact.open(home / "artifact")

@@ -144,9 +144,9 @@ def _each_query(
     out = torch.full_like(q, float("nan"))
     for b, length in enumerate(query_lens.tolist()):
         for t in range(length):
-            one = torch.ones(1, dtype=torch.int32)
+            length_one = torch.ones(1, dtype=torch.int32)
             out[b : b + 1, t : t + 1] = reference(
-                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, one, scale
+                q[b : b + 1, t : t + 1], k, v, table[b : b + 1], num_computed_tokens[b : b + 1] + t, length_one, scale
             )
     return out
 

@@ -109,12 +109,12 @@ def planned(model: Path, **options: Any) -> Plan:
     return plan(Options(str(model), **{**sizes, **options}))
 
 
-def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
+def built(plan: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
     """Builds in this process, one job at a time, and leaves torch's thread count alone; `fresh` traces what was traced before."""
     threads = torch.get_num_threads()
     try:
         with mock.patch.object(driver, "stage", stages.stage if fresh else stage_once):
-            return driver.build(made, out, out.parent / "cache", progress, jobs=1)
+            return driver.build(plan, out, out.parent / "cache", progress, jobs=1)
     finally:
         torch.set_num_threads(threads)
 
@@ -122,12 +122,12 @@ def built(made: Plan, out: Path, *, fresh: bool = False, progress: Progress = QU
 _STAGED: dict[object, stages.Staged] = {}
 
 
-def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
+def stage_once(plan: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
-    what = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
-    key = (*what, made.mesh, made.target.name, bucket)
+    what = (plan.found.text, plan.model.config, plan.backend, plan.dtype, plan.limits, plan.max_logprobs)
+    key = (*what, plan.mesh, plan.target.name, bucket)
     if key not in _STAGED:
-        _STAGED[key] = stages.stage(made, bucket)
+        _STAGED[key] = stages.stage(plan, bucket)
     return _STAGED[key]
 
 

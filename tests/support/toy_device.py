@@ -159,13 +159,13 @@ class Memory:
         """The live rows; every input of the others must be that of padding."""
         rows = []
         for i, request_slot in enumerate(inputs["request_slots"].tolist()):
-            given = {name: array[i].copy() for name, array in inputs.items()}
+            row = {name: array[i].copy() for name, array in inputs.items()}
             if request_slot:
                 name = self.manager.request_slots._owner[request_slot] if self.manager else None
-                rows.append(Row(given, request_slot, self.requests.get(name or "")))
+                rows.append(Row(row, request_slot, self.requests.get(name or "")))
                 continue
             idle = {"top_p": 1, "next_tokens": -1}
-            assert all(np.all(value == idle.get(name, 0)) for name, value in given.items()), f"padding holds {given}"
+            assert all(np.all(value == idle.get(name, 0)) for name, value in row.items()), f"padding holds {row}"
         return rows
 
     # When it runs.
