@@ -15,7 +15,7 @@ class Positions(NamedTuple):
     q_len: int  # Q
 
 
-class CacheSlots(NamedTuple):
+class SlotMapping(NamedTuple):
     """Operands of `slot_mapping`."""
 
     num_computed_tokens: Tensor  # [B] int32 position of each row's first token
@@ -26,14 +26,15 @@ class CacheSlots(NamedTuple):
 
 
 positions = Primitive("positions", Positions, factors="_ -> _")
-slot_mapping = Primitive("slot_mapping", CacheSlots, factors="_, _, _ _ -> _")
+slot_mapping = Primitive("slot_mapping", SlotMapping, factors="_, _, _ _ -> _")
 
 
-@positions.abstract
-def _positions_abstract(args: Positions) -> Tensor:
-    return torch.empty(
-        args.num_computed_tokens.shape[0] * args.q_len, dtype=args.num_computed_tokens.dtype, device=args.num_computed_tokens.device
-    )
+def _abstract(args: Positions | SlotMapping) -> Tensor:
+    return args.num_computed_tokens.new_empty(args.num_computed_tokens.shape[0] * args.q_len)
+
+
+positions.abstract(_abstract)
+slot_mapping.abstract(_abstract)
 
 
 @positions.reference
@@ -43,10 +44,8 @@ def positions_reference(args: Positions) -> Tensor:
     Returns:
         [T] int32, `num_computed_tokens[b] + t`.
     """
-    num_computed_tokens, q_len = args
-    return (num_computed_tokens[:, None] + torch.arange(q_len, dtype=num_computed_tokens.dtype, device=num_computed_tokens.device)).reshape(
-        -1
-    )
+    start = args.num_computed_tokens
+    return (start[:, None] + torch.arange(args.q_len, dtype=start.dtype, device=start.device)).reshape(-1)
 
 
 positions.lowering("ge")(positions_reference)
@@ -54,48 +53,36 @@ positions.lowering("ge")(positions_reference)
 
 @positions.cost
 def _positions_cost(args: Positions) -> Cost:
-    return Cost(
-        args.num_computed_tokens.numel() * args.q_len, nbytes(args.num_computed_tokens), nbytes(args.num_computed_tokens) * args.q_len
-    )
-
-
-@slot_mapping.abstract
-def _slots_abstract(args: CacheSlots) -> Tensor:
-    return torch.empty(
-        args.num_computed_tokens.shape[0] * args.q_len, dtype=args.num_computed_tokens.dtype, device=args.num_computed_tokens.device
-    )
+    start = args.num_computed_tokens
+    return Cost(start.numel() * args.q_len, nbytes(start), nbytes(start) * args.q_len)
 
 
 @slot_mapping.reference
-def cache_slots_reference(args: CacheSlots) -> Tensor:
+def slot_mapping_reference(args: SlotMapping) -> Tensor:
     """Flat slot `page * P + offset` of every token; padding tokens get slots of the null page 0.
 
     Returns:
         [T] int32.
     """
-    num_computed_tokens, query_lens, page_table, page_size, q_len = args
-    step = torch.arange(q_len, dtype=num_computed_tokens.dtype, device=num_computed_tokens.device)
-    position = num_computed_tokens[:, None] + step
+    start, query_lens, page_table, page_size, q_len = args
+    step = torch.arange(q_len, dtype=start.dtype, device=start.device)
+    position = start[:, None] + step
     entry = torch.div(position, page_size, rounding_mode="floor").clamp(max=page_table.shape[1] - 1)
     page = torch.where(step < query_lens[:, None], page_table.gather(1, entry.long()), 0)
     return (page * page_size + position % page_size).reshape(-1)
 
 
 @slot_mapping.lowering("ge")
-def _slots_npu(args: CacheSlots) -> Any:
-    num_computed_tokens, query_lens, page_table, page_size, q_len = args
-    step = torch.arange(q_len, dtype=num_computed_tokens.dtype, device=num_computed_tokens.device)
-    position = num_computed_tokens[:, None] + step
+def _slots_npu(args: SlotMapping) -> Any:
+    start, query_lens, page_table, page_size, q_len = args
+    step = torch.arange(q_len, dtype=start.dtype, device=start.device)
+    position = start[:, None] + step
     entry = (position // page_size).clamp(max=page_table.shape[1] - 1)
-    valid = (step < query_lens[:, None]).to(num_computed_tokens.dtype)
+    valid = (step < query_lens[:, None]).to(start.dtype)
     return (page_table.gather(1, entry.long()) * valid * page_size + position % page_size).reshape(-1)
 
 
 @slot_mapping.cost
-def _slots_cost(args: CacheSlots) -> Cost:
-    num_computed_tokens = args.num_computed_tokens
-    return Cost(
-        6 * num_computed_tokens.numel() * args.q_len,
-        nbytes(num_computed_tokens, args.query_lens, args.page_table),
-        nbytes(num_computed_tokens) * args.q_len,
-    )
+def _slots_cost(args: SlotMapping) -> Cost:
+    start = args.num_computed_tokens
+    return Cost(6 * start.numel() * args.q_len, nbytes(start, args.query_lens, args.page_table), nbytes(start) * args.q_len)

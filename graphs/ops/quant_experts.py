@@ -63,9 +63,19 @@ def _run(runner: Callable[..., Tensor], args: ExpertsW8A8) -> Tensor:
     return runner(expert, counts, rows.shape[1], dtype, rows, row_scale)
 
 
-@grouped_experts_w8a8.abstract
-def _w8a8_abstract(args: ExpertsW8A8) -> Tensor:
+def _abstract(args: ExpertsW8A8 | ExpertsW4A8) -> Tensor:
     return torch.empty(args.rows.shape, dtype=args.dtype, device=args.rows.device)
+
+
+def _cost(args: ExpertsW8A8 | ExpertsW4A8) -> Cost:
+    rows, row_scale, counts, *weights, dtype = args
+    return experts_cost(rows, rows.numel() * dtype.itemsize, weights, row_scale, counts)
+
+
+grouped_experts_w8a8.abstract(_abstract)
+grouped_experts_w8a8.cost(_cost)
+grouped_experts_w4a8.abstract(_abstract)
+grouped_experts_w4a8.cost(_cost)
 
 
 @grouped_experts_w8a8.reference
@@ -96,20 +106,9 @@ def grouped_experts_w8a8_ge(args: ExpertsW8A8) -> Tensor:
     return out
 
 
-@grouped_experts_w8a8.cost
-def _w8a8_cost(args: ExpertsW8A8) -> Cost:
-    rows, row_scale, counts, *weights, dtype = args
-    return experts_cost(rows, rows.numel() * dtype.itemsize, weights, row_scale, counts)
-
-
 def _with_float_scales(args: ExpertsW4A8) -> ExpertsW8A8:
     gate_up_scale, down_scale = bits_scale(args.gate_up_scale), bits_scale(args.down_scale)
     return ExpertsW8A8(args.rows, args.row_scale, args.counts, args.gate_up, gate_up_scale, args.down, down_scale, args.dtype)
-
-
-@grouped_experts_w4a8.abstract
-def _w4a8_abstract(args: ExpertsW4A8) -> Tensor:
-    return torch.empty(args.rows.shape, dtype=args.dtype, device=args.rows.device)
 
 
 @grouped_experts_w4a8.reference
@@ -153,9 +152,3 @@ def grouped_experts_w4a8_ge(args: ExpertsW4A8) -> Tensor:
         **GROUPS,
     )[0]
     return out
-
-
-@grouped_experts_w4a8.cost
-def _w4a8_cost(args: ExpertsW4A8) -> Cost:
-    rows, row_scale, counts, *weights, dtype = args
-    return experts_cost(rows, rows.numel() * dtype.itemsize, weights, row_scale, counts)

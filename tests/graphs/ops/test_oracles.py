@@ -120,7 +120,7 @@ def test_rows() -> None:
     assert torch.equal(ops.last_rows(x, i32(3, 1)), torch.stack([x[2], x[3]]))
 
 
-def test_positions_and_cache_slots() -> None:
+def test_positions_and_slot_mapping() -> None:
     num_computed_tokens, query_lens, table, P, Q = [6, 0, 3, 11], [2, 0, 3, 1], [[4, 2, 1], [0, 0, 0], [3, 5, 6], [7, 8, 9]], 4, 3
     assert ops.positions(i32(*num_computed_tokens), Q).tolist() == [s + t for s in num_computed_tokens for t in range(Q)]
     got = ops.slot_mapping(i32(*num_computed_tokens), i32(*query_lens), i32(*table), P, Q).view(4, Q).tolist()

@@ -37,7 +37,7 @@ def start(step, group, row):
 
 
 def by_request(image, group):
-    """Each request's steps in order: (step, row), told apart by their request slot."""
+    """Each request's steps in order, as (step, row), by request slot."""
     steps = {}
     for step in image.trace.steps:
         for row in live(step, group):
