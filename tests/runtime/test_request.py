@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from npucompile.graphs.errors import RequestError
-from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Logprobs, Request, Sampling, TokenEvent
 
 NAN, INF = float("nan"), float("inf")
 
@@ -86,4 +86,4 @@ def test_what_is_not_asked_for_is_not_told():
     request = Request("a", (1, 2), 3)
     assert (request.logprobs, request.speculative_tokens) == (None, None)
     assert TokenEvent("a", (1,)).logprobs == ()
-    assert TokenLogprobs(-0.5, ((3, -0.5),)) == (-0.5, ((3, -0.5),))
+    assert Logprobs(-0.5, ((3, -0.5),)) == (-0.5, ((3, -0.5),))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, TokenEvent
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
@@ -100,7 +100,7 @@ class EchoEngine:
     def _logprobs(request, made, start):
         if request.logprobs is None:
             return ()
-        return tuple(TokenLogprobs(-float(i), ((made[i], -0.5),) * request.logprobs) for i in range(start, len(made)))
+        return tuple(Logprobs(-float(i), ((made[i], -0.5),) * request.logprobs) for i in range(start, len(made)))
 
     @staticmethod
     def _can_step(live):

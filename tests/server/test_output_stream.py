@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from npucompile.runtime.request import ExecutionRecord, FinishEvent, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, TokenEvent
 from npucompile.server.output_stream import OutputStream, TextDelta
 from npucompile.server.tokenizer import TextTokenizer
 from npucompile.server.usage import Usage
@@ -34,7 +34,7 @@ def transcript(*stops):
 
 def numbered(ids):
     """Log probabilities that tell the place they are of."""
-    return tuple(TokenLogprobs(-float(place), ((token, -0.5),)) for place, token in enumerate(ids))
+    return tuple(Logprobs(-float(place), ((token, -0.5),)) for place, token in enumerate(ids))
 
 
 def tokens(text, logprobs=()):

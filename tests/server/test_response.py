@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Request, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FINISH_REASONS, ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.server.events import STATUS_BY_REASON, ResponseInfo
 from npucompile.server.response import PreparedResponse, Response
 from npucompile.server.tokenizer import TextTokenizer
@@ -52,7 +52,7 @@ def deltas(events, index=0):
 
 def numbered(ids):
     """Log probabilities that tell the place they are of."""
-    return tuple(TokenLogprobs(-float(place), ((token, -0.5), (0, -2.0))) for place, token in enumerate(ids))
+    return tuple(Logprobs(-float(place), ((token, -0.5), (0, -2.0))) for place, token in enumerate(ids))
 
 
 # --- one completion ---

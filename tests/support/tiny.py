@@ -121,7 +121,7 @@ _STAGED: dict[object, stages.Staged] = {}
 
 def stage_once(made: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, which is a function of its arguments, called once for equal ones; most tests are not about tracing."""
-    what = (made.found.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
+    what = (made.source.text, made.model.config, made.backend, made.dtype, made.limits, made.max_logprobs)
     key = (*what, made.mesh, made.target.name, bucket)
     if key not in _STAGED:
         _STAGED[key] = stages.stage(made, bucket)

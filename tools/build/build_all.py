@@ -33,7 +33,7 @@ def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts:
     for plan in [planning.plan(replace(options, phase=phase)) for phase in wanted]:
         for line in plan_lines(plan):
             progress.say(line)
-        place = out or planning.default_out(artifacts, plan.found)
+        place = out or planning.default_out(artifacts, plan.source)
         if len(wanted) > 1 or (out is None and options.phase):
             place = place.with_name(f"{place.name}-{plan.phase}")
         report = build(plan, place, cache, progress, jobs=jobs, nice=nice)
@@ -47,7 +47,7 @@ def plan_lines(plan: planning.Plan) -> list[str]:
     sizes = f"{plan.params_bytes / 1e6:,.1f} MB of weights, {plan.state_bytes / 1e6:,.1f} MB of state"
     requests = plan.limits.num_request_slots - 1
     lines = [
-        f"{plan.found.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
+        f"{plan.source.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
         f"  {sizes}{' a device' if plan.mesh.size > 1 else ''}; context {plan.limits.max_model_len}, {requests} requests in flight"
         f"{' in each of ' + str(plan.mesh.axis('dp')) + ' groups' if plan.mesh.axis('dp') > 1 else ''}",
         *(f"  {note}" for note in plan.notes),

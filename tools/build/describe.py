@@ -24,15 +24,15 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     weights, source, tokenizer = None, "none", None
     if plan.target.local:
         weights, source = store_weights(plan, signature.params, writer, progress)
-        if plan.found.tokenizer:
-            TextTokenizer.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
-            tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
+        if plan.source.tokenizer:
+            TextTokenizer.load(plan.source.tokenizer)  # a file that cannot be used is refused here, not by the server
+            tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
     chosen = backend(plan.backend)
     return Manifest(
         model={
-            "name": plan.found.name,
+            "name": plan.source.name,
             "family": plan.model.family.name,
-            "config": plan.found.text,
+            "config": plan.source.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
         },

@@ -80,8 +80,8 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
     """Everything that decides a bucket's graph, besides the sources of this package."""
     chosen = backend(plan.backend)
     return (
-        plan.found.name,
-        plan.found.text,
+        plan.source.name,
+        plan.source.text,
         repr(plan.model.config),
         repr(bucket),
         repr(plan.limits),

@@ -62,7 +62,7 @@ class Plan:
     """A build that is decided and checked.
 
     Attributes:
-        found: the model, and its checkpoint where it has one.
+        source: the model, and its checkpoint where it has one.
         model: the same with the variant that the build holds it in.
         limits: of one dp group.
         notes: choices the plan made for the user, each with its reason.
@@ -70,7 +70,7 @@ class Plan:
         max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 returns none.
     """
 
-    found: registry.Found
+    source: registry.ModelSource
     model: step.Model
     buckets: tuple[Bucket, ...]
     limits: Limits
@@ -108,12 +108,12 @@ class Plan:
             options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
-        return (_asked(self.found), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
+        return (_asked(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer; one outside the vocabulary can never be generated."""
-        return tuple(token for token in self.found.eos_ids if token < self.model.config.vocab_size)
+        return tuple(token for token in self.source.eos_ids if token < self.model.config.vocab_size)
 
     @property
     def references(self) -> tuple[Bucket, ...]:
@@ -145,9 +145,9 @@ def plan(options: Options) -> Plan:
         ModelError: the model cannot be used.
         PartitionError: the model does not spread over the mesh.
     """
-    found = registry.find(options.model)
+    source = registry.find(options.model)
     instance = resolve(
-        found.name,
+        source.name,
         backend=options.backend,
         deployment=options.deployment,
         phase=options.phase,
@@ -155,16 +155,16 @@ def plan(options: Options) -> Plan:
         mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
-        has_draft_head=found.model.has_draft_head,
+        has_draft_head=source.model.has_draft_head,
     )
     target, mesh = instance.target, instance.mesh
-    backend = _backend(options, found, instance)
+    backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
-    batches, limits, published = _limits(options, found, instance)
+    batches, limits, published = _limits(options, source, instance)
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
     decided = Plan(
-        found,
-        _spread(found.model, instance),
+        source,
+        _spread(source.model, instance),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -176,12 +176,12 @@ def plan(options: Options) -> Plan:
         instance.deployment,
         instance.phase,
         published,
-        _max_logprobs(options, found, target),
+        _max_logprobs(options, source, target),
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
         dtype_note,
-        _length_note(options, found, decided),
+        _length_note(options, source, decided),
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
         _drafts_note(options, decided),
         _eos_note(decided),
@@ -193,7 +193,7 @@ def plan(options: Options) -> Plan:
     return decided
 
 
-def _backend(options: Options, found: registry.Found, instance: Instance) -> str:
+def _backend(options: Options, source: registry.ModelSource, instance: Instance) -> str:
     """Name of the backend that compiles; ranks on this machine run uncompiled."""
     target, mesh = instance.target, instance.mesh
     chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
@@ -201,9 +201,9 @@ def _backend(options: Options, found: registry.Found, instance: Instance) -> str
         if chosen == "ge":
             raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
         raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
-    if target.local and found.checkpoint_dir is None and chosen != "null":
+    if target.local and source.checkpoint_dir is None and chosen != "null":
         raise SpecError(
-            f"{found.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
+            f"{source.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
             "legal here is --backend null (graphs, costs and memory only), a path to a checkpoint directory, or a build for NPUs "
             "(--target ascend-a3 --mesh tp=2, or a --deployment)"
         )
@@ -212,10 +212,10 @@ def _backend(options: Options, found: registry.Found, instance: Instance) -> str
     return chosen
 
 
-def _limits(options: Options, found: registry.Found, instance: Instance) -> tuple[list[int], Limits, bool]:
+def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
     """Decode batch sizes, none where nothing is decoded; limits; and whether those are the deployment's own."""
     page, row = instance.target.page_size, instance.limits
-    longest = found.max_position_embeddings // page * page
+    longest = source.max_position_embeddings // page * page
     requests = row.num_request_slots - 1 if row else 0
     if instance.phase == "prefill":
         batches: list[int] = []
@@ -231,7 +231,7 @@ def _limits(options: Options, found: registry.Found, instance: Instance) -> tupl
     length = min(default, longest) if options.max_model_len is None else options.max_model_len
     if not page <= length <= longest or length % page:
         raise SpecError(
-            f"max_model_len is {length}; legal for {found.name} on {instance.target.name} is a multiple of {page} up to {longest}"
+            f"max_model_len is {length}; legal for {source.name} on {instance.target.name} is a multiple of {page} up to {longest}"
         )
     slots = 1 if instance.phase == "prefill" else instance.drafts + 1
     return batches, Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts), False
@@ -264,16 +264,16 @@ def _prefill(options: Options, instance: Instance, length: int) -> tuple[tuple[B
     return buckets, sorted({chunk for chunk in chunks if chunk > length})
 
 
-def _max_logprobs(options: Options, found: registry.Found, target: Target) -> int:
-    most = min(MAX_LOGPROBS, found.model.config.vocab_size)
+def _max_logprobs(options: Options, source: registry.ModelSource, target: Target) -> int:
+    most = min(MAX_LOGPROBS, source.model.config.vocab_size)
     asked = min(target.max_logprobs, most) if options.max_logprobs is None else options.max_logprobs
     if not 0 <= asked <= most:
-        raise SpecError(f"max_logprobs is {asked}; legal for {found.name} are 0 to {most}")
+        raise SpecError(f"max_logprobs is {asked}; legal for {source.name} are 0 to {most}")
     return int(asked)
 
 
-def _length_note(options: Options, found: registry.Found, plan: Plan) -> str | None:
-    length, longest = plan.limits.max_model_len, found.max_position_embeddings
+def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> str | None:
+    length, longest = plan.limits.max_model_len, source.max_position_embeddings
     if options.max_model_len is not None or plan.deployment or length >= longest:
         return None
     return f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)"
@@ -287,7 +287,7 @@ def _drafts_note(options: Options, plan: Plan) -> str | None:
 
 
 def _eos_note(plan: Plan) -> str | None:
-    never = sorted(set(plan.found.eos_ids) - set(plan.eos_ids))
+    never = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
     vocab = plan.model.config.vocab_size
     return f"end-of-text ids {never} lie outside the vocabulary of {vocab} and end nothing" if never else None
 
@@ -322,16 +322,16 @@ def _check_memory(plan: Plan) -> None:
     needed, held = plan.params_bytes + plan.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if plan.backend != "null" and needed > held:
         raise SpecError(
-            f"{plan.found.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "
+            f"{plan.source.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "
             f"machine has {held / 1e9:,.1f} GB; smaller are --max-model-len, --max-num-seqs and --buckets, and --backend null needs none"
         )
 
 
-def _asked(found: registry.Found) -> str:
+def _asked(source: registry.ModelSource) -> str:
     """What `registry.find` finds this by, from any working directory."""
-    if found.name in registry.presets() and registry.find(found.name).checkpoint_dir == found.checkpoint_dir:
-        return found.name
-    return str(Path(found.checkpoint_dir or found.name).resolve())
+    if source.name in registry.presets() and registry.find(source.name).checkpoint_dir == source.checkpoint_dir:
+        return source.name
+    return str(Path(source.checkpoint_dir or source.name).resolve())
 
 
 def choose_dtype(asked: str, target: Target) -> tuple[torch.dtype, str | None]:
@@ -353,6 +353,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, kind in DTYPES.items() if kind == dtype)
 
 
-def default_out(artifacts: Path, found: registry.Found) -> Path:
+def default_out(artifacts: Path, source: registry.ModelSource) -> Path:
     """Where a build goes when nothing else is said."""
-    return artifacts / found.name
+    return artifacts / source.name

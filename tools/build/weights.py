@@ -37,9 +37,9 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
     Raises:
         CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
     """
-    if plan.found.checkpoint_dir is None:
+    if plan.source.checkpoint_dir is None:
         return None, "none"
-    checkpoint = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
+    checkpoint = safetensors_files.open_checkpoint(plan.source.checkpoint_dir)
     digest = safetensors_files.digest(checkpoint)
     previous = writer.previous.manifest if writer.previous else None
     if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):

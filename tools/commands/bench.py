@@ -290,7 +290,7 @@ def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
         if name is None:
             raise
         plan = planning.plan(planning.Options(name))
-        out = planning.default_out(home.artifacts, plan.found)
+        out = planning.default_out(home.artifacts, plan.source)
         artifact = Artifact.open(building.build(plan, out, home.cache, progress).path)
     artifact.check_runnable()
     return artifact

@@ -160,6 +160,6 @@ def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
     plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager"))
     home.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
-        out = Path(scratch) / plan.found.name
+        out = Path(scratch) / plan.source.name
         building.build(plan, out, home.cache, Progress(quiet=True))
         yield Artifact.open(out)

@@ -120,9 +120,9 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
             if no_build:
                 raise
     plan = planning.plan(planning.Options(name))
-    if plan.found.tokenizer is None:
-        raise ModelError(f"{plan.found.checkpoint_dir} has no tokenizer.json, and serving text needs one")
-    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.found), home.environment)
+    if plan.source.tokenizer is None:
+        raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
+    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.source), home.environment)
     try:
         return build.wait_servable(), build
     except BaseException:
