@@ -228,6 +228,18 @@ def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowe
     assert tiny.contents(tmp_path / "whole") == tiny.contents(tmp_path / "out")
 
 
+def test_an_interrupted_build_goes_on_with_an_executable_of_the_previous_artifact(made, lowered, build, tmp_path, monkeypatch):
+    build(made)
+    graphs = [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs]
+    monkeypatch.setattr(stamp, "source_digest", lambda: "other sources")
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=1)
+        with pytest.raises(KeyboardInterrupt):
+            build(made)
+    build(made)
+    assert [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs] == graphs
+
+
 def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(made, lowered, build, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         interrupted(patched, after=1)
