@@ -90,7 +90,7 @@ def test_it_carries_the_plan_of_a_ranks_memory(made, lowered, build, tmp_path):
     parts = {part.name: part.nbytes for part in planned.parts}
     weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
     assert weights == made.params_bytes == manifest.graphs[0].memory["params_bytes"]
-    assert parts["KV pages"] + parts["state slots"] + parts["request_slots"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
+    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
     head = sum(memory.local_bytes(leaf.aval, made.mesh, made.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
     assert parts["draft head"] == head > 0
     assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
