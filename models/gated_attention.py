@@ -14,7 +14,7 @@ from .params import Param, Source
 from .variant import Variant
 
 
-class Sizes(Protocol):
+class AttentionSizes(Protocol):
     """Fields of a model's configuration that the layer reads."""
 
     @property
@@ -31,7 +31,7 @@ class Sizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint. Query rows are q then gate, head by head."""
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     copies, quantise = cfg.variant.kv_repeat, quant.LINEAR[cfg.variant.attention]
@@ -55,14 +55,14 @@ def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     }
 
 
-def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
+def state(cfg: AttentionSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     """Pools of one layer: keys and values, each [pages, P, G, D]; G counts the copies of `Variant.kv_repeat`."""
     shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim)
     pool = Aval(shape, dtype, ("pages", None, "kv_heads", None))
     return {"k": pool, "v": pool}
 
 
-def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
     """Attention whose output is gated, head by head, by a sigmoid of its own projection (arXiv:2505.06708).
 
     Args:
@@ -76,7 +76,7 @@ def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor)
     return attend(cfg, weights, state, batch, x), state
 
 
-def write_kv(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
+def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
     """The state with the keys and values of x written to it.
 
     Args:
@@ -90,7 +90,7 @@ def write_kv(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tens
     return {"k": k_cache, "v": v_cache}
 
 
-def attend(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
+def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """Attention of x over a state that holds the keys and values of x already, before the residual add.
 
     Args:

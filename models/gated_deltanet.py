@@ -22,7 +22,7 @@ LONG = 1024
 """From this many tokens on a prefill bucket takes LONG_CHUNK."""
 
 
-class Sizes(Protocol):
+class DeltaNetSizes(Protocol):
     """Fields of a model's configuration that the layer reads."""
 
     @property
@@ -43,13 +43,13 @@ class Sizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def rows_per_key_head(cfg: Sizes) -> tuple[int, int, int, int]:
+def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int]:
     """Projection rows that belong to one key head: q, k, v, z."""
     values = cfg.linear_num_value_heads // cfg.linear_num_key_heads * cfg.linear_value_head_dim
     return cfg.linear_key_head_dim, cfg.linear_key_head_dim, values, values
 
 
-def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvz`, `ba` and `conv` are ordered by key head."""
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
@@ -103,7 +103,7 @@ def params(cfg: Sizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     }
 
 
-def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
+def state(cfg: DeltaNetSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, `delta` [S, Hv, Dv, Dk]."""
     channels = cfg.linear_num_key_heads * sum(rows_per_key_head(cfg)[:3])
     matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_value_head_dim, cfg.linear_key_head_dim)
@@ -113,7 +113,7 @@ def state(cfg: Sizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
     }
 
 
-def apply(cfg: Sizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
     """Causal convolution, gated delta rule, gated norm (arXiv:2412.06464).
 
     Args:

@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelSource:
     """A model, and the files and facts that its preset or checkpoint directory has of it.
 
     Attributes:
@@ -51,7 +51,7 @@ def presets() -> tuple[str, ...]:
     return (*PRESETS, *BUNDLED)
 
 
-def find(name_or_path: str | Path) -> Found:
+def find(name_or_path: str | Path) -> ModelSource:
     """The model of a preset name or of a Hugging Face checkpoint directory.
 
     Raises:
@@ -60,7 +60,7 @@ def find(name_or_path: str | Path) -> Found:
     """
     name = str(name_or_path)
     if name in PRESETS:
-        return Found(name, from_config(name, PRESETS[name], f"preset {name}"), None, None, (), _text(PRESETS[name]))
+        return ModelSource(name, from_config(name, PRESETS[name], f"preset {name}"), None, None, (), _text(PRESETS[name]))
     if name in BUNDLED:
         return _from_directory(name, _HERE / "bundled" / name)
     path = Path(name).expanduser()
@@ -106,11 +106,11 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
     return next((name for name in model_types if name.replace("_", "") == stem.replace("_", "").lower()), stem)
 
 
-def _from_directory(name: str, directory: Path) -> Found:
+def _from_directory(name: str, directory: Path) -> ModelSource:
     values = read_json(directory / "config.json")
     model = from_config(name, values, str(directory / "config.json"))
     tokenizer = directory / "tokenizer.json"
-    return Found(name, model, directory, tokenizer if tokenizer.is_file() else None, _eos_ids(directory, values), _text(values))
+    return ModelSource(name, model, directory, tokenizer if tokenizer.is_file() else None, _eos_ids(directory, values), _text(values))
 
 
 def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:

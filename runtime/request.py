@@ -96,7 +96,7 @@ class ExecutionRecord(NamedTuple):
         return 1 + sum(self.accepted_per_position) / self.verify_steps if self.verify_steps else None
 
 
-class TokenLogprobs(NamedTuple):
+class Logprobs(NamedTuple):
     """Log probabilities of one generated token, from the model's distribution before temperature and the other sampling parameters.
 
     Attributes:
@@ -118,7 +118,7 @@ class TokenEvent:
 
     request_id: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")

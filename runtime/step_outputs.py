@@ -12,7 +12,7 @@ from ..graphs.errors import NpucompileError
 from ..graphs.step_inputs import write_width
 from ..graphs.types import Bucket
 from .executor import Outputs
-from .request import TokenLogprobs
+from .request import Logprobs
 from .scheduler.request_state import RequestState
 from .scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
 
@@ -28,7 +28,7 @@ class SampledTokens(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     num_drafts: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 def read_outputs(
@@ -87,7 +87,7 @@ def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) 
     return min(row.num_drafts, max_model_len - request.num_computed_tokens - 1)
 
 
-def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[TokenLogprobs, ...]:
+def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[Logprobs, ...]:
     most = row.request.logprobs
     if most is None:
         return ()
@@ -95,7 +95,7 @@ def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, c
     chosen = _array(outputs, "chosen_logprobs", "f", batch, width)[i, :count].tolist()
     ids = _array(outputs, "top_ids", "i", batch, width, None)[i, :count, :most].tolist()
     values = _array(outputs, "top_logprobs", "f", batch, width, None)[i, :count, :most].tolist()
-    return tuple(TokenLogprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
+    return tuple(Logprobs(value, tuple(zip(*top, strict=True))) for value, *top in zip(chosen, ids, values, strict=True))
 
 
 def _array(outputs: Outputs, name: str, kind: str, *shape: int | None) -> npt.NDArray[Any]:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..runtime.request import TokenLogprobs
+from ..runtime.request import Logprobs
 from .token_text import TokenText
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for tokens that are practically impossible; JSON has no -inf."""
 
 
-def token_objects(
-    token_text: Callable[[int], TokenText], token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> list[dict[str, Any]]:
+def token_objects(token_text: Callable[[int], TokenText], token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> list[dict[str, Any]]:
     """One object per token for an `output_text` part: with `bytes`, and `top_logprobs` with the most likely token first.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime.request import FinishEvent, TokenEvent, TokenLogprobs
+from ..runtime.request import FinishEvent, Logprobs, TokenEvent
 from .events import CompletionEnd
 from .tokenizer import Detokenizer, StopMatcher
 from .usage import Usage
@@ -22,7 +22,7 @@ class TextDelta:
 
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class OutputStream:
@@ -39,7 +39,7 @@ class OutputStream:
         self._detokenizer = detokenizer
         self._stop = StopMatcher(stops) if stops else None
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[Logprobs] = []
         self._output_tokens = 0
         self.stopped = False
 

@@ -1,4 +1,4 @@
-"""Turns a command line into calls: one file a command, loaded when it is asked for; the only reader of the environment."""
+"""The command line: loads the file of the requested command. Nothing else reads the environment."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..graphs.errors import NpucompileError
 COMMANDS = {
     "build": "Build an artifact: one verified executable per bucket.",
     "serve": "Serve an artifact over websockets.",
-    "chat": "Stream an answer from a running server.",
-    "generate": "Generate offline, without a server.",
+    "chat": "Stream a response from a running server.",
+    "generate": "Continue a prompt without a server.",
     "inspect": "Show an artifact's graphs, costs and memory.",
-    "verify": "Repeat the build's proof that every bucket equals the reference.",
-    "bench": "Measure builds, steps and throughput.",
-    "deployments": "List published deployments that can be built by name.",
-    "doctor": "Say what this machine can build and run, and what it lacks.",
-    "models": "List the models that can be named.",
+    "verify": "Verify again that every bucket equals the reference.",
+    "bench": "Measure builds, load time, steps and throughput.",
+    "deployments": "List the published deployments that can be built.",
+    "doctor": "Check what this machine can build and run.",
+    "models": "List the model presets.",
 }
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where npucompile keeps things.
+    """The directories of npucompile, and its environment.
 
     Attributes:
         root: `$NPUCOMPILE_HOME`, or `~/.npucompile`.
-        environment: for processes that this one starts.
+        environment: variables of this process, passed on to those it starts.
     """
 
     root: Path
@@ -43,7 +43,7 @@ class Home:
 
     @property
     def artifacts(self) -> Path:
-        """Where builds go when nothing else is said."""
+        """The default directory of builds."""
         return self.root / "artifacts"
 
     @property
@@ -53,7 +53,7 @@ class Home:
 
 
 class Commands(click.Group):
-    """A group whose commands live in `tools/commands/<name>.py` as `command`; `--help` alone imports none of them."""
+    """A group whose commands are `command` in `tools/commands/<name>.py`; `--help` imports none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the pipeline."""
@@ -72,7 +72,7 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; a refusal, ours or that of the file system, prints its reason and exits with 1."""
+        """Runs a command; errors of npucompile and of the file system are printed without a traceback, with exit status 1."""
         try:
             return super().invoke(ctx)
         except NpucompileError as error:
@@ -85,15 +85,15 @@ class Commands(click.Group):
 
 @click.command(
     cls=Commands,
-    epilog="A first session: `npucompile serve` (builds the bundled model when there is nothing to serve), then, in another "
-    'terminal, `npucompile chat "In the beginning"`.',
+    epilog="To begin: `npucompile serve`, which builds the bundled model if nothing is built yet; then, in another terminal, "
+    '`npucompile chat "In the beginning"`.',
 )
 @click.version_option(__version__, prog_name="npucompile")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Ahead-of-time compiled LLM inference: build on any machine, verify there, serve exactly what was verified.
 
-    Artifacts and caches live in ~/.npucompile, or where $NPUCOMPILE_HOME says.
+    Artifacts and caches are stored in ~/.npucompile, or in $NPUCOMPILE_HOME if it is set.
     """
     ctx.obj = Home(Path(os.environ.get("NPUCOMPILE_HOME") or Path.home() / ".npucompile"), dict(os.environ))
 

@@ -1,4 +1,4 @@
-"""Turns what a user calls an artifact (a path, a built model's name, or nothing) into its directory."""
+"""Finds artifacts: by path, by the name of a built model, or the newest one."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from ..graphs.errors import ArtifactError, ArtifactMissing
 from ..lowering.artifact.artifact import MANIFEST, Artifact
 
 
-def artifact_path(artifacts: Path, given: str | None) -> Path:
+def artifact_path(artifacts: Path, name: str | None) -> Path:
     """The directory of an artifact.
 
     Args:
-        artifacts: where builds go when nothing else is said.
-        given: a path, the name of a built model, or None for the newest.
+        artifacts: the default directory of builds.
+        name: a path, the name of a built model, or None for the newest artifact.
 
     Raises:
-        ArtifactMissing: naming what was looked for and what there is.
+        ArtifactMissing: naming the artifacts there are.
     """
     built = sorted(p.parent for p in artifacts.glob(f"*/{MANIFEST}"))
-    if given is None:
+    if name is None:
         if not built:
             raise ArtifactMissing(f"no artifact under {artifacts}; `npucompile build MODEL` makes one")
         return max(built, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
-    for path in (Path(given).expanduser(), artifacts / given):
+    for path in (Path(name).expanduser(), artifacts / name):
         if (path / MANIFEST).is_file():
             return path
     names = ", ".join(path.name for path in built) or "nothing"
-    raise ArtifactMissing(f"{given!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
+    raise ArtifactMissing(f"{name!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
 
 
 def newest_runnable(artifacts: Path) -> tuple[Artifact | None, list[str]]:
-    """The newest artifact that this machine can run and serve text with, and why newer ones were passed over."""
+    """The newest artifact that this machine can run and serve text with, and the reasons why newer ones were skipped."""
     skipped = []
     built = sorted(artifacts.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for manifest in built:

@@ -1,4 +1,4 @@
-"""Turns the bucket notation of the command line, as in `2,4,...,64`, into bucket sizes."""
+"""Parses and formats lists of bucket sizes, as in `2,4,...,64`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ unless the last three are in constant ratio (2,4,8,...,64 multiplies by 2). A nu
 
 _ELLIPSES = ("...", "…")
 _SIZE = re.compile(r"[1-9][0-9]{0,8}")
-# An ellipsis that stands for one number alone is longer than the number.
+# An ellipsis for fewer numbers would be longer than the numbers.
 _FEWEST_ABBREVIATED = 3
 
 
@@ -32,7 +32,7 @@ def parse_buckets(text: str) -> tuple[int, ...]:
     - an ellipsis follows at least two written numbers and is followed by the number its series ends with, which must be hit exactly;
     - when the last three written numbers are in constant ratio the series is geometric: `2,4,8,...,64`, `8,12,18,...,27`;
     - else the last two give its step: `2,4,...,64`, and also `1,4,6,...,16` (1,4,6,8,...), where the first number stands apart.
-      So `1,2,4,...` doubles; who means steps of two after a one writes `1,2,4,6,...`.
+      So `1,2,4,...` doubles; steps of two after a one are `1,2,4,6,...`.
 
     Args:
         text: the notation; spaces around numbers and the one-character ellipsis are accepted.
@@ -41,7 +41,7 @@ def parse_buckets(text: str) -> tuple[int, ...]:
         strictly increasing sizes from 1 to MAX_SIZE, at least one and at most MAX_BUCKETS.
 
     Raises:
-        SpecError: on anything else, with the rule and what was given.
+        SpecError: on anything else, with the reason and the rule.
     """
     sizes: list[int] = []
     written: list[int] = []  # since the previous ellipsis, the end of its series included
@@ -49,8 +49,8 @@ def parse_buckets(text: str) -> tuple[int, ...]:
     for item in (piece.strip() for piece in text.split(",")):
         if item in _ELLIPSES:
             if open_series or len(written) < 2:
-                given = ",".join(map(str, written)) or "none"
-                raise _refusal(text, f"{item!r} must follow at least two numbers of its series, not {given}")
+                before = ",".join(map(str, written)) or "none"
+                raise _refusal(text, f"{item!r} must follow at least two numbers of its series, not {before}")
             open_series = True
             continue
         if not _SIZE.fullmatch(item):
@@ -72,13 +72,13 @@ def parse_buckets(text: str) -> tuple[int, ...]:
 
 
 def format_buckets(sizes: Sequence[int]) -> str:
-    """Writes bucket sizes in the notation, abbreviating every series that leaves out two numbers or more.
+    """Formats bucket sizes, abbreviating every series in which that leaves out two numbers or more.
 
     Args:
         sizes: as parse_buckets returns them; parse_buckets reads the result back to the same sizes.
 
     Raises:
-        SpecError: when no notation stands for these sizes (none, not increasing, out of range, too many).
+        SpecError: the sizes cannot be written (none, not increasing, out of range, too many).
     """
     items: list[str] = []
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, plain lines elsewhere."""
+"""Reports the progress of long work: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-# Bars are drawn by one process: no lock across processes, and no thread that wakes idle bars (builds fork).
+# One process draws all bars, so a lock across processes is not needed; nor is tqdm's monitor thread, which forks would inherit.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 
 
 class Progress:
-    """Reports the steps of long work. On a terminal a bar is redrawn in place; elsewhere each step is a line.
+    """Reports progress; on a terminal a bar is redrawn in place, elsewhere each step is a line.
 
     Args:
-        stream: where to write; standard error leaves standard output to results.
+        stream: where to write; None is standard error, which leaves standard output to results.
         quiet: write nothing.
     """
 
@@ -28,7 +28,7 @@ class Progress:
         self.quiet = quiet
 
     def say(self, text: str) -> None:
-        """Writes one line, above the bar where there is one."""
+        """Writes a line, above the bar if there is one."""
         if not self.quiet:
             tqdm.write(text, file=self.stream)
             self.stream.flush()

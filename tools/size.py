@@ -1,4 +1,4 @@
-"""Line counts of the source tree, so that growth is a decision.
+"""Counts the lines of the source tree, so that growth is a decision.
 
 Run as `python -m npucompile.tools.size`.
 """
@@ -61,7 +61,7 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def measure(root: Path) -> list[FileSize]:
-    """Measures the Python files of the house's folders under `root`, largest first."""
+    """Sizes of the Python files in the package's folders under `root`, largest first."""
     sizes = []
     for path in (p for folder in FOLDERS for p in (root / folder).rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def measure(root: Path) -> list[FileSize]:
 
 
 def report(sizes: Iterable[FileSize]) -> str:
-    """Prints lines per file and per folder, largest first; source files over the budget of total lines are marked."""
+    """A table of lines per file and per folder, largest first; source files over the budget are marked."""
     files = list(sizes)
     folders: dict[str, list[FileSize]] = defaultdict(list)
     for size in files:

@@ -7,7 +7,7 @@ import pytest
 
 from npucompile.graphs.errors import NpucompileError
 from npucompile.graphs.types import Bucket, Limits
-from npucompile.runtime.request import Request, TokenLogprobs
+from npucompile.runtime.request import Logprobs, Request
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
@@ -88,9 +88,9 @@ def test_log_probabilities_of_the_requests_that_asked():
         top_logprobs=np.array([[[-0.25, -0.5, -1], [-1, -2, -3], [0, 0, 0]]] + [[[0] * 3] * 3] * 2, np.float32),
     )
     results = read(outputs, DECODE, rows)
-    assert results[0].logprobs == (TokenLogprobs(-0.5, ((7, -0.25), (8, -0.5))), TokenLogprobs(-1.5, ((6, -1.0), (5, -2.0))))
+    assert results[0].logprobs == (Logprobs(-0.5, ((7, -0.25), (8, -0.5))), Logprobs(-1.5, ((6, -1.0), (5, -2.0))))
     assert results[1].logprobs == ()
-    assert results[2].logprobs == tuple(TokenLogprobs(-float(i), ()) for i in (1, 2, 3))
+    assert results[2].logprobs == tuple(Logprobs(-float(i), ()) for i in (1, 2, 3))
     assert all(type(value) is float and type(token) is int for token, value in results[0].logprobs[0].top)
 
 

@@ -13,7 +13,7 @@ from support.texts import RECORD, byte_codec
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from npucompile.runtime.request import FinishEvent, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
@@ -88,7 +88,7 @@ class EchoEngine:
     def _logprobs(request, token_ids, start):
         if request.logprobs is None:
             return ()
-        return tuple(TokenLogprobs(-float(i), ((token_ids[i], -0.5),) * request.logprobs) for i in range(start, len(token_ids)))
+        return tuple(Logprobs(-float(i), ((token_ids[i], -0.5),) * request.logprobs) for i in range(start, len(token_ids)))
 
     @staticmethod
     def _can_step(live):

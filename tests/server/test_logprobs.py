@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from npucompile.runtime.request import TokenLogprobs
+from npucompile.runtime.request import Logprobs
 from npucompile.server.logprobs import token_objects, without_bytes
 from npucompile.server.protocol import JSON, decode, encode
 from npucompile.server.token_text import TokenText
@@ -17,7 +17,7 @@ def token_text(token_id):
     return TokenText(chr(token_id), chr(token_id).encode())
 
 
-LOGPROBS = (TokenLogprobs(-0.5, ((97, -0.25), (98, -0.5))), TokenLogprobs(-3.0, ((98, -0.125), (252, -1.0))))
+LOGPROBS = (Logprobs(-0.5, ((97, -0.25), (98, -0.5))), Logprobs(-3.0, ((98, -0.125), (252, -1.0))))
 
 
 def test_one_object_per_token_with_the_likely_ones_in_their_order():
@@ -46,7 +46,7 @@ def test_one_object_per_token_with_the_likely_ones_in_their_order():
 
 
 def test_none_of_the_likely_ones_may_be_wanted():
-    (entry,) = token_objects(token_text, (98,), (TokenLogprobs(-0.5, ()),))
+    (entry,) = token_objects(token_text, (98,), (Logprobs(-0.5, ()),))
     assert entry["top_logprobs"] == []
     assert token_objects(token_text, (), ()) == []
 
@@ -65,7 +65,7 @@ def test_in_events_there_are_no_bytes_and_all_else_is_the_same():
 
 
 def test_minus_infinity_is_openais_least_log_probability_and_can_be_encoded():
-    (entry,) = token_objects(token_text, (97,), (TokenLogprobs(-math.inf, ((98, 0.0), (97, -math.inf))),))
+    (entry,) = token_objects(token_text, (97,), (Logprobs(-math.inf, ((98, 0.0), (97, -math.inf))),))
     assert (entry["logprob"], [likely["logprob"] for likely in entry["top_logprobs"]]) == (-9999.0, [0.0, -9999.0])
     assert decode(encode(entry, JSON), JSON, 2**20) == entry
 

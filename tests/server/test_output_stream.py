@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.texts import RECORD, byte_codec, cut_at_stop
 
-from npucompile.runtime.request import FinishEvent, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
 from npucompile.server.output_stream import OutputStream, TextDelta
 from npucompile.server.usage import Usage
 
@@ -20,7 +20,7 @@ def make_stream(*stops):
 
 def numbered(ids):
     """Log probabilities by position: that of token i is -i."""
-    return tuple(TokenLogprobs(-float(place), ((token, -0.5),)) for place, token in enumerate(ids))
+    return tuple(Logprobs(-float(place), ((token, -0.5),)) for place, token in enumerate(ids))
 
 
 def tokens(text, logprobs=()):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.texts import RECORD, byte_codec, cut_at_stop
 
-from npucompile.runtime.request import FINISH_REASONS, FinishEvent, Request, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FINISH_REASONS, FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.server.events import STATUS_BY_REASON, ResponseInfo
 from npucompile.server.response import PreparedResponse, Response
 
@@ -39,7 +39,7 @@ def deltas(events, index=0):
 
 def numbered(ids):
     """Log probabilities by position: that of token i is -i."""
-    return tuple(TokenLogprobs(-float(place), ((token, -0.5), (0, -2.0))) for place, token in enumerate(ids))
+    return tuple(Logprobs(-float(place), ((token, -0.5), (0, -2.0))) for place, token in enumerate(ids))
 
 
 # --- one completion ---

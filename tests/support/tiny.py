@@ -125,7 +125,7 @@ _STAGED: dict[object, stages.Staged] = {}
 
 def stage_once(new_plan: Plan, bucket: Bucket) -> stages.Staged:
     """`stages.stage`, cached by its arguments, because most tests are not about tracing."""
-    what = (new_plan.found.text, new_plan.model.config, new_plan.backend, new_plan.dtype, new_plan.limits, new_plan.max_logprobs)
+    what = (new_plan.source.text, new_plan.model.config, new_plan.backend, new_plan.dtype, new_plan.limits, new_plan.max_logprobs)
     key = (*what, new_plan.mesh, new_plan.target.name, bucket)
     if key not in _STAGED:
         _STAGED[key] = stages.stage(new_plan, bucket)

@@ -18,7 +18,7 @@ import numpy as np
 
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.engine import Engine
-from npucompile.runtime.request import FinishEvent, Request, TokenEvent, TokenLogprobs
+from npucompile.runtime.request import FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.runtime.rng import random_number
 from npucompile.runtime.scheduler.kv_cache_manager import KVCacheManager
 
@@ -55,11 +55,11 @@ def next_token(tokens: Sequence[int], state: int, settings: Sequence[float], u: 
     return (hashed(tokens, state) + offset) % VOCAB
 
 
-def logprobs_of(tokens: Sequence[int], state: int, chosen: int, most: int) -> TokenLogprobs:
+def logprobs_of(tokens: Sequence[int], state: int, chosen: int, most: int) -> Logprobs:
     """The toy's log probabilities of the token after these."""
     seed = hashed(tokens, state)
     top = tuple(((seed + 3 * i) % VOCAB, -((seed + i) % 32) / 8 - i) for i in range(most))
-    return TokenLogprobs(-((seed + chosen) % 64) / 8, top)
+    return Logprobs(-((seed + chosen) % 64) / 8, top)
 
 
 class ReferenceRun(NamedTuple):
@@ -68,7 +68,7 @@ class ReferenceRun(NamedTuple):
     tokens: list[int]
     reason: str
     completion_tokens: int
-    logprobs: list[TokenLogprobs]
+    logprobs: list[Logprobs]
 
 
 def reference_run(request: Request, max_model_len: int) -> ReferenceRun:
@@ -76,7 +76,7 @@ def reference_run(request: Request, max_model_len: int) -> ReferenceRun:
     known, sampling = list(request.prompt), request.sampling
     settings = [getattr(sampling, name) for name in SETTINGS]
     output: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    logprobs: list[Logprobs] = []
     while True:
         state = fold_all(known)
         token = next_token(known, state, settings, random_number(sampling.seed or 0, len(output)))
@@ -483,7 +483,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[Logprobs] = []
         self.events: list[TokenEvent] = []
         self.end: Any = None
 

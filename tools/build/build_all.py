@@ -1,4 +1,4 @@
-"""All that one `npucompile build` makes: an artifact, or one for each side of a deployment that splits prefill from decode."""
+"""Builds all that one `npucompile build` asks for: one artifact, or two for a deployment that disaggregates prefill and decode."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from .driver import build
 from .instance import phases
 
 
-def build_all(model: str, asked: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:
-    """Builds what was asked for: one artifact, or one for each side of a deployment that splits prefill from decode.
+def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:
+    """Builds a model; returns the artifacts' directories.
 
     Args:
-        asked: fields of `plan.Options` besides the model.
-        out: the artifact's directory; None is one named after the model under `artifacts`.
+        options: fields of `plan.Options` besides the model.
+        out: the artifact's directory; None means one under `artifacts`, named after the model.
 
     Raises:
         NpucompileError: naming what cannot be built.
     """
     progress = Progress()
-    options = planning.Options(model, **asked)
-    split = phases(options.deployment, model) if options.phase is None and options.deployment else ()
-    wanted = split if len(split) > 1 else (options.phase,)
-    built = []
-    # All of them are decided before one is built.
-    for plan in [planning.plan(replace(options, phase=phase)) for phase in wanted]:
+    request = planning.Options(model, **options)
+    instances = phases(request.deployment, model) if request.phase is None and request.deployment else ()
+    wanted = instances if len(instances) > 1 else (request.phase,)
+    paths = []
+    # Every plan is checked before the first is built.
+    for plan in [planning.plan(replace(request, phase=phase)) for phase in wanted]:
         for line in plan_lines(plan):
             progress.say(line)
-        place = out or planning.default_out(artifacts, plan.found)
-        if len(wanted) > 1 or (out is None and options.phase):
-            place = place.with_name(f"{place.name}-{plan.phase}")
-        report = build(plan, place, cache, progress, jobs=jobs, nice=nice)
+        path = out or planning.default_out(artifacts, plan.source)
+        if len(wanted) > 1 or (out is None and request.phase):
+            path = path.with_name(f"{path.name}-{plan.phase}")
+        report = build(plan, path, cache, progress, jobs=jobs, nice=nice)
         progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
-        built.append(report.path)
-    return built
+        paths.append(report.path)
+    return paths
 
 
 def plan_lines(plan: planning.Plan) -> list[str]:
-    """What will be built, as a person reads it."""
+    """A summary of the plan for the terminal."""
     sizes = f"{plan.params_bytes / 1e6:,.1f} MB of weights, {plan.state_bytes / 1e6:,.1f} MB of state"
     requests = plan.limits.num_request_slots - 1
     lines = [
-        f"{plan.found.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
+        f"{plan.source.name}: {len(plan.buckets)} buckets for {plan.backend} ({', '.join(_series(plan))})",
         f"  {sizes}{' a device' if plan.mesh.size > 1 else ''}; context {plan.limits.max_model_len}, {requests} requests in flight"
         f"{' in each of ' + str(plan.mesh.axis('dp')) + ' groups' if plan.mesh.axis('dp') > 1 else ''}",
         *(f"  {note}" for note in plan.notes),
@@ -59,9 +59,9 @@ def plan_lines(plan: planning.Plan) -> list[str]:
 
 
 def _series(plan: planning.Plan) -> list[str]:
-    """Buckets as a person writes them: long lists of sizes abbreviated."""
+    """Names of the buckets; many decode buckets are written in the notation of `--buckets`."""
     decode = [b for b in plan.buckets if b.kind == "decode"]
-    said = [b.name for b in plan.buckets if b.kind == "prefill"]
+    prefill = [b.name for b in plan.buckets if b.kind == "prefill"]
     if len(decode) < 8:
-        return [*said, *(b.name for b in decode)]
-    return [*said, f"decode of {format_buckets(tuple(b.batch for b in decode))} requests, {decode[0].q_len} tokens each"]
+        return [*prefill, *(b.name for b in decode)]
+    return [*prefill, f"decode of {format_buckets(tuple(b.batch for b in decode))} requests, {decode[0].q_len} tokens each"]

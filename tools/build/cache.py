@@ -1,4 +1,4 @@
-"""Finished buckets of an unfinished build, kept as files that the next build goes on from."""
+"""Stores the finished buckets of a build that may be interrupted, so that the next build continues from them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class UnfinishedBuild:
     """Buckets by their stamp, in a directory that outlives the build.
 
     Args:
-        directory: made when the first bucket is kept.
+        directory: created when the first bucket is stored.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def keep(self, entry: GraphEntry, stages: bytes, graph: bytes) -> None:
-        """Stores a bucket: whole, or not at all."""
+        """Stores a bucket, atomically."""
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self._file(entry.stamp)
         part = file.with_suffix(f".{os.getpid()}.part")
@@ -36,7 +36,7 @@ class UnfinishedBuild:
         os.replace(part, file)
 
     def take(self, stamp: str, writer: ArtifactWriter, suffix: str) -> GraphEntry | None:
-        """The bucket of that stamp, its files added to an artifact; None where there is none that is unharmed."""
+        """The bucket of that stamp, its files added to an artifact; None if there is none, or it is damaged."""
         try:
             data = self._file(stamp).read_bytes()
             if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
@@ -50,7 +50,7 @@ class UnfinishedBuild:
         return replace(entry, stages=writer.add("stages", stages, "json.z"), compiled=compiled)
 
     def forget(self, stamps: list[str]) -> None:
-        """Removes buckets that an artifact has by now."""
+        """Removes buckets that a published artifact holds."""
         for stamp in stamps:
             self._file(stamp).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Constants of the command line, readable without loading torch; tests hold them to what they name."""
+"""Constants of the command line, apart from the modules they describe so that `--help` need not load torch; a test compares both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu", "ascend-a3", "ascend-a2")
 SCHEMES = ("none", "w8a8", "w4a8")
 MAX_LOGPROBS = 20
-"""As many as OpenAI's API knows."""
+"""The most that OpenAI's API allows."""
 MAX_DRAFTS = 7
 """The NPU's recurrent kernel verifies at most 8 tokens of a request at once."""

@@ -1,4 +1,4 @@
-"""Turns the name of a published deployment into its mesh, buckets and limits."""
+"""The table of published deployments, and the mesh, buckets and limits that each gives a build."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...graphs.types import Limits, Mesh
 from ..notation import parse_buckets
 
 DEFAULT = {"qwen3.5-397b": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}
-"""Deployment that a model is built for when nothing is said."""
+"""The deployment a model is built for when neither deployment, target nor mesh is given."""
 
 MAX_CHUNK = 4096
-"""Most tokens of a prefill chunk; `prefill_chunk` says why."""
+"""Most tokens of a prefill chunk; see `prefill_chunk`."""
 
 POOL_TOKENS = 2**19
-"""Most KV tokens a group is given where its engine would take all memory that is left; `limits_for` says when."""
+"""Most cached tokens of a group where the published engine takes all memory that is left; see `limits_for`."""
 
 PHASES = ("mixed", "prefill", "decode")
 _CHUNK_MULTIPLE = 128
@@ -29,20 +29,20 @@ _CHUNK_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of instance of a deployment: all of it ("mixed"), or one side of a deployment that splits prefill from decode.
+    """One kind of instance of a deployment: "mixed", or "prefill" or "decode" where the deployment disaggregates them.
 
     Attributes:
         mesh: dp groups of tp ranks, of one instance. SGLang publishes the world size as its tp; here tp is that of one group, for both
             engines.
         ep: ranks that share one set of experts; 1 where experts are not spread.
         nodes: servers of one instance.
-        instances: how many there are.
-        max_running_requests: most requests of one instance, all its groups together.
-        buckets: decode batches with a graph of their own, per group; none where nothing is decoded.
+        instances: how many of them run.
+        max_running_requests: most requests in flight in one instance, all groups together.
+        buckets: decode batch sizes of one group; empty for an instance that only prefills.
         num_speculative_tokens: k, drafts per decode step.
         max_total_tokens: published cap of cached tokens of one group.
         context_len: published most tokens of one request.
-        chunk_len: published most tokens of a prefill chunk; None where prompts are not cut.
+        chunk_len: published most tokens of a prefill chunk; None where prompts are not chunked.
         mem_fraction: published share of memory for weights and pools.
     """
 
@@ -61,7 +61,7 @@ class Phase:
 
     @property
     def group_requests(self) -> int:
-        """Most requests of one dp group; at least as many as its largest bucket has rows."""
+        """Most requests of one dp group; at least the batch size of its largest bucket."""
         return max(-(-self.max_running_requests // self.mesh.axis("dp")), *self.buckets, 1)
 
 
@@ -71,20 +71,21 @@ class Deployment:
 
     Attributes:
         id: what `--deployment` calls it.
-        model: name of the model; a preset's where there is one.
+        model: name of the model, the preset's if there is one.
         engine: "sglang" or "vllm-ascend", whose guide published it.
         target: name of its target.
-        quantization: of the weights and activations of linear layers: "w4a8", "w8a8" or "bf16"; which layers stay wider no guide says.
-        draft_quantization: of the draft model; None where it is not stated.
-        state_dtype: of recurrent states, "bfloat16" or "float32"; None for models without.
-        phases: by name, "mixed" alone or "prefill" and "decode"; empty for a row that is not a launch line.
-        input_len, output_len: tokens of the requests it was published for.
-        prefix_hit_rate: share of the prompt that was cached already.
-        tpot_target_ms: time per output token it was published for.
-        concurrency: requests in flight when it was measured, all groups together.
+        quantization: of the weights and activations of linear layers: "w4a8", "w8a8" or "bf16"; the guides do not
+            say which layers keep more bits.
+        draft_quantization: of the draft model; None if not stated.
+        state_dtype: of recurrent states, "bfloat16" or "float32"; None for models without any.
+        phases: by name, "mixed" alone or "prefill" and "decode"; empty where no launch command is published.
+        input_len, output_len: tokens per request of the published workload.
+        prefix_hit_rate: share of the prompt found in the prefix cache.
+        tpot_target_ms: the published target for the time per output token.
+        concurrency: requests in flight during the published measurement, all groups together.
         measured: published results: tpot_ms, accept_length, output_tokens_per_s, concurrency.
         source: the guide.
-        note: what this table decided for the guide.
+        note: what this table decided where the guide leaves it open.
     """
 
     id: str
@@ -106,21 +107,21 @@ class Deployment:
 
     @property
     def nodes(self) -> int:
-        """Servers, all instances together."""
+        """Servers of all instances."""
         return sum(phase.nodes * phase.instances for phase in self.phases.values())
 
     @property
     def npus(self) -> int:
-        """Ranks, all instances together."""
+        """Ranks of all instances."""
         return sum(phase.mesh.size * phase.instances for phase in self.phases.values())
 
     @property
     def num_speculative_tokens(self) -> int:
-        """k of the steps that decode."""
+        """k of the decode steps."""
         return max((p.num_speculative_tokens for p in self.phases.values() if p.name != "prefill"), default=0)
 
     def phase(self, name: str | None = None) -> Phase:
-        """A phase by its name; without one the phase that decodes.
+        """The phase of that name; by default the one that decodes.
 
         Raises:
             SpecError: naming the phases there are.
@@ -133,7 +134,7 @@ class Deployment:
 
 @cache
 def deployments() -> Mapping[str, Deployment]:
-    """Every row, by id, in the order of the table."""
+    """All rows by id, in table order."""
     rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name("deployments.json").read_text(encoding="utf-8"))
     return {row["id"]: _deployment(row) for row in rows}
 
@@ -153,26 +154,26 @@ def deployment(name: str) -> Deployment:
 
 
 def default_for(model: str) -> Deployment | None:
-    """The deployment a model is built for when nothing is said; None for a model that has none."""
+    """The deployment a model is built for by default; None if it has none."""
     return deployment(DEFAULT[model]) if model in DEFAULT else None
 
 
 def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     """Sizes of one dp group's pools and requests.
 
-    - A request is input, output and k tokens long: the last step writes k candidates past the end. Where no lengths are published it may
-      fill the context, candidates included.
-    - Pages hold the published cap of cached tokens. Where there is none they hold every request whole; but a prefix that was cached
-      already is held once, and where only a context length is published (vLLM hands out whatever memory is left, which no number states)
-      all requests together get at most POOL_TOKENS, or one whole context if that is more.
-    - Slots are k+1 a request; 1 where nothing is decoded, for prefill writes the state after its last token only. It drafts all the
-      same: the side that decodes begins with its drafts.
+    - A request takes input + output + k tokens, because the last step writes k candidates past the end. Without published lengths it
+      takes the whole context.
+    - Pages hold the published cap of cached tokens. Without a cap they hold every request at full length, with a shared prefix counted
+      once. Where only a context length is published (vLLM uses whatever memory is left), all requests together get POOL_TOKENS, or one
+      whole context if that is more.
+    - A request has k+1 state slots, and one on a prefill instance, which writes only the state after the last token. A prefill instance
+      drafts too, because the decode instance begins with its drafts.
 
     Args:
         page_size: P, of the target.
 
     Raises:
-        SpecError: when the row publishes neither lengths nor a context.
+        SpecError: the row has neither lengths nor a context.
     """
     requests, k = phase.group_requests, phase.num_speculative_tokens
     slots = 1 if phase.name == "prefill" else k + 1
@@ -190,14 +191,14 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
 
 
 def prefill_chunk(deployment: Deployment) -> int:
-    """Tokens of the static prefill chunk: the published prompt in equal parts of at most MAX_CHUNK, or of the row's own chunk.
+    """Tokens of the static prefill chunk: the published prompt in equal parts of at most MAX_CHUNK, or of the published chunk.
 
-    At 4096 tokens each of 512 experts with ten chosen sees 80 of them, so products are bound by arithmetic and a longer chunk gains
-    nothing, while activations grow with it; the guides' own launches cut long prompts into rounds of 3584 and 4096 tokens. Equal parts
+    With 4096 tokens and ten of 512 experts per token an expert gets 80 tokens, which makes its matrix products compute-bound: a longer
+    chunk gains nothing and needs more memory for activations. The guides chunk long prompts at 3584 and 4096 tokens. The parts are equal
     (in multiples of 128) because a padded token costs as much as a real one.
 
     Raises:
-        SpecError: when the deployment has no phase that prefills.
+        SpecError: the deployment has no phase that prefills.
     """
     phase = deployment.phase("prefill" if "prefill" in deployment.phases else "mixed")
     most = min(MAX_CHUNK, phase.chunk_len or MAX_CHUNK)

@@ -1,4 +1,4 @@
-"""A manifest's description of a build: everything but its graphs."""
+"""Writes what a manifest says of a build before there are graphs, with the weights and the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights import store_weights
 
 
 def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest:
-    """Stores weights and tokenizer, where the plan's target runs from them; the manifest has no graphs yet.
+    """The manifest of a plan, without graphs; weights and tokenizer are stored where this machine is the target.
 
     Raises:
         ModelError: the checkpoint or its tokenizer cannot be used.
@@ -24,15 +24,15 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
     weights, source, tokenizer = None, "none", None
     if plan.target.local:
         weights, source = store_weights(plan, signature.params, writer, progress)
-        if plan.found.tokenizer:
-            TextTokenizer.load(plan.found.tokenizer)  # a file that cannot be used is refused here, not by the server
-            tokenizer = writer.add("tokenizer", plan.found.tokenizer.read_bytes(), "json")
+        if plan.source.tokenizer:
+            TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
+            tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
     chosen = backend(plan.backend)
     return Manifest(
         model={
-            "name": plan.found.name,
+            "name": plan.source.name,
             "family": plan.model.family.name,
-            "config": plan.found.text,
+            "config": plan.source.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
         },

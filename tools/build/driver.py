@@ -1,8 +1,8 @@
-"""The build: from a plan to its artifact, for every target.
+"""Builds the artifact of a plan.
 
-Where the target is this machine, the artifact can serve as soon as its buckets are staged, by their eager reference graphs; executables
-are added as they are compiled, each after it was compared with that reference. For other targets every bucket is staged and compiled in
-the pool, proved there without running it, and published when all are there.
+An artifact for this machine can serve as soon as every bucket has its eager reference graph; executables are added as they are
+compiled, each once it agrees with that reference. Graphs for NPUs cannot run here: the pool stages, compiles and checks every bucket,
+and the artifact is published when all of them are complete.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BuildReport:
     """What a build did.
 
     Attributes:
-        seconds: wall time of all of it.
-        ready_seconds: wall time until the artifact could serve, uncompiled at least.
-        compiled: bucket name to compile seconds, for graphs that were compiled now.
-        reused: names of buckets whose executables were up to date.
+        seconds: wall time of the whole build.
+        ready_seconds: wall time until the artifact could serve, compiled or not.
+        compiled: bucket name to compile seconds, for buckets compiled by this build.
+        reused: names of buckets that were up to date.
     """
 
     path: Path
@@ -54,12 +54,12 @@ class BuildReport:
 def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: int = 2, nice: int = 0) -> BuildReport:
     """Builds the artifact at `out`, or brings it up to date.
 
-    A bucket whose stamp is that of the previous artifact is taken over as it is; another one is staged, and compiled only if its key
-    (lowered graph, backend, options, toolchain) changed. A refused build leaves what was there before, or nothing; one that is
-    interrupted goes on where it was.
+    A bucket whose stamp equals the one in the previous artifact is taken over unchanged. Any other bucket is staged, and compiled only
+    if its key (lowered graph, backend, options, toolchain) changed. A refused build leaves what was there before, or nothing; an
+    interrupted build continues where it stopped.
 
     Args:
-        cache_dir: what compilers keep between builds, and the buckets of unfinished ones.
+        cache_dir: compiler caches that outlive the build, and the finished buckets of interrupted builds.
         jobs: processes that compile at a time.
         nice: niceness of those processes.
 
@@ -70,18 +70,29 @@ def build(plan: Plan, out: Path, cache_dir: Path, progress: Progress, *, jobs: i
     if reason := backend(plan.backend).compiles_here():
         raise LoweringError(reason)
     with ArtifactWriter(out) as writer:
-        # Before minutes of tracing: a checkpoint that cannot be used.
+        # First, so that an unusable checkpoint is refused before minutes of tracing.
         manifest = describe(plan, writer, progress)
         cache_dir.mkdir(parents=True, exist_ok=True)
-        return _Build(plan, writer, manifest, progress, cache_dir, jobs, nice, began).run(out)
+        if not plan.target.local:
+            check_before_lowering(plan, manifest)
+        stamps = {bucket: bucket_stamp(*facts(plan, bucket)) for bucket in (*plan.buckets, *plan.references)}
+        state = _Build(plan, writer, manifest, progress, cache_dir, jobs, nice, UnfinishedBuild(cache_dir / "unfinished"), stamps)
+        _take_over(state)
+        unchanged = set(state.entries)
+        ready_seconds = _build_local(state, began) if plan.target.local else _build_for_device(state, began)
+        writer.collect(state.manifest)
+        state.unfinished.forget(list(stamps.values()))
+    compiled = state.compile_seconds
+    reused = [b.name for b in plan.buckets if b.name not in compiled and (b in unchanged or state.compiles)]
+    return BuildReport(out, time.monotonic() - began, ready_seconds, compiled, tuple(reused))
 
 
 def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
     """Everything that decides a bucket's graph, besides the sources of this package."""
     chosen = backend(plan.backend)
     return (
-        plan.found.name,
-        plan.found.text,
+        plan.source.name,
+        plan.source.text,
         repr(plan.model.config),
         repr(bucket),
         repr(plan.limits),
@@ -97,7 +108,17 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
 
 @dataclass
 class _Build:
-    """One build under way: what has become of each bucket so far."""
+    """A build in progress.
+
+    Attributes:
+        manifest: the one last published; at first `describe`'s, which has no graphs.
+        jobs, nice: processes that compile at a time, and their niceness.
+        unfinished: finished buckets of interrupted builds.
+        stamps: of all buckets, `plan.references` included.
+        entries: buckets taken over or staged so far.
+        compile_seconds: by bucket name, of buckets compiled so far.
+        params: the weights, loaded when the first executable is verified.
+    """
 
     plan: Plan
     writer: ArtifactWriter
@@ -106,53 +127,92 @@ class _Build:
     cache_dir: Path
     jobs: int
     nice: int
-    began: float
+    unfinished: UnfinishedBuild
+    stamps: Mapping[Bucket, str]
     entries: dict[Bucket, GraphEntry] = field(default_factory=dict)
-    lowered: dict[Bucket, tuple[bytes, Signature]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    compile_seconds: dict[str, float] = field(default_factory=dict)
     params: list[torch.Tensor] | None = None
-
-    def run(self, out: Path) -> BuildReport:
-        plan, local, began = self.plan, self.plan.target.local, self.began
-        if not local:
-            check_before_lowering(plan, self.manifest)
-        self.unfinished = UnfinishedBuild(self.cache_dir / "unfinished")
-        self.stamps = {bucket: bucket_stamp(*facts(plan, bucket)) for bucket in (*plan.buckets, *plan.references)}
-        self._take_over()
-        taken_over, ready_seconds = set(self.entries), 0.0
-        if local:
-            self._stage_here()
-            self.publish()
-            ready_seconds = time.monotonic() - began
-            self._prove_reused()
-        todo = [bucket for bucket in plan.buckets if not self._is_done(bucket)]
-        reused = [bucket.name for bucket in plan.buckets if bucket not in todo and (bucket in taken_over or self.compiles)]
-        if local and todo:
-            self.progress.say(f"{out} can serve ({ready_seconds:.1f} s); compiling {len(todo)} of {len(plan.buckets)} buckets for speed")
-        if todo:
-            self._compile(todo)
-        if not local:
-            planned = rank_memory(plan, self.manifest, [self.entries[bucket] for bucket in plan.buckets])
-            planned.check()
-            self.manifest = replace(self.manifest, memory=planned.as_dict())
-            self.publish()
-        self.writer.collect(self.manifest)
-        self.unfinished.forget(list(self.stamps.values()))
-        seconds = time.monotonic() - began
-        return BuildReport(out, seconds, ready_seconds or seconds, self.seconds, tuple(reused))
 
     @property
     def backend(self) -> Backend:
-        """The plan's."""
         return backend(self.plan.backend)
 
     @property
     def compiles(self) -> bool:
-        """Whether buckets get executables besides the reference."""
+        """Whether buckets get executables besides the eager reference."""
         return self.backend.suffix is not None and self.plan.backend != "eager"
 
+    @property
+    def previous(self) -> Manifest | None:
+        """Manifest of the artifact that is brought up to date."""
+        return self.writer.previous.manifest if self.writer.previous else None
+
+    @property
+    def same_weights(self) -> bool:
+        """Whether the previous artifact has the weights of this one."""
+        return self.previous is not None and self.previous.weights == self.manifest.weights
+
+    def is_complete(self, bucket: Bucket) -> bool:
+        """Whether nothing of a bucket is left to stage or compile."""
+        entry = self.entries.get(bucket)
+        return entry is not None and (entry.compiled is not None or not self.compiles or bucket not in self.plan.buckets)
+
+    def previous_entry(self, bucket: Bucket) -> GraphEntry | None:
+        """The bucket's entry in the previous artifact, where it has an intact executable."""
+        entries = self.previous.graphs if self.previous else ()
+        return next((e for e in entries if e.bucket == bucket and e.compiled and self.writer.keep(e.compiled.file)), None)
+
+    def add_staged(self, bucket: Bucket, record: StagedRecord, eager: str | None) -> None:
+        """Adds a staged bucket, with the previous artifact's executable where its key is the same; `eager` is its reference graph."""
+        entry = GraphEntry(
+            bucket=bucket,
+            inputs=record.inputs,
+            outputs=record.outputs,
+            eager=eager,
+            stages=self.writer.add("stages", record.texts, "json.z"),
+            digest=record.key,
+            compiled=None,
+            cost=record.cost,
+            memory=record.memory,
+            collectives=record.collectives,
+            verified={},
+            stamp=self.stamps[bucket],
+        )
+        before = self.previous_entry(bucket) if bucket in self.plan.buckets else None
+        if before and before.digest == record.key:
+            # A verification holds for the weights and the reference it was made with.
+            verified = before.verified if self.same_weights and before.eager == eager else {}
+            entry = replace(entry, compiled=before.compiled, census=before.census, verified=verified)
+        self.entries[bucket] = entry
+
+    def add_result(self, result: CompileResult) -> GraphEntry:
+        """Adds what the pool made of a bucket."""
+        bucket = result.job.bucket
+        self.compile_seconds[bucket.name] = result.seconds
+        if result.staged:
+            self.add_staged(bucket, result.staged, None)
+        if result.compiled:
+            entry, file = self.entries[bucket], self.writer.add("graphs", result.compiled.data, str(self.backend.suffix))
+            compiled = ExecutableRecord(self.backend.name, file, entry.digest)
+            self.entries[bucket] = replace(entry, compiled=compiled, census=result.compiled.census)
+        return self.entries[bucket]
+
+    def verify(self, bucket: Bucket) -> Mapping[str, float]:
+        """Publishes a bucket's executable once it agrees with the eager reference; returns the measurements.
+
+        Raises:
+            VerifyError: it does not agree.
+        """
+        artifact = Artifact(self.writer.root, self.manifest, "")
+        if self.params is None:
+            self.params = executables.load_params(artifact)
+        measured = executables.verify_entry(artifact, self.entries[bucket], self.params)
+        self.entries[bucket] = replace(self.entries[bucket], verified=measured)
+        self.publish()
+        return measured
+
     def publish(self) -> None:
-        """Makes what is there the artifact's; an executable that is not proved with these weights is left out."""
+        """Publishes all entries; on this machine without executables that are not verified with these weights."""
         entries = {
             bucket: entry if entry.verified or not self.plan.target.local else replace(entry, compiled=None)
             for bucket, entry in self.entries.items()
@@ -160,121 +220,85 @@ class _Build:
         graphs, references = (tuple(entries[bucket] for bucket in part) for part in (self.plan.buckets, self.plan.references))
         self.manifest = self.writer.publish(replace(self.manifest, graphs=graphs, references=references))
 
-    def _is_done(self, bucket: Bucket) -> bool:
-        entry = self.entries.get(bucket)
-        return entry is not None and (entry.compiled is not None or not self.compiles or bucket not in self.plan.buckets)
 
-    def _take_over(self) -> None:
-        """Buckets of the previous artifact, or of an unfinished build, whose stamp is the same and whose files are unharmed."""
-        before = self.writer.previous.manifest if self.writer.previous else None
-        for entry in (*before.graphs, *before.references) if before else ():
-            if self.stamps.get(entry.bucket) == entry.stamp and all([self.writer.keep(name) for name in entry.files]):
-                proved = before is not None and before.weights == self.manifest.weights
-                served = entry.bucket in self.plan.buckets
-                entry = entry if served else replace(entry, compiled=None)
-                self.entries[entry.bucket] = entry if proved and served else replace(entry, verified={})
-        for bucket in self.plan.buckets if not self.plan.target.local else ():
-            if bucket not in self.entries and (kept := self.unfinished.take(self.stamps[bucket], self.writer, str(self.backend.suffix))):
-                self.entries[bucket] = kept
+def _take_over(state: _Build) -> None:
+    """Takes over buckets of the previous artifact, or of an interrupted build, whose stamp is unchanged and whose files are intact."""
+    plan, writer, previous = state.plan, state.writer, state.previous
+    for entry in (*previous.graphs, *previous.references) if previous else ():
+        if state.stamps.get(entry.bucket) == entry.stamp and all([writer.keep(name) for name in entry.files]):
+            if entry.bucket not in plan.buckets:
+                entry = replace(entry, compiled=None, verified={})
+            elif not state.same_weights:
+                entry = replace(entry, verified={})
+            state.entries[entry.bucket] = entry
+    for bucket in plan.buckets if not plan.target.local else ():
+        stamp, suffix = state.stamps[bucket], str(state.backend.suffix)
+        if bucket not in state.entries and (finished := state.unfinished.take(stamp, writer, suffix)):
+            state.entries[bucket] = finished
 
-    def _stage_here(self) -> None:
-        """Every bucket's eager graph, and executables of the previous artifact whose key is still that of their bucket."""
-        todo = [bucket for bucket in self.stamps if not self._is_done(bucket)]
-        with self.progress.bar("trace, partition, lower", len(todo)) as bar:
-            for bucket in todo:
-                staged = stage(self.plan, bucket)
-                reference = staged.lowered if self.plan.backend == "eager" else backend("eager").lower(staged.partitioned)
-                eager = self.writer.add("graphs", encode(reference.graph), "graph")
-                entry = self._entry(bucket, record_of(self.plan, staged), eager)
-                if bucket in self.plan.buckets:
-                    entry = self._with_known(entry)
-                    if self.compiles and entry.compiled is None:
-                        self.lowered[bucket] = (encode(staged.lowered.graph), staged.lowered.signature)
-                self.entries[bucket] = entry
-                bar.step(bucket.name)
 
-    def _entry(self, bucket: Bucket, staged: StagedRecord, eager: str | None) -> GraphEntry:
-        return GraphEntry(
-            bucket=bucket,
-            inputs=staged.inputs,
-            outputs=staged.outputs,
-            eager=eager,
-            stages=self.writer.add("stages", staged.texts, "json.z"),
-            digest=staged.key,
-            compiled=None,
-            cost=staged.cost,
-            memory=staged.memory,
-            collectives=staged.collectives,
-            verified={},
-            stamp=self.stamps[bucket],
-        )
+def _build_local(state: _Build, began: float) -> float:
+    """Publishes every bucket with its eager reference, then adds executables; returns the seconds until the artifact could serve."""
+    plan, progress = state.plan, state.progress
+    lowered = _stage_local(state)
+    state.publish()
+    ready_seconds = time.monotonic() - began
+    for bucket in plan.buckets:
+        if state.entries[bucket].compiled and not state.entries[bucket].verified:
+            state.verify(bucket)
+            progress.say(f"verified {bucket.name} with the new weights")
+    if not lowered:
+        return ready_seconds
+    count = f"{len(lowered)} of {len(plan.buckets)} buckets"
+    progress.say(f"{state.writer.path} can serve ({ready_seconds:.1f} s); compiling {count} for speed")
+    # The buckets whose speed users notice most come first.
+    todo = sorted(lowered, key=lambda bucket: (bucket.kind != "decode", bucket.tokens))
+    jobs = [CompileJob(plan, bucket, state.cache_dir, lowered[bucket], nice=state.nice) for bucket in todo]
+    with progress.bar(f"compile and verify ({state.backend.name})", len(todo)) as bar:
+        for result in run_all(jobs, state.jobs):
+            bucket = state.add_result(result).bucket
+            error = state.verify(bucket)["logits_error"]
+            bar.step(f"{bucket.name} {result.seconds:.1f} s, logits within {error:.1e}")
+    return ready_seconds
 
-    def _known(self, bucket: Bucket) -> GraphEntry | None:
-        """The bucket in the previous artifact, where it has an executable."""
-        before = self.writer.previous.manifest.graphs if self.writer.previous else ()
-        return next((entry for entry in before if entry.bucket == bucket and entry.compiled), None)
 
-    def _with_known(self, entry: GraphEntry) -> GraphEntry:
-        """With the previous artifact's executable of the same key, and its proof while weights and reference are those it was made with."""
-        known = self._known(entry.bucket)
-        if known is None or known.compiled is None or known.compiled.key != entry.digest or not self.writer.keep(known.compiled.file):
-            return entry
-        before = self.writer.previous
-        same = before is not None and (before.manifest.weights, known.eager) == (self.manifest.weights, entry.eager)
-        return replace(entry, compiled=known.compiled, census=known.census, verified=known.verified if same else {})
+def _stage_local(state: _Build) -> dict[Bucket, tuple[bytes, Signature]]:
+    """Adds every bucket's eager graph, and previous executables whose key is unchanged; returns lowered graphs that need compiling."""
+    plan, todo = state.plan, [bucket for bucket in state.stamps if not state.is_complete(bucket)]
+    lowered = {}
+    with state.progress.bar("trace, partition, lower", len(todo)) as bar:
+        for bucket in todo:
+            staged = stage(plan, bucket)
+            reference = staged.lowered if plan.backend == "eager" else backend("eager").lower(staged.partitioned)
+            eager = state.writer.add("graphs", encode(reference.graph), "graph")
+            state.add_staged(bucket, record_of(plan, staged), eager)
+            if not state.is_complete(bucket):
+                lowered[bucket] = encode(staged.lowered.graph), staged.lowered.signature
+            bar.step(bucket.name)
+    return lowered
 
-    def _prove_reused(self) -> None:
-        for bucket in self.plan.buckets:
-            if self.entries[bucket].compiled and not self.entries[bucket].verified:
-                self._prove(bucket)
-                self.progress.say(f"verified {bucket.name} with the new weights")
 
-    def _prove(self, bucket: Bucket) -> None:
-        """Publishes an executable that equals the reference.
+def _build_for_device(state: _Build, began: float) -> float:
+    """Stages and compiles buckets in the pool, then publishes all of them; returns the seconds until then.
 
-        Raises:
-            VerifyError: it does not.
-        """
-        artifact = Artifact(self.writer.root, self.manifest, "")
-        if self.params is None:
-            self.params = executables.load_params(artifact)
-        entry = self.entries[bucket]
-        self.entries[bucket] = replace(entry, verified=executables.verify_entry(artifact, entry, self.params))
-        self.publish()
-
-    def _compile(self, todo: list[Bucket]) -> None:
-        """Compiles and proves buckets: for this machine in the order in which users feel them, else the largest first."""
-        if self.plan.target.local:
-            todo = sorted(todo, key=lambda bucket: (bucket.kind != "decode", bucket.tokens))
-        else:
-            todo = sorted(todo, key=lambda bucket: -bucket.tokens)
-        label = f"compile and verify ({self.backend.name})" if self.plan.target.local else f"lower for {self.plan.target.name}"
-        with self.progress.bar(label, len(todo)) as bar:
-            for result in run_all([self._job(bucket) for bucket in todo], self.jobs):
-                bar.step(self._finish(result))
-
-    def _job(self, bucket: Bucket) -> CompileJob:
-        known = self._known(bucket)
-        key = known.compiled.key if known and known.compiled and self.writer.keep(known.compiled.file) else ""
-        return CompileJob(self.plan, bucket, self.cache_dir, self.lowered.get(bucket), key, self.nice)
-
-    def _finish(self, result: CompileResult) -> str:
-        """Takes in what the pool made of a bucket; returns the line to show."""
-        bucket = result.job.bucket
-        self.seconds[bucket.name] = result.seconds
-        if result.staged:
-            check_ranks(expand(result.staged.collectives, self.plan.mesh))
-            self.entries[bucket] = self._entry(bucket, result.staged, None)
-        entry = self.entries[bucket]
-        if result.compiled:
-            file = self.writer.add("graphs", result.compiled.data, str(self.backend.suffix))
-            entry = replace(entry, compiled=ExecutableRecord(self.backend.name, file, entry.digest), census=result.compiled.census)
-        elif self.backend.suffix is not None:
-            entry = self._with_known(entry)
-        self.entries[bucket] = entry
-        if self.plan.target.local:
-            self._prove(bucket)
-            return f"{bucket.name} {result.seconds:.1f} s, logits within {self.entries[bucket].verified['logits_error']:.1e}"
-        if result.staged:
-            self.unfinished.keep(entry, result.staged.texts, result.compiled.data if result.compiled else b"")
-        return f"{bucket.name} {result.seconds:.1f} s, {sum(entry.census.values())} operators"
+    Raises:
+        NpucompileError: a bucket's ranks would wait for ever, or a rank's memory is too small.
+    """
+    plan = state.plan
+    todo = sorted((bucket for bucket in plan.buckets if not state.is_complete(bucket)), key=lambda bucket: -bucket.tokens)
+    known = {bucket: entry.digest for bucket in todo if (entry := state.previous_entry(bucket))}
+    jobs = [CompileJob(plan, bucket, state.cache_dir, known_key=known.get(bucket, ""), nice=state.nice) for bucket in todo]
+    if todo:
+        with state.progress.bar(f"lower for {plan.target.name}", len(todo)) as bar:
+            for result in run_all(jobs, state.jobs):
+                entry = state.add_result(result)
+                check_ranks(expand(entry.collectives, plan.mesh))
+                texts = (state.writer.root / entry.stages).read_bytes()
+                graph = (state.writer.root / entry.compiled.file).read_bytes() if entry.compiled else b""
+                state.unfinished.keep(entry, texts, graph)
+                bar.step(f"{entry.bucket.name} {result.seconds:.1f} s, {sum(entry.census.values())} operators")
+    planned = rank_memory(plan, state.manifest, [state.entries[bucket] for bucket in plan.buckets])
+    planned.check()
+    state.manifest = replace(state.manifest, memory=planned.as_dict())
+    state.publish()
+    return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Which instance a build is for: target, mesh, quantisation and drafts, from options or from a published deployment."""
+"""Decides the instance a build is for: target, mesh, quantization and drafts, from options or a published deployment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .choices import MAX_DRAFTS
 from .targets import Target, check_mesh, target
 
 DEFAULT_DRAFTS = 3
-"""k where the model has a draft head and nothing else is said: what every published deployment of these models runs."""
+"""k by default for a model with a draft head; all published deployments of these models use it."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """What a build is decided by besides its model and its options of size.
+    """Everything that decides a build besides its model and its sizes.
 
     Attributes:
-        drafts: k, of an instance that only prefills too.
-        deployment: id of a published deployment, "" where none is named.
+        drafts: k, also of an instance that only prefills.
+        deployment: id of a published deployment, or "".
         phase: "mixed", "prefill" or "decode".
-        limits, buckets, prefill: the deployment's; None where it says nothing of them.
+        limits, buckets, prefill: the deployment's; None without one.
     """
 
     target: Target
@@ -48,13 +48,13 @@ def resolve(
     drafts: int | None,
     has_draft_head: bool,
 ) -> Instance:
-    """The instance that options name. Without any, a preset is built for its own default deployment, and a checkpoint for this machine.
+    """The instance that options name; by default a preset's default deployment, and this machine for a checkpoint directory.
 
     Args:
-        model: what users call it.
-        backend: one that compiles for this machine keeps a preset here.
-        deployment, phase: a row of the table, and which of its instances.
-        target_name, mesh, quantization, drafts: win over the row.
+        model: name of the model.
+        backend: a backend for this machine overrides a preset's default deployment.
+        deployment, phase: a row of the table, and one of its phases.
+        target_name, mesh, quantization, drafts: override the row.
 
     Raises:
         SpecError: naming the option and what is legal.
@@ -78,7 +78,7 @@ def resolve(
 
 
 def phases(deployment: str | None, model: str) -> tuple[str, ...]:
-    """Instances of a deployment that each need an artifact of their own: "mixed", or "prefill" and "decode"."""
+    """Phases of a deployment that need an artifact each: "mixed", or "prefill" and "decode"."""
     row = deployments.deployment(deployment) if deployment else deployments.default_for(model)
     return tuple(row.phases) if row else ("mixed",)
 
@@ -94,20 +94,20 @@ def _of_row(
     if phase is not None and phase not in row.phases:
         raise SpecError(f"deployment {row.id} has no phase {phase!r}; legal are {', '.join(row.phases)}")
     part = row.phase(phase)
-    chosen = target(target_name or row.target)
-    if chosen.local:
-        raise SpecError(f"deployment {row.id} is for {row.target}, the target is {chosen.name}; legal are targets that are NPUs")
+    device = target(target_name or row.target)
+    if device.local:
+        raise SpecError(f"deployment {row.id} is for {row.target}, the target is {device.name}; legal are targets that are NPUs")
     if drafts is not None:
         part = replace(part, num_speculative_tokens=drafts)
     scheme = quantization or ("none" if row.quantization == "bf16" else row.quantization)
     return Instance(
-        chosen,
+        device,
         part.mesh if mesh is None else Mesh.parse(mesh),
         scheme,
         part.num_speculative_tokens,
         row.id,
         part.name,
-        deployments.limits_for(row, part, chosen.page_size),
+        deployments.limits_for(row, part, device.page_size),
         part.buckets,
         () if part.name == "decode" else (deployments.prefill_chunk(row),),
     )

@@ -1,4 +1,4 @@
-"""Turns the abstract parameters and pools of a build into what one rank has to hold, part by part, against what it has."""
+"""Plans the memory of one rank: weights, pools, activations and buffers, compared with what the device has."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .targets import Target
 MIB, GIB = 2**20, 2**30
 
 HCCL_BUFFER_BYTES = 200 * MIB
-"""A communicator's buffer when HCCL_BUFFSIZE is not set; it holds two, to send from and to receive into (CANN reference, HCCL_BUFFSIZE)."""
+"""HCCL_BUFFSIZE by default; a communicator has two such buffers, to send and to receive (CANN reference, HCCL_BUFFSIZE)."""
 
 WORKSPACE_SHARE = 4
-"""One part in so many of the largest graph's live values is added for what the device's kernels ask for themselves (an allowance:
-tilings are CANN's, and nothing off the device knows them)."""
+"""1/4 of the largest graph's live values is added as workspace of its kernels: an allowance, because CANN computes their tilings on
+the device only."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group that ranks talk in.
+    """A group of ranks and its buffers.
 
     Attributes:
         name: of the group.
-        ranks: how many are in it.
-        buffer_bytes: its HCCL_BUFFSIZE; it takes twice as much.
+        ranks: size of the group.
+        buffer_bytes: its HCCL_BUFFSIZE; it has two buffers of that size.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a rank's memory: its size, and one line on where that comes from."""
+    """A part of a rank's memory: its size, and a line that explains it."""
 
     name: str
     nbytes: int
@@ -52,12 +52,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The largest settings that fit on one rank, all else unchanged; 0 where even the smallest does not.
+    """The largest settings that fit on one rank, each with all others unchanged; 0 if even the smallest does not fit.
 
     Attributes:
-        requests: per dp group, at the asked context.
-        context_len: tokens of a request, at the asked requests.
-        pool_tokens: cached tokens of all requests of a dp group together, at the asked requests.
+        requests: of a dp group, at the requested context.
+        context_len: tokens of a request, at the requested number of requests.
+        pool_tokens: cached tokens of all requests of a dp group, at the requested number of requests.
     """
 
     requests: int
@@ -67,14 +67,14 @@ class Fitting:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one rank holds. Activations and communication buffers are for the largest graph, whatever the pools hold.
+    """What one rank holds; activations and communication buffers are those of the largest graph.
 
     Attributes:
-        target, mesh: what it is for.
-        parts: everything on the device, the runtime's own part included.
+        target, mesh: names of both.
+        parts: everything on the device, including what the runtime reserves.
         limit_bytes: memory of one rank.
         page_bytes, slot_bytes, request_slot_bytes: what one more page, slot and request slot take in all pools together.
-        limits: sizes that were asked for.
+        limits: the requested sizes.
     """
 
     target: str
@@ -95,7 +95,7 @@ class MemoryPlan:
         return self.total_bytes <= self.limit_bytes
 
     def as_table(self) -> str:
-        """A line per part that is not empty, then total and limit."""
+        """A line per non-empty part, then total and limit."""
         shown = [part for part in self.parts if part.nbytes]
         width = max((len(part.name) for part in shown), default=0)
         lines = [f"{part.name:<{width}} {part.nbytes / GIB:>8.2f} GiB  {part.why}" for part in shown]
@@ -109,16 +109,16 @@ class MemoryPlan:
         return asdict(self) | {"parts": [asdict(part) for part in self.parts], "total_bytes": self.total_bytes, "fits": self.fits}
 
     @staticmethod
-    def from_dict(told: Mapping[str, Any]) -> MemoryPlan:
+    def from_dict(plain: Mapping[str, Any]) -> MemoryPlan:
         """The plan that `as_dict` wrote."""
-        sizes = {name: told[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "request_slot_bytes")}
-        return MemoryPlan(parts=tuple(Part(**part) for part in told["parts"]), limits=Limits(**told["limits"]), **sizes)
+        sizes = {name: plain[name] for name in ("target", "mesh", "limit_bytes", "page_bytes", "slot_bytes", "request_slot_bytes")}
+        return MemoryPlan(parts=tuple(Part(**part) for part in plain["parts"]), limits=Limits(**plain["limits"]), **sizes)
 
     def check(self) -> None:
         """Refuses a plan that does not fit.
 
         Raises:
-            SpecError: every part, the overrun, and the largest settings that fit.
+            SpecError: naming every part, the overrun, and the largest settings that fit.
         """
         if self.fits:
             return
@@ -131,25 +131,24 @@ class MemoryPlan:
 
     def _advice(self) -> str:
         fit, limits, requests = largest_fitting(self), self.limits, _requests(self.limits)
-        told = []
+        options = []
         if fit.requests:
-            told.append(f"{fit.requests} requests a dp group (asked: {requests}) at a context of {limits.max_model_len} tokens")
+            options.append(f"{fit.requests} requests a dp group (asked: {requests}) at a context of {limits.max_model_len} tokens")
         if fit.context_len:
-            told.append(f"a context of {fit.context_len} tokens (asked: {limits.max_model_len}) at {requests} requests")
+            options.append(f"a context of {fit.context_len} tokens (asked: {limits.max_model_len}) at {requests} requests")
         if limits.num_pages - 1 != requests * limits.pages_per_request and fit.pool_tokens >= limits.max_model_len:
             asked = (limits.num_pages - 1) * limits.page_size
-            told.append(f"{fit.pool_tokens} cached tokens in all (asked: {asked}) at {requests} requests of {limits.max_model_len}")
-        if told:
-            return "What fits: " + ", or ".join(told)
+            options.append(f"{fit.pool_tokens} cached tokens in all (asked: {asked}) at {requests} requests of {limits.max_model_len}")
+        if options:
+            return "What fits: " + ", or ".join(options)
         return "No number of requests and no context fits: legal are a mesh of more ranks, narrower weights, or smaller graphs"
 
 
 def largest_fitting(plan: MemoryPlan) -> Fitting:
-    """The largest settings that fit, solved for pages and slots; they exceed what was asked where there is room.
+    """The largest settings that fit, solved for pages and slots; they exceed the requested ones where there is room.
 
-    Pools may hold less than every request at full length: then a request keeps its share of them, pages and context in proportion, but
-    one request can always reach its end. Communication buffers and activations stay as they are, though fewer requests could do with
-    smaller graphs.
+    Pools may be too small for all requests at full length. The share of that length which they hold is kept, and one request can always
+    reach its full length. Communication buffers and activations stay unchanged, though fewer requests might allow smaller graphs.
     """
     limits, whole, page = plan.limits, plan.limits.pages_per_request, plan.page_bytes
     requests, own = _requests(limits), limits.slots_per_request * plan.slot_bytes + plan.request_slot_bytes
@@ -178,18 +177,18 @@ def plan_memory(
     communicators: Sequence[Communicator] = (),
     draft: str = "",
 ) -> MemoryPlan:
-    """What one rank holds.
+    """The memory plan of one rank.
 
     Args:
-        params: parameters with global shapes and logical axes; those with an axis "experts" are told apart.
-        state: pools with global shapes; an axis "pages", "slots" or "request slots" says what they hold.
-        mesh: legal on the target.
+        params: parameters with global shapes and logical axes; an axis "experts" makes them expert weights.
+        state: pools with global shapes; an axis "pages", "slots" or "request_slots" says what they hold.
+        mesh: one that is legal on the target.
         rules: which mesh axes a logical axis is split over.
         limits: sizes of the pools.
-        peak_bytes: largest sum of live intermediate values of any graph, on one rank.
+        peak_bytes: peak of the live intermediate values over all graphs, on one rank.
         inputs_bytes: inputs and results of one step.
-        communicators: groups that the graphs talk in, as `communicators` lists them.
-        draft: what the names of the draft head's parameters begin with; "" where there is none.
+        communicators: of the graphs, as `communicators` lists them.
+        draft: prefix of the names of the draft head's parameters; "" for a model without one.
     """
     heads, weights = list[Leaf](), list[Leaf]()
     for leaf in params:
@@ -199,8 +198,8 @@ def plan_memory(
     kv, _ = _split(pools, "pages", mesh, rules)
     slots, _ = _split(pools, "slots", mesh, rules)
     request_slots, _ = _split(pools, "request_slots", mesh, rules)
-    loose = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
-    held = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
+    other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
+    slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
     workspace = peak_bytes // WORKSPACE_SHARE
     reserved = target.reserved_bytes(mesh)
     parts = [
@@ -208,25 +207,25 @@ def plan_memory(
         Part("other weights", other, f"{sum('experts' not in leaf.aval.axes for leaf in weights)} parameters, as the mesh splits them"),
         Part("draft head", sum(_split(heads, "experts", mesh, rules)), "unquantised; its pages are among the KV pages"),
         Part("KV pages", kv, f"{limits.num_pages} pages of {limits.page_size} tokens, {_each(kv, limits.num_pages)} a page"),
-        Part("state slots", slots, f"{held}, {_each(slots, limits.num_slots)} a slot"),
+        Part("state slots", slots, f"{slots_text}, {_each(slots, limits.num_slots)} a slot"),
         Part(
-            "request_slots",
+            "request slots",
             request_slots,
-            f"{limits.num_request_slots} slots, {request_slots // limits.num_request_slots} B a slot: what each request goes on with",
+            f"{limits.num_request_slots} slots, {request_slots // limits.num_request_slots} B each: what a request's next step starts from",
         ),
-        Part("other state", loose, "pools of neither pages nor slots nor request slots"),
+        Part("other state", other_state, "pools of neither pages nor slots nor request slots"),
         Part("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
         Part("workspace", workspace, f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"),
         Part("inputs", inputs_bytes, "inputs and results of a step"),
         Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
         Part("runtime", reserved, "what torch_npu never offers" if reserved else "nothing is kept from a rank"),
     ]
-    each = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
-    return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *each, limits)
+    unit_bytes = kv // limits.num_pages, slots // limits.num_slots, request_slots // limits.num_request_slots
+    return MemoryPlan(target.name, str(mesh), tuple(parts), target.memory_bytes(mesh), *unit_bytes, limits)
 
 
 def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
-    """Bytes of one rank's part of a value of global shape; a size that does not divide is rounded up to the largest part."""
+    """Bytes of one rank's shard of a value of global shape; a size that does not divide is rounded up."""
     sizes = zip(aval.shape, aval.axes, strict=True)
     return math.prod(-(-size // rules.num_shards(axis, mesh)) for size, axis in sizes) * aval.dtype.itemsize
 
@@ -234,40 +233,40 @@ def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
 def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dispatch_bytes: int = 0) -> tuple[Communicator, ...]:
     """The communicators of one rank.
 
-    Groups of one rank need none, and groups of the same ranks (tp is the world when dp is 1) share one. Expert dispatch has one of its
-    own, because no other operation may run in it (aclnnMoeDistributeDispatchV2, constraints).
+    A group of one rank needs none, and groups of the same ranks (tp is the world when dp is 1) share one. Expert dispatch has its own,
+    because no other operation may use it (aclnnMoeDistributeDispatchV2, constraints).
 
     Args:
         used: groups that the graphs name.
-        dispatch_bytes: window of the expert dispatch, as `dispatch_window_bytes` says; 0 where no graph dispatches.
+        dispatch_bytes: `dispatch_window_bytes` of the expert dispatch; 0 if no graph dispatches.
 
     Raises:
-        SpecError: a group is not known.
+        SpecError: a group is unknown.
     """
     sizes = {name: len(mesh.group(name, 0)) for name in mesh.groups()}
     if unknown := set(used) - set(sizes):
         raise SpecError(f"groups {', '.join(sorted(unknown))} are not known; legal are {', '.join(sizes)}")
-    made = [Communicator(name, size) for name, size in sizes.items() if name in used and 1 < size < mesh.size]
+    listed = [Communicator(name, size) for name, size in sizes.items() if name in used and 1 < size < mesh.size]
     if mesh.size > 1 and any(sizes[name] == mesh.size for name in used):
-        made.append(Communicator("world", mesh.size))
+        listed.append(Communicator("world", mesh.size))
     if dispatch_bytes:
-        made.append(Communicator("dispatch", mesh.size, max(HCCL_BUFFER_BYTES, _round_up(dispatch_bytes, MIB))))
-    return tuple(made)
+        listed.append(Communicator("dispatch", mesh.size, max(HCCL_BUFFER_BYTES, _round_up(dispatch_bytes, MIB))))
+    return tuple(listed)
 
 
 def dispatch_window_bytes(target: Target, tokens: int, hidden_size: int, experts: int, experts_per_token: int, ranks: int) -> int:
     """The HCCL_BUFFSIZE that expert dispatch and combine need, in bytes.
 
-    Every rank keeps room for all tokens of every other rank at each of its experts. Formulas: the constraints on HCCL_BUFFSIZE of
-    aclnnMoeDistributeDispatchV2 and V3 (cann/ops-transformer, mc2/moe_distribute_dispatch_v2/docs), without shared experts:
-    on A3 its "fullmesh_v1", on A2 its "fullmesh" within a node and its "hierarchy" between nodes.
+    Each rank reserves room for all tokens of every other rank at each of its experts. The formulas are the constraints on HCCL_BUFFSIZE
+    of aclnnMoeDistributeDispatchV2 and V3 (cann/ops-transformer, mc2/moe_distribute_dispatch_v2/docs), without shared experts:
+    "fullmesh_v1" on A3, "fullmesh" within a node and "hierarchy" between nodes on A2.
 
     Args:
         tokens: most tokens of one rank in a step.
         hidden_size: M.
         experts: E, of all ranks together.
         experts_per_token: X.
-        ranks: that experts are spread over.
+        ranks: that the experts are split over.
     """
     local, row = -(-experts // ranks), 2 * hidden_size
     if target.tp_across_nodes:
@@ -279,7 +278,7 @@ def dispatch_window_bytes(target: Target, tokens: int, hidden_size: int, experts
 
 
 def _split(leaves: Iterable[Leaf], axis: str, mesh: Mesh, rules: Rules) -> tuple[int, int]:
-    """Bytes of one rank: leaves with that logical axis, and all others."""
+    """Bytes on one rank of the leaves with that logical axis, and of all others."""
     sums = {True: 0, False: 0}
     for leaf in leaves:
         sums[axis in leaf.aval.axes] += local_bytes(leaf.aval, mesh, rules)
@@ -295,8 +294,8 @@ def _why_experts(weights: Iterable[Leaf], mesh: Mesh, rules: Rules) -> str:
 
 
 def _why_communication(groups: Sequence[Communicator]) -> str:
-    told = (f"{c.name} ({c.ranks} ranks) 2 x {c.buffer_bytes / MIB:.0f} MiB" for c in groups)
-    return ", ".join(told) or "one rank talks to nobody"
+    buffers = (f"{c.name} ({c.ranks} ranks) 2 x {c.buffer_bytes / MIB:.0f} MiB" for c in groups)
+    return ", ".join(buffers) or "one rank talks to nobody"
 
 
 def _each(total: int, count: int) -> str:

@@ -1,4 +1,4 @@
-"""The plan of a build: model, buckets, sizes and memory, decided and checked before anything is computed."""
+"""Plans a build: decides and checks model, buckets, sizes and memory before anything is traced."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Options:
-    """What `npucompile build` was asked for; None leaves a choice to the plan.
+    """The options of `npucompile build`; None leaves the choice to the plan.
 
     Attributes:
         model: preset name or checkpoint directory.
         buckets: decode batch sizes.
         prefill: prefill chunk sizes, in tokens.
-        max_model_len: most tokens (prompt and output) of a request.
-        max_num_seqs: most requests in flight.
+        max_model_len: most tokens of a request, prompt and output.
+        max_num_seqs: most requests in flight, per dp group.
         dtype: "auto", "float32" or "bfloat16".
-        backend: "inductor", "eager", "null" or "ge"; None is the target's.
+        backend: "inductor", "eager", "null" or "ge".
         target: "cpu" or a kind of NPU node (tools/build/targets.py).
         mesh: as in "dp=8,tp=2".
-        deployment, phase: a published deployment (tools/build/deployments.py), and which of its instances.
-        quantization: scheme that parameters are held in (models/variant.py).
+        deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
+        quantization: scheme of the parameters (models/variant.py).
         num_speculative_tokens: k, drafts a decode step verifies.
-        max_logprobs: of how many most likely tokens a request may ask the log probabilities.
+        max_logprobs: most `logprobs` of a request.
     """
 
     model: str
@@ -59,18 +59,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """A build that is decided and checked.
+    """A build whose every choice is made and checked.
 
     Attributes:
-        found: the model, and its checkpoint where it has one.
-        model: the same with the variant that the build holds it in.
+        source: the model as it was found, and its checkpoint if it has one.
+        model: the same in the variant of this build.
         limits: of one dp group.
-        notes: choices the plan made for the user, each with its reason.
-        published: the limits are the deployment's own, not made of a context and a number of requests.
-        max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 returns none.
+        notes: choices made for the user, each with its reason.
+        published: whether the limits are the deployment's, not derived from a context and a number of requests.
+        max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 for none.
     """
 
-    found: registry.Found
+    source: registry.ModelSource
     model: step.Model
     buckets: tuple[Bucket, ...]
     limits: Limits
@@ -86,13 +86,13 @@ class Plan:
     max_logprobs: int = 0
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
-        """Layout of a bucket's graph; that of parameters and state is the same for all."""
+        """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
         tokens = bucket.tokens if bucket else self.mesh.axis("tp")
         return sharding_rules.rules(self.mesh, experts=getattr(self.model.config, "num_experts", 0), tokens=tokens)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Command line of `npucompile build` that decides the same."""
+        """Arguments of `npucompile build` that lead to the same plan."""
         decode = [bucket.batch for bucket in self.buckets if bucket.kind == "decode"]
         prefill = [bucket.q_len for bucket in self.buckets if bucket.kind == "prefill"]
         options = {
@@ -108,16 +108,16 @@ class Plan:
             options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
-        return (_asked(self.found), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
+        return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer; one outside the vocabulary can never be generated."""
-        return tuple(token for token in self.found.eos_ids if token < self.model.config.vocab_size)
+        """Token ids that end a response; those outside the vocabulary, which can never be generated, are left out."""
+        return tuple(token for token in self.source.eos_ids if token < self.model.config.vocab_size)
 
     @property
     def references(self) -> tuple[Bucket, ...]:
-        """Buckets of one row that are not served, and that rows of larger buckets are compared with; none where nothing runs here."""
+        """Buckets of one row that are not served but verify the rows of larger ones; none for NPUs, whose graphs do not run here."""
         if not self.target.local:
             return ()
         singles = {Bucket(b.kind, 1, b.q_len) for b in self.buckets}
@@ -138,16 +138,16 @@ class Plan:
 
 
 def plan(options: Options) -> Plan:
-    """Decides a build.
+    """Plans a build.
 
     Raises:
-        SpecError: an option is not legal, or the weights and state do not fit this machine's memory.
+        SpecError: an option is not legal, or weights and state do not fit in this machine's memory.
         ModelError: the model cannot be used.
-        PartitionError: the model does not spread over the mesh.
+        PartitionError: the model cannot be split over the mesh.
     """
-    found = registry.find(options.model)
+    source = registry.find(options.model)
     instance = resolve(
-        found.name,
+        source.name,
         backend=options.backend,
         deployment=options.deployment,
         phase=options.phase,
@@ -155,16 +155,16 @@ def plan(options: Options) -> Plan:
         mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
-        has_draft_head=found.model.has_draft_head,
+        has_draft_head=source.model.has_draft_head,
     )
     target, mesh = instance.target, instance.mesh
-    backend = _backend(options, found, instance)
+    backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
-    batches, limits, published = _limits(options, found, instance)
+    batches, limits, published = _limits(options, source, instance)
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
-    decided = Plan(
-        found,
-        _spread(found.model, instance),
+    planned = Plan(
+        source,
+        _variant_of(source.model, instance),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -176,34 +176,34 @@ def plan(options: Options) -> Plan:
         instance.deployment,
         instance.phase,
         published,
-        _max_logprobs(options, found, target),
+        _max_logprobs(options, source, target),
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
         dtype_note,
-        _length_note(options, found, decided),
+        _length_note(options, source, planned),
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
-        _drafts_note(options, decided),
-        _eos_note(decided),
+        _drafts_note(options, planned),
+        _eos_note(planned),
     )
-    decided = replace(decided, notes=tuple(note for note in notes if note))
+    planned = replace(planned, notes=tuple(note for note in notes if note))
     if target.local:
-        _check_memory(decided)
-    _check_spread(decided)
-    return decided
+        _check_memory(planned)
+    _check_split(planned)
+    return planned
 
 
-def _backend(options: Options, found: registry.Found, instance: Instance) -> str:
-    """Name of the backend that compiles; ranks on this machine run uncompiled."""
+def _backend(options: Options, source: registry.ModelSource, instance: Instance) -> str:
+    """Name of the backend; several ranks on this machine run uncompiled."""
     target, mesh = instance.target, instance.mesh
     chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
     if chosen not in target.backends:
         if chosen == "ge":
             raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
         raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
-    if target.local and found.checkpoint_dir is None and chosen != "null":
+    if target.local and source.checkpoint_dir is None and chosen != "null":
         raise SpecError(
-            f"{found.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
+            f"{source.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "
             "legal here is --backend null (graphs, costs and memory only), a path to a checkpoint directory, or a build for NPUs "
             "(--target ascend-a3 --mesh tp=2, or a --deployment)"
         )
@@ -212,10 +212,10 @@ def _backend(options: Options, found: registry.Found, instance: Instance) -> str
     return chosen
 
 
-def _limits(options: Options, found: registry.Found, instance: Instance) -> tuple[list[int], Limits, bool]:
-    """Decode batch sizes, none where nothing is decoded; limits; and whether those are the deployment's own."""
+def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
+    """Decode batch sizes (none for a prefill instance), limits, and whether those are the deployment's."""
     page, row = instance.target.page_size, instance.limits
-    longest = found.max_position_embeddings // page * page
+    longest = source.max_position_embeddings // page * page
     requests = row.num_request_slots - 1 if row else 0
     if instance.phase == "prefill":
         batches: list[int] = []
@@ -231,17 +231,17 @@ def _limits(options: Options, found: registry.Found, instance: Instance) -> tupl
     length = min(default, longest) if options.max_model_len is None else options.max_model_len
     if not page <= length <= longest or length % page:
         raise SpecError(
-            f"max_model_len is {length}; legal for {found.name} on {instance.target.name} is a multiple of {page} up to {longest}"
+            f"max_model_len is {length}; legal for {source.name} on {instance.target.name} is a multiple of {page} up to {longest}"
         )
     slots = 1 if instance.phase == "prefill" else instance.drafts + 1
     return batches, Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts), False
 
 
 def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
-    """Decode batch sizes, and requests in flight.
+    """Decode batch sizes in order, and the number of requests in flight.
 
     Raises:
-        SpecError: there are no sizes, or one that can never be filled.
+        SpecError: there are no sizes, or one is larger than the number of requests.
     """
     batches = sorted(set(sizes))
     if not batches:
@@ -253,7 +253,7 @@ def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
 
 
 def _prefill(options: Options, instance: Instance, length: int) -> tuple[tuple[Bucket, ...], list[int]]:
-    """Prefill buckets, and chunk sizes that were asked for and are longer than the context."""
+    """Prefill buckets, and the requested chunk sizes that exceed the context."""
     default = instance.target.prefill if instance.prefill is None else instance.prefill
     if options.prefill is None and not default:
         return (), []
@@ -264,16 +264,16 @@ def _prefill(options: Options, instance: Instance, length: int) -> tuple[tuple[B
     return buckets, sorted({chunk for chunk in chunks if chunk > length})
 
 
-def _max_logprobs(options: Options, found: registry.Found, target: Target) -> int:
-    most = min(MAX_LOGPROBS, found.model.config.vocab_size)
-    asked = min(target.max_logprobs, most) if options.max_logprobs is None else options.max_logprobs
-    if not 0 <= asked <= most:
-        raise SpecError(f"max_logprobs is {asked}; legal for {found.name} are 0 to {most}")
-    return int(asked)
+def _max_logprobs(options: Options, source: registry.ModelSource, target: Target) -> int:
+    most = min(MAX_LOGPROBS, source.model.config.vocab_size)
+    count = min(target.max_logprobs, most) if options.max_logprobs is None else options.max_logprobs
+    if not 0 <= count <= most:
+        raise SpecError(f"max_logprobs is {count}; legal for {source.name} are 0 to {most}")
+    return int(count)
 
 
-def _length_note(options: Options, found: registry.Found, plan: Plan) -> str | None:
-    length, longest = plan.limits.max_model_len, found.max_position_embeddings
+def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> str | None:
+    length, longest = plan.limits.max_model_len, source.max_position_embeddings
     if options.max_model_len is not None or plan.deployment or length >= longest:
         return None
     return f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)"
@@ -287,13 +287,13 @@ def _drafts_note(options: Options, plan: Plan) -> str | None:
 
 
 def _eos_note(plan: Plan) -> str | None:
-    never = sorted(set(plan.found.eos_ids) - set(plan.eos_ids))
+    unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
     vocab = plan.model.config.vocab_size
-    return f"end-of-text ids {never} lie outside the vocabulary of {vocab} and end nothing" if never else None
+    return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
 
 
-def _spread(model: step.Model, instance: Instance) -> step.Model:
-    """The model as a build on that mesh holds it: more ranks of a group than key-value heads each hold a copy of one."""
+def _variant_of(model: step.Model, instance: Instance) -> step.Model:
+    """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
     for name in ("num_attention_heads", "linear_num_key_heads"):
@@ -304,13 +304,13 @@ def _spread(model: step.Model, instance: Instance) -> step.Model:
     grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
     variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=instance.target.state_dtype)
     if not instance.target.dispatches:
-        # Gathering tokens instead moves more bytes and computes the same.
+        # Tokens are gathered instead, which moves more bytes.
         variant = replace(variant, most_dispatched=0)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 
-def _check_spread(plan: Plan) -> None:
-    """Refuses, before anything is traced, a model whose parameters or pools do not divide."""
+def _check_split(plan: Plan) -> None:
+    """Refuses a model whose parameters or pools do not divide by the mesh."""
     rules = plan.rules()
     params = [(name, param.aval) for name, param in tree.flatten(plan.model.params(plan.dtype))]
     for name, aval in (*params, *tree.flatten(plan.model.state(plan.limits, plan.dtype))):
@@ -318,41 +318,41 @@ def _check_spread(plan: Plan) -> None:
 
 
 def _check_memory(plan: Plan) -> None:
-    """Refuses what this machine cannot hold; a plan without an executor may be of any size."""
-    needed, held = plan.params_bytes + plan.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if plan.backend != "null" and needed > held:
+    """Refuses weights and state that exceed this machine's memory; a plan that is not run may have any size."""
+    needed, memory = plan.params_bytes + plan.state_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.backend != "null" and needed > memory:
         raise SpecError(
-            f"{plan.found.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "
-            f"machine has {held / 1e9:,.1f} GB; smaller are --max-model-len, --max-num-seqs and --buckets, and --backend null needs none"
+            f"{plan.source.name} needs {plan.params_bytes / 1e9:,.1f} GB for weights and {plan.state_bytes / 1e9:,.1f} GB for state, this "
+            f"machine has {memory / 1e9:,.1f} GB; smaller are --max-model-len, --max-num-seqs and --buckets, and --backend null needs none"
         )
 
 
-def _asked(found: registry.Found) -> str:
-    """What `registry.find` finds this by, from any working directory."""
-    if found.name in registry.presets() and registry.find(found.name).checkpoint_dir == found.checkpoint_dir:
-        return found.name
-    return str(Path(found.checkpoint_dir or found.name).resolve())
+def _model_name(source: registry.ModelSource) -> str:
+    """The name or absolute path by which `registry.find` finds this model."""
+    if source.name in registry.presets() and registry.find(source.name).checkpoint_dir == source.checkpoint_dir:
+        return source.name
+    return str(Path(source.checkpoint_dir or source.name).resolve())
 
 
-def choose_dtype(asked: str, target: Target) -> tuple[torch.dtype, str | None]:
-    """The dtype to compute in, and why when the plan chose it among several."""
-    if asked not in ("auto", *DTYPES):
-        raise SpecError(f"dtype is {asked!r}; legal are {', '.join(('auto', *DTYPES))}")
-    if asked != "auto" and asked not in target.dtypes:
+def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | None]:
+    """The dtype to compute in, and the reason if it was chosen among several."""
+    if requested not in ("auto", *DTYPES):
+        raise SpecError(f"dtype is {requested!r}; legal are {', '.join(('auto', *DTYPES))}")
+    if requested != "auto" and requested not in target.dtypes:
         legal = " and ".join(("auto", *target.dtypes))
-        raise SpecError(f"--dtype {asked} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
-    if asked != "auto" or len(target.dtypes) == 1:
-        return DTYPES[target.dtypes[0] if asked == "auto" else asked], None
+        raise SpecError(f"--dtype {requested} for {target.name}: its fused operators take {', '.join(target.dtypes)}; legal are {legal}")
+    if requested != "auto" or len(target.dtypes) == 1:
+        return DTYPES[target.dtypes[0] if requested == "auto" else requested], None
     if torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16, "dtype bfloat16: this CPU multiplies it in hardware (--dtype to change)"
     return torch.float32, "dtype float32: this CPU has no bfloat16 arithmetic (--dtype to change)"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name `--dtype` knows a dtype by."""
+    """The name of a dtype on the command line."""
     return next(name for name, kind in DTYPES.items() if kind == dtype)
 
 
-def default_out(artifacts: Path, found: registry.Found) -> Path:
-    """Where a build goes when nothing else is said."""
-    return artifacts / found.name
+def default_out(artifacts: Path, source: registry.ModelSource) -> Path:
+    """The default directory of a build."""
+    return artifacts / source.name

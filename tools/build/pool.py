@@ -1,4 +1,4 @@
-"""Compiles buckets of a plan, several at a time, each in a process that does nothing else."""
+"""Compiles buckets of a plan in a pool of processes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .plan import Plan
 from .stages import Staged, pack_texts, stage
 
 THREADS = 0
-"""Compiled code asks the process for its thread count, so that one artifact serves machines of any size."""
+"""Compiled code takes the thread count of its process, so that one artifact serves machines of any size."""
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One bucket; plain data, so that it can cross to another process.
+    """One bucket to compile, as data that can be sent to another process.
 
     Attributes:
-        lowered: the lowered graph (`graph_io.encode`) and its signature, where the caller has them already; else the process makes them.
-        known_key: graph key of an executable that is there already; a graph of that key is not compiled again.
+        lowered: the lowered graph (`graph_io.encode`) and its signature, if the caller staged the bucket.
+        known_key: graph key of an existing executable; a graph of that key is not compiled again.
         nice: least niceness of the process, so that a server beside it keeps its cores.
     """
 
@@ -52,7 +52,7 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class StagedRecord:
-    """What an artifact keeps of a staged bucket: no graphs.
+    """What an artifact stores of a staged bucket besides graphs.
 
     Attributes:
         key: `graph_key` of the lowered graph.
@@ -70,11 +70,11 @@ class StagedRecord:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What became of a bucket.
+    """The result of a job.
 
     Attributes:
-        staged: None where the caller had staged it.
-        compiled: None where there is nothing to compile, or its key was known.
+        staged: None if the caller staged the bucket.
+        compiled: None if there is nothing to compile, or the key is known.
         seconds: wall time.
     """
 
@@ -85,7 +85,7 @@ class CompileResult:
 
 
 def record_of(plan: Plan, staged: Staged) -> StagedRecord:
-    """What the artifact keeps of a staged bucket."""
+    """What an artifact stores of a staged bucket."""
     partitioned, texts, chosen = staged.partitioned, staged.texts, backend(plan.backend)
     key = graph_key(texts["lowered"], chosen.name, chosen.options(THREADS), {**toolchain(), **chosen.versions()})
     return StagedRecord(
@@ -100,17 +100,17 @@ def record_of(plan: Plan, staged: Staged) -> StagedRecord:
 
 
 def run(job: CompileJob) -> CompileResult:
-    """Compiles one bucket in this process, and proves of the executable what can be proved without running it.
+    """Compiles one bucket in this process, and checks of the executable what can be checked without running it.
 
     Raises:
-        NpucompileError: naming the bucket's stage that cannot go on, or what its executable breaks.
+        NpucompileError: naming the stage that failed, or the check.
     """
     began = time.monotonic()
     if job.nice > os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, job.nice)
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
-    # Graphs are read and rewritten here, never called: writing Python for each of them would cost a fifth of the time.
+    # Graphs are rewritten here but never called; generating Python code for each would take a fifth of the time.
     with warnings.catch_warnings(), _use_lazy_graph_module(True):
         warnings.simplefilter("ignore")
         record, compiled = _compile(job)
@@ -133,11 +133,11 @@ def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     return record, compiled
 
 
-def _run_alone(job: CompileJob) -> CompileResult:
+def _run_in_worker(job: CompileJob) -> CompileResult:
     """`run` in a process of the pool.
 
-    What outlives a bucket are modules and torch's caches. Garbage collectors walk over them again and again, for a fifteenth of the
-    time, unless they are told not to.
+    Only modules and torch's caches outlive a bucket. Freezing them keeps the garbage collector from traversing them, which would take a
+    fifteenth of the time.
     """
     result = run(job)
     gc.collect()
@@ -146,18 +146,18 @@ def _run_alone(job: CompileJob) -> CompileResult:
 
 
 def run_all(jobs: Sequence[CompileJob], workers: int) -> Iterator[CompileResult]:
-    """Yields each bucket as it is compiled, in any order; jobs are started in the order given.
+    """Yields results as they complete; jobs start in the order given.
 
     Raises:
-        NpucompileError: of the first that fails, or saying that a process was killed; the others are cancelled.
+        NpucompileError: that of the first job that fails, or a process was killed; the other jobs are cancelled.
     """
     if workers <= 1 or len(jobs) <= 1:
         yield from map(run, jobs)
         return
-    # Fresh interpreters: a fork would inherit torch's thread pools in whatever state they are.
+    # Spawn, because a fork inherits torch's thread pools in an undefined state.
     pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn"), initializer=gc.freeze)
     try:
-        for future in as_completed([pool.submit(_run_alone, job) for job in jobs]):
+        for future in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
             yield future.result()
     except BrokenProcessPool:
         raise LoweringError(

@@ -1,4 +1,4 @@
-"""What one rank of a build holds, from its plan and as many of its graphs as are known."""
+"""The memory plan of one rank of a build, from its plan and the graphs known so far."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .stages import partition_bucket
 
 
 def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
-    """The memory plan of one rank; without entries, of its weights, pools and communication alone."""
+    """The memory plan of one rank; without entries, only its weights, pools and communication."""
     config, ranks = plan.model.config, plan.mesh.size
     experts = getattr(config, "num_experts", 0)
-    sent = max((tokens for tokens in _tokens_of_a_rank(plan) if tokens <= config.variant.most_dispatched), default=0)
+    dispatched = max((tokens for tokens in _rank_tokens(plan) if tokens <= config.variant.most_dispatched), default=0)
     window = 0
-    if experts and ranks > 1 and sent:
-        window = memory.dispatch_window_bytes(plan.target, sent, config.hidden_size, experts, config.num_experts_per_tok, ranks)
+    if experts and ranks > 1 and dispatched:
+        window = memory.dispatch_window_bytes(plan.target, dispatched, config.hidden_size, experts, config.num_experts_per_tok, ranks)
     groups = {group for entry in entries for _, group, _ in entry.collectives} or {"tp", "world"}
     return memory.plan_memory(
         manifest.params,
@@ -36,18 +36,18 @@ def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -
 
 
 def check_before_lowering(plan: Plan, manifest: Manifest) -> None:
-    """Refuses weights and pools that do not fit, with the largest settings that do.
+    """Refuses weights and pools that exceed a rank's memory, before minutes of lowering.
 
     Raises:
-        SpecError: naming every part of the memory.
+        SpecError: naming every part of the memory, and the largest settings that fit.
     """
     if not rank_memory(plan, manifest, ()).fits:
-        # What fits beside the activations is known once the largest graphs are.
+        # The advice must leave room for activations, so the largest graphs are partitioned to know them.
         rank_memory(plan, manifest, _largest_partitioned(plan)).check()
 
 
 def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
-    """The largest bucket of each kind, as far as it is known before it is lowered."""
+    """Entries of the largest bucket of each kind, as far as partitioning tells."""
     entries = []
     for bucket in {bucket.kind: bucket for bucket in sorted(plan.buckets, key=lambda bucket: bucket.tokens)}.values():
         partitioned = partition_bucket(plan, bucket)[1]
@@ -56,8 +56,8 @@ def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
     return entries
 
 
-def _tokens_of_a_rank(plan: Plan) -> Iterator[int]:
-    """Tokens of one rank in every pass over layers: the model's, and the draft head's over one token a row."""
+def _rank_tokens(plan: Plan) -> Iterator[int]:
+    """Tokens of one rank in each pass over layers: the model's, and the draft head's with one token a row."""
     for bucket in plan.buckets:
         for tokens in (bucket.tokens, *((bucket.batch,) if plan.limits.drafts else ())):
             yield share(bucket, tokens, plan.mesh.axis("tp"))

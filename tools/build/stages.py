@@ -1,4 +1,4 @@
-"""One bucket through the stages of the pipeline: traced, partitioned, optimised, lowered."""
+"""Takes one bucket through the stages of the pipeline: traced, partitioned, optimised, lowered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Staged:
     """One bucket, ready to compile.
 
     Attributes:
-        traced: None on a mesh of several devices, where no device's graph is traced before it is partitioned.
+        traced: None on a mesh of several devices, where tracing and partitioning are one stage.
         partitioned: after all passes.
         lowered: for the plan's backend.
     """
@@ -42,12 +42,12 @@ class Staged:
 
 
 def partition_bucket(plan: Plan, bucket: Bucket) -> tuple[Traced | None, Partitioned]:
-    """A bucket's traced graph, where one device runs it, and its partitioned one after all passes.
+    """A bucket's traced graph (on a single device only), and its partitioned graph after all passes.
 
     Raises:
-        GraphError: naming the stage or pass that cannot go on.
+        GraphError: naming the stage or pass that failed.
     """
-    # No device ever holds the logits of the whole vocabulary; here they are what executables are compared by.
+    # Verification compares logits. Graphs for NPUs do not emit them: no device ever holds the whole vocabulary.
     program = step.program(plan.model, bucket, plan.limits, plan.dtype, emit_logits=plan.target.local, max_logprobs=plan.max_logprobs)
     traced = trace(program) if plan.mesh.size == 1 else None
     return traced, optimise(partition(traced or program, plan.mesh, plan.rules(bucket)))
@@ -57,18 +57,18 @@ def stage(plan: Plan, bucket: Bucket) -> Staged:
     """Takes a bucket from its program to its lowered graph; nothing is allocated.
 
     Raises:
-        GraphError: naming the stage or pass that cannot go on.
+        GraphError: naming the stage or pass that failed.
     """
     traced, partitioned = partition_bucket(plan, bucket)
     return Staged(bucket, traced, partitioned, backend(plan.backend).lower(partitioned))
 
 
 def pack_texts(texts: Mapping[str, str]) -> bytes:
-    """Texts by stage name, compressed; `unpack_texts` reads them."""
+    """Compresses texts by stage name; `unpack_texts` reads them."""
     return zlib.compress(json.dumps(texts, sort_keys=True).encode(), 6)
 
 
 def unpack_texts(data: bytes) -> dict[str, str]:
-    """What `pack_texts` packed."""
+    """The texts that `pack_texts` compressed."""
     texts: dict[str, str] = json.loads(zlib.decompress(data))
     return texts

@@ -1,7 +1,7 @@
-"""Stamps: digests of what decides a build, or one of its buckets, taken before anything is traced or torch is loaded.
+"""Stamps: digests of everything that decides a build, or one of its buckets, taken before torch is loaded or anything is traced.
 
-Equal stamps need not be built again. What has another stamp is staged, and compiled only if its graph has another key
-(lowering/artifact/artifact.py, `graph_key`).
+A build or bucket whose stamp is unchanged is not built again. A bucket whose stamp changed is staged, and compiled only if the key of
+its graph changed too (lowering/artifact/artifact.py, `graph_key`).
 """
 
 from __future__ import annotations
@@ -20,94 +20,94 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 STAMP = ".{name}.stamp.json"
-"""Beside the manifest, and no part of the artifact: it names times. Nothing is served or trusted for it; it spares a build."""
+"""Lies beside the artifact, not in it, because it contains file times. It only saves a build; nothing is trusted because of it."""
 MANIFEST = "manifest.msgpack"
 FORMAT = 1
 
 FOLDERS = ("graphs", "models", "lowering", "runtime", "server", "tools")
 BUNDLED = "models/bundled"
 SOURCES = (".py", ".json", ".cpp", ".h")
-"""What the package is made of, but for bundled models."""
+"""Suffixes of the package's source files, bundled models excepted."""
 DISTRIBUTIONS = (
     "torch", "torch_npu", "protobuf", "safetensors", "msgpack", "numpy", "tokenizers", "packaging", "PyYAML", "click", "npucompile",
 )  # fmt: skip
-"""Whose versions decide what a build makes; one that is not installed counts too."""
+"""Distributions whose versions, or absence, decide the result of a build."""
 
 
 GRAPH_SOURCES = ("graphs", "models", "lowering", "tools/build/stages.py", "tools/build/pool.py")
-"""Folders and files that decide what a graph is, and what an artifact keeps of it."""
+"""Folders and files that decide graphs, and what an artifact stores of them."""
 
 
 @functools.cache
 def source_digest(root: Path = ROOT) -> str:
-    """sha256 of the names and contents of all Python files that decide graphs."""
+    """sha256 over names and contents of all Python files that decide graphs."""
     digest = hashlib.sha256()
     for part in GRAPH_SOURCES:
-        place = root / part
-        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        path = root / part
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             digest.update(f"{file.relative_to(root).as_posix()} {_sha256(file)}\0".encode())
     return digest.hexdigest()
 
 
 def bucket_stamp(*facts: object) -> str:
-    """Digest of one bucket: the sources that decide graphs, and facts whose `repr` says all that they decide."""
+    """Digest of one bucket: of the sources that decide graphs, and of facts with a complete `repr`."""
     return hashlib.sha256(repr((source_digest(), *facts)).encode()).hexdigest()
 
 
 def fingerprint(options: Mapping[str, Any], package_root: Path, model_files: Iterable[Path]) -> str:
-    """Digest of all that decides a build: equal fingerprints need not be built again.
+    """Digest of everything that decides a build.
 
-    Sources of the package count by content; models, which may be large, by size and time of change.
+    The package's sources count by content; models, which may be large, by size and modification time.
 
     Args:
-        options: of the command, and whatever else of the surroundings decides (an environment variable, say); None is as good as absent.
-        package_root: where npucompile's folders are.
-        model_files: files and directories of the checkpoint, with what is in them; none for a preset without one.
+        options: of the command; None counts as absent.
+        package_root: the directory with npucompile's folders.
+        model_files: files and directories of the checkpoint; empty for a preset without one.
     """
     digest = hashlib.sha256()
-    for told in (_options(options), *_sources(package_root), *_models(package_root / BUNDLED, *model_files), *_machine()):
-        # The length keeps one thing's end from being the next one's beginning.
-        digest.update(f"{len(told)}:".encode() + told)
+    for fact in (_options(options), *_sources(package_root), *_models(package_root / BUNDLED, *model_files), *_machine()):
+        # The length separates facts, so that no two lists of facts give the same bytes.
+        digest.update(f"{len(fact)}:".encode() + fact)
     return digest.hexdigest()
 
 
 def matches(artifact_dir: Path, fingerprint: str) -> bool:
-    """Whether the artifact there was built by a build of this fingerprint, and its files are still those it left."""
+    """Whether the artifact was built with this fingerprint and its files are unchanged since."""
     try:
         stamp = json.loads(stamp_file(artifact_dir).read_bytes())
         if stamp["format"] != FORMAT or stamp["fingerprint"] != fingerprint or stamp["manifest"] != _sha256(artifact_dir / MANIFEST):
             return False
         return all(_state(artifact_dir / name) == state for name, state in stamp["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # No stamp, or none that can be read, is as good as an old one: the build looks for itself.
+        # Without a readable stamp the build itself finds out what changed.
         return False
 
 
 def write(artifact_dir: Path, fingerprint: str, files: Iterable[str]) -> None:
-    """Leaves a stamp beside an artifact that a build has just finished or found complete.
+    """Writes the stamp of a complete artifact.
 
     Args:
-        files: names of its files in the directory; the manifest need not be among them.
+        files: paths of its files within the directory; the manifest is included in any case.
 
     Raises:
-        OSError: one is not there.
+        OSError: a file is missing.
     """
     states = {name: _state(artifact_dir / name) for name in sorted(files)}
-    told = {"format": FORMAT, "fingerprint": fingerprint, "manifest": _sha256(artifact_dir / MANIFEST), "files": states}
+    stamp = {"format": FORMAT, "fingerprint": fingerprint, "manifest": _sha256(artifact_dir / MANIFEST), "files": states}
     file = stamp_file(artifact_dir)
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(told, indent=1, sort_keys=True), encoding="utf-8")
+    part.write_text(json.dumps(stamp, indent=1, sort_keys=True), encoding="utf-8")
     os.replace(part, file)
 
 
 def stamp_file(artifact_dir: Path) -> Path:
-    """Where the stamp lies: beside the artifact, whose own bytes do not depend on when it was built."""
+    """Path of an artifact's stamp."""
     return artifact_dir.with_name(STAMP.format(name=artifact_dir.name))
 
 
 def _options(options: Mapping[str, Any]) -> bytes:
-    given = {name: value for name, value in options.items() if value is not None}
-    return json.dumps(given, sort_keys=True, default=str).encode()
+    present = {name: value for name, value in options.items() if value is not None}
+    return json.dumps(present, sort_keys=True, default=str).encode()
 
 
 def _sources(root: Path) -> Iterator[bytes]:
@@ -121,9 +121,9 @@ def _is_source(root: Path, file: Path) -> bool:
     return file.suffix in SOURCES and not file.is_relative_to(root / BUNDLED) and file.is_file()
 
 
-def _models(*places: Path) -> Iterator[bytes]:
-    for place in places:
-        for file in sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]:
+def _models(*paths: Path) -> Iterator[bytes]:
+    for path in paths:
+        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
             try:
                 size, changed = _state(file)
             except OSError:
@@ -143,17 +143,17 @@ def _machine() -> Iterator[bytes]:
 
 
 def _cpu_flags() -> str:
-    """Features of the first CPU, in order; x86 and Arm have different words for them. "" where the system does not tell."""
+    """Sorted features of the first CPU, "" if unknown; x86 calls them "flags", Arm "Features"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    told = [line.partition(":")[2].split() for line in lines if line.partition(":")[0].strip() in ("flags", "Features")]
-    return " ".join(sorted(told[0])) if told else ""
+    features = [line.partition(":")[2].split() for line in lines if line.partition(":")[0].strip() in ("flags", "Features")]
+    return " ".join(sorted(features[0])) if features else ""
 
 
 def _state(file: Path) -> list[int]:
-    """[size, time of change in ns] of a file."""
+    """[size, modification time in ns] of a file."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 

@@ -1,4 +1,4 @@
-"""Kinds of machines that graphs are built for: a row of sizes, speeds and defaults each."""
+"""The machines that graphs are built for: sizes, speeds and defaults of each."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of machine that graphs are built for. An NPU is what one rank runs on.
+    """A kind of machine that graphs are built for; one rank runs on one NPU.
 
     Attributes:
         name: what `--target` calls it.
-        backend: name of the backend that compiles for it when nothing else is asked for.
-        backends: names of all that may.
-        dtypes: names of the computing types that it has kernels for.
+        backend: name of the default backend.
+        backends: names of all legal backends.
+        dtypes: names of the computing types that its kernels support.
         state_dtype: of recurrent states.
         npus_per_node: ranks of one server.
-        max_npus: most ranks of one job.
-        hbm_bytes: memory of one NPU; for "cpu" that of the machine, which its ranks share.
-        usable_hbm_bytes: what is left of it once the runtime has its own.
+        max_npus: most ranks of a mesh.
+        hbm_bytes: memory of one NPU; for "cpu" that of the machine, which all ranks share.
+        usable_hbm_bytes: the part of it that the runtime does not reserve.
         page_size: P, tokens per KV page that the attention kernel wants.
-        max_model_len, prefill, max_logprobs: what a build takes when nothing else is asked for: context, chunk sizes (longer ones are
-            cut to the context), and of how many most likely tokens a request may ask the log probabilities.
-        local: it is the machine of this process. Its artifacts have weights, and the eager reference of every bucket: what a bucket
-            runs until it has an executable, and what that is compared with.
-        shared_memory: whether all ranks live in `hbm_bytes` together.
-        dispatches: whether experts get their tokens by the fused dispatch and combine operators as they are lowered here.
+        max_model_len, prefill, max_logprobs: defaults of a build. Chunks longer than the context are cut to it.
+        local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
+            until the bucket has an executable and which that executable is compared with.
+        shared_memory: whether all ranks share `hbm_bytes`.
+        dispatches: whether the lowering of the fused expert dispatch and combine operators fits this target.
         tp_across_nodes: whether links between nodes are fast enough for the collectives of every layer.
-        hbm_bytes_per_s: memory bandwidth of one NPU; like every speed here a nameplate figure, None where nothing is known.
+        hbm_bytes_per_s: memory bandwidth of one NPU; like every speed here a nameplate figure, None where unknown.
         bf16_flops_per_s: dense bfloat16 matrix products of one NPU.
         int8_ops_per_s: dense int8 matrix products of one NPU.
         link_bytes_per_s: one NPU to the others of its node, one direction.
@@ -68,20 +67,20 @@ class Target:
     node_link_bytes_per_s: float | None = None
 
     def nodes(self, mesh: Mesh) -> int:
-        """Servers that the ranks of a mesh fill."""
+        """Servers that the ranks of a mesh need."""
         return -(-mesh.size // self.npus_per_node)
 
     def memory_bytes(self, mesh: Mesh) -> int:
-        """Memory of one rank of a mesh, the runtime's own part included."""
+        """Memory of one rank, including what the runtime reserves."""
         return self.hbm_bytes // mesh.size if self.shared_memory else self.hbm_bytes
 
     def reserved_bytes(self, mesh: Mesh) -> int:
-        """The part of `memory_bytes` that the runtime keeps from a rank."""
+        """The part of `memory_bytes` that the runtime reserves."""
         reserved = self.hbm_bytes - self.usable_hbm_bytes
         return reserved // mesh.size if self.shared_memory else reserved
 
 
-# 64 GiB an NPU; torch_npu offers 60.96 of them on an Ascend910_9382 (CANN 9.0 platform_config and torch_npu device properties).
+# 64 GiB an NPU, of which torch_npu offers 60.96 on an Ascend910_9382 (CANN 9.0 platform_config, torch_npu device properties).
 _HBM, _USABLE_HBM = 64 * GIB, int(60.96 * GIB)
 
 # Speeds of one NPU. HBM 1.6 TB/s: arXiv:2506.12708 (3.2 TB/s a package of two). bf16 353.9 TFLOPS: 24 cube cores x 8192 operations
@@ -94,7 +93,7 @@ _HCCS, _ROCE = 196e9, 25e9
 
 _MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-# Ranks are processes of this machine; more than 64 of them prove nothing that fewer do not.
+# Ranks are processes of this machine; 64 of them are enough to test any mesh.
 _CPU = Target(
     "cpu",
     backend="inductor",
@@ -124,12 +123,12 @@ _A3 = Target(
     usable_hbm_bytes=_USABLE_HBM,
     page_size=128,
     backends=("ge", "null"),
-    # Fused operators take nothing else, and so does the recurrent one for its states, whatever a model's file says.
+    # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
     dtypes=("bfloat16",),
     state_dtype=torch.bfloat16,
     max_model_len=4096,
     prefill=(2048,),
-    # A device computes them for every row of every step, since no graph depends on who asks.
+    # Graphs are static: with log probabilities, every step would compute them for every row.
     max_logprobs=0,
     hbm_bytes_per_s=_HBM_SPEED,
     bf16_flops_per_s=_BF16,
@@ -138,10 +137,9 @@ _A3 = Target(
     node_link_bytes_per_s=_HCCS,
 )
 
-# Eight NPUs a node, nodes over RoCE. CANN's expert dispatch between such nodes takes 2, 4 or 8 of them
-# (aclnnMoeDistributeDispatchV2, constraints), so eight nodes are the most.
-# Its dispatch operator takes other operands than the A3's (expert_scales, another shape of counts), which no lowering here gives:
-# tokens are gathered instead.
+# Eight NPUs a node; nodes are linked by RoCE. CANN's expert dispatch takes 2, 4 or 8 such nodes (aclnnMoeDistributeDispatchV2,
+# constraints), so eight are the most. Its operands differ from the A3's (expert_scales, another shape of counts), and the lowering
+# here does not supply them: tokens are gathered instead.
 _A2 = replace(_A3, name="ascend-a2", npus_per_node=8, max_npus=64, node_link_bytes_per_s=_ROCE, tp_across_nodes=False, dispatches=False)
 
 _TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}
@@ -163,10 +161,10 @@ def target(name: str) -> Target:
 
 
 def check_mesh(target: Target, mesh: Mesh) -> None:
-    """Refuses a mesh that a target cannot hold.
+    """Refuses a mesh that a target does not support.
 
     Raises:
-        SpecError: an axis is unknown or given twice, there are more ranks than NPUs, or a tp group would straddle nodes.
+        SpecError: an axis is unknown or repeated, there are more ranks than NPUs, or a tp group straddles nodes.
     """
     names = [name for name, _ in mesh.axes]
     if unknown := [name for name in names if name not in MESH_AXES]:

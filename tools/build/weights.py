@@ -1,4 +1,4 @@
-"""Storing a checkpoint's weights in an artifact, one parameter at a time."""
+"""Stores a checkpoint's weights in an artifact, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ MB = 10**6
 
 
 def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
-    """Writes the parameters of a plan's checkpoint into the artifact, unless the previous build left the same ones there.
+    """Writes the parameters of a plan's checkpoint into the artifact, unless the previous build stored the same ones.
 
-    At any time the tensors on disk of one parameter and the parameter itself are in memory; each tensor is read once.
+    Only one parameter and the tensors it is made of are in memory at a time; each tensor is read once.
 
     Args:
         leaves: the parameters' operand names and avals, in the order of the model's flattened parameters.
 
     Returns:
-        Path of the file in the artifact, None for a model without a checkpoint; and the digest of the checkpoint.
+        Path of the file in the artifact (None for a model without a checkpoint), and the digest of the checkpoint.
 
     Raises:
         CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
     """
-    if plan.found.checkpoint_dir is None:
+    if plan.source.checkpoint_dir is None:
         return None, "none"
-    checkpoint = safetensors_files.open_checkpoint(plan.found.checkpoint_dir)
+    checkpoint = safetensors_files.open_checkpoint(plan.source.checkpoint_dir)
     digest = safetensors_files.digest(checkpoint)
     previous = writer.previous.manifest if writer.previous else None
     if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):
@@ -52,7 +52,7 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
 
 
 def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> Iterator[tuple[int, bytes | memoryview]]:
-    """(offset, bytes) of the header and of every parameter: in the order of the file, but for those made from the same tensors."""
+    """(offset, bytes) of the header and of every parameter, in file order except that parameters of the same tensors come together."""
     header, offsets = layout(leaves)
     yield 0, header
     total, stored, shown = sum(leaf.aval.nbytes for leaf in leaves), 0, 0
@@ -61,15 +61,15 @@ def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> I
             for position, tensor in reader.read(group):
                 yield offsets[leaves[position].name], safetensors_files.bytes_of(tensor)
                 stored += tensor.nbytes
-                del tensor  # or it would be in memory while the next one is read
+                del tensor  # frees it before the next one is read
                 if bar and stored * BAR_STEPS // total > shown * BAR_STEPS // total:
                     bar.step("MB", stored // MB - shown // MB)
                     shown = stored
 
 
 def layout(leaves: Sequence[Leaf]) -> tuple[bytes, Mapping[str, int]]:
-    """Header of the safetensors file of these leaves, as `safetensors.torch.save` writes it; and the offset of each one's bytes."""
-    # Empty tensors of the same names and dtypes give the library's order and dtype codes without any data.
+    """Header of the leaves' safetensors file, as `safetensors.torch.save` writes it, and the offset of each leaf."""
+    # Saving empty tensors of the same names and dtypes gives the library's order and dtype codes.
     empty = save({leaf.name: torch.empty(0, dtype=leaf.aval.dtype) for leaf in leaves})
     entries = json.loads(empty[8:])
     avals, end = {leaf.name: leaf.aval for leaf in leaves}, 0

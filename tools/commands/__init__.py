@@ -1,1 +1,1 @@
-"""One file a command of the command line."""
+"""The commands of `npucompile`, one file each."""

@@ -1,4 +1,4 @@
-"""Turns `npucompile bench` into figures of this machine."""
+"""`npucompile bench`: measures builds, load time, steps and throughput on this machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,11 @@ from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
 from ...server.tokenizer import TextTokenizer
-from ..bench import (
-    build,
-    peer,
-    step,
-)
-from ..bench import (
-    load as bench_load,
-)
-from ..bench import (
-    machine as bench_machine,
-)
-from ..bench import (
-    speculation as bench_speculation,
-)
-from ..bench import (
-    streams as bench_streams,
-)
+from ..bench import build, peer, step
+from ..bench import load as bench_load
+from ..bench import machine as bench_machine
+from ..bench import speculation as bench_speculation
+from ..bench import streams as bench_streams
 from ..bench.report import Table, as_data, as_markdown, as_text
 from ..bench.streams import Load
 from ..build import driver as building
@@ -45,10 +33,10 @@ T = TypeVar("T")
 
 FIGURES = ("build", "load", "decode", "prefill", "streams", "speculation", "peer")
 SLOW = ("build", "speculation")
-"""Figures that are measured only when named."""
+"""Figures that are measured only if `--only` names them."""
 
 BUSY = 0.5
-"""Load average above which a machine is not quiet."""
+"""Load average above which a warning is printed."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +44,12 @@ class Settings:
     """How much is measured.
 
     Attributes:
-        loads: request loads of streams and peer.
-        repetitions: of steps.
-        rounds: of what takes longer: fresh processes, whole loads.
+        loads: request loads of streams, speculation and peer.
+        repetitions: of a step.
+        rounds: of load, streams, speculation and peer.
         builds: rounds of builds.
         jobs: graphs compiled at a time.
-        prompts: file of prompts for speculation; None is the model's own.
+        prompts: file of prompts for speculation; None means the model's own.
     """
 
     loads: tuple[Load, ...]
@@ -75,15 +63,15 @@ class Settings:
 @click.command("bench")
 @click.argument("artifact_or_model", required=False)
 @click.option("--only", metavar="LIST", help=f"Figures: {','.join(FIGURES)}.  [default: all but {','.join(SLOW)}]")
-@click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Concurrent requests.")
+@click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Numbers of concurrent requests.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each prompt.")
 @click.option("--repetitions", type=click.IntRange(1), default=20, show_default=True, help="Repetitions of a step.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams and peer.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams, speculation and peer.")
 @click.option("--builds", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of a build.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option(
-    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="Prompts for speculation, one a line.  [default: the model's own]"
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="Prompts for speculation, one per line.  [default: the model's own]"
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step.  [default: all cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -105,12 +93,14 @@ def command(
     as_json: bool,
     markdown: bool,
 ) -> None:
-    """Measure ARTIFACT_OR_MODEL (the newest artifact when none is given; a model that is not built is built first).
+    """Measure ARTIFACT_OR_MODEL, by default the newest artifact. A model that is not built yet is built first.
 
-    What is compared runs in turns within one process, and every figure is a median with its smallest and largest value:
-    other work on the machine still shows, so measure on a quiet one. Progress goes to standard error.
+    Every figure is a median with its smallest and largest value, and candidates that are compared run alternately. Other work on
+    the machine still shows, so measure on a quiet one. Progress goes to standard error.
 
-    Example: npucompile bench qwen3.5-tiny --only decode,peer --markdown
+    \b
+    Examples: npucompile bench qwen3.5-tiny --only decode,prefill
+              npucompile bench qwen3.5-tiny --only streams --streams 1,8 --markdown
     """
     if as_json and markdown:
         raise SpecError("give at most one of --json and --markdown")
@@ -121,11 +111,11 @@ def command(
     progress = Progress()
     machine = bench_machine.describe()
     if machine.load > BUSY:
-        progress.say(f"the load average is {machine.load:.1f}: what else runs here will show in the figures")
+        progress.say(f"the load average is {machine.load:.1f}: other processes will distort the figures")
     subject, tables = measure(home, artifact_or_model, wanted, settings, progress)
     if as_json:
-        told = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
-        click.echo(json.dumps(told, indent=1))
+        report = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
+        click.echo(json.dumps(report, indent=1))
         return
     heading = [*bench_machine.lines(machine), ", ".join(f"{name} {value}" for name, value in subject.items())]
     draw, end = (as_markdown, "  ") if markdown else (as_text, "")
@@ -135,7 +125,7 @@ def command(
 
 
 def figure_names(text: str) -> tuple[str, ...]:
-    """Reads `decode,peer`; the figures in their own order.
+    """Reads a list like `decode,peer`; returns the figures in the order of FIGURES.
 
     Raises:
         SpecError: on anything else.
@@ -147,7 +137,7 @@ def figure_names(text: str) -> tuple[str, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Reads `1,4,16`.
+    """Reads a list like `1,4,16`.
 
     Raises:
         SpecError: on anything else.
@@ -161,10 +151,10 @@ def counts(text: str) -> tuple[int, ...]:
 def measure(
     home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress
 ) -> tuple[dict[str, str], Iterator[Table]]:
-    """What is measured, and the figures that were asked for, each as soon as it is there.
+    """A description of what is measured, and the tables, each yielded as soon as it is measured.
 
     Raises:
-        NpucompileError: what was named cannot be measured, or not in this way.
+        NpucompileError: the named artifact or model cannot be measured.
     """
     wanted = only or tuple(figure for figure in FIGURES if figure not in SLOW)
     if "peer" in wanted and not peer.installed():
@@ -191,17 +181,17 @@ def measure(
 
 
 def _alone(work: Callable[[], T]) -> T:
-    """Done by a thread that is gone afterwards.
+    """Runs `work` in a thread of its own.
 
-    OpenMP keeps workers for every thread that did tensor work, and where there are more of them than cores it lets all sleep between
-    operators: one figure's would slow down the next one's, by half where steps are short.
+    OpenMP keeps a worker pool for every thread that ran tensor operators. With more workers than cores they sleep between operators, so
+    the pool of one figure would slow down the next, by half where steps are short. It ends with its thread.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
 
 def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> dict[str, Callable[[], list[Table]]]:
-    """How each figure of an artifact is measured."""
+    """The function that measures each figure of an artifact."""
     return {
         "load": lambda: [
             bench_load.load(
@@ -222,31 +212,31 @@ def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progre
 
 
 def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Progress) -> Table:
-    """What drafting gains; the same artifact without drafts is built beside it, or brought up to date.
+    """The gain from drafting, against the same artifact without drafts, which is built beside it.
 
     Raises:
-        SpecError: the artifact does not draft, was built on another machine, or there are no prompts for its model.
+        SpecError: the artifact does not draft, or there are no prompts for its model.
     """
     manifest = artifact.manifest
     if not manifest.limits.drafts:
         raise SpecError(f"{artifact.path} drafts nothing; legal is one built with --speculative-tokens of at least 1")
-    found = registry.find(manifest.build_arguments[0])
-    path = settings.prompts or (found.checkpoint_dir / "prompts.txt" if found.checkpoint_dir else None)
+    model = registry.find(manifest.build_arguments[0])
+    path = settings.prompts or (model.checkpoint_dir / "prompts.txt" if model.checkpoint_dir else None)
     if path is None or not path.is_file():
-        raise SpecError(f"no prompts for {found.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
+        raise SpecError(f"no prompts for {model.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
     if manifest.tokenizer is None:
         raise SpecError(f"{artifact.path} has no tokenizer; drafting is measured on text")
     texts = bench_speculation.read_prompts(path, TextTokenizer.load(artifact.path / manifest.tokenizer))
-    beside = artifact.path.with_name(f"{artifact.path.name}-k0")
-    progress.say(f"{beside}: the same without drafts, built where it is not up to date")
-    # Of an option that is given twice the last one counts.
+    plain_path = artifact.path.with_name(f"{artifact.path.name}-k0")
+    progress.say(f"{plain_path}: the same artifact without drafts, brought up to date")
+    # The last of repeated options counts.
     arguments = (*manifest.build_arguments, "--speculative-tokens", "0")
-    build.apart(beside, home.cache, settings.jobs, arguments, home.environment)
-    return bench_speculation.speculation(artifact, Artifact.open(beside), texts, settings.loads, settings.rounds, progress)
+    build.apart(plain_path, home.cache, settings.jobs, arguments, home.environment)
+    return bench_speculation.speculation(artifact, Artifact.open(plain_path), texts, settings.loads, settings.rounds, progress)
 
 
 def describe(artifact: Artifact) -> dict[str, str]:
-    """What is measured, in few words."""
+    """A short description of an artifact."""
     manifest = artifact.manifest
     compiled = sum(entry.compiled is not None for entry in manifest.graphs)
     return {
@@ -260,21 +250,21 @@ def describe(artifact: Artifact) -> dict[str, str]:
 
 
 def build_arguments(home: Home, name: str | None) -> tuple[str, ...]:
-    """Arguments of the build that made an artifact, or those of a model with all defaults.
+    """Arguments that built an artifact, or those of a default build of a model.
 
     Raises:
-        ArtifactMissing: nothing is named, and nothing built.
-        SpecError: the artifact does not say how it was built.
+        ArtifactMissing: nothing is named and nothing is built.
+        SpecError: the artifact does not record its arguments.
     """
     try:
-        found = Artifact.open(artifact_path(home.artifacts, name), check=False).manifest.build_arguments
+        arguments = Artifact.open(artifact_path(home.artifacts, name), check=False).manifest.build_arguments
     except ArtifactMissing:
         if name is None:
             raise
         return (name,)
-    if not found:
+    if not arguments:
         raise SpecError(f"the artifact {name!r} does not say how it was built; name a model")
-    return found
+    return arguments
 
 
 def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
@@ -282,7 +272,7 @@ def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
 
     Raises:
         ArtifactError: it cannot run here.
-        ModelError: what was named is no model either.
+        ModelError: the name is neither an artifact's nor a model's.
     """
     try:
         artifact = Artifact.open(artifact_path(home.artifacts, name))
@@ -290,7 +280,7 @@ def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
         if name is None:
             raise
         plan = planning.plan(planning.Options(name))
-        out = planning.default_out(home.artifacts, plan.found)
+        out = planning.default_out(home.artifacts, plan.source)
         artifact = Artifact.open(building.build(plan, out, home.cache, progress).path)
     artifact.check_runnable()
     return artifact

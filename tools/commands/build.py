@@ -1,4 +1,4 @@
-"""Turns `npucompile build` into a plan and an artifact."""
+"""`npucompile build`: plans and builds a model, unless its artifact is up to date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Reads a list of sizes in the notation of `--buckets`."""
+    """Reads sizes in the notation of `--buckets`."""
     if value is None:
         return None
     try:
@@ -29,60 +29,60 @@ def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option that takes such a list."""
-    said = f"{text}  [default: {format_buckets(default)}, or the deployment's]"
-    return click.option(name, callback=read_sizes, metavar="LIST", help=said)
+    """An option whose value is such a list."""
+    help_text = f"{text}  [default: {format_buckets(default)}, or the deployment's]"
+    return click.option(name, callback=read_sizes, metavar="LIST", help=help_text)
 
 
 @click.command("build", epilog=BUCKETS_HELP)
 @click.argument("model")
 @sizes_option("--buckets", choices.DEFAULT_BUCKETS, "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
 @sizes_option("--prefill", choices.DEFAULT_PREFILL, "Prefill chunk sizes in tokens.")
-@click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of prompt and output together.  [default: at most 1024]")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight, per dp group.  [default: the largest bucket]")
+@click.option("--max-model-len", type=click.IntRange(1), help="Longest request in tokens, prompt and output.  [default: at most 1024]")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight per dp group.  [default: the largest bucket]")
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
     "--backend", type=click.Choice(["inductor", "eager", "null", "ge"]),
     help="inductor compiles for this CPU; eager serves uncompiled; ge lowers for NPUs; null reports cost and memory only.  "
     "[default: the target's]",
 )  # fmt: skip
-@click.option("--target", type=click.Choice(choices.TARGETS), help="Machine to build for; none of it is needed here.  [default: cpu]")
-@click.option("--mesh", help="Ranks: dp groups of tp ranks, as in dp=8,tp=2.  [default: one, or the deployment's]")
-@click.option("--deployment", metavar="ID", help="A published deployment: target, mesh and sizes (`npucompile deployments` lists them).")
-@click.option("--phase", type=click.Choice(["prefill", "decode"]), help="One side of a deployment that splits them.  [default: both]")
-@click.option("--quantization", type=click.Choice(choices.SCHEMES), help="How parameters are held.  [default: none, or the deployment's]")
+@click.option("--target", type=click.Choice(choices.TARGETS), help="Machine to build for; it need not be present.  [default: cpu]")
+@click.option("--mesh", help="Ranks as dp groups of tp ranks, e.g. dp=8,tp=2.  [default: one, or the deployment's]")
+@click.option("--deployment", metavar="ID", help="Published deployment to take target, mesh and sizes from; see `npucompile deployments`.")
+@click.option("--phase", type=click.Choice(["prefill", "decode"]), help="One side of a disaggregated deployment.  [default: both]")
+@click.option("--quantization", type=click.Choice(choices.SCHEMES), help="Parameter quantization.  [default: none, or the deployment's]")
 @click.option(
     "--speculative-tokens", "num_speculative_tokens", type=click.IntRange(0, 7),
-    help="Tokens that each step drafts and the next one verifies.  [default: 3 with a draft head, or the deployment's]",
+    help="Tokens that each step drafts and the next step verifies.  [default: 3 with a draft head, or the deployment's]",
 )  # fmt: skip
 @click.option(
     "--max-logprobs", type=click.IntRange(0, 20),
-    help="Of how many most likely tokens a request may ask the log probabilities.  [default: 20, for NPUs 0]",
+    help="Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj
-def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, **asked: Any) -> None:
+def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, **options: Any) -> None:
     """Build MODEL, a preset (see `npucompile models`) or a Hugging Face checkpoint directory, into an artifact.
 
-    For this machine: the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
-    proved equal to the eager reference. For NPUs: every bucket becomes a GE graph for all ranks, checked here, with no device.
-    Building again compiles only what changed.
+    For this machine, the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
+    verified against the eager reference. For NPUs, every bucket becomes one GE graph for all ranks, which is checked without a
+    device. A repeated build compiles only what changed.
 
     \b
     Examples: npucompile build qwen3.5-tiny --buckets 2,4,...,16
               npucompile build qwen3.5-397b --buckets 2,4,...,64
               npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
-    place = out or home.artifacts / "-".join(filter(None, (Path(model).name, asked["phase"])))
-    known = stamp.fingerprint({**asked, "model": model, "out": str(place)}, ROOT, [Path(model)])
-    if stamp.matches(place, known):
-        Progress().say(f"{place} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
-        click.echo(place)
+    path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
+    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path)}, ROOT, [Path(model)])
+    if stamp.matches(path, fingerprint):
+        Progress().say(f"{path} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
+        click.echo(path)
         return
-    # Not imported above: a build that finds nothing to do is done before torch would be loaded.
+    # Imported late, so that a build that is up to date does not load torch.
     build_all = importlib.import_module("..build.build_all", __package__).build_all
-    for path in build_all(model, asked, out, home.artifacts, home.cache, jobs, nice):
-        stamp.write(path, known, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()])
+    for path in build_all(model, options, out, home.artifacts, home.cache, jobs, nice):
+        stamp.write(path, fingerprint, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()])
         click.echo(path)

@@ -1,4 +1,4 @@
-"""Turns a prompt into a streamed answer from a running server."""
+"""`npucompile chat`: streams a response from a running server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...server.client import stream_text
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this probability.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this total probability.")
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
-@click.option("--seed", type=int, default=None, help="Repeatable sampling.")
-@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
+@click.option("--seed", type=int, default=None, help="Seed that makes sampling repeatable.")
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
 def command(
     prompt: str,
     url: str,

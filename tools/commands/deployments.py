@@ -1,4 +1,4 @@
-"""Turns the table of published deployments into lines, one row in full, or JSON."""
+"""`npucompile deployments`: shows published deployments as a table, one in detail, or as JSON."""
 
 from __future__ import annotations
 
@@ -23,37 +23,40 @@ NOT_BUILT = "model not built yet"
 @click.option("--model", help="Only deployments of this model.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(name: str | None, model: str | None, as_json: bool) -> None:
-    """List the published Ascend deployments that can be named, or show all of ID.
+    """List published Ascend deployments, or show ID in detail.
 
-    A deployment decides target, mesh, quantization, buckets, drafts and context of a build.
+    A deployment gives a build its target, mesh, quantization, buckets, drafts and context.
 
-    Example: npucompile build qwen3.5-397b --deployment qwen35-397b-a3x8-in16k-out1k-50ms
+    \b
+    Examples: npucompile deployments --model qwen3.5-397b
+              npucompile deployments qwen35-397b-a3x8-in16k-out1k-50ms
+              npucompile build qwen3.5-397b --deployment qwen35-397b-a3x8-in16k-out1k-50ms
     """
     rows = [deployment(name)] if name is not None else list(deployments().values())
     if model is not None:
         rows = _of_model(rows, model)
     if as_json:
-        told = [as_dict(row) for row in rows]
-        click.echo(json.dumps(told if name is None else told[0], indent=1))
+        plain = [as_dict(row) for row in rows]
+        click.echo(json.dumps(plain if name is None else plain[0], indent=1))
     else:
         click.echo("\n".join(table(rows) if name is None else details(rows[0])))
 
 
 def buildable(row: Deployment) -> bool:
-    """Whether a preset and a launch line stand behind a row."""
+    """Whether a row has a preset and a published launch command."""
     return row.model in registry.presets() and bool(row.phases)
 
 
 def as_dict(row: Deployment) -> dict[str, Any]:
-    """All of a row in plain values, with what a build makes of it."""
-    told = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "phases"}
+    """A row as plain values, with what a build derives from it."""
+    fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "phases"}
     phases = {name: _phase_dict(row, phase) for name, phase in row.phases.items()}
     chunk = prefill_chunk(row) if row.phases else None
-    return {**told, "nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "buildable": buildable(row), "phases": phases}
+    return {**fields, "nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "buildable": buildable(row), "phases": phases}
 
 
 def table(rows: list[Deployment]) -> list[str]:
-    """A line per deployment; those of models that are not built yet come last."""
+    """A line per deployment; those that cannot be built yet come last."""
     built, other = [row for row in rows if buildable(row)], [row for row in rows if not buildable(row)]
     heading = ("id", "model", "target", "mesh", "quant", "in/out", "drafts", "buckets")
     cells = [heading, *(_cells(row) for row in (*built, *other))]
@@ -64,20 +67,20 @@ def table(rows: list[Deployment]) -> list[str]:
         shown += ["", f"{NOT_BUILT}:", *lines[1 + len(built) :]]
     named = next((row for row in built if DEFAULT.get(row.model) == row.id), built[0] if built else None)
     if named is not None:
-        shown += ["", f"* what its model is built for when nothing is said; build another by its id: {_build_line(named)}"]
+        shown += ["", f"* the default of its model; build another by its id: {_build_line(named)}"]
     return shown
 
 
 def details(row: Deployment) -> list[str]:
-    """Everything about one deployment, and how to build it."""
+    """One deployment in detail, with the command that builds it."""
     lines = [
         f"{row.id}: {row.model} on {row.target}, {_count(row.nodes, 'node')}, {row.npus} NPUs",
         f"source        {row.source}",
         f"quantization  {row.quantization}{_known(', drafts ', row.draft_quantization)}{_known(', recurrent state ', row.state_dtype)}",
     ]
     if row.input_len is not None:
-        cached, flying = _known(", cached share ", row.prefix_hit_rate or None), _known(", requests in flight ", row.concurrency)
-        lines.append(f"traffic       {row.input_len} tokens in, {row.output_len} out{cached}{flying}")
+        cached, in_flight = _known(", cached share ", row.prefix_hit_rate or None), _known(", requests in flight ", row.concurrency)
+        lines.append(f"traffic       {row.input_len} tokens in, {row.output_len} out{cached}{in_flight}")
     if row.tpot_target_ms is not None:
         lines.append(f"time a token  at most {row.tpot_target_ms} ms")
     if row.measured:
@@ -109,9 +112,9 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
 
 
 def _phase_dict(row: Deployment, phase: Phase) -> dict[str, Any]:
-    told = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
+    fields = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
     limits = dataclasses.asdict(limits_for(row, phase, target(row.target).page_size))
-    return {**told, "mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
+    return {**fields, "mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
 
 
 def _cells(row: Deployment) -> tuple[str, ...]:
@@ -124,9 +127,9 @@ def _cells(row: Deployment) -> tuple[str, ...]:
 
 
 def _of_model(rows: list[Deployment], model: str) -> list[Deployment]:
-    kept = [row for row in rows if row.model == model]
-    if kept:
-        return kept
+    matching = [row for row in rows if row.model == model]
+    if matching:
+        return matching
     models = tuple(dict.fromkeys(row.model for row in rows))
     near = difflib.get_close_matches(model.lower(), models, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""

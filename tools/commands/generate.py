@@ -1,4 +1,4 @@
-"""Turns `npucompile generate` into text and token ids, offline."""
+"""`npucompile generate`: continues a prompt without a server."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ..serve.offline import OfflineCompletion, complete
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this probability.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the most likely tokens up to this total probability.")
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Random stream of the request.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end of the text.")
-@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts to verify in a step; 0 is off.  [default: as many as built]")
-@click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of so many most likely tokens.")
-@click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model afresh, uncompiled, in this type.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token.")
+@click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
+@click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of this many most likely tokens.")
+@click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model anew, uncompiled, in this type.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def command(
@@ -63,16 +63,16 @@ def command(
 ) -> None:
     """Continue a prompt without a server.
 
-    ARTIFACT_OR_MODEL is an artifact directory, a built model's name, or a model (preset or checkpoint directory), which is
-    then traced and run uncompiled.
+    ARTIFACT_OR_MODEL is an artifact directory, the name of a built model, or a model (preset or checkpoint directory). A model that
+    is not built is traced and run uncompiled.
 
     Example: npucompile generate qwen3.5-tiny --prompt "In the beginning" --max-tokens 32 --json
     """
     if (prompt is None) == (token_ids is None):
         raise SpecError("give exactly one of --prompt and --token-ids")
     if logprobs is not None and not as_json:
-        raise SpecError("--logprobs is told with --json only; legal is both, or neither")
-    asked = parse_ids(token_ids) if token_ids is not None else None
+        raise SpecError("--logprobs is printed with --json only; legal is both, or neither")
+    prompt_ids = parse_ids(token_ids) if token_ids is not None else ()
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     settings = RankSettings()
     config = launcher_config(home.environment, settings)
@@ -85,51 +85,51 @@ def command(
         codec = TextTokenizer.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
-        ids = codec.encode(prompt) if codec and prompt is not None else asked or ()
+        ids = codec.encode(prompt) if codec and prompt is not None else prompt_ids
         cluster = stack.enter_context(lead_ranks(artifact, config, settings, home.environment))
         executor = cluster.load_executor() if cluster else CpuExecutor(artifact)
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
-        asked_for = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
-        (done,) = complete(executor, [ids], sampling, max_tokens, stop, **asked_for)
-    text = codec.decode(done.token_ids) if codec else ""
+        options = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
+        (completion,) = complete(executor, [ids], sampling, max_tokens, stop, **options)
+    text = codec.decode(completion.token_ids) if codec else ""
     if as_json:
-        told = {"logprobs": logprobs_of(done, codec)} if logprobs is not None else {}
-        click.echo(json.dumps(as_dict(done, text, artifact, executor.backends) | told))
+        objects = {"logprobs": logprobs_of(completion, codec)} if logprobs is not None else {}
+        click.echo(json.dumps(as_dict(completion, text, artifact, executor.backends) | objects))
         return
     click.echo(text)
-    click.echo(f"token ids: {','.join(map(str, done.token_ids))}", err=True)
+    click.echo(f"token ids: {','.join(map(str, completion.token_ids))}", err=True)
 
 
-def as_dict(done: OfflineCompletion, text: str, artifact: Artifact, backends: Mapping[str, str]) -> dict[str, Any]:
+def as_dict(completion: OfflineCompletion, text: str, artifact: Artifact, backends: Mapping[str, str]) -> dict[str, Any]:
     """What `--json` prints; `backends` are the executor's."""
     manifest = artifact.manifest
     return {
         "text": text,
-        "token_ids": list(done.token_ids),
-        "finish_reason": done.reason,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.reason,
         "usage": {
-            "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": done.completion_tokens,
-            "total_tokens": done.prompt_tokens + done.completion_tokens,
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": completion.completion_tokens,
+            "total_tokens": completion.prompt_tokens + completion.completion_tokens,
         },
-        "acceptance_length": done.acceptance_length,
-        "acceptance_rates": acceptance.rates([done.record]),
+        "acceptance_length": completion.acceptance_length,
+        "acceptance_rates": acceptance.rates([completion.record]),
         "model": manifest.model["name"],
         "dtype": manifest.dtype,
         "artifact": artifact.digest,
         "backends": dict(backends),
-        "record": done.record._asdict(),
+        "record": completion.record._asdict(),
     }
 
 
-def logprobs_of(done: OfflineCompletion, codec: TextTokenizer | None) -> list[dict[str, Any]]:
-    """Log probabilities of the generated tokens, an object each as a server sends them; without a tokenizer their texts are empty."""
-    nothing = TokenText("", b"")
-    return token_objects(codec.token_text if codec else lambda _: nothing, done.token_ids, done.logprobs)
+def logprobs_of(completion: OfflineCompletion, codec: TextTokenizer | None) -> list[dict[str, Any]]:
+    """Log probabilities of the generated tokens, an object each as the server sends them; without a tokenizer their texts are empty."""
+    no_text = TokenText("", b"")
+    return token_objects(codec.token_text if codec else lambda _: no_text, completion.token_ids, completion.logprobs)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """Reads `1,2,3`.
+    """Reads a list like `1,2,3`.
 
     Raises:
         SpecError: on anything else.
@@ -142,9 +142,10 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
-    """The artifact of that name; or the model of that name, or of that artifact when a dtype is asked for, built uncompiled.
+    """The artifact of that name, or an uncompiled build of the model of that name.
 
-    What is built here is removed again: it takes as long to find out that it is up to date as to make it.
+    With `dtype` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes as long as
+    building it.
     """
     model = name
     try:
@@ -160,6 +161,6 @@ def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
     plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager"))
     home.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
-        out = Path(scratch) / plan.found.name
+        out = Path(scratch) / plan.source.name
         building.build(plan, out, home.cache, Progress(quiet=True))
         yield Artifact.open(out)

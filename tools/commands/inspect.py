@@ -1,4 +1,4 @@
-"""Turns `npucompile inspect` into tables, graph texts or JSON."""
+"""`npucompile inspect`: shows an artifact as tables, graph texts or JSON."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ SHOWN = (*STAGES, views.GE)
 
 @click.command("inspect")
 @click.argument("artifact", required=False)
-@click.option("--bucket", help="One bucket: its name, or the batch of a decode bucket.")
+@click.option("--bucket", help="One bucket: its name, or the batch size of a decode bucket.")
 @click.option("--stage", type=click.Choice(SHOWN), help="Print a bucket's graph at this stage; ge is the graph an NPU compiles.")
-@click.option("--collectives", is_flag=True, help="Print what ranks wait for in each bucket, in order, and check it again.")
-@click.option("--memory", is_flag=True, help="Print the plan of a rank's memory.")
-@click.option("--census", is_flag=True, help="Print operators by type and body, costs, and a roofline estimate.")
-@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON; with no other option, everything but graphs.")
+@click.option("--collectives", is_flag=True, help="Print the ordered collectives of each bucket and check them for deadlocks.")
+@click.option("--memory", is_flag=True, help="Print the memory plan of one rank.")
+@click.option("--census", is_flag=True, help="Print operator counts, costs and a roofline estimate.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
 @click.pass_obj
 def command(
     home: Home, artifact: str | None, bucket: str | None, stage: str | None, collectives: bool, memory: bool, census: bool, as_json: bool
 ) -> None:
-    """Show ARTIFACT (a directory or a built model's name; the newest when none is given).
+    """Show ARTIFACT: a directory or the name of a built model, by default the newest artifact.
 
     \b
     Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
               npucompile inspect qwen3.5-397b --bucket 8 --collectives
     """
-    asked = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--census": census}
-    if sum(asked.values()) > 1:
-        raise SpecError(
-            f"{' and '.join(name for name, given in asked.items() if given)} are asked for together; legal is one of {', '.join(asked)}"
-        )
+    modes = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--census": census}
+    if sum(modes.values()) > 1:
+        together = " and ".join(name for name, is_set in modes.items() if is_set)
+        raise SpecError(f"{together} are given together; legal is one of {', '.join(modes)}")
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     manifest = opened.manifest
     entries = [find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
@@ -63,10 +62,10 @@ def command(
 
 
 def show(shown: list[views.View], as_json: bool, *, one: bool) -> None:
-    """Prints views, one below the other; as JSON a list of them, or the only one."""
+    """Prints views one after the other; as JSON a list of them, or the only one."""
     if as_json:
-        told = [view.told for view in shown]
-        click.echo(json.dumps(told[0] if one else told))
+        data = [view.data for view in shown]
+        click.echo(json.dumps(data[0] if one else data))
     else:
         click.echo("\n\n".join("\n".join(view.lines) for view in shown))
 
@@ -78,38 +77,38 @@ def _stage(artifact: Artifact, entry: GraphEntry, stage: str) -> views.View:
     return views.View({"bucket": entry.bucket.name, "stage": stage, "text": text}, tuple(text.splitlines()))
 
 
-def find(manifest: Manifest, wanted: str) -> GraphEntry:
-    """The entry of a bucket given by name or by decode batch.
+def find(manifest: Manifest, name: str) -> GraphEntry:
+    """The entry of a bucket, by its name or its decode batch size.
 
     Raises:
-        SpecError: naming the buckets there are.
+        SpecError: naming the artifact's buckets.
     """
     for entry in manifest.graphs:
-        if wanted == entry.bucket.name or (entry.bucket.kind == "decode" and wanted == str(entry.bucket.batch)):
+        if name == entry.bucket.name or (entry.bucket.kind == "decode" and name == str(entry.bucket.batch)):
             return entry
-    raise SpecError(f"no bucket {wanted!r}; the artifact has {', '.join(e.bucket.name for e in manifest.graphs)}")
+    raise SpecError(f"no bucket {name!r}; the artifact has {', '.join(e.bucket.name for e in manifest.graphs)}")
 
 
 def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
-    """The stored text of a graph at one stage.
+    """The stored text of a bucket's graph at one stage.
 
     Raises:
-        SpecError: it has none; naming those it has.
+        SpecError: naming the stages it has.
     """
     texts = unpack_texts((artifact.path / entry.stages).read_bytes())
     if stage not in texts:
-        there = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
-        raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(there)}")
+        stages = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
+        raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(stages)}")
     return texts[stage]
 
 
 def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
-    """Name of the backend a bucket runs on now; "null" where the artifact is not made to run."""
+    """Name of the backend that a bucket runs on now; "null" if it cannot run."""
     return "null" if manifest.backend == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
 
 
 def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
-    """All of a manifest but its parameters and its state, one by one."""
+    """A manifest as plain values, with parameters and state as totals."""
     manifest = artifact.manifest
     model = {k: v for k, v in manifest.model.items() if k != "config"} | {"config": json.loads(manifest.model["config"])}
     return {
@@ -154,18 +153,18 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
 
 
 def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
-    """What a person wants to see first."""
-    told = as_dict(artifact, entries)
-    model, memory, limits, most = told["model"], told["memory"], artifact.manifest.limits, told["max_logprobs"]
-    held = f", {told['quantization']}" if told["quantization"] != "none" else ""
+    """A summary of the artifact, and a line per bucket."""
+    facts = as_dict(artifact, entries)
+    model, memory, limits, most = facts["model"], facts["memory"], artifact.manifest.limits, facts["max_logprobs"]
+    scheme = f", {facts['quantization']}" if facts["quantization"] != "none" else ""
     lines = [
-        f"{model['name']} ({model['family']}) for {told['target']}, {told['dtype']}{held}, mesh {told['mesh']}   {artifact.path}",
-        *([f"deployment {told['deployment']}"] if told["deployment"] else []),
+        f"{model['name']} ({model['family']}) for {facts['target']}, {facts['dtype']}{scheme}, mesh {facts['mesh']}   {artifact.path}",
+        *([f"deployment {facts['deployment']}"] if facts["deployment"] else []),
         f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots, "
         f"requests in flight: {limits.num_request_slots - 1}",
         f"drafts a step: {limits.drafts}; log probabilities: {f'of up to {most} most likely tokens' if most else 'none'}",
         _memory_line(artifact.manifest, memory),
-        "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(told["toolchain"].items())),
+        "toolchain: " + ", ".join(f"{k} {v}" for k, v in sorted(facts["toolchain"].items())),
         "",
         f"{'bucket':<20} {'backend':<9} {'MFLOP':>12} {'MB read':>9} {'MB peak':>8}  {'proved within':<14} digest",
     ]
@@ -178,9 +177,9 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
 
 
 def signature(entry: GraphEntry) -> list[str]:
-    """What a step of a bucket takes beside parameters and state, and what it gives."""
-    said = {"inputs": _types(entry.inputs), "outputs": _types(entry.outputs)}
-    return ["", *(f"{part:<8} {', '.join(f'{name} {kind}' for name, kind in types.items())}" for part, types in said.items())]
+    """Inputs and outputs of a bucket's step, parameters and state excepted."""
+    types_by_part = {"inputs": _types(entry.inputs), "outputs": _types(entry.outputs)}
+    return ["", *(f"{part:<8} {', '.join(f'{name} {kind}' for name, kind in types.items())}" for part, types in types_by_part.items())]
 
 
 def _types(leaves: Sequence[Leaf]) -> dict[str, str]:
@@ -189,7 +188,7 @@ def _types(leaves: Sequence[Leaf]) -> dict[str, str]:
 
 
 def _memory_line(manifest: Manifest, memory: dict[str, int]) -> str:
-    """The plan's total where there is one; else the sums of what all graphs share."""
+    """The total of the memory plan; without a plan, the totals of weights, state and activations."""
     if manifest.memory:
         total, limit = manifest.memory["total_bytes"] / GIB, manifest.memory["limit_bytes"] / GIB
         return f"memory of a rank: {total:,.1f} of {limit:,.1f} GiB (--memory shows its parts)"

@@ -1,4 +1,4 @@
-"""Turns the presets into a table."""
+"""`npucompile models`: lists the presets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...models import registry
 
 @click.command("models")
 def command() -> None:
-    """List the models that can be named; a path to a Hugging Face checkpoint directory may stand for any of them."""
+    """List the model presets. Every MODEL argument may also be the path of a Hugging Face checkpoint directory."""
     for name in registry.presets():
-        found = registry.find(name)
-        sizes = [param.aval.shape for _, param in tree.flatten(found.model.params(torch.bfloat16))]
+        source = registry.find(name)
+        sizes = [param.aval.shape for _, param in tree.flatten(source.model.params(torch.bfloat16))]
         count = sum(torch.Size(shape).numel() for shape in sizes)
-        weights = "bundled" if found.checkpoint_dir else "sizes only; build a checkpoint directory to serve it"
+        weights = "bundled" if source.checkpoint_dir else "sizes only; build a checkpoint directory to serve it"
         click.echo(f"{name:<16} {count / 1e9:>8.3f} B parameters   {weights}")

@@ -1,4 +1,4 @@
-"""Turns `npucompile serve` into a listening server."""
+"""`npucompile serve`: serves an artifact, and builds it in the background where that is needed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ HOST, PORT = "127.0.0.1", 8000
 @click.argument("artifact_or_model", required=False)
 @click.option("--host", default=HOST, show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step, on each rank.  [default: all cores, shared out]")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a step on each rank.  [default: all cores, divided among ranks]")
 @click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
 @click.option("--step-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds a step waits for a rank.")
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
-@click.option("--verbose", is_flag=True, help="Log requests and swaps.")
+@click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
 def command(
     home: Home,
@@ -76,17 +76,17 @@ def command(
 
 
 def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
-    """What to say once connections are accepted: what is served, and how to talk to it."""
+    """A callback for when connections are accepted, which prints what is served and how to reach it."""
     backends = running.engine.executor.backends
-    waiting = [name for name, backend in backends.items() if backend == "eager"]
+    uncompiled = [name for name, backend in backends.items() if backend == "eager"]
     ranks = Mesh.parse(artifact.manifest.mesh).size
 
     def ready(address: str, bound: int) -> None:
         url = websocket_url(address, bound)
-        progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(waiting)} uncompiled")
+        progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(uncompiled)} uncompiled")
         if ranks > 1:
             progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")
-        if waiting and building:
+        if uncompiled and building:
             progress.say("  uncompiled buckets run the reference graph until the build behind this server has compiled them")
         progress.say(f"  websocket  {url}   health  http{url.removeprefix('ws').removesuffix(WEBSOCKET_PATH)}/health")
         progress.say(f'  talk to it: npucompile chat "In the beginning"{"" if url == websocket_url(HOST, PORT) else f" --url {url}"}')
@@ -95,34 +95,34 @@ def announce(running: RunningService, artifact: Artifact, building: bool, progre
 
 
 def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, BackgroundBuild | None]:
-    """The artifact to serve, and the build that goes on behind it, if one does.
+    """The artifact to serve, and the background build that completes it, if one is needed.
 
     Raises:
-        ArtifactError: what was named cannot run here, or nothing can and nothing may be built.
-        NpucompileError: what was named is no model either, or its build failed.
+        ArtifactError: the artifact cannot run here, or none can and `no_build` is set.
+        NpucompileError: the name is neither an artifact's nor a model's, or the build failed.
     """
     if name is None:
-        found, skipped = newest_runnable(home.artifacts)
+        artifact, skipped = newest_runnable(home.artifacts)
         for reason in skipped:
             progress.say(f"passed over: {reason}")
-        if found is not None:
-            return found, _go_on(home, found, no_build)
+        if artifact is not None:
+            return artifact, _resume_build(home, artifact, no_build)
         if no_build:
             raise ArtifactMissing(f"nothing under {home.artifacts} can run here; `npucompile build MODEL` makes something that can")
         name = BUNDLED[0]
         progress.say(f"nothing built that can run here; building the bundled model {name}")
     else:
         try:
-            found = Artifact.open(artifact_path(home.artifacts, name))
-            found.check_runnable()
-            return found, _go_on(home, found, no_build)
+            artifact = Artifact.open(artifact_path(home.artifacts, name))
+            artifact.check_runnable()
+            return artifact, _resume_build(home, artifact, no_build)
         except ArtifactMissing:
             if no_build:
                 raise
     plan = planning.plan(planning.Options(name))
-    if plan.found.tokenizer is None:
-        raise ModelError(f"{plan.found.checkpoint_dir} has no tokenizer.json, and serving text needs one")
-    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.found), home.environment)
+    if plan.source.tokenizer is None:
+        raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
+    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.source), home.environment)
     try:
         return build.wait_servable(), build
     except BaseException:
@@ -130,8 +130,8 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
         raise
 
 
-def _go_on(home: Home, artifact: Artifact, no_build: bool) -> BackgroundBuild | None:
-    """The build that adds what an earlier, interrupted one did not compile; none where ranks could come to differ by it."""
+def _resume_build(home: Home, artifact: Artifact, no_build: bool) -> BackgroundBuild | None:
+    """A background build of what an interrupted build left uncompiled; none on a mesh, where ranks could come to run different graphs."""
     manifest = artifact.manifest
     if no_build or Mesh.parse(manifest.mesh).size > 1 or not incomplete(artifact) or not manifest.build_arguments:
         return None

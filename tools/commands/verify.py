@@ -1,4 +1,4 @@
-"""Turns `npucompile verify` into a repeated proof."""
+"""`npucompile verify`: repeats the verification of a build."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ from ..verify.npu import DEFAULT_STEPS, describe, is_for_device, verify_device
 
 @click.command("verify")
 @click.argument("artifact", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
 @click.option("--steps", type=click.IntRange(1, 64), help=f"For NPUs: decode steps of the small model.  [default: {DEFAULT_STEPS}]")
-@click.option("--seed", type=click.IntRange(0), help="For NPUs: of the small model's weights, prompts and drafts.  [default: 0]")
+@click.option("--seed", type=click.IntRange(0), help="For NPUs: seed of the small model's weights, prompts and drafts.  [default: 0]")
 @click.pass_obj
 def command(home: Home, artifact: str | None, as_json: bool, steps: int | None, seed: int | None) -> None:
-    """Repeat the build's proof on ARTIFACT (a directory or a built model's name; the newest when none is given).
+    """Verify ARTIFACT again: a directory or the name of a built model, by default the newest artifact.
 
-    Checks every file's digest. For this machine: compares each bucket's executable with the eager reference: full batches,
-    padded ones, and row by row, with all that a live row must not read poisoned with NaN; ranks of a mesh are run together in one
-    process and compared with one device. For NPUs: checks each GE graph as it is shipped, then runs a small model in its image, with
-    the same layers, mesh, quantisation and drafts, through the same pipeline, and its GE graphs on all ranks, against one device.
+    Checks the digest of every file. For this machine, compares each bucket's executable with the eager reference, on full batches,
+    on padded batches and row by row, with NaN in everything a live row must not read; the ranks of a mesh run in one process and
+    are compared with one device. For NPUs, checks each shipped GE graph, then builds a small model with the same layers, mesh,
+    quantization and drafts, and compares an emulated run of its GE graphs on all ranks with one device.
+
+    Example: npucompile verify qwen3.5-tiny
     """
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     opened.check_runnable()
     began, device = time.monotonic(), is_for_device(opened)
     if not device and (steps is not None or seed is not None):
-        raise SpecError(f"--steps and --seed are of the proof for NPUs; {opened.path} was built for this machine, whose proof has neither")
+        raise SpecError(f"--steps and --seed are for artifacts built for NPUs; {opened.path} was built for this machine")
     if device:
         steps = DEFAULT_STEPS if steps is None else steps
-        found = verify_device(opened, home.cache, Progress(), steps=steps, seed=seed or 0)
+        measurements = verify_device(opened, home.cache, Progress(), steps=steps, seed=seed or 0)
     elif Mesh.parse(opened.manifest.mesh).size > 1:
-        found = verify_mesh(opened, Progress())
+        measurements = verify_mesh(opened, Progress())
     else:
-        found = verify(opened, Progress())
+        measurements = verify(opened, Progress())
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(measurements, indent=1))
         return
-    for name, told in found.items():
+    for name, row in measurements.items():
         if device:
-            click.echo(f"{name:<28} {describe(told)}   ok")
+            click.echo(f"{name:<28} {describe(row)}   ok")
         else:
-            click.echo(f"{name:<20} rows {told['rows']:>4.0f}   logits {told['logits_error']:.1e}   state {told['state_error']:.1e}   ok")
+            click.echo(f"{name:<20} rows {row['rows']:>4.0f}   logits {row['logits_error']:.1e}   state {row['state_error']:.1e}   ok")
     if device:
         click.echo(f"proved in {time.monotonic() - began:.0f} s")

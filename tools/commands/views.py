@@ -1,4 +1,4 @@
-"""Turns buckets of an artifact into what `npucompile inspect` shows of them: GE graph, collectives, operators, memory."""
+"""The views of `npucompile inspect`: GE graph, collectives, operator census and memory plan."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ _KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 @dataclass(frozen=True)
 class View:
-    """One thing to show.
+    """One view.
 
     Attributes:
-        told: plain values, for --json.
-        lines: the same for a person.
+        data: plain values, for --json.
+        lines: the same as text.
     """
 
-    told: Mapping[str, Any]
+    data: Mapping[str, Any]
     lines: tuple[str, ...]
 
 
 def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
-    """The GE graph of a bucket, an operator a line.
+    """The GE graph of a bucket, an operator per line.
 
     Raises:
-        SpecError: the bucket has none.
+        SpecError: the bucket has no GE graph.
     """
     ge_file = _ge_file(artifact, entry)
     if ge_file is None:
-        made = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
-        raise SpecError(f"{entry.bucket.name} is {made}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
+        state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
+        raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
     text = inspect_ge.text(ge_file.graph)
-    told = {name: getattr(ge_file, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
-    return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **told}, tuple(text.splitlines()))
+    fields = {name: getattr(ge_file, name) for name in ("options", "engine", "donations", "bound", "inputs", "outputs", "patches")}
+    return View({"bucket": entry.bucket.name, "stage": GE, "text": text, **fields}, tuple(text.splitlines()))
 
 
 def collectives(artifact: Artifact, entry: GraphEntry) -> View:
-    """The certificate of a bucket, what repeats folded; proved again for all ranks, and against the shipped graph where there is one.
+    """The collectives of a bucket, repetitions folded; checked again for all ranks, and against the shipped graph if there is one.
 
     Raises:
-        LoweringError: ranks would hang, or the shipped graph communicates otherwise.
+        LoweringError: the ranks would deadlock, or the shipped graph has other collectives.
     """
     mesh = Mesh.parse(artifact.manifest.mesh)
     per_rank = collectives_check.expand(entry.collectives, mesh)
@@ -65,7 +65,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
-    told = {
+    data = {
         "bucket": entry.bucket.name,
         "mesh": artifact.manifest.mesh,
         "folded": [{"times": times, "collectives": part} for times, part in parts],
@@ -73,17 +73,17 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
         "proofs": proofs,
         "ranks": [{"rank": rank, "collectives": talks} for rank, talks in enumerate(per_rank)],
     }
-    return View(told, tuple(_collective_lines(entry, artifact.manifest.mesh, parts, moved, proofs)))
+    return View(data, tuple(_collective_lines(entry, artifact.manifest.mesh, parts, moved, proofs)))
 
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
-    """Operators of a bucket's GE graph, in all and by body; its cost; and the time that figures of its target allow."""
+    """Operator counts of a bucket's GE graph, in total and by body; its cost; and its roofline estimate."""
     ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = _roofline(manifest, entry, mesh)
-    told = {
+    data = {
         "bucket": entry.bucket.name,
         "census": dict(entry.census),
         "bodies": bodies,
@@ -100,14 +100,14 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
         f"cost of a step on one rank: {cost['flops'] / 1e9:,.1f} GFLOP, {cost['read_bytes'] / 1e9:,.2f} GB read, "
         f"{cost['write_bytes'] / 1e9:,.2f} GB written, {moved / 1e6:,.2f} MB received in {len(entry.collectives)} collectives"
     )
-    return View(told, (*lines, *_roofline_lines(roof)))
+    return View(data, (*lines, *_roofline_lines(roof)))
 
 
 def memory(manifest: Manifest) -> View:
-    """The plan of a rank's memory.
+    """The memory plan of one rank.
 
     Raises:
-        SpecError: the artifact has none.
+        SpecError: the artifact has no memory plan.
     """
     if not manifest.memory:
         raise SpecError(
@@ -117,22 +117,22 @@ def memory(manifest: Manifest) -> View:
 
 
 def folded(items: Sequence[Collective]) -> list[tuple[int, list[Collective]]]:
-    """The same sequence as (times, part): what follows itself is told once."""
-    found: list[tuple[int, list[Collective]]] = []
+    """The sequence as (times, part) pairs, consecutive repetitions folded into one."""
+    parts: list[tuple[int, list[Collective]]] = []
     at = 0
     while at < len(items):
         times, period = _repeats(items, at)
         part = list(items[at : at + period])
-        if times == 1 and found and found[-1][0] == 1:
-            found[-1][1].extend(part)
+        if times == 1 and parts and parts[-1][0] == 1:
+            parts[-1][1].extend(part)
         else:
-            found.append((times, part))
+            parts.append((times, part))
         at += times * period
-    return found
+    return parts
 
 
 def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
-    """(times, period) of the repetition from `at` on that covers most, the shortest such period; (1, 1) where nothing repeats."""
+    """(times, period) of the longest repetition that starts at `at`, with the shortest period; (1, 1) if nothing repeats."""
     best = (1, 1)
     for period in range(1, (len(items) - at) // 2 + 1):
         times = 1
@@ -150,7 +150,7 @@ def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
 
 
 def _choices(manifest: Manifest) -> int:
-    """X of the model, 0 where it has no experts."""
+    """X of the model; 0 if it has no experts."""
     values = json.loads(manifest.model["config"])
     return int(values.get("text_config", values).get("num_experts_per_tok") or 0)
 
@@ -188,7 +188,7 @@ def _collective_lines(
 
 
 def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """A row for each type, a column for each kind of body; bodies with equal counts share one."""
+    """A row per operator type and a column per kind of body; bodies with equal counts share a column."""
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for prefix, counts in bodies.items():
         kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
@@ -203,6 +203,6 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
 
 
 def _label(prefix: str) -> str:
-    """Kind of a body by the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
-    found = _KIND.fullmatch(prefix.rpartition("/")[2])
-    return found[1] if found else "main"
+    """The kind of a body, from the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
+    match = _KIND.fullmatch(prefix.rpartition("/")[2])
+    return match[1] if match else "main"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...graphs.errors import NpucompileError
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
-from ...runtime.request import Event, ExecutionRecord, FinishEvent, Request, Sampling, TokenEvent, TokenLogprobs
+from ...runtime.request import Event, ExecutionRecord, FinishEvent, Logprobs, Request, Sampling, TokenEvent
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OfflineCompletion:
     completion_tokens: int
     reason: str
     record: ExecutionRecord
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
     @property
     def acceptance_length(self) -> float:
@@ -67,7 +67,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[Logprobs] = []
         self.finish: FinishEvent | None = None
 
     def __call__(self, event: Event) -> None:

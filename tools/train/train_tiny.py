@@ -32,7 +32,7 @@ WARMUP = 60
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrainingPhase:
     """Length and batch size of one training phase.
 
     The step size rises over `WARMUP` steps, stays constant, and falls linearly to zero over the last `decay` steps, so a longer run
@@ -61,8 +61,8 @@ class Phase:
         return self.length if step < self.steps - self.decay else 2 * self.length
 
 
-MAIN = Phase(steps=2000, decay=700, tokens=2048, length=256, draft_from=400)
-DRAFT = Phase(steps=300, decay=200, tokens=4096, length=256)
+MAIN = TrainingPhase(steps=2000, decay=700, tokens=2048, length=256, draft_from=400)
+DRAFT = TrainingPhase(steps=300, decay=200, tokens=4096, length=256)
 PROMPTS = ("In the beginning", "And the LORD said unto Moses,", "Blessed are", "The king of Israel")
 
 
@@ -172,7 +172,7 @@ class Trainer:
         )
         path.with_suffix(".part").replace(path)
 
-    def train(self, phase: Phase, save_every_s: float = 120.0) -> None:
+    def train(self, phase: TrainingPhase, save_every_s: float = 120.0) -> None:
         """Main phase: trains all parameters on the losses of the next token and of the draft head."""
         optimiser = Optimiser(self.params, Rates())
         saved = self.load("main")
@@ -236,7 +236,7 @@ class Trainer:
 
         return torch.cat(list(self.pool.map(continuations, prompts.chunk(self.threads), draws)))
 
-    def train_draft(self, phase: Phase, texts: torch.Tensor, bases: int = 24, save_every_s: float = 120.0) -> None:
+    def train_draft(self, phase: TrainingPhase, texts: torch.Tensor, bases: int = 24, save_every_s: float = 120.0) -> None:
         """Draft phase: trains the draft head to predict the frozen model's output, also from the head's own hidden states.
 
         Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.scheduling import add, fresh, grouped, ids, policy, queued, request, run_step, sampled
 
-from npucompile.runtime.request import TokenEvent, TokenLogprobs
+from npucompile.runtime.request import Logprobs, TokenEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, fail_all, launch, submit
 from npucompile.runtime.scheduler.schedule import schedule
 from npucompile.runtime.step_outputs import SampledTokens
@@ -87,7 +87,7 @@ def test_results_come_one_step_late():
 def test_an_output_ends_inside_a_block_and_so_do_its_log_probabilities(most, stop, tokens, visible, completion, reason):
     state = decoding(request("a", max_tokens=most, stop=stop, logprobs=0))
     step = schedule(state)
-    logprobs = tuple(TokenLogprobs(-float(i), ()) for i in range(3))
+    logprobs = tuple(Logprobs(-float(i), ()) for i in range(3))
     state, events = commit(launch(state, step, 0.0), step, [[SampledTokens(tokens, 2, logprobs)]], 0.0)
     token_events, end = list(events[:-1]), events[-1]
     assert token_events == ([TokenEvent("a", visible, logprobs[: len(visible)])] if visible else [])

@@ -90,7 +90,7 @@ def test_it_carries_the_plan_of_a_ranks_memory(made, lowered, build, tmp_path):
     parts = {part.name: part.nbytes for part in planned.parts}
     weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
     assert weights == made.params_bytes == manifest.graphs[0].memory["params_bytes"]
-    assert parts["KV pages"] + parts["state slots"] + parts["request_slots"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
+    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
     head = sum(memory.local_bytes(leaf.aval, made.mesh, made.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
     assert parts["draft head"] == head > 0
     assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
@@ -226,6 +226,18 @@ def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowe
     monkeypatch.setattr(pool, "run", tiny.compile_once)
     build(made, "whole")
     assert tiny.contents(tmp_path / "whole") == tiny.contents(tmp_path / "out")
+
+
+def test_an_interrupted_build_goes_on_with_an_executable_of_the_previous_artifact(made, lowered, build, tmp_path, monkeypatch):
+    build(made)
+    graphs = [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs]
+    monkeypatch.setattr(stamp, "source_digest", lambda: "other sources")
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=1)
+        with pytest.raises(KeyboardInterrupt):
+            build(made)
+    build(made)
+    assert [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs] == graphs
 
 
 def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(made, lowered, build, tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_qwen_397b_on_an_a3_node_adds_up():
     assert plan.page_bytes * limits.num_pages == told["KV pages"]
     assert plan.slot_bytes * limits.num_slots == told["state slots"]
     # A position, an index and four tokens of each of 54 requests, and the null request slot's.
-    assert plan.request_slot_bytes * 55 == told["request_slots"] == 55 * 6 * 4
+    assert plan.request_slot_bytes * 55 == told["request slots"] == 55 * 6 * 4
     assert told["other state"] == 0
     assert told["activations"] == 4 * told["workspace"] == GIB
     assert told["communication"] == 3 * 2 * HCCL_BUFFER_BYTES + 2 * (-(-window // MIB) * MIB)
@@ -133,7 +133,7 @@ def test_a_table_explains_every_part():
         "217 slots, 4 a request",
         "draft head",
         "unquantised; its pages are among the KV pages",
-        "55 slots, 24 B a slot: what each request goes on with",
+        "55 slots, 24 B each: what a request's next step starts from",
         "dp (8 ranks) 2 x 200 MiB",
         "3.04 GiB  what torch_npu never offers",
         "of 64.00 GiB a rank",

@@ -167,7 +167,7 @@ def options_of(arguments):
 
 def same(one, other):
     """Whether two plans are equal but for where their model was found."""
-    return replace(other, found=one.found, model=replace(other.model, name=one.model.name)) == one
+    return replace(other, source=one.source, model=replace(other.model, name=one.model.name)) == one
 
 
 OTHER = {"buckets": (2, 3), "prefill": (4, 5, 7), "max_num_seqs": 9, "dtype": "bfloat16", "backend": "null"}
@@ -183,8 +183,8 @@ def test_its_arguments_make_the_same_plan(monkeypatch, tmp_path, tiny_checkpoint
     monkeypatch.chdir(tmp_path)
     again = plan.plan(options_of(arguments))
     # What is said was not chosen.
-    assert replace(again, found=made.found, model=replace(again.model, name="tiny"), notes=made.notes) == made
-    assert again.found.checkpoint_dir.samefile(tiny_checkpoint)
+    assert replace(again, source=made.source, model=replace(again.model, name="tiny"), notes=made.notes) == made
+    assert again.source.checkpoint_dir.samefile(tiny_checkpoint)
 
 
 def test_arguments_name_a_preset_by_its_name_and_a_directory_of_that_name_by_its_path(tmp_path):

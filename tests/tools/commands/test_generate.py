@@ -117,7 +117,7 @@ def test_log_probabilities_are_told_as_a_server_tells_them(tmp_path, tiny_artifa
     (chosen, *_) = generated(tmp_path, *asked, "--logprobs", 0)["logprobs"]
     assert (chosen["logprob"], chosen["top_logprobs"]) == (told["logprobs"][0]["logprob"], [])
     assert "logprobs" not in generated(tmp_path, *asked)
-    assert "--logprobs is told with --json only" in tiny.refused(tmp_path, "generate", *asked, "--logprobs", 2)
+    assert "--logprobs is printed with --json only" in tiny.refused(tmp_path, "generate", *asked, "--logprobs", 2)
     assert "logprobs is 21; legal is an integer from 0 to 20" in tiny.refused(tmp_path, "generate", *asked, "--json", "--logprobs", 21)
 
 

@@ -220,4 +220,4 @@ def test_memory_is_a_table_and_a_plan(tmp_path, npu, tiny_artifact):
 
 def test_one_thing_is_shown_at_a_time(tmp_path, npu):
     said = tiny.refused(tmp_path, "inspect", "tiny", "--memory", "--census")
-    assert "--memory and --census are asked for together; legal is one of --stage, --collectives, --memory, --census" in said
+    assert "--memory and --census are given together; legal is one of --stage, --collectives, --memory, --census" in said

@@ -91,7 +91,7 @@ def test_steps_and_seed_reach_the_proof_for_npus(tmp_path, own_artifact, proved)
 
 @pytest.mark.parametrize("option", [("--steps", 2), ("--seed", 0)])
 def test_steps_and_seed_are_refused_for_this_machine(tmp_path, own_artifact, proved, option):
-    assert "--steps and --seed are of the proof for NPUs" in tiny.refused(tmp_path, "verify", "tiny", *option)
+    assert "--steps and --seed are for artifacts built for NPUs" in tiny.refused(tmp_path, "verify", "tiny", *option)
     assert not proved
 
 

@@ -78,8 +78,8 @@ def test_the_ge_graph_is_shown_with_what_belongs_to_it(own_artifact):
     artifact = device(own_artifact)
     shown = views.ge_graph(artifact, entry(artifact))
     assert shown.lines[2] == "layer00_full_attention/talk0 = HcomAllGather(x:0) group='tp' : bf16[8,64]"
-    assert shown.told["text"] == "\n".join(shown.lines) + "\n"
-    assert (shown.told["stage"], shown.told["bucket"], shown.told["options"], shown.told["outputs"]) == (
+    assert shown.data["text"] == "\n".join(shown.lines) + "\n"
+    assert (shown.data["stage"], shown.data["bucket"], shown.data["options"], shown.data["outputs"]) == (
         "ge",
         "decode-b4-q4",
         {"mode": "m"},
@@ -100,22 +100,22 @@ def test_collectives_are_folded_proved_and_told_by_rank(own_artifact):
     shown = views.collectives(artifact, entry(artifact))
     # Of a step each rank receives 3 gathers of 1024 bytes and the last of 16, half of them, and as much again to sum.
     assert shown.lines[0] == "decode-b4-q4: 13 collectives a rank, mesh dp=2,tp=2; a rank receives 0.00 MB over tp, 0.00 MB over world"
-    assert shown.told["moved_bytes"] == {"tp": 3 * (512 + 512) + 8, "world": 3 * 4 * 2 * 64 * (1 + 2) * 3 // 4}
+    assert shown.data["moved_bytes"] == {"tp": 3 * (512 + 512) + 8, "world": 3 * 4 * 2 * 64 * (1 + 2) * 3 // 4}
     assert [line.split() for line in shown.lines[1:6]] == [
         ["3", "x", "|", *LAYER[0]], *(["|", *talk] for talk in LAYER[1:]), [*LAST],
     ]  # fmt: skip
-    assert shown.told["folded"] == [{"times": 3, "collectives": LAYER}, {"times": 1, "collectives": [LAST]}]
-    assert len(shown.told["ranks"]) == 4
-    assert shown.told["ranks"][2]["collectives"][0] == ("all_gather_into_tensor", (2, 3), "bf16[8,64]")
-    assert [line for line in shown.lines if line.startswith("proved: ")] == [f"proved: {proof}" for proof in shown.told["proofs"]]
-    assert len(shown.told["proofs"]) == 2
+    assert shown.data["folded"] == [{"times": 3, "collectives": LAYER}, {"times": 1, "collectives": [LAST]}]
+    assert len(shown.data["ranks"]) == 4
+    assert shown.data["ranks"][2]["collectives"][0] == ("all_gather_into_tensor", (2, 3), "bf16[8,64]")
+    assert [line for line in shown.lines if line.startswith("proved: ")] == [f"proved: {proof}" for proof in shown.data["proofs"]]
+    assert len(shown.data["proofs"]) == 2
 
 
 def test_without_a_ge_graph_ranks_alone_are_proved(own_artifact):
     artifact = device(own_artifact)
     shown = views.collectives(artifact, entry(artifact, "decode-b1-q4"))
     assert shown.lines[0] == "decode-b1-q4: 0 collectives a rank, mesh dp=2,tp=2"
-    assert len(shown.told["proofs"]) == 1
+    assert len(shown.data["proofs"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_operators_are_counted_in_all_and_by_kind_of_body(own_artifact):
     assert rows["HcomReduceScatter"] == ["3", "1", "1"]
     assert rows["Data"] == ["1", "1"]
     assert next(iter(rows)) == "HcomAllGather"
-    assert sum(sum(counts.values()) for counts in shown.told["bodies"].values()) == sum(CENSUS.values())
-    assert shown.told["collectives"] == 13
-    cost = shown.told["cost"]
+    assert sum(sum(counts.values()) for counts in shown.data["bodies"].values()) == sum(CENSUS.values())
+    assert shown.data["collectives"] == 13
+    cost = shown.data["cost"]
     assert f"{cost['flops'] / 1e9:,.1f} GFLOP" in shown.lines[9]
     assert "in 13 collectives" in shown.lines[9]
     assert "estimate" in shown.lines[10]
     assert "never measured" in shown.lines[10]
-    roof = shown.told["roofline"]
+    roof = shown.data["roofline"]
     assert roof["estimate"] is True
     # W8A8: products at the rate of int8.
     assert roof["arithmetic_s"] == pytest.approx(cost["flops"] / 708e12)
@@ -159,12 +159,12 @@ def test_a_bucket_for_this_cpu_has_costs_and_no_operators(tiny_artifact):
     shown = views.census(artifact, entry(artifact))
     assert shown.lines[0] == "decode-b4-q4: no GE graph, so no operators to count"
     assert shown.lines[1].startswith("cost of a step on one rank: ")
-    assert (shown.told["roofline"], shown.told["bodies"], len(shown.lines)) == (None, {}, 2)
+    assert (shown.data["roofline"], shown.data["bodies"], len(shown.lines)) == (None, {}, 2)
 
 
 def test_memory_is_the_plan(own_artifact, tiny_artifact):
     shown = views.memory(device(own_artifact).manifest)
-    assert MemoryPlan.from_dict(shown.told) == PLAN
+    assert MemoryPlan.from_dict(shown.data) == PLAN
     assert "\n".join(shown.lines) == PLAN.as_table()
     with pytest.raises(SpecError, match="an artifact for cpu has no plan of a rank's memory"):
         views.memory(Artifact.open(tiny_artifact).manifest)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from npucompile.tools.train import train_tiny
-from npucompile.tools.train.train_tiny import Phase
+from npucompile.tools.train.train_tiny import TrainingPhase
 
 
 def test_the_step_size_rises_stays_and_falls_to_zero() -> None:
-    phase = Phase(steps=1000, decay=200, tokens=64, length=16)
+    phase = TrainingPhase(steps=1000, decay=200, tokens=64, length=16)
     factors = [phase.factor(step) for step in range(phase.steps)]
     assert factors[0] == pytest.approx(1 / train_tiny.WARMUP)
     assert factors[train_tiny.WARMUP : 800] == [1.0] * (800 - train_tiny.WARMUP)
@@ -20,7 +20,7 @@ def test_the_step_size_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_a_longer_run_shares_its_first_steps_and_windows_double_in_the_descent() -> None:
-    short, long = Phase(1000, 200, 64, 16), Phase(3000, 200, 64, 16)
+    short, long = TrainingPhase(1000, 200, 64, 16), TrainingPhase(3000, 200, 64, 16)
     assert [short.factor(s) for s in range(800)] == [long.factor(s) for s in range(800)]
     assert (short.window(799), short.window(800)) == (16, 32)
 
