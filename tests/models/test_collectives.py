@@ -176,7 +176,7 @@ def in_document(table: str, kind: Any, *columns: str) -> list[Any]:
 
 def test_the_document_says_what_is_tested():
     assert in_document("layouts", Layout, "collectives a layer", "bytes a layer", "others a step", "their bytes") == LAYOUTS
-    assert in_document("passes", Pass, "taking tokens in", "its bytes", "drafting from the last ones", "its bytes") == PASSES
+    assert in_document("passes", Pass, "extending the cache", "its bytes", "drafting from the last tokens", "its bytes") == PASSES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.replace(" ", "_"))
