@@ -1,4 +1,4 @@
-"""tools/locate.py: names become directories, and what cannot run here is passed over with a reason."""
+"""tools/locate.py: artifacts by name, and the reasons why some are skipped."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def test_a_directory_that_is_no_artifact_is_none(artifacts, tmp_path):
 
 
 def test_the_newest_that_can_run_is_found_and_the_others_say_why_not(artifacts):
-    found, skipped = newest_runnable(artifacts)
-    assert found.path == artifacts / "new"
+    artifact, skipped = newest_runnable(artifacts)
+    assert artifact.path == artifacts / "new"
     assert skipped == []
     new, middle = artifacts / "new", artifacts / "middle"
-    toolchain = {**found.manifest.toolchain, "torch": "1.13"}
+    toolchain = {**artifact.manifest.toolchain, "torch": "1.13"}
     tiny.with_compiled(new, toolchain=toolchain)
     set_age(new, 2)
-    tiny.tampered(middle / found.manifest.weights)
-    found, skipped = newest_runnable(artifacts)
-    assert found.path == artifacts / "old"
+    tiny.tampered(middle / artifact.manifest.weights)
+    artifact, skipped = newest_runnable(artifacts)
+    assert artifact.path == artifacts / "old"
     assert len(skipped) == 2
     assert "torch was '1.13'" in skipped[0]
-    assert found.manifest.weights in skipped[1]
+    assert artifact.manifest.weights in skipped[1]
 
 
 @pytest.mark.parametrize("lacking", ["weights", "tokenizer"])
 def test_what_cannot_serve_text_is_passed_over(artifacts, lacking):
     tiny.published(artifacts / "new", lambda manifest, _: tiny.replace(manifest, **{lacking: None}))
     set_age(artifacts / "new", 2)
-    found, skipped = newest_runnable(artifacts)
-    assert found.path == artifacts / "middle"
+    artifact, skipped = newest_runnable(artifacts)
+    assert artifact.path == artifacts / "middle"
     assert skipped == [f"{artifacts / 'new'} was built without {lacking}"]
 
 
@@ -81,6 +81,6 @@ def test_where_nothing_is_built_nothing_is_found(tmp_path):
 def test_executables_for_a_cpu_with_more_are_not_run(artifacts):
     tiny.with_compiled(artifacts / "new", cpu_features=("avx4096",))
     set_age(artifacts / "new", 2)
-    found, skipped = newest_runnable(artifacts)
-    assert found.path == artifacts / "middle"
+    artifact, skipped = newest_runnable(artifacts)
+    assert artifact.path == artifacts / "middle"
     assert "needs a CPU with avx4096" in skipped[0]

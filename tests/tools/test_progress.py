@@ -1,4 +1,4 @@
-"""tools/progress.py: lines where nobody watches, bars where somebody does."""
+"""tools/progress.py: lines without a terminal, bars on one."""
 
 import io
 

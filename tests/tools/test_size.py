@@ -58,6 +58,6 @@ def test_reports_folders_and_the_budget() -> None:
 
 
 def test_runs_as_a_module(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "npucompile.tools.size"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "graphs/types.py" in done.stdout
-    assert done.stderr == ""
+    process = subprocess.run([sys.executable, "-m", "npucompile.tools.size"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "graphs/types.py" in process.stdout
+    assert process.stderr == ""
