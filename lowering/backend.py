@@ -101,7 +101,7 @@ class Backend(Protocol):
         Raises:
             LoweringError: the file is not this backend's, or cannot run at that place.
         """
-        raise LoweringError(f"backend {self.name!r} has no executables: it reports cost and memory only")
+        raise LoweringError(f"backend {self.name} has no executables: it reports cost and memory only")
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The settings that decide the compiled bytes, besides graph and toolchain; part of a graph's key."""

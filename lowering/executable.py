@@ -35,9 +35,12 @@ def open_executable(path: Path, name: str, place: Place = HERE) -> Executable:
     """Opens an executable that backend `name` compiled; nothing is traced or compiled.
 
     Raises:
-        LoweringError: when there is no such backend, it has no executables, or the file is not one of its own.
+        LoweringError: there is no such backend, its executables do not run on this machine, or the file is not one of them.
     """
-    return backend(name).open(path, place)
+    chosen = backend(name)
+    if reason := chosen.runs_here():
+        raise LoweringError(f"{path.name}: {reason}")
+    return chosen.open(path, place)
 
 
 def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:

@@ -23,7 +23,7 @@ class Null(Backend):
 
     def runs_here(self) -> str | None:
         """It runs nowhere."""
-        return "backend null reports cost and memory only"
+        return "backend null has no executables: it reports cost and memory only"
 
 
 BACKEND = Null()

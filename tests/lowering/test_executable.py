@@ -44,8 +44,13 @@ def test_an_eager_file_runs_and_updates_state_in_place(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_only_reports_has_nothing_to_load(tmp_path: Path) -> None:
-    with pytest.raises(LoweringError, match="'null' has no executables"):
+    with pytest.raises(LoweringError, match="a: backend null has no executables"):
         open_executable(tmp_path / "a", "null")
+
+
+def test_what_this_machine_cannot_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(LoweringError, match=r"a\.ge: running a GE graph needs CANN and an NPU, and this machine has no CANN"):
+        open_executable(tmp_path / "a.ge", "ge")
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""tools/cli.py: a command line becomes a call, a refusal becomes one line and status 1, and help imports no torch."""
+"""tools/cli.py: commands, errors as one line with status 1, and a help that imports nothing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ assert not [name for name in sys.modules if name.startswith("npucompile.tools.co
 
 
 def test_help_lists_every_command_and_a_first_session():
-    output = CliRunner().invoke(main, ["--help"]).stdout
+    help_text = CliRunner().invoke(main, ["--help"]).stdout
     for name in COMMANDS:
-        assert f"\n  {name} " in output
-    assert "npucompile serve" in output
-    assert "NPUCOMPILE_HOME" in output
+        assert f"\n  {name} " in help_text
+    assert "npucompile serve" in help_text
+    assert "NPUCOMPILE_HOME" in help_text
 
 
 def test_commands_are_the_files_that_hold_one():
@@ -68,14 +68,14 @@ def test_an_unknown_command_is_named():
 
 
 @pytest.mark.parametrize(
-    ("error", "stderr"),
+    ("error", "message"),
     [
         (SpecError("16 is not 17"), "Error: 16 is not 17"),
         (VerifyError("they differ"), "Error: they differ"),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), "Error: [Errno 13] Permission denied: '/out'"),
     ],
 )
-def test_a_refusal_is_one_line_and_status_1(error, stderr):
+def test_a_refusal_is_one_line_and_status_1(error, message):
     @click.command(cls=Commands)
     def group():
         pass
@@ -88,7 +88,7 @@ def test_a_refusal_is_one_line_and_status_1(error, stderr):
     group.get_command = lambda context, name: fail
     result = CliRunner().invoke(group, ["fail"])
     assert result.exit_code == 1
-    assert result.stderr.strip() == stderr
+    assert result.stderr.strip() == message
 
 
 def test_a_defect_is_not_dressed_up_as_a_refusal():
@@ -105,19 +105,19 @@ def test_a_defect_is_not_dressed_up_as_a_refusal():
 
 
 def test_home_is_where_the_environment_says(monkeypatch, tmp_path):
-    homes = []
+    calls = []
 
     @click.command("look")
     @click.pass_obj
     def look(home):
-        homes.append(home)
+        calls.append(home)
 
     monkeypatch.setattr(main, "get_command", lambda context, name: look)
     CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": str(tmp_path / "here")})
     CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": None, "HOME": str(tmp_path)})
     CliRunner().invoke(main, ["look"], env={"NPUCOMPILE_HOME": "", "HOME": str(tmp_path)})
-    assert [home.root for home in homes] == [tmp_path / "here", tmp_path / ".npucompile", tmp_path / ".npucompile"]
-    assert homes[0].environment["NPUCOMPILE_HOME"] == str(tmp_path / "here")
-    assert homes[0].environment["PATH"] == os.environ["PATH"]
+    assert [home.root for home in calls] == [tmp_path / "here", tmp_path / ".npucompile", tmp_path / ".npucompile"]
+    assert calls[0].environment["NPUCOMPILE_HOME"] == str(tmp_path / "here")
+    assert calls[0].environment["PATH"] == os.environ["PATH"]
     assert Home(tmp_path, {}).artifacts == tmp_path / "artifacts"
     assert Home(tmp_path, {}).cache == tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""tools/locate.py: names become directories, and artifacts that cannot run here are skipped with a reason."""
+"""tools/locate.py: artifacts by name, and the reasons why some are skipped."""
 
 from __future__ import annotations
 

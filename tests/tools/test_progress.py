@@ -1,4 +1,4 @@
-"""tools/progress.py: lines in a log, bars on a terminal."""
+"""tools/progress.py: lines without a terminal, bars on one."""
 
 import io
 

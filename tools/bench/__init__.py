@@ -1,1 +1,1 @@
-"""Measurements: builds, loads, steps, streams, speculation, peers."""
+"""The measurements of `npucompile bench`."""

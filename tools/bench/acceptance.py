@@ -1,4 +1,4 @@
-"""Turns execution records into how many drafts were accepted."""
+"""Statistics of accepted drafts, from execution records."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ...runtime.request import ExecutionRecord
 
 
 def length(records: Sequence[ExecutionRecord]) -> float | None:
-    """Tokens for each step of a request that verified drafts, over all requests; None where none did."""
+    """Acceptance length: mean tokens per step that verified drafts, over all requests; None without such steps."""
     steps = _steps(records)
     return 1 + sum(sum(record.accepted_per_position) for record in records) / steps if steps else None
 
 
 def rates(records: Sequence[ExecutionRecord]) -> list[float]:
-    """For each place, the share of those steps that accepted the draft there; empty where there were none."""
+    """Acceptance rates: for each draft position, the share of those steps that accepted the draft; empty without such steps."""
     steps = _steps(records)
-    return [sum(place) / steps for place in zip(*(record.accepted_per_position for record in records), strict=True)] if steps else []
+    return [sum(counts) / steps for counts in zip(*(record.accepted_per_position for record in records), strict=True)] if steps else []
 
 
 def _steps(records: Sequence[ExecutionRecord]) -> int:

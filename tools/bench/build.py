@@ -1,4 +1,4 @@
-"""Turns a build's arguments into its times: with nothing cached, with the compilers' caches warm, and with nothing changed."""
+"""Measures build times: with nothing cached, with warm compiler caches, and with nothing changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .report import Column, Table, Value
 from .stats import spread
 
 KINDS = ("cold", "warm", "again")
-"""In this order: nothing cached; a new artifact with the caches of the first; that artifact once more."""
+"""In the order of measurement: nothing cached; a new artifact with the caches of the first; that artifact again."""
 
 COLUMNS = (
     Column("what", "what"),
@@ -35,13 +35,13 @@ Launch = Callable[[Sequence[str]], str]
 
 
 def options(arguments: Sequence[str]) -> planning.Options:
-    """What arguments of `npucompile build` ask for.
+    """The options that arguments of `npucompile build` set.
 
     Raises:
-        click.UsageError: they are none.
+        click.UsageError: the arguments are not legal.
     """
-    given: dict[str, Any] = build_command.make_context("build", list(arguments)).params
-    return planning.Options(**{name: given[name] for name in planning.Options.__dataclass_fields__})
+    params: dict[str, Any] = build_command.make_context("build", list(arguments)).params
+    return planning.Options(**{name: params[name] for name in planning.Options.__dataclass_fields__})
 
 
 def one(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str]) -> dict[str, Any]:
@@ -67,18 +67,18 @@ def build(
     launch: Launch | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Table:
-    """Builds in fresh processes and a temporary directory, cold, warm and again; nothing of it stays.
+    """Builds cold, warm and again, each in a fresh process, within a temporary directory.
 
     Args:
         arguments: of `npucompile build`: model and options.
         jobs: processes that compile at a time.
-        launch: for tests; None starts processes with `environment`.
+        launch: replaces the start of processes in tests.
 
     Raises:
-        NpucompileError: a build failed; what it said is on standard error.
+        NpucompileError: a build failed; its output is on standard error.
     """
     launch = launch or (lambda words: _launch(words, environment))
-    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     with progress.bar("build", rounds * len(KINDS)) as bar:
         for _ in range(rounds):
             with tempfile.TemporaryDirectory(prefix="npucompile-bench-") as directory:
@@ -86,45 +86,45 @@ def build(
                     out = Path(directory, "cold" if kind == "cold" else "warm")
                     began = clock()
                     report = json.loads(launch([str(out), str(Path(directory, "cache")), str(jobs), *arguments]))
-                    told[kind].append({**report, "process_s": clock() - began})
+                    reports[kind].append({**report, "process_s": clock() - began})
                     bar.step(f"{kind} {report['build_s']:.1f} s")
     notes = (
         f"rounds: {rounds}, each in a directory of its own, graphs compiled at a time: {jobs}; of a bucket: seconds in its compiler",
         "cold: neither compiled headers nor probes of the instruction set, but the compiler itself is in the page cache",
     )
-    return Table("build", "Build time", COLUMNS, tuple(table_rows(told)), notes)
+    return Table("build", "Build time", COLUMNS, tuple(table_rows(reports)), notes)
 
 
-def table_rows(told: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Value]]:
-    """A row per compiled bucket, and the totals."""
-    buckets = sorted({name for reports in told.values() for report in reports for name in report["compiled"]})
+def table_rows(by_kind: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Value]]:
+    """A row per compiled bucket, then the totals."""
+    buckets = sorted({name for reports in by_kind.values() for report in reports for name in report["compiled"]})
     rows: list[dict[str, Value]] = []
     for name in buckets:
-        taken = {kind: [report["compiled"][name] for report in reports if name in report["compiled"]] for kind, reports in told.items()}
-        rows.append({"what": f"compile {name}", **{f"{kind}_s": spread(values) for kind, values in taken.items() if values}})
+        times = {kind: [report["compiled"][name] for report in reports if name in report["compiled"]] for kind, reports in by_kind.items()}
+        rows.append({"what": f"compile {name}", **{f"{kind}_s": spread(values) for kind, values in times.items() if values}})
     for key, text in TOTALS.items():
-        rows.append({"what": text, **{f"{kind}_s": spread(report[key] for report in reports) for kind, reports in told.items()}})
+        rows.append({"what": text, **{f"{kind}_s": spread(report[key] for report in reports) for kind, reports in by_kind.items()}})
     return rows
 
 
 def apart(out: Path, cache_dir: Path, jobs: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Builds, or brings up to date, in a process of its own, of which nothing is left in the one that measures.
+    """Builds in a process of its own, so that it leaves no caches or threads in the measuring process.
 
     Raises:
-        NpucompileError: the build failed; what it said is on standard error.
+        NpucompileError: the build failed; its output is on standard error.
     """
     _launch([str(out), str(cache_dir), str(jobs), *arguments], environment)
 
 
 def _launch(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    done = subprocess.run([sys.executable, "-m", __name__, *words], env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise NpucompileError(f"the build of {words[3]} ended with status {done.returncode}; what it said is above")
-    return done.stdout
+    run = subprocess.run([sys.executable, "-m", __name__, *words], env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        raise NpucompileError(f"the build of {words[3]} ended with status {run.returncode}; its output is above")
+    return run.stdout
 
 
 def main(words: Sequence[str]) -> None:
-    """What a fresh process does: OUT CACHE_DIR JOBS BUILD_ARGUMENTS..., and prints what it took."""
+    """Entry point of a fresh process: OUT CACHE_DIR JOBS BUILD_ARGUMENTS...; prints the times as JSON."""
     out, cache_dir, jobs, *arguments = words
     print(json.dumps(one(Path(out), Path(cache_dir), int(jobs), arguments)))
 

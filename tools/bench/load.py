@@ -1,4 +1,4 @@
-"""Turns an artifact into the times a fresh process takes to its first token: import, open, load, prefill."""
+"""Measures how long a fresh process takes to its first token: import, open, load, prefill."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ STAGES = {
     "to_first_token": "open to first token",
     "second_request": "first token of a second, equal request",
 }
-"""What a process goes through, by the key of its time in milliseconds; `to_first_token` is the sum of what follows the import."""
+"""Stages of a process by the key of their times; `to_first_token` is the sum of those after the import."""
 
 COLUMNS = (Column("stage", "stage"), Column("ms", "ms", 1))
 
 Launch = Callable[[Sequence[str]], str]
-"""Runs `python -m` with arguments to its end; returns what it printed."""
+"""Runs `python -m` with arguments; returns its standard output."""
 
 
 class _TimedArtifact(Artifact):
-    """An artifact that notes how long its weights take."""
+    """An artifact that records how long loading its weights takes."""
 
     clock: Clock = time.monotonic
     weights_s = 0.0
@@ -52,7 +52,7 @@ class _TimedArtifact(Artifact):
 
 
 def probe(path: Path, prompt_tokens: int, clock: Clock = time.monotonic) -> dict[str, float]:
-    """Opens an artifact and serves one token, twice; milliseconds by stage, all but the import.
+    """Opens an artifact and serves one token, twice; returns milliseconds by stage, except for the import.
 
     Raises:
         ArtifactError: the artifact cannot be served.
@@ -107,27 +107,27 @@ def load(
     launch: Launch | None = None,
     clock: Clock = time.monotonic,
 ) -> Table:
-    """Times of `rounds` fresh processes, one after the other, after one that brings the files into memory.
+    """Times `rounds` fresh processes one after the other, after an uncounted one that fills the page cache.
 
     Args:
         threads: CPU threads of a step.
-        launch: for tests; None starts processes with `environment`.
+        launch: replaces the start of processes in tests.
 
     Raises:
-        NpucompileError: a process failed; with what it said.
+        NpucompileError: a process failed; with its output.
     """
     launch = launch or (lambda arguments: _launch(arguments, environment))
-    found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
     with progress.bar("load", rounds + 1) as bar:
         for i in range(rounds + 1):
             began = clock()
-            told: dict[str, float] = json.loads(launch([str(path), str(prompt_tokens), str(threads)]))
-            # The same clock in all processes of a machine: what the child read when it had imported everything.
-            times = {"import": 1e3 * (told.pop("imported_s") - began), **told}
+            report: dict[str, float] = json.loads(launch([str(path), str(prompt_tokens), str(threads)]))
+            # The monotonic clock is the same in all processes, so a child's reading after its imports can be compared with ours.
+            times = {"import": 1e3 * (report.pop("imported_s") - began), **report}
             for stage in STAGES:
-                found[stage] += [times[stage]] if i else []
+                samples[stage] += [times[stage]] if i else []
             bar.step(f"{times['to_first_token']:.1f} ms to the first token")
-    rows: list[dict[str, Value]] = [{"stage": text, "ms": spread(found[stage])} for stage, text in STAGES.items()]
+    rows: list[dict[str, Value]] = [{"stage": text, "ms": spread(samples[stage])} for stage, text in STAGES.items()]
     notes = (
         f"medians (smallest..largest) of {rounds} fresh processes; the files are in the page cache; prompt of {prompt_tokens} tokens",
         "the import is shown apart: it is Python's and torch's, the same for every artifact",
@@ -137,14 +137,15 @@ def load(
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     command = [sys.executable, "-m", __name__, *arguments]
-    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NpucompileError(f"the process that loads {arguments[0]} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return done.stdout
+    run = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+    if run.returncode:
+        error = run.stderr.strip()[-2000:]
+        raise NpucompileError(f"the process that loads {arguments[0]} ended with status {run.returncode}: {error}")
+    return run.stdout
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What a fresh process does: PATH PROMPT_TOKENS THREADS, and prints its times."""
+    """Entry point of a fresh process: PATH PROMPT_TOKENS THREADS; prints the times as JSON."""
     imported_s = time.monotonic()
     path, prompt_tokens, threads = arguments
     torch.set_num_threads(int(threads))

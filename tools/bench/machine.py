@@ -1,4 +1,4 @@
-"""Turns this machine into what its figures must be read beside: its description, and how fast its memory is read now."""
+"""Describes this machine, and measures how fast it reads memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ... import __version__
 from .stats import Clock, seconds_per_call
 
 MEMORY_BUFFER_BYTES = 512 * 2**20
-"""Far above any last-level cache, so that reading it is reading memory."""
+"""Far larger than any last-level cache, so that reading it reads memory."""
 
 CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -29,10 +29,10 @@ class Machine:
     """Where and when figures were measured.
 
     Attributes:
-        cores: that this process may run on.
-        threads: that torch computes with.
-        cache_bytes: last-level cache; 0 where the system does not say.
-        load: processes that wanted a core, on average over the minute before; this benchmark is one of them.
+        cores: available to this process.
+        threads: of torch's operators.
+        cache_bytes: size of the last-level cache; 0 if unknown.
+        load: load average over the last minute, this benchmark included.
     """
 
     cpu: str
@@ -62,7 +62,7 @@ def describe(cpuinfo: Path = CPUINFO, caches: Path = CACHES) -> Machine:
 
 
 def lines(machine: Machine) -> list[str]:
-    """The description as a person reads it."""
+    """The description as lines of text."""
     cache = f"{machine.cache_bytes / 2**20:.0f} MiB last-level cache" if machine.cache_bytes else "unknown cache"
     return [
         f"{machine.cpu}, {machine.cores} cores, {cache}; {machine.threads} threads",
@@ -72,18 +72,18 @@ def lines(machine: Machine) -> list[str]:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The name in /proc/cpuinfo, or the architecture where it has none."""
-    found = re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE)
-    return found.group(1) if found else platform.machine()
+    """The name in /proc/cpuinfo, or the architecture if it has none."""
+    match = re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo, re.MULTILINE)
+    return match.group(1) if match else platform.machine()
 
 
 def cache_bytes(caches: Path = CACHES) -> int:
-    """Size of the largest cache under a directory as sysfs has it, e.g. `index3/size` with `33792K`; 0 where there is none."""
+    """Size of the largest cache that sysfs lists (files such as `index3/size` with `33792K`); 0 if there is none."""
     sizes = [0]
     for file in caches.glob("index*/size"):
-        found = re.fullmatch(r"(\d+)([KMG]?)", file.read_text(encoding="utf-8").strip())
-        if found:
-            sizes.append(int(found.group(1)) * _UNITS[found.group(2)])
+        match = re.fullmatch(r"(\d+)([KMG]?)", file.read_text(encoding="utf-8").strip())
+        if match:
+            sizes.append(int(match.group(1)) * _UNITS[match.group(2)])
     return max(sizes)
 
 
@@ -92,7 +92,7 @@ class Reader:
     """A loop over a buffer.
 
     Attributes:
-        read: reads all of it, with all threads.
+        read: reads the whole buffer, with all threads.
         nbytes: size of the buffer.
         place: "cache" when it fits the last-level cache, else "memory".
     """
@@ -103,19 +103,19 @@ class Reader:
 
 
 def reader(working_set_bytes: int, cache: int, clock: Clock, *, memory_buffer_bytes: int = MEMORY_BUFFER_BYTES) -> Reader:
-    """What reads as a step reads that touches `working_set_bytes`.
+    """A loop that reads as fast as a step with a working set of that size could.
 
-    Steps over fewer bytes than the last-level cache holds find them there, and may beat memory: they are compared with a
-    buffer of their own size. All others are compared with a buffer no cache holds. Of several ways to read, the fastest.
+    A working set that fits the last-level cache is read from there and may beat memory, so its buffer has the same size. All others get
+    a buffer larger than the cache. The fastest of several read operators is used.
 
     Args:
-        cache: bytes of the last-level cache; 0 where it is unknown, which makes every step one that reads memory.
+        cache: bytes of the last-level cache; 0 if unknown, which counts every working set as larger.
     """
     cached = working_set_bytes <= cache
     nbytes = max(working_set_bytes if cached else memory_buffer_bytes, 2**16) // 2**14 * 2**14
-    # Written, not only allocated: pages that nobody wrote are all one page of zeros.
+    # Filled, because untouched pages all map to one page of zeros.
     flat = torch.ones(nbytes // 4)
     rows, vector = flat.view(-1, 2**12), torch.ones(2**12)
-    ways: list[Callable[[], object]] = [flat.sum, lambda: torch.dot(flat, flat), lambda: rows @ vector]
-    best = min(ways, key=lambda way: seconds_per_call(way, clock, calls=3))
+    reads: list[Callable[[], object]] = [flat.sum, lambda: torch.dot(flat, flat), lambda: rows @ vector]
+    best = min(reads, key=lambda read: seconds_per_call(read, clock, calls=3))
     return Reader(best, nbytes, "cache" if cached else "memory")

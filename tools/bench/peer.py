@@ -1,4 +1,4 @@
-"""Turns one checkpoint and the same prompts into tokens a second of this project and of transformers, in turns."""
+"""Measures throughput beside transformers, on the same checkpoint and prompts."""
 
 from __future__ import annotations
 
@@ -37,49 +37,49 @@ COLUMNS = (
 MISSING = "the peer is transformers, which is not installed; install the test extra (pip install -e '.[test]'), or leave peer out of --only"
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[tuple[int, ...]]]
-"""Continues prompts of equal length by so many tokens each, greedily."""
+"""Greedily continues prompts of equal length, each by this many tokens."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One load as one side served it."""
+    """One load, as one side served it."""
 
     tokens_per_s: float
     token_ids: tuple[tuple[int, ...], ...]
 
 
 def installed() -> bool:
-    """Whether there is a peer to compare with."""
+    """Whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def checkpoint_dir(manifest: Manifest) -> Path:
-    """The directory an artifact's weights were read from, still with those weights.
+    """The checkpoint directory that an artifact was built from.
 
     Raises:
-        ModelError: there is none, or it has changed.
+        ModelError: it is missing or has changed.
     """
     for name in (*manifest.build_arguments[:1], str(manifest.model["name"])):
         try:
-            found = registry.find(name).checkpoint_dir
+            directory = registry.find(name).checkpoint_dir
         except ModelError:
             continue
-        if found is None:
+        if directory is None:
             continue
-        digest = safetensors_files.digest(safetensors_files.open_checkpoint(found))
+        digest = safetensors_files.digest(safetensors_files.open_checkpoint(directory))
         if digest != manifest.source_digest:
-            raise ModelError(f"{found} has digest {digest}; the artifact was built from {manifest.source_digest}; build it again")
-        return found
+            raise ModelError(f"{directory} has digest {digest}; the artifact was built from {manifest.source_digest}; build it again")
+        return directory
     named = " or ".join(manifest.build_arguments[:1]) or "no path"
     raise ModelError(f"the artifact was built from {manifest.model['name']!r} at {named}, and no checkpoint is there to compare with")
 
 
 def _library() -> Any:
-    """transformers, on the CPU alone: it would import torch_npu wherever that is installed, which fails where there is no CANN."""
+    """transformers without its NPU support, because its import of torch_npu fails on a machine without CANN."""
     library: Any = importlib.import_module("transformers")
     probes: Any = importlib.import_module("transformers.utils.import_utils")
-    found = probes._is_package_available
-    probes._is_package_available = lambda name, *rest, **named: (False, "N/A") if name == "torch_npu" else found(name, *rest, **named)
+    available = probes._is_package_available
+    probes._is_package_available = lambda name, *rest, **named: (False, "N/A") if name == "torch_npu" else available(name, *rest, **named)
     return library
 
 
@@ -97,7 +97,7 @@ def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = library.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-    # With an end-of-text id, a minimum length would forbid that token; without one, it is a token like any other on both sides.
+    # With an end-of-text id, the minimum length would forbid that token; without one it is an ordinary token on both sides.
     model.generation_config.eos_token_id = None
 
     def generate(prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
@@ -113,7 +113,7 @@ def transformers_generate(directory: Path, dtype: torch.dtype) -> Generate:
 
 
 def serve_peer(generate: Generate, load: Load, vocab: int, clock: Clock = time.perf_counter) -> Served:
-    """One load as one batch."""
+    """Serves one load as one batch."""
     prompts = load.prompts(vocab)
     began = clock()
     token_ids = tuple(generate(prompts, load.tokens))
@@ -122,48 +122,48 @@ def serve_peer(generate: Generate, load: Load, vocab: int, clock: Clock = time.p
 
 
 def serve_ours(run: Callable[[Load], Run], load: Load) -> Served:
-    """One load through the engine."""
-    found = run(load)
-    return Served(found.tokens_per_s, found.token_ids)
+    """Serves one load through the engine."""
+    result = run(load)
+    return Served(result.tokens_per_s, result.token_ids)
 
 
 def first_difference(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, int | None]:
-    """Streams that are equal, and the smallest position (from 0) at which one of the others differs; None when all are equal."""
-    places = []
+    """The number of equal streams, and the smallest position (from 0) at which the others differ; None if all are equal."""
+    positions = []
     for a, b in zip(ours, theirs, strict=True):
         if tuple(a) != tuple(b):
-            places.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
-    return len(ours) - len(places), min(places, default=None)
+            positions.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
+    return len(ours) - len(positions), min(positions, default=None)
 
 
 def row(load: Load, ours: Sequence[Served], theirs: Sequence[Served]) -> dict[str, Value]:
-    """All rounds of one load."""
+    """The table row of one load."""
     verdicts = [first_difference(a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)]
-    mine, peers = [one.tokens_per_s for one in ours], [one.tokens_per_s for one in theirs]
+    our_speeds, peer_speeds = [served.tokens_per_s for served in ours], [served.tokens_per_s for served in theirs]
     return {
         "streams": load.streams,
-        "ours_tokens_per_s": spread(mine),
-        "peer_tokens_per_s": spread(peers),
-        "ours_over_peer": ratio(mine, peers),
+        "ours_tokens_per_s": spread(our_speeds),
+        "peer_tokens_per_s": spread(peer_speeds),
+        "ours_over_peer": ratio(our_speeds, peer_speeds),
         "equal": f"{min(equal for equal, _ in verdicts)} of {load.streams}",
-        "first_difference": min((place for _, place in verdicts if place is not None), default=None),
+        "first_difference": min((position for _, position in verdicts if position is not None), default=None),
     }
 
 
 def said(rows: Sequence[dict[str, Value]], dtype: str) -> str:
-    """Whether the greedy tokens were the same, in a sentence."""
-    if all(one["first_difference"] is None for one in rows):
+    """A sentence that says whether the greedy tokens were equal."""
+    if all(row["first_difference"] is None for row in rows):
         return "greedy tokens are identical, on all streams and in all rounds"
     why = "; bfloat16 rounds too coarsely for equal argmaxes, compare tokens in float32" if dtype == "bf16" else ""
     return f"GREEDY TOKENS DIFFER: first difference is the position (from 0) of the first generated token that does{why}"
 
 
 def peer(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progress) -> Table:
-    """Both sides on each load, in turns.
+    """Serves each load on both sides alternately.
 
     Raises:
         SpecError: transformers is not installed, or a load does not fit the context.
-        ModelError: the checkpoint is gone or has changed.
+        ModelError: the checkpoint is missing or has changed.
     """
     manifest = artifact.manifest
     if not installed():
@@ -178,8 +178,8 @@ def peer(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Progr
     with progress.bar("peer", len(loads)) as bar:
         for load in loads:
             sides = {"ours": partial(serve_ours, run, load), "peer": partial(serve_peer, generate, load, executor.vocab_size)}
-            found = interleave(sides, rounds)
-            rows.append(row(load, found["ours"], found["peer"]))
+            results = interleave(sides, rounds)
+            rows.append(row(load, results["ours"], results["peer"]))
             bar.step(f"{load.streams} streams")
     notes = (
         said(rows, manifest.dtype),

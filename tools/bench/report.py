@@ -1,4 +1,4 @@
-"""Turns measured rows into aligned tables, Markdown, or plain data for JSON."""
+"""Formats measured rows as aligned tables, Markdown, or data for JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: of the value in a row, and in JSON, where it carries the unit.
-        heading: as a person reads it, with the unit.
+        key: of the value in a row and in JSON; it ends with the unit.
+        heading: with the unit.
         digits: after the decimal point.
     """
 
@@ -31,9 +31,9 @@ class Table:
     """One figure.
 
     Attributes:
-        figure: name of the figure it belongs to.
-        rows: values by column key; a missing one, like None, was not measured.
-        notes: what has to be known to read it.
+        figure: name of its figure (tools/commands/bench.py).
+        rows: values by column key; a missing value or None was not measured.
+        notes: explanations printed below the table.
     """
 
     figure: str
@@ -44,7 +44,7 @@ class Table:
 
 
 def cell(value: Value, digits: int) -> str:
-    """One value; a spread as `median (low..high)`."""
+    """One value as text; a spread as `median (low..high)`."""
     if value is None:
         return "-"
     if isinstance(value, Spread):
@@ -55,7 +55,7 @@ def cell(value: Value, digits: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Aligned columns, the first to the left and the others to the right."""
     grid = _grid(table)
     widths = [max(len(line[i]) for line in grid) for i in range(len(table.columns))]
     lines = []
@@ -66,7 +66,7 @@ def as_text(table: Table) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """The same as a Markdown table, notes as a list under it."""
+    """A Markdown table, with the notes as a list below it."""
     grid = _grid(table)
     rule = ["---" if i == 0 else "---:" for i in range(len(table.columns))]
     lines = [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in [grid[0], rule, *grid[1:]]]
@@ -75,7 +75,7 @@ def as_markdown(table: Table) -> str:
 
 
 def as_data(table: Table) -> dict[str, Any]:
-    """Plain data: numbers as measured, a spread as an object."""
+    """Plain data for JSON; a spread is an object."""
     rows = [{column.key: _plain(row.get(column.key)) for column in table.columns} for row in table.rows]
     return {"figure": table.figure, "title": table.title, "rows": rows, "notes": list(table.notes)}
 

@@ -1,4 +1,4 @@
-"""Turns what a step computes, reads and sends into the time that a target's nameplate figures allow: an estimate."""
+"""Estimates the time of a step from what it computes, reads and sends, at a target's nameplate speeds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..build.targets import Target
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of one step on one rank, at nameplate speed; nothing here was measured.
+    """Estimated seconds of one step on one rank; nothing here was measured.
 
     Attributes:
-        target: whose figures.
-        arithmetic_s: all products at the rate of the narrowest type they are held in.
+        target: name of the target.
+        arithmetic_s: all matrix products, at the int8 rate if they are quantized.
         memory_s: every operator's operands and results, read and written once.
-        links_s: bytes of the collectives over the slowest link of their group; what each costs to start is left out.
+        links_s: bytes of the collectives over the slowest link of their group, without latencies.
     """
 
     target: str
@@ -32,26 +32,26 @@ class Roofline:
 
     @property
     def step_s(self) -> float:
-        """Arithmetic and memory overlap; collectives wait for data, so they do not."""
+        """The sum of links and the larger of arithmetic and memory: collectives wait for data, so they do not overlap."""
         return max(self.arithmetic_s, self.memory_s) + self.links_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, with the note that they are an estimate."""
+        """Plain values, marked as an estimate."""
         return asdict(self) | {"step_s": self.step_s, "estimate": True}
 
 
 def moved_bytes(collectives: Sequence[Collective], mesh: Mesh, choices: int = 0) -> dict[str, int]:
     """Bytes that one rank receives in one step, by group.
 
-    A ring's share where all ranks hold as much: a gather of R bytes receives R (n-1)/n, a reduce-scatter to R bytes R (n-1), an
-    all-reduce both. Expert dispatch and combine carry a row for each token and choice, as if experts were chosen evenly.
+    Ring algorithms on equal shards: an all-gather of R bytes receives R (n-1)/n, a reduce-scatter to R bytes R (n-1), an all-reduce of R
+    bytes 2 R (n-1)/n. Expert dispatch and combine carry a row per token and chosen expert, with evenly chosen experts.
 
     Args:
-        collectives: certificate of a bucket.
-        choices: X, experts a token goes to; read where a collective is an expert dispatch.
+        collectives: of a bucket.
+        choices: X, experts per token; used for expert dispatch.
 
     Raises:
-        SpecError: a collective of unknown form.
+        SpecError: a collective is unknown.
     """
     sizes = {name: len(ranks[0]) for name, ranks in mesh.groups().items()}
     moved: dict[str, int] = {}
@@ -70,11 +70,11 @@ def moved_bytes(collectives: Sequence[Collective], mesh: Mesh, choices: int = 0)
 def estimate(
     cost: Mapping[str, int], collectives: Sequence[Collective], mesh: Mesh, target: Target, *, choices: int = 0, quantised: bool = False
 ) -> Roofline | None:
-    """The roofline of one step; None for a target whose figures are not known.
+    """The roofline of one step; None if the target's speeds are unknown.
 
     Args:
         cost: flops, read_bytes, write_bytes of one rank.
-        quantised: products are int8.
+        quantised: whether products are int8.
     """
     rate = target.int8_ops_per_s if quantised else target.bf16_flops_per_s
     if rate is None or target.hbm_bytes_per_s is None or target.link_bytes_per_s is None:
@@ -86,15 +86,15 @@ def estimate(
 
 
 def shape_of(kind: str) -> tuple[tuple[int, ...], int]:
-    """Sizes and bytes an element of a type in text, as `bf16[8,4096]`.
+    """Shape and element size of a type written as `bf16[8,4096]`.
 
     Raises:
-        SpecError: it is none.
+        SpecError: it is not such a type.
     """
-    found = re.fullmatch(r"(\w+)\[([\d,]*)\]", kind)
-    if not found or found[1] not in DTYPES:
+    match = re.fullmatch(r"(\w+)\[([\d,]*)\]", kind)
+    if not match or match[1] not in DTYPES:
         raise SpecError(f"{kind!r} is no type of a value; legal are {', '.join(sorted(DTYPES))} with sizes, as in bf16[8,4096]")
-    return tuple(int(size) for size in found[2].split(",") if size), DTYPES[found[1]].itemsize
+    return tuple(int(size) for size in match[2].split(",") if size), DTYPES[match[1]].itemsize
 
 
 def nbytes(kind: str) -> int:

@@ -1,4 +1,4 @@
-"""Turns an artifact that drafts, and the same one built without drafts, into what drafting gains over held-out text."""
+"""Measures the gain from drafting: an artifact against the same one without drafts, on held-out text."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class TextLoad(Load):
     """A load whose prompts are text.
 
     Attributes:
-        texts: their ids; as many of them as there are streams are one round's, and the next round has the next.
-        round: which.
+        texts: token ids of the prompts. A round takes one per stream, the next round the ones after them.
+        round: number of the round, from 0.
     """
 
     texts: tuple[tuple[int, ...], ...] = ()
@@ -52,13 +52,13 @@ class TextLoad(Load):
 
 
 class Rounds:
-    """Serves the rounds of one load through one artifact, each with the prompts of its number."""
+    """Serves the rounds of one load through one artifact, each round with its own prompts."""
 
     def __init__(self, load: TextLoad, serve: Callable[[TextLoad], Run]) -> None:
         self._load, self._serve, self._done = load, serve, 0
 
     def __call__(self) -> Run:
-        """The next round."""
+        """Serves the next round."""
         self._done += 1
         return self._serve(replace(self._load, round=self._done - 1))
 
@@ -67,7 +67,7 @@ def check(drafting: Artifact, plain: Artifact) -> None:
     """Refuses artifacts that differ in more than drafts.
 
     Raises:
-        SpecError: naming both sides.
+        SpecError: naming the difference.
     """
     k, none = drafting.manifest.limits.drafts, plain.manifest.limits.drafts
     if not k or none:
@@ -79,21 +79,21 @@ def check(drafting: Artifact, plain: Artifact) -> None:
 
 
 def read_prompts(path: Path, codec: TextTokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of a file's lines.
+    """Token ids of the lines of a file.
 
     Raises:
-        SpecError: there are none.
+        SpecError: the file has no lines.
     """
     texts = tuple(tuple(codec.encode(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     if not texts:
-        raise SpecError(f"{path} has no prompts; legal is a text file with one a line")
+        raise SpecError(f"{path} has no prompts; legal is a text file with one per line")
     return texts
 
 
 def speculation(
     drafting: Artifact, plain: Artifact, texts: tuple[tuple[int, ...], ...], loads: Sequence[Load], rounds: int, progress: Progress
 ) -> Table:
-    """Both artifacts on each load, in turns: through the engine, and through the websocket.
+    """Serves each load with both artifacts alternately, first through the engine and then through the websocket.
 
     Raises:
         SpecError: the artifacts differ in more than drafts, or a load does not fit the context.
@@ -104,15 +104,14 @@ def speculation(
     with progress.bar("speculation", 2 * len(loads)) as bar:
         for load in loads:
             load.check(drafting.manifest.limits.max_model_len)
-            told = TextLoad(load.streams, load.prompt_tokens, load.tokens, texts)
-            # A thread that is gone when the servers begin: OpenMP keeps workers for every thread that did tensor work.
+            text_load = TextLoad(load.streams, load.prompt_tokens, load.tokens, texts)
+            # In a thread that ends before the servers start, because OpenMP keeps a worker pool for every thread that ran operators.
             with ThreadPoolExecutor(1) as thread:
-                engine = thread.submit(_through_engines, sides, told, rounds).result()
+                engine = thread.submit(_through_engines, sides, text_load, rounds).result()
             rows.append(row(load, "engine", engine))
             bar.step(f"{load.streams} streams through the engine")
-            rows.append(
-                row(load, "websocket", interleave({name: Rounds(told, partial(_served, one)) for name, one in sides.items()}, rounds))
-            )
+            serve = {name: Rounds(text_load, partial(_served, artifact)) for name, artifact in sides.items()}
+            rows.append(row(load, "websocket", interleave(serve, rounds)))
             bar.step(f"{load.streams} streams through the websocket")
     k = drafting.manifest.limits.drafts
     notes = (
@@ -128,16 +127,16 @@ def speculation(
 
 def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) -> dict[str, list[Run]]:
     executors = {name: TimedExecutor(artifact) for name, artifact in sides.items()}
-    serve = {name: Rounds(load, partial(through_engine, one, one.calls)) for name, one in executors.items()}
+    serve = {name: Rounds(load, partial(through_engine, executor, executor.calls)) for name, executor in executors.items()}
     return interleave(serve, rounds)
 
 
 def _served(artifact: Artifact, load: TextLoad) -> Run:
-    """A round through a server of its own: with two at once there would be more workers than cores."""
+    """A round through a server of its own; two servers at once would have more worker threads than cores."""
     running = services.start_service(artifact)
     try:
         with serving(running.service) as url:
-            # The first request of a server finds nothing warm.
+            # A short warm-up request.
             asyncio.run(through_socket(url, replace(load, tokens=8), int(artifact.manifest.model["vocab_size"])))
             return asyncio.run(through_socket(url, load, int(artifact.manifest.model["vocab_size"])))
     finally:
@@ -145,11 +144,11 @@ def _served(artifact: Artifact, load: TextLoad) -> Run:
 
 
 def row(load: Load, path: str, runs: dict[str, list[Run]]) -> dict[str, Value]:
-    """The rounds of one load on one path."""
-    speeds = {name: [run.tokens_per_s for run in found] for name, found in runs.items()}
+    """The table row of one load on one path."""
+    speeds = {name: [run.tokens_per_s for run in rounds] for name, rounds in runs.items()}
     records = [record for run in runs[WITH] for record in run.records]
     pairs = [pair for a, b in zip(runs[WITH], runs[WITHOUT], strict=True) for pair in zip(a.token_ids, b.token_ids, strict=True)]
-    found: dict[str, Value] = {
+    cells: dict[str, Value] = {
         "streams": load.streams,
         "path": path,
         "without_tokens_per_s": spread(speeds[WITHOUT]),
@@ -158,6 +157,6 @@ def row(load: Load, path: str, runs: dict[str, list[Run]]) -> dict[str, Value]:
         "equal": f"{sum(a == b for a, b in pairs)} of {len(pairs)}",
     }
     if records:
-        found["acceptance_length"] = acceptance.length(records)
-        found["acceptance_rates"] = ", ".join(f"{rate:.2f}" for rate in acceptance.rates(records))
-    return found
+        cells["acceptance_length"] = acceptance.length(records)
+        cells["acceptance_rates"] = ", ".join(f"{rate:.2f}" for rate in acceptance.rates(records))
+    return cells

@@ -1,7 +1,7 @@
-"""Turns repeated measurements into medians with their spread.
+"""Statistics of repeated measurements.
 
-A machine that other people share is faster in some minutes than in others. So what is compared is run alternately, a ratio
-is taken within each round, and what is reported is the median over rounds with the smallest and the largest.
+The speed of a shared machine varies from minute to minute. Candidates are therefore run alternately, ratios are taken within a round,
+and a report gives the median over rounds with the smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-"""Seconds, never going back."""
+"""A monotonic clock in seconds."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What several measurements of one quantity say of it.
+    """Median, smallest and largest of several measurements.
 
     Attributes:
-        count: measurements.
+        count: number of measurements.
     """
 
     median: float
@@ -32,10 +32,10 @@ class Spread:
 
 
 def spread(samples: Iterable[float]) -> Spread:
-    """Median, smallest and largest of at least one sample.
+    """The spread of at least one sample.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no sample.
     """
     values = sorted(samples)
     if not values:
@@ -44,37 +44,37 @@ def spread(samples: Iterable[float]) -> Spread:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Spread of `above[i] / below[i]`: both of one round, so that a slow minute of the machine cancels."""
+    """Spread of `above[i] / below[i]`, ratios within one round, in which a slow minute of the machine cancels."""
     return spread(a / b for a, b in zip(above, below, strict=True))
 
 
 def interleave(contenders: Mapping[str, Callable[[], T]], rounds: int, *, warmup: int = 1) -> dict[str, list[T]]:
-    """Calls every contender once a round, in turns: every second round in reverse order, so that none is always first.
+    """Calls every contender once per round, every second round in reverse order so that none is always first.
 
     Args:
-        rounds: rounds whose results count.
-        warmup: rounds before those.
+        rounds: counted rounds.
+        warmup: uncounted rounds before them.
 
     Returns:
         One result per counted round, by contender.
     """
-    found: dict[str, list[T]] = {name: [] for name in contenders}
+    results: dict[str, list[T]] = {name: [] for name in contenders}
     for i in range(warmup + rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else reversed(names):
             result = contenders[name]()
             if i >= warmup:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def seconds_per_call(call: Callable[[], object], clock: Clock, *, calls: int, settle: int = 1) -> float:
-    """Median seconds of `calls` consecutive calls, after `settle` calls that bring caches to what a loop of them would find."""
+    """Median seconds of `calls` consecutive calls, after `settle` uncounted calls that warm the caches."""
     for _ in range(settle):
         call()
-    taken = []
+    seconds = []
     for _ in range(calls):
         began = clock()
         call()
-        taken.append(clock() - began)
-    return statistics.median(taken)
+        seconds.append(clock() - began)
+    return statistics.median(seconds)

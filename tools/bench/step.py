@@ -1,4 +1,4 @@
-"""Turns the executables of an artifact into step times, eager against compiled, beside the time that reading alone takes."""
+"""Measures step times of an artifact's executables, eager and compiled, against a floor set by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .report import Column, Table, Value
 from .stats import Clock, interleave, ratio, seconds_per_call, spread
 
 STEPS = 5
-"""Steps in a row whose median is one sample, after one that is not counted: serving repeats one bucket, too."""
+"""Consecutive steps whose median is one sample, after an uncounted one; serving repeats a bucket in the same way."""
 
 SEED = 11
 
@@ -56,10 +56,10 @@ class Case:
     """One bucket at one context length, ready to run.
 
     Attributes:
-        rows: live rows; fewer than the batch where the artifact has not the slots for more.
-        executables: "eager", and "compiled" where there is one; all over the same operands.
-        read_bytes: what a step must read.
-        request_slots: the pool of request slots among the operands, and what it holds before every step.
+        rows: live rows; fewer than the batch if the artifact has too few slots or pages.
+        executables: "eager", and "compiled" if there is one; both use the same operands.
+        read_bytes: bytes a step must read.
+        request_slots: the pool of request slots among the operands, and its content before every step.
     """
 
     entry: GraphEntry
@@ -71,17 +71,17 @@ class Case:
     request_slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def again(self, executable: Executable) -> None:
-        """Runs the step once more, from where it started: each step leaves another start for the next one."""
+        """Repeats the step from the same request slots, which every step overwrites."""
         if self.request_slots is not None:
             self.request_slots[0].copy_(self.request_slots[1])
         executable(self.operands)
 
 
 def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> Case:
-    """Loads a bucket's executables, and makes a step's operands for rows that have `context` tokens in the cache.
+    """Loads a bucket's executables and creates operands of a step whose rows have `context` cached tokens.
 
     Raises:
-        ArtifactError: a file is not what the manifest says.
+        ArtifactError: a file differs from the manifest.
     """
     manifest = artifact.manifest
     executables = {"eager": open_executable(artifact.path / entry.reference, "eager")}
@@ -90,20 +90,20 @@ def prepare(artifact: Artifact, params: Sequence[torch.Tensor], entry: GraphEntr
     operands, rows = step_operands(manifest, params, entry, context)
     check_operands(operands, manifest.signature(entry))
     at = len(params) + [leaf.path for leaf in manifest.state].index("request_slots")
-    kept = (operands[at], operands[at].clone())
-    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), kept)
+    slots = (operands[at], operands[at].clone())
+    return Case(entry, context, rows, executables, operands, needed_bytes(manifest, entry, context), slots)
 
 
 def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: GraphEntry, context: int) -> tuple[list[torch.Tensor], int]:
-    """Flat operands of a full greedy step, and its live rows.
+    """Flat operands of a full greedy step, and the number of its live rows.
 
-    Tokens are random. So is all state: pools of zeros that nobody wrote would all be one page in the cache.
+    Tokens and state are random. Untouched pools of zeros would all map to one physical page, which stays in the cache.
     """
     limits, bucket = manifest.limits, entry.bucket
     generator = torch.Generator().manual_seed(SEED)
     draw = random.Random(SEED)
     vocab = int(manifest.model["vocab_size"])
-    # A step that drafts writes beyond its own tokens.
+    # A drafting step writes past its own tokens.
     pages = -(-min(limits.max_model_len, context + bucket.q_len + limits.drafts) // limits.page_size)
     live = min(bucket.batch, limits.num_request_slots - 1, (limits.num_pages - 1) // pages)
     owned = [[1 + i * pages + page for page in range(pages)] for i in range(live)]
@@ -115,12 +115,12 @@ def step_operands(manifest: Manifest, params: Sequence[torch.Tensor], entry: Gra
     else:
         rows = [PrefillRow(tokens[i], context, owned[i], slots[i][0], 1 + i) for i in range(live)]
     state = [_filled(leaf.aval, generator) for leaf in manifest.state]
-    held = state[[leaf.path for leaf in manifest.state].index("request_slots")]
+    request_slots = state[[leaf.path for leaf in manifest.state].index("request_slots")]
     if bucket.kind == "decode":
         for i in range(live):
-            held[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=held.dtype)
-    told = any(leaf.path == "logprobs" for leaf in entry.inputs)
-    inputs = pack(bucket, rows, limits, max_logprobs=int(told))
+            request_slots[1 + i] = torch.tensor([context, 0, *tokens[i]], dtype=request_slots.dtype)
+    with_logprobs = any(leaf.path == "logprobs" for leaf in entry.inputs)
+    inputs = pack(bucket, rows, limits, max_logprobs=int(with_logprobs))
     return [*params, *state, *(torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs)], live
 
 
@@ -131,12 +131,12 @@ def _filled(aval: Aval, generator: torch.Generator) -> torch.Tensor:
 
 
 def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
-    """Bytes a step must read: weights it touches, state, and the keys and values of tokens that are there.
+    """Bytes a step must read: the weights it uses, state, and keys and values of the cached tokens.
 
-    The graph's own count is made before any context is known, and has every row's whole page table in it.
+    The cost of the graph assumes a full page table in every row; the part beyond this context is subtracted.
     """
     limits, bucket = manifest.limits, entry.bucket
-    # The draft head reads its pool once a draft.
+    # The draft head reads its pool once per draft.
     reads = {leaf.name: 1 if leaf.path.startswith("layers.") else limits.drafts for leaf in manifest.state}
     pools = sum(reads[leaf.name] * leaf.aval.nbytes for leaf in manifest.state if leaf.aval.axes[0] == "pages")
     per_token = pools // (limits.num_pages * limits.page_size)
@@ -145,7 +145,7 @@ def needed_bytes(manifest: Manifest, entry: GraphEntry, context: int) -> int:
 
 
 def decode_contexts(manifest: Manifest) -> tuple[int, ...]:
-    """A short context, and half of the longest."""
+    """A short context, and half of the longest one."""
     longest = manifest.limits.max_model_len
     return tuple(sorted({min(64, longest // 2), longest // 2}))
 
@@ -159,20 +159,20 @@ def decode(
     cache: int | None = None,
     memory_buffer_bytes: int = MEMORY_BUFFER_BYTES,
 ) -> list[Table]:
-    """Step times of all decode buckets, and the bandwidths of their floors.
+    """Step times of all decode buckets, and the read bandwidths behind their floors.
 
     Args:
         cache: bytes of the last-level cache; None asks the system.
-        memory_buffer_bytes: size of a buffer that no cache holds.
+        memory_buffer_bytes: size of a buffer larger than any cache.
     """
     cache = cache_bytes() if cache is None else cache
     entries, params = _of_kind(artifact, "decode"), _params(artifact)
     contexts = decode_contexts(artifact.manifest)
-    whole = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
-    beside = {"memory": reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)}
-    if whole <= cache:
-        beside["cache (a buffer as large as all weights)"] = reader(whole, cache, clock)
-    speeds: dict[str, list[float]] = {place: [] for place in beside}
+    weights_bytes = sum(leaf.aval.nbytes for leaf in artifact.manifest.params)
+    readers = {"memory": reader(memory_buffer_bytes, 0, clock, memory_buffer_bytes=memory_buffer_bytes)}
+    if weights_bytes <= cache:
+        readers["cache (a buffer as large as all weights)"] = reader(weights_bytes, cache, clock)
+    speeds: dict[str, list[float]] = {place: [] for place in readers}
     rows = []
     with progress.bar("decode", len(entries) * len(contexts)) as bar:
         for entry in entries:
@@ -180,8 +180,8 @@ def decode(
                 case = prepare(artifact, params, entry, context)
                 own = reader(case.read_bytes, cache, clock, memory_buffer_bytes=memory_buffer_bytes)
                 rows.append(decode_row(case, own, repetitions, clock))
-                for place, one in beside.items():
-                    speeds[place].append(one.nbytes / seconds_per_call(one.read, clock, calls=STEPS) / 1e9)
+                for place, buffer in readers.items():
+                    speeds[place].append(buffer.nbytes / seconds_per_call(buffer.read, clock, calls=STEPS) / 1e9)
                 bar.step(f"{entry.bucket.name} at {context}")
     notes = (
         f"every row live; medians (smallest..largest) of {repetitions} repetitions, each the median of {STEPS} steps in a row; "
@@ -192,41 +192,41 @@ def decode(
         "MB read: what the graph's cost report counts (weights it touches, state, activations), with the keys and values of this context",
     )
     bandwidth: list[dict[str, Value]] = [
-        {"place": place, "buffer_mb": one.nbytes / 1e6, "gb_per_s": spread(speeds[place])} for place, one in beside.items()
+        {"place": place, "buffer_mb": buffer.nbytes / 1e6, "gb_per_s": spread(speeds[place])} for place, buffer in readers.items()
     ]
-    said = ("sampled after every row of the table above; the floors there use what was read in their own rounds",)
+    bandwidth_notes = ("sampled after every row of the table above; the floors there use what was read in their own rounds",)
     return [
         Table("decode", "Decode step time", DECODE_COLUMNS, tuple(rows), notes),
-        Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), said),
+        Table("decode", "Read bandwidth", BANDWIDTH_COLUMNS, tuple(bandwidth), bandwidth_notes),
     ]
 
 
 def decode_row(case: Case, beside: Reader, repetitions: int, clock: Clock) -> dict[str, Value]:
-    """Times one case and, in the same rounds, the reader; the floor and the ratios are taken round by round."""
+    """The table row of one case, timed alternately with the reader; floor and ratios are taken within a round."""
     seconds = time_case(case, repetitions, clock, beside)
-    per_byte = [one / beside.nbytes for one in seconds["read"]]
-    floor = [case.read_bytes * one for one in per_byte]
+    per_byte = [read / beside.nbytes for read in seconds["read"]]
+    floor = [case.read_bytes * s for s in per_byte]
     served = seconds.get("compiled", seconds["eager"])
     return {
         "bucket": case.entry.bucket.name + ("" if case.rows == case.entry.bucket.batch else f" ({case.rows} rows)"),
         "context_tokens": case.context,
         **_milliseconds(seconds),
         "read_mb": case.read_bytes / 1e6,
-        "read_gb_per_s": spread(1 / one / 1e9 for one in per_byte),
+        "read_gb_per_s": spread(1 / s / 1e9 for s in per_byte),
         "read_from": beside.place,
-        "floor_ms": spread(1e3 * one for one in floor),
+        "floor_ms": spread(1e3 * s for s in floor),
         "over_floor": ratio(served, floor),
     }
 
 
 def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clock = time.perf_counter) -> Table:
-    """Tokens a second of all prefill buckets, on the first chunk of a prompt."""
+    """Tokens per second of all prefill buckets, on the first chunk of a prompt."""
     entries, params = _of_kind(artifact, "prefill"), _params(artifact)
     rows = []
     with progress.bar("prefill", len(entries)) as bar:
         for entry in entries:
             seconds = time_case(prepare(artifact, params, entry, 0), repetitions, clock)
-            rates = {f"{name}_tokens_per_s": spread(entry.bucket.tokens / one for one in taken) for name, taken in seconds.items()}
+            rates = {f"{name}_tokens_per_s": spread(entry.bucket.tokens / s for s in samples) for name, samples in seconds.items()}
             rows.append({"bucket": entry.bucket.name, **rates, **_milliseconds(seconds)})
             bar.step(entry.bucket.name)
     notes = (f"full chunks from position 0; medians (smallest..largest) of {repetitions} repetitions, eager and compiled in turns",)
@@ -234,7 +234,7 @@ def prefill(artifact: Artifact, repetitions: int, progress: Progress, clock: Clo
 
 
 def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None = None) -> dict[str, list[float]]:
-    """Seconds of a step, by executable ("read" is the reader), one value per repetition."""
+    """Seconds of a step by executable, and of the reader as "read"; one value per repetition."""
     calls = {name: partial(case.again, executable) for name, executable in case.executables.items()}
     timed = {name: partial(seconds_per_call, call, clock, calls=STEPS) for name, call in calls.items()}
     if beside is not None:
@@ -244,17 +244,17 @@ def time_case(case: Case, repetitions: int, clock: Clock, beside: Reader | None 
 
 def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, Value]:
     executables = [name for name in ("eager", "compiled") if name in seconds]
-    found: dict[str, Value] = {f"{name}_ms": spread(1e3 * one for one in seconds[name]) for name in executables}
+    cells: dict[str, Value] = {f"{name}_ms": spread(1e3 * s for s in seconds[name]) for name in executables}
     if "compiled" in seconds:
-        found["speedup"] = ratio(seconds["eager"], seconds["compiled"])
-    return found
+        cells["speedup"] = ratio(seconds["eager"], seconds["compiled"])
+    return cells
 
 
 def _of_kind(artifact: Artifact, kind: str) -> list[GraphEntry]:
-    found = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind), key=lambda entry: entry.bucket)
-    if not found:
+    entries = sorted((entry for entry in artifact.manifest.graphs if entry.bucket.kind == kind), key=lambda entry: entry.bucket)
+    if not entries:
         raise SpecError(f"{artifact.path} has no {kind} bucket; it has {', '.join(e.bucket.name for e in artifact.manifest.graphs)}")
-    return found
+    return entries
 
 
 def _params(artifact: Artifact) -> list[torch.Tensor]:

@@ -100,6 +100,7 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
         str(plan.dtype),
         str(plan.mesh),
         repr(plan.rules(bucket)),
+        plan.target.name,
         plan.backend,
         sorted(chosen.options(THREADS).items()),
         sorted({**toolchain(), **chosen.versions()}.items()),

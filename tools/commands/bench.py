@@ -62,7 +62,7 @@ class Settings:
 
 @click.command("bench")
 @click.argument("artifact_or_model", required=False)
-@click.option("--only", metavar="LIST", help=f"Figures: {','.join(FIGURES)}.  [default: all but {','.join(SLOW)}]")
+@click.option("--only", metavar="LIST", help=f"Figures: {', '.join(FIGURES)}.  [default: all but {', '.join(SLOW)}]")
 @click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Numbers of concurrent requests.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each prompt.")

@@ -48,11 +48,13 @@ def command(
 ) -> None:
     """Serve an artifact, or build and serve a model.
 
-    Without ARTIFACT_OR_MODEL: the newest artifact that this machine can run, or else the bundled model, built first. Buckets
-    that have no executable yet run uncompiled; a build in the background adds executables, and the server swaps them in.
+    Without ARTIFACT_OR_MODEL, serves the newest artifact that this machine can run, or builds the bundled model. Buckets without
+    an executable run uncompiled; a background build adds executables, and the server swaps them in.
 
-    An artifact for several devices runs as a process each, which this one starts; or start all of them yourself, on one machine
-    or several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
+    An artifact for several devices runs as one process per device, which this command starts; or start them yourself, on one
+    machine or several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
+
+    Example: npucompile serve qwen3.5-tiny --port 8001
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:

@@ -1,4 +1,4 @@
-"""tools/bench/acceptance.py: over all steps of all requests, not a mean of means; nothing where nothing was verified."""
+"""tools/bench/acceptance.py: acceptance over all steps of all requests."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ QUIET = Progress(quiet=True)
 
 def test_arguments_are_read_as_the_build_command_reads_them(tiny_checkpoint: Path) -> None:
     arguments = plan(Options(str(tiny_checkpoint), (2, 4), (8,), 64, 5, "float32", "eager")).arguments
-    asked = Options(str(tiny_checkpoint.resolve()), (2, 4), (8,), 64, 5, "float32", "eager")
+    expected = Options(str(tiny_checkpoint.resolve()), (2, 4), (8,), 64, 5, "float32", "eager")
     # What the plan chose is said, so that another version's choice does not make another artifact.
-    assert build.options(arguments) == replace(asked, num_speculative_tokens=3, max_logprobs=20)
+    assert build.options(arguments) == replace(expected, num_speculative_tokens=3, max_logprobs=20)
     assert plan(build.options(arguments)).arguments == arguments
     assert build.options(["qwen3.5-tiny"]) == Options("qwen3.5-tiny")
     with pytest.raises(click.UsageError, match="no-such"):
@@ -72,9 +72,9 @@ def test_one_build_says_what_it_took(tiny_checkpoint: Path, tmp_path: Path, caps
     arguments = tiny.planned(tiny_checkpoint, buckets=(1,), prefill=(4,)).arguments
     with mock.patch.object(build.building, "stage", tiny.stage_once):
         build.main([str(tmp_path / "out"), str(tmp_path / "cache"), "1", *arguments])
-    said = json.loads(capsys.readouterr().out)
-    assert set(said) == {"build_s", "ready_s", "compiled"}
-    assert said["compiled"] == {}
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"build_s", "ready_s", "compiled"}
+    assert report["compiled"] == {}
     assert (tmp_path / "out" / "manifest.msgpack").is_file()
 
 

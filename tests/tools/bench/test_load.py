@@ -29,13 +29,13 @@ class Ticks:
 
 
 def test_a_probe_takes_each_stage_apart(tiny_artifact: Path) -> None:
-    found = probe(tiny_artifact, 5, Ticks())
-    assert set(found) == set(STAGES) - {"import"}
+    ms = probe(tiny_artifact, 5, Ticks())
+    assert set(ms) == set(STAGES) - {"import"}
     # Looks: began, opened | weights: two | ready; so opening is 1 s, weights 1 s, and the whole to ready 4 s.
-    assert (found["open"], found["weights"], found["executables"]) == (1e3, 1e3, 2e3)
-    assert found["to_first_token"] == found["open"] + found["weights"] + found["executables"] + found["first_token"]
-    assert found["first_token"] > 0
-    assert found["second_request"] == found["first_token"]
+    assert (ms["open"], ms["weights"], ms["executables"]) == (1e3, 1e3, 2e3)
+    assert ms["to_first_token"] == ms["open"] + ms["weights"] + ms["executables"] + ms["first_token"]
+    assert ms["first_token"] > 0
+    assert ms["second_request"] == ms["first_token"]
 
 
 class Processes:
@@ -65,8 +65,8 @@ def test_every_process_but_the_first_counts(tmp_path: Path) -> None:
 
 
 def test_a_fresh_process_serves_a_token(tiny_artifact: Path) -> None:
-    said = json.loads(bench_load._launch([str(tiny_artifact), "3", "1"], dict(os.environ)))
-    assert set(said) == {"imported_s", *STAGES} - {"import"}
+    report = json.loads(bench_load._launch([str(tiny_artifact), "3", "1"], dict(os.environ)))
+    assert set(report) == {"imported_s", *STAGES} - {"import"}
 
 
 def test_a_process_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ def test_the_largest_cache_counts(tmp_path: Path, sizes: tuple[str, ...], larges
 
 
 def test_a_machine_without_either_file_is_described(tmp_path: Path) -> None:
-    found = describe(tmp_path / "none", tmp_path / "none")
-    assert found.cpu
-    assert (found.cache_bytes, found.threads, found.torch) == (0, torch.get_num_threads(), str(torch.__version__))
-    assert "unknown cache" in lines(found)[0]
+    here = describe(tmp_path / "none", tmp_path / "none")
+    assert here.cpu
+    assert (here.cache_bytes, here.threads, here.torch) == (0, torch.get_num_threads(), str(torch.__version__))
+    assert "unknown cache" in lines(here)[0]
 
 
 def test_a_description_names_what_figures_depend_on() -> None:
@@ -56,19 +56,19 @@ def test_a_description_names_what_figures_depend_on() -> None:
     ],
 )
 def test_a_step_is_compared_with_what_it_reads_from(working_set: int, cache: int, place: str, nbytes: int) -> None:
-    found = reader(working_set, cache, lambda: 0.0, memory_buffer_bytes=2**23)
-    assert (found.place, found.nbytes) == (place, nbytes)
+    buffer = reader(working_set, cache, lambda: 0.0, memory_buffer_bytes=2**23)
+    assert (buffer.place, buffer.nbytes) == (place, nbytes)
 
 
 def test_every_way_to_read_reads_all_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[Callable[[], torch.Tensor]] = []
-    taken = iter((3.0, 1.0, 2.0))
+    times = iter((3.0, 1.0, 2.0))
 
     def timed(way: Callable[[], torch.Tensor], clock: object, *, calls: int) -> float:
         ways.append(way)
-        return next(taken)
+        return next(times)
 
     monkeypatch.setattr(machine, "seconds_per_call", timed)
-    found = reader(2**17, 2**20, lambda: 0.0)
+    buffer = reader(2**17, 2**20, lambda: 0.0)
     assert [float(way().sum()) for way in ways] == [2**17 / 4] * 3
-    assert found.read is ways[1]
+    assert buffer.read is ways[1]

@@ -39,30 +39,30 @@ def test_a_stream_that_is_too_short_differs_at_its_end() -> None:
 
 def test_both_sides_of_a_round_make_its_ratio_and_its_verdict() -> None:
     same, other = ((1, 2), (3, 4)), ((1, 2), (3, 5))
-    found = row(Load(2, 4, 2), [Served(20.0, same), Served(60.0, same)], [Served(10.0, same), Served(20.0, same)])
-    assert found["ours_over_peer"].low == 2.0  # type: ignore[union-attr]
-    assert found["ours_over_peer"].high == 3.0  # type: ignore[union-attr]
-    assert (found["equal"], found["first_difference"]) == ("2 of 2", None)
-    assert said([found], "f32") == "greedy tokens are identical, on all streams and in all rounds"
+    cells = row(Load(2, 4, 2), [Served(20.0, same), Served(60.0, same)], [Served(10.0, same), Served(20.0, same)])
+    assert cells["ours_over_peer"].low == 2.0  # type: ignore[union-attr]
+    assert cells["ours_over_peer"].high == 3.0  # type: ignore[union-attr]
+    assert (cells["equal"], cells["first_difference"]) == ("2 of 2", None)
+    assert said([cells], "f32") == "greedy tokens are identical, on all streams and in all rounds"
     differing = row(Load(2, 4, 2), [Served(20.0, same), Served(60.0, same)], [Served(10.0, same), Served(20.0, other)])
     assert (differing["equal"], differing["first_difference"]) == ("1 of 2", 1)
-    assert said([found, differing], "f32").startswith("GREEDY TOKENS DIFFER")
+    assert said([cells, differing], "f32").startswith("GREEDY TOKENS DIFFER")
     assert "float32" in said([differing], "bf16")
 
 
 def test_the_peer_is_timed_over_one_batch_of_the_same_prompts() -> None:
     now = [0.0]
-    asked: list[tuple[Sequence[Sequence[int]], int]] = []
+    calls: list[tuple[Sequence[Sequence[int]], int]] = []
 
     def generate(prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
-        asked.append((prompts, tokens))
+        calls.append((prompts, tokens))
         now[0] += 4.0
         return [(7,) * tokens for _ in prompts]
 
     load = Load(3, 5, 8)
-    found = serve_peer(generate, load, 50, lambda: now[0])
-    assert found == Served(3 * 8 / 4.0, ((7,) * 8,) * 3)
-    assert asked == [(load.prompts(50), 8)]
+    served = serve_peer(generate, load, 50, lambda: now[0])
+    assert served == Served(3 * 8 / 4.0, ((7,) * 8,) * 3)
+    assert calls == [(load.prompts(50), 8)]
 
 
 def test_the_checkpoint_of_an_artifact_is_found_by_its_path(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
@@ -97,11 +97,11 @@ def test_the_peer_does_not_stop_at_the_end_of_text(tiny_checkpoint: Path, tmp_pa
 def test_torch_npu_without_cann_is_not_asked_for(tmp_path: Path) -> None:
     """Installed, and failing when it is imported: in a process of its own, since tests hide it from transformers themselves."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
-    asked = "from transformers.utils import is_torch_npu_available; import transformers.modeling_flash_attention_utils"
-    code = f"from npucompile.tools.bench import peer as bench_peer; bench_peer._library(); {asked}; assert not is_torch_npu_available()"
+    imports = "from transformers.utils import is_torch_npu_available; import transformers.modeling_flash_attention_utils"
+    code = f"from npucompile.tools.bench import peer as bench_peer; bench_peer._library(); {imports}; assert not is_torch_npu_available()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_without_transformers_it_says_what_to_install(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""tools/bench/roofline.py: bytes by their definition, seconds by the figures of a target."""
+"""tools/bench/roofline.py: bytes of collectives, and estimates from a target's speeds."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_an_unknown_collective_is_refused():
 
 def test_a_step_is_its_longer_side_and_then_its_links():
     a3 = target("ascend-a3")
-    found = estimate(COST, [("all_gather_into_tensor", "tp", "i8[392000000]")], Mesh.parse("tp=2"), a3)
-    assert found is not None
-    assert (found.arithmetic_s, found.memory_s, found.links_s) == pytest.approx((1e-3, 1e-3, 1e-3))
-    assert found.step_s == pytest.approx(2e-3)
-    assert found.as_dict() == {
-        "target": "ascend-a3", "arithmetic_s": found.arithmetic_s, "memory_s": found.memory_s, "links_s": found.links_s,
-        "step_s": found.step_s, "estimate": True,
+    roof = estimate(COST, [("all_gather_into_tensor", "tp", "i8[392000000]")], Mesh.parse("tp=2"), a3)
+    assert roof is not None
+    assert (roof.arithmetic_s, roof.memory_s, roof.links_s) == pytest.approx((1e-3, 1e-3, 1e-3))
+    assert roof.step_s == pytest.approx(2e-3)
+    assert roof.as_dict() == {
+        "target": "ascend-a3", "arithmetic_s": roof.arithmetic_s, "memory_s": roof.memory_s, "links_s": roof.links_s,
+        "step_s": roof.step_s, "estimate": True,
     }  # fmt: skip
     quick = estimate(COST, [], Mesh.parse("tp=2"), a3, quantised=True)
     assert quick is not None

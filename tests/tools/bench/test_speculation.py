@@ -1,4 +1,4 @@
-"""tools/bench/speculation.py: two artifacts that differ in drafts alone, the same text for both, and what the rounds come to."""
+"""tools/bench/speculation.py: two artifacts that differ only in drafts, on the same prompts."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def test_every_round_has_the_next_prompts() -> None:
 
 
 def test_rounds_are_counted_by_each_side() -> None:
-    seen: list[int] = []
+    rounds: list[int] = []
 
     def serve(load: TextLoad) -> Run:
-        seen.append(load.round)
+        rounds.append(load.round)
         return Run(1.0, (), ())
 
-    one, other = (Rounds(TextLoad(1, 4, 8, TEXTS), serve) for _ in range(2))
-    for side in (one, one, other, one, other):
+    first, second = (Rounds(TextLoad(1, 4, 8, TEXTS), serve) for _ in range(2))
+    for side in (first, first, second, first, second):
         side()
-    assert seen == [0, 1, 0, 2, 1]
+    assert rounds == [0, 1, 0, 2, 1]
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path, tiny_artifact: Path) -> None:
@@ -73,7 +73,7 @@ def test_prompts_are_the_lines_of_a_file(tmp_path: Path, tiny_artifact: Path) ->
     (tmp_path / "prompts.txt").write_text("a bc\n\n  \nd\n")
     assert read_prompts(tmp_path / "prompts.txt", codec) == (tuple(codec.encode("a bc")), tuple(codec.encode("d")))
     (tmp_path / "none.txt").write_text("\n \n")
-    with pytest.raises(SpecError, match=r"none\.txt has no prompts; legal is a text file with one a line"):
+    with pytest.raises(SpecError, match=r"none\.txt has no prompts; legal is a text file with one per line"):
         read_prompts(tmp_path / "none.txt", codec)
 
 
@@ -82,8 +82,8 @@ def test_prompts_are_the_lines_of_a_file(tmp_path: Path, tiny_artifact: Path) ->
 
 def test_artifacts_that_differ_in_more_than_drafts_are_refused(drafting: Artifact, plain: Artifact) -> None:
     check(drafting, plain)
-    for pair, said in (((plain, plain), "drafts 0 tokens a step and .* 0"), ((drafting, drafting), "drafts 3 tokens a step and .* 3")):
-        with pytest.raises(SpecError, match=rf"{said}; legal are at least 1, and 0"):
+    for pair, message in (((plain, plain), "drafts 0 tokens a step and .* 0"), ((drafting, drafting), "drafts 3 tokens a step and .* 3")):
+        with pytest.raises(SpecError, match=rf"{message}; legal are at least 1, and 0"):
             check(*pair)
     for field, value in (("dtype", "bf16"), ("backend", "inductor"), ("source_digest", "other")):
         with pytest.raises(SpecError, match=rf"{field} of .* is {value}, of .*; legal are equal ones"):
@@ -99,24 +99,24 @@ def test_a_row_is_taken_round_by_round() -> None:
         WITH: [Run(1.0, same, (), records=(record(4, 3, 1),)), Run(2.0, same, (), records=(record(4, 1, 1),))],
         WITHOUT: [Run(2.0, same, ()), Run(6.0, other, ())],
     }
-    found = row(Load(1, 4, 4), "engine", runs)
-    assert (found["streams"], found["path"], found["equal"]) == (1, "engine", "1 of 2")
-    assert [getattr(found["with_tokens_per_s"], name) for name in ("low", "high")] == [2.0, 4.0]
-    assert [getattr(found["without_tokens_per_s"], name) for name in ("low", "high")] == [4 / 6, 2.0]
-    assert [getattr(found["gain"], name) for name in ("low", "high")] == [2.0, 3.0]
-    assert found["acceptance_length"] == 1 + 6 / 8
-    assert found["acceptance_rates"] == "0.50, 0.25"
+    cells = row(Load(1, 4, 4), "engine", runs)
+    assert (cells["streams"], cells["path"], cells["equal"]) == (1, "engine", "1 of 2")
+    assert [getattr(cells["with_tokens_per_s"], name) for name in ("low", "high")] == [2.0, 4.0]
+    assert [getattr(cells["without_tokens_per_s"], name) for name in ("low", "high")] == [4 / 6, 2.0]
+    assert [getattr(cells["gain"], name) for name in ("low", "high")] == [2.0, 3.0]
+    assert cells["acceptance_length"] == 1 + 6 / 8
+    assert cells["acceptance_rates"] == "0.50, 0.25"
     unseen = row(Load(1, 4, 4), "websocket", {name: [Run(1.0, same, ())] for name in (WITH, WITHOUT)})
     assert not {"acceptance_length", "acceptance_rates"} & set(unseen)
 
 
 def test_both_paths_of_both_artifacts_say_the_same_tokens(drafting: Artifact, plain: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, list[Run]]] = []
-    monkeypatch.setattr(module, "row", lambda load, path, runs: seen.append(runs) or row(load, path, runs))
+    calls: list[dict[str, list[Run]]] = []
+    monkeypatch.setattr(module, "row", lambda load, path, runs: calls.append(runs) or row(load, path, runs))
     texts = tuple(tuple(range(40 + 7 * i, 60 + 7 * i)) for i in range(6))
     table = speculation(drafting, plain, texts, [Load(2, 12, 16)], 2, QUIET)
     assert [(line["streams"], line["path"], line["equal"]) for line in table.rows] == [(2, "engine", "4 of 4"), (2, "websocket", "4 of 4")]
-    engine, websocket = seen
+    engine, websocket = calls
     for name in (WITH, WITHOUT):
         assert [run.token_ids for run in engine[name]] == [run.token_ids for run in websocket[name]]
         # A round of warming comes first, so these are the second and the third pair of prompts.

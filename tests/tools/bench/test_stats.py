@@ -23,9 +23,9 @@ class FakeClock:
 
 @given(st.lists(FINITE, min_size=1))
 def test_a_spread_is_of_all_samples_in_any_order(samples: list[float]) -> None:
-    found = spread(samples)
-    assert found == spread(reversed(samples))
-    assert found == Spread(statistics.median(samples), min(samples), max(samples), len(samples))
+    result = spread(samples)
+    assert result == spread(reversed(samples))
+    assert result == Spread(statistics.median(samples), min(samples), max(samples), len(samples))
 
 
 def test_a_spread_of_nothing_is_refused() -> None:
@@ -37,9 +37,9 @@ def test_a_spread_of_nothing_is_refused() -> None:
 def test_a_ratio_is_taken_within_a_round(rounds: list[tuple[float, float]], times: float) -> None:
     # The machine slows down by any factor from round to round; a contender that always takes `times` as long is found to.
     slow, fast = [a * b * times for a, b in rounds], [a * b for a, b in rounds]
-    found = ratio(slow, fast)
-    assert found.low == pytest.approx(times)
-    assert found.high == pytest.approx(times)
+    result = ratio(slow, fast)
+    assert result.low == pytest.approx(times)
+    assert result.high == pytest.approx(times)
 
 
 def test_a_ratio_needs_both_sides_of_every_round() -> None:
@@ -54,9 +54,9 @@ def test_contenders_take_turns_and_none_is_always_first() -> None:
         order.append(name)
         return len(order)
 
-    found = interleave({"a": lambda: contender("a"), "b": lambda: contender("b"), "c": lambda: contender("c")}, 3, warmup=1)
+    result = interleave({"a": lambda: contender("a"), "b": lambda: contender("b"), "c": lambda: contender("c")}, 3, warmup=1)
     assert "".join(order) == "abccbaabccba"
-    assert found == {"a": [6, 7, 12], "b": [5, 8, 11], "c": [4, 9, 10]}
+    assert result == {"a": [6, 7, 12], "b": [5, 8, 11], "c": [4, 9, 10]}
 
 
 @given(st.lists(FINITE, min_size=3, max_size=9))
@@ -67,6 +67,6 @@ def test_the_first_call_settles_and_the_others_are_timed(durations: list[float])
     def call() -> None:
         clock.now += next(work)
 
-    found = seconds_per_call(call, clock, calls=len(durations) - 1)
-    assert found == pytest.approx(statistics.median(durations[1:]), abs=1e-6)
+    result = seconds_per_call(call, clock, calls=len(durations) - 1)
+    assert result == pytest.approx(statistics.median(durations[1:]), abs=1e-6)
     assert next(work, None) is None

@@ -66,13 +66,13 @@ def test_bytes_grow_by_the_keys_and_values_of_each_token(artifact: Artifact) -> 
     for name in ("decode-b1-q4", "decode-b4-q4", "prefill-b1-q16"):
         entry = entry_of(manifest, name)
         longest = manifest.limits.max_model_len
-        found = [needed_bytes(manifest, entry, context) for context in range(longest)]
+        sizes = [needed_bytes(manifest, entry, context) for context in range(longest)]
         # The whole table is what the graph's own count has; the last token comes into the cache in the step itself.
-        assert found[longest - entry.bucket.q_len] == entry.cost["read_bytes"]
+        assert sizes[longest - entry.bucket.q_len] == entry.cost["read_bytes"]
         # One attention layer with one key head of 16 float32 numbers, keys and values; and one of the draft head, for each draft.
-        assert found[1] - found[0] == entry.bucket.batch * (1 + 3) * 2 * 16 * 4
-        assert found == sorted(found)
-        assert found[0] > 0
+        assert sizes[1] - sizes[0] == entry.bucket.batch * (1 + 3) * 2 * 16 * 4
+        assert sizes == sorted(sizes)
+        assert sizes[0] > 0
 
 
 def test_without_drafts_no_draft_head_is_read(plain: Artifact) -> None:
@@ -104,10 +104,10 @@ def test_rows_are_live_and_share_nothing(artifact: Artifact, context: int) -> No
     assert len(pages) == len(set(pages)) == 4 * -(-min(64, context + 7) // manifest.limits.page_size)
     assert len(set(inputs["state_slots_out"].flatten().tolist()) - {0}) == 16
     pools = dict(zip((leaf.name for leaf in manifest.state), operands[len(manifest.params) : -len(entry.inputs)], strict=True))
-    held = pools.pop("state.request_slots")[inputs["request_slots"].long()]
+    slots = pools.pop("state.request_slots")[inputs["request_slots"].long()]
     assert len(set(inputs["request_slots"].tolist()) - {0}) == 4
-    assert (held[:, request_slots.START].tolist(), held[:, request_slots.ACCEPTED].tolist()) == ([context] * 4, [0] * 4)
-    assert len(set(held[:, request_slots.TOKENS :].flatten().tolist())) > 8
+    assert (slots[:, request_slots.START].tolist(), slots[:, request_slots.ACCEPTED].tolist()) == ([context] * 4, [0] * 4)
+    assert len(set(slots[:, request_slots.TOKENS :].flatten().tolist())) > 8
     assert all(bool(torch.count_nonzero(pool) > 0.9 * pool.numel()) for pool in pools.values())
     outputs = open_executable(artifact.path / entry.reference, "eager")(operands)
     counts = dict(zip((leaf.name for leaf in entry.outputs), outputs, strict=True))["outputs.counts"]
@@ -121,11 +121,11 @@ def test_fewer_rows_where_the_artifact_has_not_the_slots(artifact: Artifact) -> 
 
 
 def test_a_prepared_case_runs(artifact: Artifact, plain: Artifact) -> None:
-    for one in (artifact, plain):
-        weights = one.load_weights()
-        params = [weights[leaf.name] for leaf in one.manifest.params]
-        for entry in one.manifest.graphs:
-            case = prepare(one, params, entry, 5)
+    for opened in (artifact, plain):
+        weights = opened.load_weights()
+        params = [weights[leaf.name] for leaf in opened.manifest.params]
+        for entry in opened.manifest.graphs:
+            case = prepare(opened, params, entry, 5)
             assert list(case.executables) == ["eager"]
             outputs = dict(zip((leaf.name for leaf in entry.outputs), case.executables["eager"](case.operands), strict=True))
             assert torch.isfinite(outputs["outputs.logits"]).all()
@@ -134,20 +134,20 @@ def test_a_prepared_case_runs(artifact: Artifact, plain: Artifact) -> None:
 def test_every_step_starts_where_the_first_one_did(artifact: Artifact) -> None:
     weights = artifact.load_weights()
     entry = entry_of(artifact.manifest, "decode-b2-q4")
-    made = prepare(artifact, [weights[leaf.name] for leaf in artifact.manifest.params], entry, 5)
-    assert made.request_slots is not None
-    pool, first = made.request_slots
-    assert any(operand is pool for operand in made.operands)
-    eager, found = made.executables["eager"], []
+    prepared = prepare(artifact, [weights[leaf.name] for leaf in artifact.manifest.params], entry, 5)
+    assert prepared.request_slots is not None
+    pool, first = prepared.request_slots
+    assert any(operand is pool for operand in prepared.operands)
+    eager, outputs = prepared.executables["eager"], []
 
     def noted(operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found.append(pool.clone())
+        outputs.append(pool.clone())
         return eager(operands)
 
     clock = FakeClock()
-    step.time_case(replace(made, executables={"eager": noted, "compiled": noted}), 2, clock)  # type: ignore[dict-item]
-    assert len(found) >= 2 * 2
-    assert all(torch.equal(one, first) for one in found)
+    step.time_case(replace(prepared, executables={"eager": noted, "compiled": noted}), 2, clock)  # type: ignore[dict-item]
+    assert len(outputs) >= 2 * 2
+    assert all(torch.equal(output, first) for output in outputs)
     assert not torch.equal(pool, first), "a step leaves another start"
 
 
@@ -185,8 +185,8 @@ def test_samples_are_medians_of_steps_in_a_row(artifact: Artifact, monkeypatch: 
     monkeypatch.setattr(step, "STEPS", 3)
     clock = FakeClock()
     durations = iter([9.0, 1.0, 2.0, 8.0] * 3)
-    found = step.time_case(case(artifact, {"eager": lambda _: clock.work(next(durations))}), 2, clock)
-    assert found == {"eager": [2.0, 2.0]}
+    seconds = step.time_case(case(artifact, {"eager": lambda _: clock.work(next(durations))}), 2, clock)
+    assert seconds == {"eager": [2.0, 2.0]}
     assert next(durations, None) is None
 
 

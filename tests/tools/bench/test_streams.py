@@ -90,9 +90,9 @@ def test_a_second_run_counts_its_own_steps_only() -> None:
     steps = Steps()
     runs = [through_engine(steps, steps.calls, Load(1, 10, 4), steps.clock) for _ in range(2)]
     assert [len(run.steps) for run in runs] == [3, 3]
-    found = row(Load(1, 10, 4), "engine", runs)
-    assert [found[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
-    assert found["acceptance_length"] is None
+    cells = row(Load(1, 10, 4), "engine", runs)
+    assert [cells[key].median for key in ("step_ms", "executable_ms", "host_ms")] == [8e3, 5e3, 3e3]  # type: ignore[union-attr]
+    assert cells["acceptance_length"] is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -132,10 +132,10 @@ def test_a_load_beyond_the_context_is_refused(load: Load) -> None:
 
 
 def test_both_paths_give_what_generate_gives(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, list[Run]] = {}
+    results: dict[str, list[Run]] = {}
 
     def noted(load: Load, path: str, runs: list[Run]) -> Any:
-        seen[path] = runs
+        results[path] = runs
         return row(load, path, runs)
 
     monkeypatch.setattr(bench_streams, "row", noted)
@@ -143,7 +143,7 @@ def test_both_paths_give_what_generate_gives(tiny_artifact: Path, monkeypatch: p
     table = streams(artifact, [load], 1, QUIET)
     executor = TimedExecutor(artifact)
     expected = tuple(done.token_ids for done in complete(executor, load.prompts(executor.vocab_size), Sampling(), 8, frozenset()))
-    assert [run.token_ids for runs in seen.values() for run in runs] == [expected] * 2
+    assert [run.token_ids for runs in results.values() for run in runs] == [expected] * 2
     assert len(executor.calls) == len([kind for kind, seconds in executor.calls if seconds > 0])
     assert [(line["streams"], line["path"]) for line in table.rows] == [(3, "engine"), (3, "websocket")]
     assert "6 prompt tokens and 8 generated" in as_text(table)

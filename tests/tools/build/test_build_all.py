@@ -1,4 +1,4 @@
-"""tools/build/build_all.py: one artifact, or one for each side of a deployment; each plan is said before it is built."""
+"""tools/build/build_all.py: one artifact per plan, two for a disaggregated deployment, and the summary that is printed first."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     """What the device builder is asked for; it builds nothing."""
-    asked: list[tuple[Any, Path]] = []
+    calls: list[tuple[Any, Path]] = []
 
     def build(plan: Any, out: Path, cache: Path, progress: Any, *, jobs: int, nice: int) -> BuildReport:
-        asked.append((plan, out))
+        calls.append((plan, out))
         return BuildReport(out, 0.0, 0.0, {}, ())
 
     monkeypatch.setattr(build_all, "build", build)
-    return asked
+    return calls
 
 
 def test_a_split_deployment_is_two_artifacts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
@@ -47,9 +47,9 @@ def test_one_side_goes_where_both_would_put_it(built: list[tuple[Any, Path]], tm
 
 def test_both_sides_are_decided_before_one_is_built(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
     # Of the two only the decoding side has rows to fill.
-    asked = {"deployment": SPLIT, "buckets": (64,), "max_num_seqs": 32}
+    options = {"deployment": SPLIT, "buckets": (64,), "max_num_seqs": 32}
     with pytest.raises(SpecError, match="max_num_seqs is 32 and the largest bucket has 64 rows"):
-        build_all.build_all("qwen3.5-397b", asked, None, tmp_path, tmp_path, 1, 0)
+        build_all.build_all("qwen3.5-397b", options, None, tmp_path, tmp_path, 1, 0)
     assert built == []
 
 
@@ -62,9 +62,9 @@ def test_a_preset_goes_to_its_default_deployment(built: list[tuple[Any, Path]], 
 
 def test_lines_say_mesh_scheme_and_drafts(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
     build_all.build_all("qwen3.5-397b", {"buckets": tuple(range(2, 66, 2))}, None, tmp_path, tmp_path, 1, 0)
-    said = "\n".join(build_all.plan_lines(built[0][0]))
+    text = "\n".join(build_all.plan_lines(built[0][0]))
     for part in ("mesh dp=8,tp=2 (16 ranks)", "quantization w4a8, 3 drafts", "decode of 2,4,...,64 requests", "in each of 8 groups"):
-        assert part in said
+        assert part in text
 
 
 def test_a_phase_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""tools/build/cache.py: a finished bucket is kept whole, comes back equal, and comes back only unharmed."""
+"""tools/build/cache.py: a stored bucket comes back equal, or not at all if it is damaged."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def writer(tmp_path):
 
 def test_a_bucket_comes_back_with_its_files(unfinished, writer):
     unfinished.keep(ENTRY, STAGES, GRAPH)
-    found = unfinished.take(ENTRY.stamp, writer, "ge")
-    assert replace(found, stages=ENTRY.stages, compiled=ENTRY.compiled) == ENTRY
-    assert (writer.root / found.stages).read_bytes() == STAGES
-    assert (writer.root / found.compiled.file).read_bytes() == GRAPH
-    assert found.compiled.file.endswith(".ge")
-    assert {found.stages, found.compiled.file} == set(writer.files)
+    entry = unfinished.take(ENTRY.stamp, writer, "ge")
+    assert replace(entry, stages=ENTRY.stages, compiled=ENTRY.compiled) == ENTRY
+    assert (writer.root / entry.stages).read_bytes() == STAGES
+    assert (writer.root / entry.compiled.file).read_bytes() == GRAPH
+    assert entry.compiled.file.endswith(".ge")
+    assert {entry.stages, entry.compiled.file} == set(writer.files)
 
 
 def test_a_bucket_that_nothing_was_compiled_of_has_no_graph(unfinished, writer):
     unfinished.keep(replace(ENTRY, compiled=None), STAGES, b"")
-    found = unfinished.take(ENTRY.stamp, writer, "none")
-    assert found.compiled is None
-    assert list(writer.files) == [found.stages]
+    entry = unfinished.take(ENTRY.stamp, writer, "none")
+    assert entry.compiled is None
+    assert list(writer.files) == [entry.stages]
 
 
 def test_another_stamp_is_another_bucket(unfinished, writer):

@@ -1,4 +1,4 @@
-"""tools/build/choices.py: the command line offers the dtypes, targets and schemes that there are."""
+"""tools/build/choices.py: the constants of the command line equal what they stand for."""
 
 from __future__ import annotations
 

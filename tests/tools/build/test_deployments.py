@@ -1,4 +1,4 @@
-"""tools/build/deployments.py: the table of published deployments and the sizes a build takes from it."""
+"""tools/build/deployments.py: the table of published deployments, and the sizes a build takes from it."""
 
 from __future__ import annotations
 

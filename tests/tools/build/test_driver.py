@@ -1,4 +1,4 @@
-"""tools/build/driver.py: what a build leaves behind when it is refused, what it does again, what it does not do again."""
+"""tools/build/driver.py: builds for this machine: refused, repeated, interrupted and damaged ones."""
 
 from __future__ import annotations
 
@@ -170,21 +170,21 @@ def test_drafts_come_with_the_draft_heads_weights_and_without_them_all_is_compil
 
 
 def test_another_compiler_compiles_all_again(tmp_path, tiny_checkpoint, stub):
-    made = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
-    tiny.built(made, tmp_path / "out")
+    plan = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    tiny.built(plan, tmp_path / "out")
     stub.compiled.clear()
     stub.version = 2
-    assert sorted(tiny.built(made, tmp_path / "out").compiled) == sorted(stub.compiled) == BUCKETS
+    assert sorted(tiny.built(plan, tmp_path / "out").compiled) == sorted(stub.compiled) == BUCKETS
 
 
 def test_new_weights_are_proved_with_what_was_compiled(tmp_path, model, stub):
     out = tmp_path / "out"
-    made = tiny.planned(model, backend="stub", **SMALL)
-    tiny.built(made, out)
+    plan = tiny.planned(model, backend="stub", **SMALL)
+    tiny.built(plan, out)
     before = Artifact.open(out).manifest
     stub.compiled.clear()
     tiny.write_checkpoint(model, seed=1)
-    report = tiny.built(made, out)
+    report = tiny.built(plan, out)
     after = Artifact.open(out).manifest
     assert stub.compiled == []
     assert sorted(report.reused) == BUCKETS
@@ -197,12 +197,12 @@ def test_new_weights_are_proved_with_what_was_compiled(tmp_path, model, stub):
 
 def test_new_weights_that_an_executable_gets_wrong_are_served_uncompiled(tmp_path, model, stub):
     out = tmp_path / "out"
-    made = tiny.planned(model, backend="stub", **SMALL)
-    tiny.built(made, out)
+    plan = tiny.planned(model, backend="stub", **SMALL)
+    tiny.built(plan, out)
     tiny.write_checkpoint(model, seed=1)
     stub.error = 1.0
     with pytest.raises(VerifyError, match=r"prefill-b1-q4 \(stub\) against the eager graph: logits differ by"):
-        tiny.built(made, out)
+        tiny.built(plan, out)
     artifact = Artifact.open(out)
     assert {entry.backend for entry in artifact.manifest.graphs} == {"eager"}
     assert torch.equal(artifact.load_weights()["params.norm"], load_file(model / "model.safetensors")["model.norm.weight"])
@@ -219,47 +219,47 @@ def test_an_executable_that_disagrees_is_not_published(tmp_path, tiny_checkpoint
 
 def test_a_build_that_fails_half_way_goes_on_where_it_was(tmp_path, tiny_checkpoint, stub):
     out = tmp_path / "out"
-    made = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    plan = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
     stub.refuses = "prefill-b1"
     with pytest.raises(LoweringError, match="does not like prefill-b1-q4"):
-        tiny.built(made, out)
+        tiny.built(plan, out)
     assert {entry.bucket.name: entry.backend for entry in Artifact.open(out).manifest.graphs} == {
         "prefill-b1-q4": "eager", "decode-b1-q4": "stub", "decode-b2-q4": "stub",
     }  # fmt: skip
     stub.refuses = None
     stub.compiled.clear()
-    assert sorted(tiny.built(made, out).reused) == ["decode-b1-q4", "decode-b2-q4"]
+    assert sorted(tiny.built(plan, out).reused) == ["decode-b1-q4", "decode-b2-q4"]
     assert stub.compiled == ["prefill-b1-q4"]
 
 
 def test_a_damaged_executable_is_compiled_again(tmp_path, tiny_checkpoint, stub):
     out = tmp_path / "out"
-    made = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
-    tiny.built(made, out)
+    plan = tiny.planned(tiny_checkpoint, backend="stub", **SMALL)
+    tiny.built(plan, out)
     damaged = next(entry for entry in Artifact.open(out).manifest.graphs if entry.bucket.name == "decode-b2-q4")
     tiny.tampered(out / damaged.compiled.file)
     stub.compiled.clear()
-    tiny.built(made, out)
+    tiny.built(plan, out)
     assert stub.compiled == ["decode-b2-q4"]
     Artifact.open(out)
 
 
 def test_damaged_weights_and_graphs_are_written_again(tmp_path, tiny_checkpoint):
     out = tmp_path / "out"
-    made = tiny.planned(tiny_checkpoint, **SMALL)
-    tiny.built(made, out)
+    plan = tiny.planned(tiny_checkpoint, **SMALL)
+    tiny.built(plan, out)
     before = tiny.contents(out)
     for name in before:
         tiny.tampered(out / name)
-    tiny.built(made, out)
+    tiny.built(plan, out)
     assert tiny.contents(out) == before
 
 
 def test_an_uncompiled_artifact_is_the_same_bytes_wherever_and_whenever_it_is_built(tmp_path, tiny_checkpoint):
     """Traced twice, in two processes that order their sets differently."""
-    made = tiny.planned(tiny_checkpoint, **SMALL)
-    tiny.built(made, tmp_path / "here", fresh=True)
-    arguments = [*made.arguments, "--out", str(tmp_path / "there" / "out")]
+    plan = tiny.planned(tiny_checkpoint, **SMALL)
+    tiny.built(plan, tmp_path / "here", fresh=True)
+    arguments = [*plan.arguments, "--out", str(tmp_path / "there" / "out")]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "NPUCOMPILE_HOME": str(tmp_path / "home")}
     ran = subprocess.run(
         [sys.executable, "-m", "npucompile.tools.cli", "build", *arguments], env=environment, capture_output=True, text=True, check=False
@@ -274,18 +274,18 @@ def test_an_uncompiled_artifact_is_the_same_bytes_wherever_and_whenever_it_is_bu
 def test_a_report_of_sizes_needs_no_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "PRESETS", {"only-sizes": tiny.CONFIG})
     out = tmp_path / "out"
-    made = tiny.planned("only-sizes", backend="null", **SMALL)
-    tiny.built(made, out)
+    plan = tiny.planned("only-sizes", backend="null", **SMALL)
+    tiny.built(plan, out)
     artifact = Artifact.open(out)
     assert artifact.manifest.weights is None
     assert artifact.manifest.tokenizer is None
-    assert {entry.memory["params_bytes"] for entry in artifact.manifest.graphs} == {made.params_bytes}
+    assert {entry.memory["params_bytes"] for entry in artifact.manifest.graphs} == {plan.params_bytes}
     with pytest.raises(ArtifactError, match="built without weights"):
         artifact.load_weights()
 
 
 def test_progress_says_when_it_can_serve_and_how_well_it_is_proved(tmp_path, tiny_checkpoint, stub):
-    said = io.StringIO()
-    tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out", progress=Progress(said))
-    assert re.search(r"out can serve \(\d+\.\d s\); compiling 3 of 3 buckets", said.getvalue())
-    assert re.search(r"compile and verify \(stub\) 3/3 prefill-b1-q4 \d+\.\d s, logits within \d", said.getvalue())
+    output = io.StringIO()
+    tiny.built(tiny.planned(tiny_checkpoint, backend="stub", **SMALL), tmp_path / "out", progress=Progress(output))
+    assert re.search(r"out can serve \(\d+\.\d s\); compiling 3 of 3 buckets", output.getvalue())
+    assert re.search(r"compile and verify \(stub\) 3/3 prefill-b1-q4 \d+\.\d s, logits within \d", output.getvalue())

@@ -1,4 +1,4 @@
-"""tools/build/driver.py, for NPUs: what an artifact holds, and what is built again and what is not."""
+"""tools/build/driver.py, for NPUs: builds for NPUs: the content of an artifact, and what is built again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def made(model):
+def plan(model):
     return tiny.planned_device(model)
 
 
@@ -44,20 +44,20 @@ def lowered(monkeypatch):
     return names
 
 
-def stamp_of(made, bucket):
-    return stamp.bucket_stamp(*driver.facts(made, bucket))
+def stamp_of(plan, bucket):
+    return stamp.bucket_stamp(*driver.facts(plan, bucket))
 
 
 @pytest.fixture
 def build(tmp_path):
-    def built(made, name="out", jobs=1):
-        return driver.build(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+    def built(plan, name="out", jobs=1):
+        return driver.build(plan, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
 
     return built
 
 
-def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, lowered, build, tmp_path):
-    report = build(made)
+def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(plan, lowered, build, tmp_path):
+    report = build(plan)
     assert lowered == ORDER
     assert (sorted(report.compiled), report.reused, report.path) == (sorted(NAMES), (), tmp_path / "out")
     artifact = Artifact.open(tmp_path / "out")
@@ -65,7 +65,7 @@ def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, low
     assert (manifest.target, manifest.mesh, manifest.quantization, manifest.deployment) == ("ascend-a3", "dp=2,tp=2", "none", "")
     assert (manifest.weights, manifest.tokenizer, manifest.references) == (None, None, ())
     assert manifest.rules["experts"] == ("dp", "tp")
-    assert manifest.build_arguments == made.arguments
+    assert manifest.build_arguments == plan.arguments
     assert differences(manifest.toolchain) == []
     assert manifest.toolchain["torch_npu"]
     assert [entry.bucket.name for entry in manifest.graphs] == NAMES
@@ -83,15 +83,15 @@ def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(made, low
     assert set(manifest.files) | {MANIFEST} == {str(f.relative_to(artifact.path)) for f in artifact.path.rglob("*") if f.is_file()}
 
 
-def test_it_carries_the_plan_of_a_ranks_memory(made, lowered, build, tmp_path):
-    build(made)
+def test_it_carries_the_plan_of_a_ranks_memory(plan, lowered, build, tmp_path):
+    build(plan)
     manifest = Artifact.open(tmp_path / "out").manifest
     planned = MemoryPlan.from_dict(manifest.memory)
     parts = {part.name: part.nbytes for part in planned.parts}
     weights = parts["expert weights"] + parts["other weights"] + parts["draft head"]
-    assert weights == made.params_bytes == manifest.graphs[0].memory["params_bytes"]
-    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == made.state_bytes == manifest.graphs[0].memory["state_bytes"]
-    head = sum(memory.local_bytes(leaf.aval, made.mesh, made.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
+    assert weights == plan.params_bytes == manifest.graphs[0].memory["params_bytes"]
+    assert parts["KV pages"] + parts["state slots"] + parts["request slots"] == plan.state_bytes == manifest.graphs[0].memory["state_bytes"]
+    head = sum(memory.local_bytes(leaf.aval, plan.mesh, plan.rules()) for leaf in manifest.params if leaf.name.startswith("params.mtp."))
     assert parts["draft head"] == head > 0
     assert parts["activations"] == max(entry.memory["peak_bytes"] for entry in manifest.graphs)
     assert parts["inputs"] == max(sum(leaf.aval.nbytes for leaf in (*e.inputs, *e.outputs)) for e in manifest.graphs)
@@ -100,11 +100,11 @@ def test_it_carries_the_plan_of_a_ranks_memory(made, lowered, build, tmp_path):
     assert planned.as_dict() == manifest.memory
 
 
-def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(made, lowered, build, tmp_path):
-    build(made)
+def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(plan, lowered, build, tmp_path):
+    build(plan)
     before = tiny.contents(tmp_path / "out")
     lowered.clear()
-    report = build(made)
+    report = build(plan)
     assert lowered == []
     assert (report.compiled, list(report.reused)) == ({}, NAMES)
     assert tiny.contents(tmp_path / "out") == before
@@ -112,8 +112,8 @@ def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(made, lo
     assert [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith("build-")] == []
 
 
-def test_one_bucket_more_is_one_lowered_and_one_less_is_none(model, made, lowered, build, tmp_path):
-    build(made)
+def test_one_bucket_more_is_one_lowered_and_one_less_is_none(model, plan, lowered, build, tmp_path):
+    build(plan)
     lowered.clear()
     more = tiny.planned_device(model, buckets=(2, 3, 4))
     report = build(more)
@@ -127,7 +127,7 @@ def test_one_bucket_more_is_one_lowered_and_one_less_is_none(model, made, lowere
     assert set(tiny.contents(artifact.path)) == {*artifact.manifest.files, MANIFEST}
 
 
-def test_it_is_the_same_bytes_in_another_process_and_another_place(model, made, lowered, build, tmp_path, monkeypatch):
+def test_it_is_the_same_bytes_in_another_process_and_another_place(model, plan, lowered, build, tmp_path, monkeypatch):
     """Processes of a pool of two, which order their sets otherwise, against this one."""
     small = tiny.planned_device(model, prefill=(4,), buckets=(2,))
     build(small)
@@ -153,46 +153,46 @@ def test_it_is_the_same_bytes_in_another_process_and_another_place(model, made, 
         ({"prefill": (4, 8)}, False),
     ],
 )
-def test_the_key_of_a_bucket_is_all_that_decides_it(model, made, changes, again):
+def test_the_key_of_a_bucket_is_all_that_decides_it(model, plan, changes, again):
     changed = tiny.planned_device(model, **changes)
-    one, other = made.buckets[-1], changed.buckets[-1]
-    assert (stamp_of(changed, other) != stamp_of(made, one)) == again
-    assert stamp_of(made, made.buckets[1]) != stamp_of(made, one)
+    last, changed_bucket = plan.buckets[-1], changed.buckets[-1]
+    assert (stamp_of(changed, changed_bucket) != stamp_of(plan, last)) == again
+    assert stamp_of(plan, plan.buckets[1]) != stamp_of(plan, last)
 
 
-def test_the_key_tells_models_sources_and_toolchains_apart(made, tmp_path, monkeypatch):
-    bucket = made.buckets[-1]
+def test_the_key_tells_models_sources_and_toolchains_apart(plan, tmp_path, monkeypatch):
+    bucket = plan.buckets[-1]
     other = tiny.planned_device(tiny.write_checkpoint(tmp_path / "npu", **{**tiny.NPU_SIZES, "rms_norm_eps": 1e-5}))
-    keys = {stamp_of(made, bucket), stamp_of(other, bucket)}
+    keys = {stamp_of(plan, bucket), stamp_of(other, bucket)}
     with monkeypatch.context() as patched:
         patched.setattr(stamp, "source_digest", lambda: "other sources")
-        keys.add(stamp_of(made, bucket))
+        keys.add(stamp_of(plan, bucket))
     with monkeypatch.context() as patched:
         patched.setattr(driver, "toolchain", lambda: {"torch": "9"})
-        keys.add(stamp_of(made, bucket))
+        keys.add(stamp_of(plan, bucket))
     assert len(keys) == 4
 
 
-def test_what_another_plan_made_is_lowered_again(made, lowered, build, tmp_path):
-    build(made)
+def test_what_another_plan_made_is_lowered_again(plan, lowered, build, tmp_path):
+    build(plan)
     before = tiny.contents(tmp_path / "out")
     tiny.published(
         tmp_path / "out", lambda manifest, _: replace(manifest, graphs=(replace(manifest.graphs[0], stamp="other"), *manifest.graphs[1:]))
     )
     lowered.clear()
-    build(made)
+    build(plan)
     assert lowered == NAMES[:1]
     assert tiny.contents(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("folder", ["graphs", "stages"])
-def test_a_harmed_file_is_made_again(made, lowered, build, tmp_path, folder):
-    build(made)
+def test_a_harmed_file_is_made_again(plan, lowered, build, tmp_path, folder):
+    build(plan)
     before = tiny.contents(tmp_path / "out")
     entry = next(e for e in Artifact.open(tmp_path / "out").manifest.graphs if e.bucket.name == "decode-b4-q2")
     tiny.tampered(tmp_path / "out" / (entry.compiled.file if folder == "graphs" else entry.stages))
     lowered.clear()
-    build(made)
+    build(plan)
     assert lowered == ["decode-b4-q2"]
     assert tiny.contents(tmp_path / "out") == before
 
@@ -202,58 +202,58 @@ def interrupted(monkeypatch, after):
     real = driver.run_all
 
     def run_all(jobs, workers):
-        for number, done in enumerate(real(jobs, workers)):
+        for number, compiled in enumerate(real(jobs, workers)):
             if number == after:
                 raise KeyboardInterrupt
-            yield done
+            yield compiled
 
     monkeypatch.setattr(driver, "run_all", run_all)
 
 
-def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(made, lowered, build, tmp_path, monkeypatch):
+def test_an_interrupted_build_leaves_nothing_and_goes_on_where_it_was(plan, lowered, build, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         interrupted(patched, after=2)
         with pytest.raises(KeyboardInterrupt):
-            build(made)
+            build(plan)
     assert not (tmp_path / "out").exists()
     assert len(list((tmp_path / "cache" / "unfinished").iterdir())) == 2
     lowered.clear()
-    report = build(made)
+    report = build(plan)
     assert lowered == ORDER[2:]
     assert sorted(report.reused) == sorted(ORDER[:2])
     assert list((tmp_path / "cache" / "unfinished").iterdir()) == []
     monkeypatch.undo()
     monkeypatch.setattr(pool, "run", tiny.compile_once)
-    build(made, "whole")
+    build(plan, "whole")
     assert tiny.contents(tmp_path / "whole") == tiny.contents(tmp_path / "out")
 
 
-def test_an_interrupted_build_goes_on_with_an_executable_of_the_previous_artifact(made, lowered, build, tmp_path, monkeypatch):
-    build(made)
+def test_an_interrupted_build_goes_on_with_an_executable_of_the_previous_artifact(plan, lowered, build, tmp_path, monkeypatch):
+    build(plan)
     graphs = [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs]
     monkeypatch.setattr(stamp, "source_digest", lambda: "other sources")
     with monkeypatch.context() as patched:
         interrupted(patched, after=1)
         with pytest.raises(KeyboardInterrupt):
-            build(made)
-    build(made)
+            build(plan)
+    build(plan)
     assert [entry.compiled for entry in Artifact.open(tmp_path / "out").manifest.graphs] == graphs
 
 
-def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(made, lowered, build, tmp_path, monkeypatch):
+def test_what_is_left_of_an_unfinished_build_is_not_trusted_when_harmed(plan, lowered, build, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         interrupted(patched, after=1)
         with pytest.raises(KeyboardInterrupt):
-            build(made)
-    (kept,) = (tmp_path / "cache" / "unfinished").iterdir()
-    tiny.tampered(kept)
+            build(plan)
+    (stored,) = (tmp_path / "cache" / "unfinished").iterdir()
+    tiny.tampered(stored)
     lowered.clear()
-    build(made)
+    build(plan)
     assert lowered == ORDER
 
 
-def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_path, monkeypatch):
-    build(made)
+def test_a_refused_build_leaves_what_was_there(model, plan, lowered, build, tmp_path, monkeypatch):
+    build(plan)
     before = tiny.contents(tmp_path / "out")
 
     def refuse(job):
@@ -268,22 +268,22 @@ def test_a_refused_build_leaves_what_was_there(model, made, lowered, build, tmp_
     assert tiny.contents(tmp_path / "out") == before
 
 
-def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(made, lowered, build, tmp_path, monkeypatch):
+def test_a_graph_whose_ranks_would_wait_for_ever_is_refused(plan, lowered, build, tmp_path, monkeypatch):
     def run(job):
         result = tiny.compile_once(job)
         return replace(result, staged=replace(result.staged, collectives=(("all_reduce", "ep", "bf16[4]"),)))
 
     monkeypatch.setattr(pool, "run", run)
     with pytest.raises(LoweringError, match=r"collectives are over the groups ep; mesh dp=2,tp=2 has"):
-        build(made)
+        build(plan)
     assert not (tmp_path / "out").exists()
 
 
 def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "run", tiny.compile_once)
-    made = tiny.planned_device(model, backend="null")
-    build(made)
+    plan = tiny.planned_device(model, backend="null")
+    build(plan)
     manifest = Artifact.open(tmp_path / "out").manifest
     assert {entry.compiled for entry in manifest.graphs} == {None}
     assert {name.partition("/")[0] for name in manifest.files} == {"stages"}
-    assert list(build(made).reused) == NAMES
+    assert list(build(plan).reused) == NAMES

@@ -1,4 +1,4 @@
-"""tools/build/instance.py: a deployment's choices, what wins over them, and what is for this machine."""
+"""tools/build/instance.py: deployments, the options that override them, and builds for this machine."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ NOTHING = {"deployment": None, "phase": None, "target_name": None, "mesh": None,
 NOTHING |= {"backend": None, "has_draft_head": True}
 
 
-def decided(model=BIG, **asked):
-    return resolve(model, **{**NOTHING, **asked})
+def decided(model=BIG, **options):
+    return resolve(model, **{**NOTHING, **options})
 
 
 def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
-    made = decided()
-    assert made == decided(deployment=PUBLISHED)
-    assert (made.deployment, made.phase, made.target.name, str(made.mesh)) == (PUBLISHED, "mixed", "ascend-a3", "dp=8,tp=2")
-    assert (made.quantization, made.drafts) == ("w4a8", 3)
-    assert made.buckets == deployments.deployment(PUBLISHED).phase().buckets
-    assert made.prefill == (3584,)
+    instance = decided()
+    assert instance == decided(deployment=PUBLISHED)
+    assert (instance.deployment, instance.phase, instance.target.name, str(instance.mesh)) == (PUBLISHED, "mixed", "ascend-a3", "dp=8,tp=2")
+    assert (instance.quantization, instance.drafts) == ("w4a8", 3)
+    assert instance.buckets == deployments.deployment(PUBLISHED).phase().buckets
+    assert instance.prefill == (3584,)
     assert decided("qwen3.5-tiny").target.name == "cpu"
     assert str(decided("qwen3.5-tiny", mesh="dp=2").mesh) == "dp=2"
 
 
 @pytest.mark.parametrize(
-    "asked", [{"target_name": "cpu"}, {"mesh": "dp=2"}, {"target_name": "cpu", "mesh": "dp=2,tp=2"}, {"backend": "null"}]
+    "options", [{"target_name": "cpu"}, {"mesh": "dp=2"}, {"target_name": "cpu", "mesh": "dp=2,tp=2"}, {"backend": "null"}]
 )
-def test_who_says_another_place_does_not_get_the_default(asked):
-    made = decided(**asked)
-    assert (made.target.name, made.deployment, made.limits) == ("cpu", "", None)
+def test_who_says_another_place_does_not_get_the_default(options):
+    instance = decided(**options)
+    assert (instance.target.name, instance.deployment, instance.limits) == ("cpu", "", None)
 
 
 def test_what_is_said_beside_a_row_wins():
-    made = decided(deployment=PUBLISHED, mesh="dp=4,tp=4", quantization="w8a8", drafts=1)
-    assert (str(made.mesh), made.quantization, made.drafts, made.deployment) == ("dp=4,tp=4", "w8a8", 1, PUBLISHED)
-    assert (made.limits.slots_per_request, made.limits.drafts) == (2, 1)
+    instance = decided(deployment=PUBLISHED, mesh="dp=4,tp=4", quantization="w8a8", drafts=1)
+    assert (str(instance.mesh), instance.quantization, instance.drafts, instance.deployment) == ("dp=4,tp=4", "w8a8", 1, PUBLISHED)
+    assert (instance.limits.slots_per_request, instance.limits.drafts) == (2, 1)
     none = decided(deployment=PUBLISHED, drafts=0)
     assert (none.drafts, none.limits.slots_per_request, none.limits.drafts) == (0, 1, 0)
     assert decided(deployment=PUBLISHED, target_name="ascend-a2").target.name == "ascend-a2"
@@ -59,24 +59,24 @@ def test_sides_of_a_deployment_prefill_or_decode():
 
 
 def test_a_target_alone_has_one_rank_and_no_sizes():
-    made = decided("any", target_name="ascend-a3")
-    assert (made.mesh, made.quantization, made.drafts) == (Mesh(), "none", DEFAULT_DRAFTS)
-    assert (made.limits, made.buckets, made.prefill, made.deployment) == (None, None, None, "")
+    instance = decided("any", target_name="ascend-a3")
+    assert (instance.mesh, instance.quantization, instance.drafts) == (Mesh(), "none", DEFAULT_DRAFTS)
+    assert (instance.limits, instance.buckets, instance.prefill, instance.deployment) == (None, None, None, "")
     assert decided("any", target_name="ascend-a3", has_draft_head=False).drafts == 0
     assert decided("any", target_name="ascend-a3", drafts=0).drafts == 0
 
 
 def test_a_model_without_a_draft_head_drafts_nothing():
     for place in ({"target_name": "ascend-a3"}, {"deployment": PUBLISHED}):
-        made = decided(**place, has_draft_head=False)
-        assert made.drafts == decided(**place, has_draft_head=False, drafts=0).drafts == 0
-        assert made.limits is None or (made.limits.drafts, made.limits.slots_per_request) == (0, 1)
+        instance = decided(**place, has_draft_head=False)
+        assert instance.drafts == decided(**place, has_draft_head=False, drafts=0).drafts == 0
+        assert instance.limits is None or (instance.limits.drafts, instance.limits.slots_per_request) == (0, 1)
         with pytest.raises(SpecError, match=rf"--speculative-tokens 2: {BIG} has no draft head .*; legal is 0"):
             decided(**place, has_draft_head=False, drafts=2)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"deployment": "nothing-like-it"}, r"deployment 'nothing-like-it' is not known; .*lists all"),
         ({"deployment": DENSE}, rf"is of qwen3-32b, the model is {BIG}"),
@@ -90,9 +90,9 @@ def test_a_model_without_a_draft_head_drafts_nothing():
         ({"drafts": -1}, r"speculative tokens is -1; legal are 0 to 7"),
     ],
 )
-def test_refusals_name_what_is_legal(asked, message):
+def test_refusals_name_what_is_legal(options, message):
     with pytest.raises(SpecError, match=message):
-        decided(**asked)
+        decided(**options)
 
 
 def test_phases_are_the_artifacts_a_deployment_needs():

@@ -1,4 +1,4 @@
-"""tools/build/memory.py: what a rank holds, to the byte, and what fits when it does not."""
+"""tools/build/memory.py: the memory of a rank to the byte, and the largest settings that fit."""
 
 from __future__ import annotations
 
@@ -83,24 +83,24 @@ def test_qwen_397b_on_an_a3_node_adds_up():
     groups = communicators(MESH, dispatch_bytes=window)
     groups = {"communicators": groups, "draft": "params.mtp."}
     plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=1 * GIB, inputs_bytes=MIB, **groups)
-    told, expert = parts(plan), 3 * 4096 * 1024
+    nbytes_by_part, expert = parts(plan), 3 * 4096 * 1024
     # 60 layers of 512 experts at half a byte, and the draft head's 512 at two, over 16 ranks.
-    assert told["expert weights"] == 60 * 512 * expert // 2 // 16
-    assert 0 < told["draft head"] - 512 * expert * 2 // 16 < GIB // 4
+    assert nbytes_by_part["expert weights"] == 60 * 512 * expert // 2 // 16
+    assert 0 < nbytes_by_part["draft head"] - 512 * expert * 2 // 16 < GIB // 4
     # Embedding and head alone are half of 2 x 248320 x 4096 x 2 bytes; the rest of a 397B model is few layers of attention.
-    assert 248320 * 4096 * 2 < told["other weights"] < 7 * GIB
+    assert 248320 * 4096 * 2 < nbytes_by_part["other weights"] < 7 * GIB
     # One of two kv heads: 16 pools of keys and of values (15 full-attention layers and the draft's).
-    assert told["KV pages"] == limits.num_pages * 128 * 16 * 2 * 256 * 2
+    assert nbytes_by_part["KV pages"] == limits.num_pages * 128 * 16 * 2 * 256 * 2
     # 45 layers: 32 of 64 value heads' 128 x 128 matrices, and three inputs of half the 12288 channels of the convolution.
-    assert told["state slots"] == limits.num_slots * 45 * (32 * 128 * 128 + 3 * 12288 // 2) * 2
-    assert plan.page_bytes * limits.num_pages == told["KV pages"]
-    assert plan.slot_bytes * limits.num_slots == told["state slots"]
+    assert nbytes_by_part["state slots"] == limits.num_slots * 45 * (32 * 128 * 128 + 3 * 12288 // 2) * 2
+    assert plan.page_bytes * limits.num_pages == nbytes_by_part["KV pages"]
+    assert plan.slot_bytes * limits.num_slots == nbytes_by_part["state slots"]
     # A position, an index and four tokens of each of 54 requests, and the null request slot's.
-    assert plan.request_slot_bytes * 55 == told["request slots"] == 55 * 6 * 4
-    assert told["other state"] == 0
-    assert told["activations"] == 4 * told["workspace"] == GIB
-    assert told["communication"] == 3 * 2 * HCCL_BUFFER_BYTES + 2 * (-(-window // MIB) * MIB)
-    assert plan.total_bytes == sum(told.values())
+    assert plan.request_slot_bytes * 55 == nbytes_by_part["request slots"] == 55 * 6 * 4
+    assert nbytes_by_part["other state"] == 0
+    assert nbytes_by_part["activations"] == 4 * nbytes_by_part["workspace"] == GIB
+    assert nbytes_by_part["communication"] == 3 * 2 * HCCL_BUFFER_BYTES + 2 * (-(-window // MIB) * MIB)
+    assert plan.total_bytes == sum(nbytes_by_part.values())
     # 16 NPUs of 64 GiB hold it with room to spare, as the publishers' own launch shows.
     assert 30 * GIB < plan.total_bytes < 50 * GIB
     assert plan.fits
@@ -127,7 +127,7 @@ def test_a_table_explains_every_part():
     groups = {"communicators": communicators(MESH), "draft": "params.mtp."}
     plan = plan_memory(params, state, MESH, RULES, A3, limits, peak_bytes=GIB, **groups)
     text = plan.as_table()
-    for said in (
+    for line in (
         "32 of 512 experts a layer",
         "2189 pages of 128 tokens, 2048 KiB a page",
         "217 slots, 4 a request",
@@ -139,7 +139,7 @@ def test_a_table_explains_every_part():
         "of 64.00 GiB a rank",
         "GiB free",
     ):
-        assert said in text, said
+        assert line in text, line
     assert "other state" not in text
     assert MemoryPlan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
     assert plan.as_dict()["total_bytes"] == plan.total_bytes
@@ -184,8 +184,8 @@ def test_dispatch_windows_follow_the_documented_formulas():
 
 def test_a_part_that_is_neither_pages_nor_slots_is_counted():
     state = [Leaf("k", Aval((3, 16), torch.int8, ("pages", None))), Leaf("other", Aval((5,), torch.int8))]
-    told = parts(plan_memory([], state, Mesh(), RULES, A3, Limits(16, 3, 2, 16), peak_bytes=0))
-    assert (told["KV pages"], told["state slots"], told["other state"]) == (48, 0, 5)
+    nbytes_by_part = parts(plan_memory([], state, Mesh(), RULES, A3, Limits(16, 3, 2, 16), peak_bytes=0))
+    assert (nbytes_by_part["KV pages"], nbytes_by_part["state slots"], nbytes_by_part["other state"]) == (48, 0, 5)
 
 
 def made(limits: Limits, fixed: int, page: int, slot: int, limit: int, request_slot: int = 0) -> MemoryPlan:
@@ -211,8 +211,8 @@ sizes = st.integers(0, 200)
     st.integers(0, 40_000),
 )
 def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_request, fixed, page, slot, request_slot, limit):
-    asked = made(whole(requests, pages, per_request), fixed, page, slot, limit, request_slot)
-    fit = largest_fitting(asked)
+    requested = made(whole(requests, pages, per_request), fixed, page, slot, limit, request_slot)
+    fit = largest_fitting(requested)
 
     def fits(limits: Limits) -> bool:
         return made(limits, fixed, page, slot, limit, request_slot).fits
@@ -222,21 +222,21 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(requests, pages, per_req
     context = fit.context_len // 16
     assert context == 0 or fits(whole(requests, context, per_request))
     assert not fits(whole(requests, context + 1, per_request))
-    pool = replace(asked.limits, num_pages=1 + max(fit.pool_tokens // 16, 0))
+    pool = replace(requested.limits, num_pages=1 + max(fit.pool_tokens // 16, 0))
     assert fit.pool_tokens == 0 or fits(pool)
     assert not fits(replace(pool, num_pages=pool.num_pages + 1))
-    assert asked.fits == (fit.requests >= requests)
+    assert requested.fits == (fit.requests >= requests)
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 400), st.integers(1, 50), st.integers(1, 50), st.integers(0, 40_000))
 def test_a_shared_pool_keeps_its_share(requests, pages, pool, page, slot, limit):
     """Half the pages of every request whole, say: the answer is a plan with half the pages of its own requests, that fits."""
-    asked = made(Limits(16, 1 + max(pool, pages), 1 + requests * 2, pages * 16, 2, 1), 0, page, slot, limit)
-    fit = largest_fitting(asked)
+    requested = made(Limits(16, 1 + max(pool, pages), 1 + requests * 2, pages * 16, 2, 1), 0, page, slot, limit)
+    fit = largest_fitting(requested)
     if fit.requests:
-        share = min((asked.limits.num_pages - 1) / (requests * pages), 1)
-        held = max(int(fit.requests * share * pages), pages)
-        assert made(Limits(16, 1 + held, 1 + fit.requests * 2, pages * 16, 2, 1), 0, page, slot, limit).fits
+        share = min((requested.limits.num_pages - 1) / (requests * pages), 1)
+        page_count = max(int(fit.requests * share * pages), pages)
+        assert made(Limits(16, 1 + page_count, 1 + fit.requests * 2, pages * 16, 2, 1), 0, page, slot, limit).fits
     if fit.context_len:
         # One request can always reach its end.
         assert fit.context_len <= fit.pool_tokens

@@ -1,4 +1,4 @@
-"""tools/build/plan.py: what is decided before anything is computed, and what is refused then."""
+"""tools/build/plan.py: the choices of a plan, and the options it refuses."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from npucompile.graphs.errors import PartitionError, SpecError, UnknownModel
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.models import registry
 from npucompile.models.variant import MOST_DISPATCHED
-from npucompile.tools.build import deployments, plan
+from npucompile.tools.build import deployments
+from npucompile.tools.build import plan as planning
 from npucompile.tools.build.plan import Options
 from npucompile.tools.build.targets import target
 from npucompile.tools.commands import build
 
 
 def test_a_plan_of_a_checkpoint(tiny_checkpoint):
-    made = plan.plan(Options(str(tiny_checkpoint), (1, 2, 4), (16, 4), 64, None, "float32", "eager"))
-    assert made.buckets == (
+    plan = planning.plan(Options(str(tiny_checkpoint), (1, 2, 4), (16, 4), 64, None, "float32", "eager"))
+    assert plan.buckets == (
         Bucket("prefill", 1, 4), Bucket("prefill", 1, 16), Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4),
     )  # fmt: skip
-    assert made.limits == Limits(page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3)
-    assert made.dtype == torch.float32
-    assert made.references == ()
-    assert made.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)",)
-    assert made.eos_ids == (tiny.EOS,)
-    assert (made.model.drafting, made.max_logprobs) == (True, 20)
+    assert plan.limits == Limits(page_size=16, num_pages=1 + 4 * 4, num_slots=1 + 4 * 4, max_model_len=64, slots_per_request=4, drafts=3)
+    assert plan.dtype == torch.float32
+    assert plan.references == ()
+    assert plan.notes == ("each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)",)
+    assert plan.eos_ids == (tiny.EOS,)
+    assert (plan.model.drafting, plan.max_logprobs) == (True, 20)
 
 
 def test_a_model_without_a_draft_head_drafts_nothing(tmp_path):
-    made = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
-    assert made.limits == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
-    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {1}
-    assert (made.notes, made.model.drafting, made.max_logprobs) == ((), False, 20)
-    assert made == plan.plan(options_of(made.arguments))
+    plan = tiny.planned(tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0))
+    assert plan.limits == Limits(page_size=16, num_pages=17, num_slots=5, max_model_len=64)
+    assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {1}
+    assert (plan.notes, plan.model.drafting, plan.max_logprobs) == ((), False, 20)
+    assert plan == planning.plan(options_of(plan.arguments))
 
 
 @pytest.mark.parametrize("drafts", range(8))
 def test_as_many_drafts_as_are_asked_for(tiny_checkpoint, drafts):
-    made = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
-    assert (made.limits.drafts, made.limits.slots_per_request, made.limits.num_request_slots) == (drafts, drafts + 1, 5)
-    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {drafts + 1}
-    assert (made.model.drafting, made.notes) == (drafts > 0, ())
+    plan = tiny.planned(tiny_checkpoint, num_speculative_tokens=drafts, backend="null")
+    assert (plan.limits.drafts, plan.limits.slots_per_request, plan.limits.num_request_slots) == (drafts, drafts + 1, 5)
+    assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {drafts + 1}
+    assert (plan.model.drafting, plan.notes) == (drafts > 0, ())
 
 
 def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
@@ -58,41 +59,41 @@ def test_log_probabilities_of_no_more_tokens_than_there_are(tmp_path):
 
 
 def test_rows_of_large_buckets_have_a_reference_of_one_row(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint, buckets=(2, 4))
-    assert made.references == (Bucket("decode", 1, 4),)
-    assert not set(made.references) & set(made.buckets)
+    plan = tiny.planned(tiny_checkpoint, buckets=(2, 4))
+    assert plan.references == (Bucket("decode", 1, 4),)
+    assert not set(plan.references) & set(plan.buckets)
 
 
 def test_bytes_are_those_of_the_real_tensors(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint)
+    plan = tiny.planned(tiny_checkpoint)
     file = tiny_checkpoint / "model.safetensors"
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    assert made.params_bytes == file.stat().st_size - header
+    assert plan.params_bytes == file.stat().st_size - header
     # Of the one attention layer, and of the draft head.
-    keys_and_values = 2 * 2 * made.limits.num_pages * made.limits.page_size * 16 * 4
-    recurrent = made.limits.num_slots * 2 * 8 * 8 * 4
-    convolved = made.limits.num_slots * 3 * (2 * 8 + 2 * 8) * 4
-    request_slots = made.limits.num_request_slots * (2 + 4) * 4
-    assert made.state_bytes == keys_and_values + recurrent + convolved + request_slots
+    keys_and_values = 2 * 2 * plan.limits.num_pages * plan.limits.page_size * 16 * 4
+    recurrent = plan.limits.num_slots * 2 * 8 * 8 * 4
+    convolved = plan.limits.num_slots * 3 * (2 * 8 + 2 * 8) * 4
+    request_slots = plan.limits.num_request_slots * (2 + 4) * 4
+    assert plan.state_bytes == keys_and_values + recurrent + convolved + request_slots
     head = sum(tensor.nbytes for name, tensor in load_file(file).items() if name.startswith("mtp."))
-    assert tiny.planned(tiny_checkpoint, num_speculative_tokens=0).params_bytes == made.params_bytes - head
+    assert tiny.planned(tiny_checkpoint, num_speculative_tokens=0).params_bytes == plan.params_bytes - head
 
 
 def test_choices_of_the_plan_are_explained(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=4096)
-    made = plan.plan(Options(str(model), buckets=(1,), prefill=(32, 2048)))
-    assert made.limits.max_model_len == 1024
-    assert [bucket.q_len for bucket in made.buckets if bucket.kind == "prefill"] == [32]
-    told = "\n".join(made.notes)
-    assert "context 1024 of 4096 tokens" in told
-    assert "--max-model-len" in told
-    assert "no prefill of 2048 tokens" in told
-    assert f"dtype {plan.dtype_name(made.dtype)}: " in told
+    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(32, 2048)))
+    assert plan.limits.max_model_len == 1024
+    assert [bucket.q_len for bucket in plan.buckets if bucket.kind == "prefill"] == [32]
+    notes = "\n".join(plan.notes)
+    assert "context 1024 of 4096 tokens" in notes
+    assert "--max-model-len" in notes
+    assert "no prefill of 2048 tokens" in notes
+    assert f"dtype {planning.dtype_name(plan.dtype)}: " in notes
 
 
 def test_a_context_shorter_than_the_default_is_taken_whole(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "short", max_position_embeddings=100)
-    assert plan.plan(Options(str(model), dtype="float32")).limits.max_model_len == 96
+    assert planning.plan(Options(str(model), dtype="float32")).limits.max_model_len == 96
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_what_is_not_legal_is_refused_with_what_is(tiny_checkpoint, options, mes
 
 
 def test_more_requests_than_rows(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint, max_num_seqs=6)
-    assert (made.limits.num_request_slots, made.limits.num_slots, made.limits.num_pages) == (7, 25, 25)
+    plan = tiny.planned(tiny_checkpoint, max_num_seqs=6)
+    assert (plan.limits.num_request_slots, plan.limits.num_slots, plan.limits.num_pages) == (7, 25, 25)
 
 
 def test_buckets_in_any_order_and_twice_are_one_set(tiny_checkpoint):
@@ -128,46 +129,46 @@ def test_buckets_in_any_order_and_twice_are_one_set(tiny_checkpoint):
 
 def test_an_unknown_model_is_named():
     with pytest.raises(UnknownModel, match=r"'qwen3\.5-tinny'.*did you mean qwen3\.5-tiny"):
-        plan.plan(Options("qwen3.5-tinny"))
+        planning.plan(Options("qwen3.5-tinny"))
 
 
 def test_sizes_without_weights_only_report():
     with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights.*--backend null"):
-        plan.plan(Options("qwen3.5-27b", backend="eager"))
-    made = plan.plan(Options("qwen3.5-27b", backend="null", dtype="bfloat16"))
-    assert made.params_bytes > 50e9
+        planning.plan(Options("qwen3.5-27b", backend="eager"))
+    plan = planning.plan(Options("qwen3.5-27b", backend="null", dtype="bfloat16"))
+    assert plan.params_bytes > 50e9
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_loaded(monkeypatch, tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint)
-    pages = math.ceil((made.params_bytes + made.state_bytes) / 4096)
-    held = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
-    monkeypatch.setattr(plan.os, "sysconf", held.__getitem__)
-    assert tiny.planned(tiny_checkpoint) == made
-    held["SC_PHYS_PAGES"] = pages - 1
+    plan = tiny.planned(tiny_checkpoint)
+    pages = math.ceil((plan.params_bytes + plan.state_bytes) / 4096)
+    sysconf = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
+    monkeypatch.setattr(planning.os, "sysconf", sysconf.__getitem__)
+    assert tiny.planned(tiny_checkpoint) == plan
+    sysconf["SC_PHYS_PAGES"] = pages - 1
     with pytest.raises(SpecError, match=r"tiny needs .* GB for weights and .* GB for state, this machine has .* GB"):
         tiny.planned(tiny_checkpoint)
-    assert tiny.planned(tiny_checkpoint, backend="null").buckets == made.buckets
+    assert tiny.planned(tiny_checkpoint, backend="null").buckets == plan.buckets
 
 
 @pytest.mark.parametrize(("hardware", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_takes_the_dtype_the_cpu_multiplies(monkeypatch, hardware, dtype):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
-    chosen, why = plan.choose_dtype("auto", target("cpu"))
+    chosen, why = planning.choose_dtype("auto", target("cpu"))
     assert chosen == dtype
-    assert f"dtype {plan.dtype_name(dtype)}" in why
-    assert plan.choose_dtype("float32", target("cpu")) == (torch.float32, None)
+    assert f"dtype {planning.dtype_name(dtype)}" in why
+    assert planning.choose_dtype("float32", target("cpu")) == (torch.float32, None)
 
 
 def options_of(arguments):
     """What `npucompile build ARGUMENTS` asks for."""
-    given = build.command.make_context("build", list(arguments)).params
-    return Options(**{name: given[name] for name in Options.__dataclass_fields__})
+    params = build.command.make_context("build", list(arguments)).params
+    return Options(**{name: params[name] for name in Options.__dataclass_fields__})
 
 
-def same(one, other):
+def same(first, second):
     """Whether two plans are equal but for where their model was found."""
-    return replace(other, source=one.source, model=replace(other.model, name=one.model.name)) == one
+    return replace(second, source=first.source, model=replace(second.model, name=first.model.name)) == first
 
 
 OTHER = {"buckets": (2, 3), "prefill": (4, 5, 7), "max_num_seqs": 9, "dtype": "bfloat16", "backend": "null"}
@@ -178,40 +179,40 @@ FEW = {"num_speculative_tokens": 1, "max_logprobs": 5}
 @pytest.mark.parametrize("changes", [{}, OTHER, NEITHER, FEW])
 def test_its_arguments_make_the_same_plan(monkeypatch, tmp_path, tiny_checkpoint, changes):
     monkeypatch.chdir(tiny_checkpoint.parent)
-    made = tiny.planned("tiny", **changes)
-    arguments = made.arguments
+    plan = tiny.planned("tiny", **changes)
+    arguments = plan.arguments
     monkeypatch.chdir(tmp_path)
-    again = plan.plan(options_of(arguments))
+    again = planning.plan(options_of(arguments))
     # What is said was not chosen.
-    assert replace(again, source=made.source, model=replace(again.model, name="tiny"), notes=made.notes) == made
+    assert replace(again, source=plan.source, model=replace(again.model, name="tiny"), notes=plan.notes) == plan
     assert again.source.checkpoint_dir.samefile(tiny_checkpoint)
 
 
 def test_arguments_name_a_preset_by_its_name_and_a_directory_of_that_name_by_its_path(tmp_path):
     bundled, other = "qwen3.5-tiny", tiny.write_checkpoint(tmp_path / "qwen3.5-tiny")
-    assert plan.plan(Options(bundled)).arguments[0] == bundled
+    assert planning.plan(Options(bundled)).arguments[0] == bundled
     assert tiny.planned(other).arguments[0] == str(other.resolve())
-    assert plan.plan(Options("qwen3.5-27b", backend="null")).arguments[0] == "qwen3.5-27b"
+    assert planning.plan(Options("qwen3.5-27b", backend="null")).arguments[0] == "qwen3.5-27b"
 
 
 def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentioned(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "odd", eos_token_id=[tiny.VOCAB, 7])
-    made = tiny.planned(model)
-    assert made.eos_ids == (7,)
-    assert any(f"[{tiny.VOCAB}] lie outside the vocabulary of {tiny.VOCAB}" in note for note in made.notes)
+    plan = tiny.planned(model)
+    assert plan.eos_ids == (7,)
+    assert any(f"[{tiny.VOCAB}] lie outside the vocabulary of {tiny.VOCAB}" in note for note in plan.notes)
 
 
 def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
-    assert plan.default_out(tmp_path, registry.find(tiny_checkpoint)) == tmp_path / "tiny"
+    assert planning.default_out(tmp_path, registry.find(tiny_checkpoint)) == tmp_path / "tiny"
 
 
 # --- several ranks on this machine ---
 
 
 def test_a_mesh_on_this_machine_runs_uncompiled(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
-    assert (made.backend, made.target.name, str(made.mesh), made.target.local) == ("eager", "cpu", "dp=2,tp=1", True)
-    assert made.model.config.variant.experts == "grouped"
+    plan = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
+    assert (plan.backend, plan.target.name, str(plan.mesh), plan.target.local) == ("eager", "cpu", "dp=2,tp=1", True)
+    assert plan.model.config.variant.experts == "grouped"
     assert tiny.planned(tiny_checkpoint, backend=None).model.config.variant.experts == "plain"
     with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
         tiny.planned(tiny_checkpoint, backend="inductor", mesh="dp=2")
@@ -278,83 +279,83 @@ def options_for(row, phase):
 
 @pytest.mark.parametrize(("name", "phase"), ROWS)
 def test_every_published_deployment_of_the_big_model_plans_as_published(name, phase):
-    made, row = plan.plan(options_for(name, phase)), deployments.deployment(name)
+    plan, row = planning.plan(options_for(name, phase)), deployments.deployment(name)
     part = row.phase(phase)
-    assert (made.backend, made.target.name, made.mesh, made.phase, made.deployment) == ("ge", row.target, part.mesh, phase, name)
-    assert (made.quantization, made.dtype, made.target.local) == (row.quantization, torch.bfloat16, False)
-    assert made.limits == deployments.limits_for(row, part, 128)
+    assert (plan.backend, plan.target.name, plan.mesh, plan.phase, plan.deployment) == ("ge", row.target, part.mesh, phase, name)
+    assert (plan.quantization, plan.dtype, plan.target.local) == (row.quantization, torch.bfloat16, False)
+    assert plan.limits == deployments.limits_for(row, part, 128)
     width = part.num_speculative_tokens + 1
     decode = [Bucket("decode", batch, width) for batch in part.buckets]
     prefill = [] if phase == "decode" else [Bucket("prefill", 1, deployments.prefill_chunk(row))]
-    assert made.buckets == (*prefill, *decode)
-    variant, tp = made.model.config.variant, made.mesh.axis("tp")
+    assert plan.buckets == (*prefill, *decode)
+    variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
     assert variant.kv_repeat == max(1, tp // 2)
     assert (variant.attention, variant.experts) == ("w8a8", row.quantization)
     assert variant.recurrent == torch.bfloat16
     assert variant.most_dispatched == (MOST_DISPATCHED if row.target == "ascend-a3" else 0)
-    assert dict(made.rules().table)["experts"] == ("dp", "tp")
-    assert made.params_bytes + made.state_bytes < 50 * 2**30
+    assert dict(plan.rules().table)["experts"] == ("dp", "tp")
+    assert plan.params_bytes + plan.state_bytes < 50 * 2**30
 
 
 def test_the_big_model_alone_is_its_default_deployment():
-    made = plan.plan(Options(BIG))
-    assert made == plan.plan(Options(BIG, deployment=deployments.DEFAULT[BIG])) == plan.plan(Options(BIG, backend="ge"))
-    assert (str(made.mesh), made.quantization, made.limits.slots_per_request) == ("dp=8,tp=2", "w4a8", 4)
-    more = plan.plan(Options(BIG, buckets=tuple(range(2, 65, 2))))
+    plan = planning.plan(Options(BIG))
+    assert plan == planning.plan(Options(BIG, deployment=deployments.DEFAULT[BIG])) == planning.plan(Options(BIG, backend="ge"))
+    assert (str(plan.mesh), plan.quantization, plan.limits.slots_per_request) == ("dp=8,tp=2", "w4a8", 4)
+    more = planning.plan(Options(BIG, buckets=tuple(range(2, 65, 2))))
     assert [bucket.batch for bucket in more.buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
     assert (more.limits.num_slots - 1) // 4 == 64
-    assert more.limits.num_pages == made.limits.num_pages
+    assert more.limits.num_pages == plan.limits.num_pages
 
 
 @pytest.mark.parametrize(("name", "phase"), ROWS)
 @pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 200}, {"max_model_len": 1024, "prefill": (128, 512), "quantization": "w8a8"}])
 def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
-    made = plan.plan(replace(options_for(name, phase), **changes))
-    assert plan.plan(options_of(made.arguments)) == made
+    plan = planning.plan(replace(options_for(name, phase), **changes))
+    assert planning.plan(options_of(plan.arguments)) == plan
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}, {"max_logprobs": 4}]
 )
 def test_arguments_of_a_target_make_the_same_plan(tmp_path, changes):
-    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
-    assert same(made, plan.plan(options_of(made.arguments)))
+    plan = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
+    assert same(plan, planning.plan(options_of(plan.arguments)))
 
 
 def test_what_a_target_alone_leaves_open_is_chosen(tmp_path):
     for heads in (0, 1):
         sizes = {**tiny.NPU_SIZES, "max_position_embeddings": 300, "mtp_num_hidden_layers": heads}
         model = tiny.write_checkpoint(tmp_path / f"model-{heads}", **sizes)
-        made = plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
+        plan = planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2"))
         width = 1 + 3 * heads
-        assert made.limits == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
-        assert [bucket.name for bucket in made.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
-        assert (made.quantization, made.phase, made.deployment, made.published) == ("none", "mixed", "", False)
+        assert plan.limits == Limits(128, 1 + 16 * 2, 1 + 16 * width, 256, width, 3 * heads)
+        assert [bucket.name for bucket in plan.buckets] == ["prefill-b1-q256", *(f"decode-b{n}-q{width}" for n in (1, 2, 4, 8, 16))]
+        assert (plan.quantization, plan.phase, plan.deployment, plan.published) == ("none", "mixed", "", False)
         # A device would compute them for every row of every step.
-        assert made.max_logprobs == 0
-        assert plan.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
+        assert plan.max_logprobs == 0
+        assert planning.plan(Options(str(model), target="ascend-a3", mesh="tp=2", max_logprobs=5)).max_logprobs == 5
 
 
 def test_a_model_that_drafts_verifies_as_many_drafts_as_the_published_deployments():
-    made = plan.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
-    assert made.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
-    assert {bucket.q_len for bucket in made.buckets if bucket.kind == "decode"} == {4}
-    assert made.deployment == ""
-    fewer = plan.plan(Options(BIG, num_speculative_tokens=1))
+    plan = planning.plan(Options(BIG, target="ascend-a3", mesh="dp=8,tp=2", quantization="w4a8"))
+    assert plan.limits == Limits(128, 1 + 16 * 32, 1 + 16 * 4, 4096, 4, 3)
+    assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} == {4}
+    assert plan.deployment == ""
+    fewer = planning.plan(Options(BIG, num_speculative_tokens=1))
     assert (fewer.limits.slots_per_request, fewer.limits.num_slots) == (2, 1 + 54 * 2)
 
 
 def test_a_prefill_instance_decodes_nothing_and_keeps_one_state_a_request():
-    made = plan.plan(options_for(SPLIT, "prefill"))
-    assert [bucket.kind for bucket in made.buckets] == ["prefill"]
-    assert (made.limits.slots_per_request, made.limits.drafts) == (1, 3)
-    assert plan.plan(replace(options_for(SPLIT, "prefill"), max_num_seqs=3)).limits.num_slots == 4
-    assert plan.plan(options_for(SPLIT, None)).phase == "decode"
+    plan = planning.plan(options_for(SPLIT, "prefill"))
+    assert [bucket.kind for bucket in plan.buckets] == ["prefill"]
+    assert (plan.limits.slots_per_request, plan.limits.drafts) == (1, 3)
+    assert planning.plan(replace(options_for(SPLIT, "prefill"), max_num_seqs=3)).limits.num_slots == 4
+    assert planning.plan(options_for(SPLIT, None)).phase == "decode"
 
 
 def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
-    made = plan.plan(Options(BIG, max_model_len=1024))
-    assert made.buckets[0] == Bucket("prefill", 1, 1024)
+    plan = planning.plan(Options(BIG, max_model_len=1024))
+    assert plan.buckets[0] == Bucket("prefill", 1, 1024)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +398,19 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
 )
 def test_what_npus_cannot_have_is_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
-        plan.plan(Options(BIG, **options))
+        planning.plan(Options(BIG, **options))
 
 
 @pytest.mark.parametrize("place", [{}, {"backend": "eager"}, {"target": "ascend-a3", "mesh": "tp=1"}])
 def test_drafts_of_a_model_without_a_draft_head_are_refused(tmp_path, place):
     model = tiny.write_checkpoint(tmp_path / "headless", mtp_num_hidden_layers=0)
     with pytest.raises(SpecError, match=r"2.* headless has no draft head.*; legal is 0"):
-        plan.plan(Options(str(model), num_speculative_tokens=2, **place))
+        planning.plan(Options(str(model), num_speculative_tokens=2, **place))
 
 
 def test_rules_are_of_the_bucket(tmp_path):
-    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), mesh="tp=2")
-    split, whole = made.rules(Bucket("decode", 1, 2)), made.rules(Bucket("decode", 1, 1))
+    plan = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), mesh="tp=2")
+    split, whole = plan.rules(Bucket("decode", 1, 2)), plan.rules(Bucket("decode", 1, 1))
     assert dict(split.table)["tokens"] == ("tp",)
     assert "tokens" not in dict(whole.table)
-    assert made.mesh == Mesh.parse("tp=2")
+    assert plan.mesh == Mesh.parse("tp=2")

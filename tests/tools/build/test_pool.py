@@ -1,4 +1,4 @@
-"""tools/build/pool.py: buckets are compiled, alone or in processes; what the full-size one for NPUs is made of."""
+"""tools/build/pool.py: jobs of the pool, and the operators of the full-size model's GE graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from npucompile.lowering.artifact.graph_io import encode
 from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.models import step
-from npucompile.tools.build import plan, pool, stages
+from npucompile.tools.build import plan as planning
+from npucompile.tools.build import pool, stages
 from npucompile.tools.build.pool import CompileJob
 
 BIG = "qwen3.5-397b"
@@ -39,11 +40,11 @@ FUSED = {
 
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
-    """The smallest published decode bucket of the full-size model, at its default deployment: (plan, done, ge_file)."""
+    """The smallest published decode bucket of the full-size model, at its default deployment: (plan, result, ge_file)."""
     cache = tmp_path_factory.mktemp("cache")
-    made = plan.plan(plan.Options(BIG, buckets=(2,), max_num_seqs=54))
-    done = tiny.quietly(pool.run, CompileJob(made, made.buckets[-1], cache))
-    return made, done, decode(done.compiled.data)
+    plan = planning.plan(planning.Options(BIG, buckets=(2,), max_num_seqs=54))
+    result = tiny.quietly(pool.run, CompileJob(plan, plan.buckets[-1], cache))
+    return plan, result, decode(result.compiled.data)
 
 
 def kind_of(body):
@@ -55,89 +56,89 @@ def kind_of(body):
 def census(lowered):
     """Operators by type, of every kind of body; all bodies of a kind are alike."""
     bodies = inspect_ge.census_by_body(lowered[2].graph)
-    found = {}
+    counts_by_kind = {}
     for body, counts in bodies.items():
-        assert found.setdefault(kind_of(body), counts) == counts, f"{body} is made of other operators than those before it"
-    return found, Counter(kind_of(body) for body in bodies)
+        assert counts_by_kind.setdefault(kind_of(body), counts) == counts, f"{body} is made of other operators than those before it"
+    return counts_by_kind, Counter(kind_of(body) for body in bodies)
 
 
 def test_the_census_of_each_kind_of_layer_is_the_golden_one(census, golden):
-    found, bodies = census
+    counts_by_kind, bodies = census
     lines = []
-    for kind, counts in sorted(found.items()):
+    for kind, counts in sorted(counts_by_kind.items()):
         lines += [f"{kind or 'main graph'} x {bodies[kind]}", *(f"  {name:<28} {count}" for name, count in sorted(counts.items())), ""]
     golden("qwen3.5-397b_decode_census", "\n".join(lines))
 
 
 def test_every_layer_has_its_fused_operators_exactly_once(lowered, census):
-    found, bodies = census
+    counts_by_kind, bodies = census
     layers = Counter(lowered[0].model.config.layer_types)
     assert {kind: bodies[kind] for kind in (FULL, LINEAR)} == layers == {FULL: 15, LINEAR: 45}
     for kind, wanted in FUSED.items():
-        assert {name: found[kind].get(name, 0) for name in wanted} == wanted, kind
+        assert {name: counts_by_kind[kind].get(name, 0) for name in wanted} == wanted, kind
         # A norm comes with the residual before it, and with the quantisation behind it where that is fused.
-        assert sum(count for name, count in found[kind].items() if name.startswith("AddRmsNorm")) == 2, kind
-    quantised = found[FULL].get("DynamicQuant", 0) + found[FULL].get("AddRmsNormDynamicQuant", 0)
+        assert sum(count for name, count in counts_by_kind[kind].items() if name.startswith("AddRmsNorm")) == 2, kind
+    quantised = counts_by_kind[FULL].get("DynamicQuant", 0) + counts_by_kind[FULL].get("AddRmsNormDynamicQuant", 0)
     assert quantised == 2
-    assert not {"GatherElements", "Sort", "SoftmaxV2", "ArgMaxV2"} & set(found[LINEAR])
+    assert not {"GatherElements", "Sort", "SoftmaxV2", "ArgMaxV2"} & set(counts_by_kind[LINEAR])
 
 
 def test_drafts_are_made_in_the_graph_each_by_one_layer_that_is_not_quantised(lowered, census):
     """Its keys and values are written where tokens are taken in; all else, the experts first, is done where a draft is made."""
-    found, bodies = census
+    counts_by_kind, bodies = census
     assert (bodies[TAKE], bodies[OWN], bodies[DRAFT]) == (1, 2, 3)
     assert lowered[0].limits.drafts == 3
     once = ("FusedInferAttentionScore", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
     for kind in (TAKE, OWN, DRAFT):
-        assert {name: found[kind].get(name, 0) for name in once} == dict.fromkeys(once, int(kind == DRAFT))
-        assert found[kind].get("ScatterPaKvCache", 0) == int(kind != DRAFT)
-        assert found[kind].get("GroupedMatmul", 0) == 2 * (kind == DRAFT)
+        assert {name: counts_by_kind[kind].get(name, 0) for name in once} == dict.fromkeys(once, int(kind == DRAFT))
+        assert counts_by_kind[kind].get("ScatterPaKvCache", 0) == int(kind != DRAFT)
+        assert counts_by_kind[kind].get("GroupedMatmul", 0) == 2 * (kind == DRAFT)
         # Of a vocabulary in two parts each rank finds its best token, and both compare.
-        assert sum(count for name, count in found[kind].items() if name.startswith("ArgMax")) == 2 * (kind == DRAFT)
-        assert not [name for name in found[kind] if "Quant" in name]
-        assert "Transpose" not in found[kind]
+        assert sum(count for name, count in counts_by_kind[kind].items() if name.startswith("ArgMax")) == 2 * (kind == DRAFT)
+        assert not [name for name in counts_by_kind[kind] if "Quant" in name]
+        assert "Transpose" not in counts_by_kind[kind]
 
 
 def test_no_weight_is_turned_and_no_layer_loops(census):
     """A Transpose in a layer would move a weight at every step; what has no quantised form is one product a weight."""
-    found, _ = census
+    counts_by_kind, _ = census
     # Attention: output, router, shared experts' three. DeltaNet: two projections and the output beside the last four.
     for kind, products in ((FULL, 5), (LINEAR, 7)):
-        assert "Transpose" not in found[kind]
-        assert sum(count for name, count in found[kind].items() if "MatMul" in name and name != "GroupedMatmul") == products
+        assert "Transpose" not in counts_by_kind[kind]
+        assert sum(count for name, count in counts_by_kind[kind].items() if "MatMul" in name and name != "GroupedMatmul") == products
 
 
 def test_each_layer_gathers_and_scatters_once(census):
     """docs/sharding.md: with the stream split by tokens a layer needs one gather and one scatter beside the experts' exchange."""
-    found, _ = census
+    counts_by_kind, _ = census
     for kind in (FULL, LINEAR):
         talks: Counter[str] = Counter()
-        for name, count in found[kind].items():
+        for name, count in counts_by_kind[kind].items():
             talks[collectives_check.COLLECTIVES.get(name, "")] += count
         del talks[""]
         assert talks == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "moe_dispatch": 1, "moe_combine": 1}, kind
 
 
 def test_what_is_told_of_the_full_bucket_is_what_the_file_holds(lowered):
-    made, done, ge_file = lowered
-    assert done.job.bucket == made.buckets[-1] == Bucket("decode", 2, 4)
-    assert done.compiled.census == inspect_ge.census(ge_file.graph)
-    assert done.staged.collectives == collectives_check.of_ge_file(ge_file)
-    collectives_check.check_ranks(collectives_check.expand(done.staged.collectives, made.mesh))
-    assert {group for _, group, _ in done.staged.collectives} == {"tp", "world"}
-    assert done.staged.memory["params_bytes"] == made.params_bytes
-    assert done.staged.memory["state_bytes"] == made.state_bytes
-    assert done.seconds > 0
+    plan, result, ge_file = lowered
+    assert result.job.bucket == plan.buckets[-1] == Bucket("decode", 2, 4)
+    assert result.compiled.census == inspect_ge.census(ge_file.graph)
+    assert result.staged.collectives == collectives_check.of_ge_file(ge_file)
+    collectives_check.check_ranks(collectives_check.expand(result.staged.collectives, plan.mesh))
+    assert {group for _, group, _ in result.staged.collectives} == {"tp", "world"}
+    assert result.staged.memory["params_bytes"] == plan.params_bytes
+    assert result.staged.memory["state_bytes"] == plan.state_bytes
+    assert result.seconds > 0
     # Every pool is written where it lies, by an operator or through an output that is bound to it.
-    pools = len(signature_of(step.program(made.model, made.buckets[-1], made.limits, made.dtype)).state)
-    first = ge_file.inputs - len(done.staged.inputs) - pools
+    pools = len(signature_of(step.program(plan.model, plan.buckets[-1], plan.limits, plan.dtype)).state)
+    first = ge_file.inputs - len(result.staged.inputs) - pools
     written = {*ge_file.bound, *(operand for _, operand in ge_file.donations)}
     assert written == set(range(first, first + pools))
 
 
 def test_texts_of_the_full_bucket_are_short_and_whole(lowered):
-    _, done, _ = lowered
-    texts = stages.unpack_texts(done.staged.texts)
+    _, result, _ = lowered
+    texts = stages.unpack_texts(result.staged.texts)
     assert set(texts) == {"partitioned", "lowered"}
     # Sixty layers of two kinds: each kind is told once.
     assert texts["lowered"].count("npu_recurrent_gated_delta_rule_functional") <= 3
@@ -160,41 +161,41 @@ def _threads():
     logging.getLogger("torch").setLevel(level)
 
 
-def jobs(made, directory):
-    return [CompileJob(made, bucket, directory) for bucket in made.buckets]
+def jobs(plan, directory):
+    return [CompileJob(plan, bucket, directory) for bucket in plan.buckets]
 
 
 def test_a_job_and_what_became_of_it_cross_processes(model, tmp_path):
     (job,) = jobs(tiny.planned_device(model, backend="null", buckets=(4,), prefill=None), tmp_path)[-1:]
     assert pickle.loads(pickle.dumps(job)) == job
-    done = pool.run(job)
-    assert pickle.loads(pickle.dumps(done)) == done
+    result = pool.run(job)
+    assert pickle.loads(pickle.dumps(result)) == result
 
 
 def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
-    made = tiny.planned_device(model, backend="null")
-    done = list(pool.run_all(jobs(made, tmp_path), 1))
-    assert [one.job.bucket for one in done] == list(made.buckets)
-    for one in done:
-        assert one.compiled is None
-        assert one.staged.memory["peak_bytes"] > 0
-        assert one.staged.cost["flops"] > 0
-    assert done[1].staged.cost["flops"] < done[2].staged.cost["flops"]
+    plan = tiny.planned_device(model, backend="null")
+    results = list(pool.run_all(jobs(plan, tmp_path), 1))
+    assert [entry.job.bucket for entry in results] == list(plan.buckets)
+    for entry in results:
+        assert entry.compiled is None
+        assert entry.staged.memory["peak_bytes"] > 0
+        assert entry.staged.cost["flops"] > 0
+    assert results[1].staged.cost["flops"] < results[2].staged.cost["flops"]
 
 
 @pytest.mark.parametrize("scheme", ["none", "w4a8"])
 def test_weights_are_multiplied_as_they_are_held(model, tmp_path, scheme):
-    made = tiny.planned_device(model, quantization=scheme)
-    done = tiny.compile_once(CompileJob(made, made.buckets[-1], tmp_path))
-    fused, dense = done.compiled.census.get("GroupedMatmulSwigluQuantV2", 0), done.compiled.census.get("QuantBatchMatmulV3", 0)
+    plan = tiny.planned_device(model, quantization=scheme)
+    result = tiny.compile_once(CompileJob(plan, plan.buckets[-1], tmp_path))
+    fused, dense = result.compiled.census.get("GroupedMatmulSwigluQuantV2", 0), result.compiled.census.get("QuantBatchMatmulV3", 0)
     assert (fused, dense) == ((4, 2) if scheme == "w4a8" else (0, 0))
     # Four layers and the draft head.
-    assert done.compiled.census["MoeDistributeDispatchV2"] == 5
+    assert result.compiled.census["MoeDistributeDispatchV2"] == 5
 
 
 def test_a_graph_that_communicates_otherwise_than_its_partition_is_not_kept(model, tmp_path, monkeypatch):
-    made = tiny.planned_device(model)
-    other = tiny.compile_once(CompileJob(made, made.buckets[-1], tmp_path)).compiled
+    plan = tiny.planned_device(model)
+    other = tiny.compile_once(CompileJob(plan, plan.buckets[-1], tmp_path)).compiled
     monkeypatch.setattr(type(pool.backend("ge")), "compile", lambda *_, **__: other)
     smaller = tiny.planned_device(model, buckets=(2,))
     with pytest.raises(LoweringError, match=r"collective \d+ of the partitioned graph is .* legal is the same list"):
@@ -202,19 +203,19 @@ def test_a_graph_that_communicates_otherwise_than_its_partition_is_not_kept(mode
 
 
 def test_a_graph_whose_key_is_known_is_not_compiled_again(model, tmp_path, monkeypatch):
-    made = tiny.planned_device(model)
-    job = CompileJob(made, made.buckets[-1], tmp_path)
+    plan = tiny.planned_device(model)
+    job = CompileJob(plan, plan.buckets[-1], tmp_path)
     key = tiny.compile_once(job).staged.key
     monkeypatch.setattr(type(pool.backend("ge")), "compile", None)
     assert pool.run(replace(job, known_key=key)).compiled is None
 
 
 def test_a_lowered_graph_that_is_there_already_is_only_compiled(tiny_checkpoint, tmp_path, monkeypatch):
-    made = tiny.planned(tiny_checkpoint)
-    staged = tiny.stage_once(made, Bucket("decode", 1, 4))
+    plan = tiny.planned(tiny_checkpoint)
+    staged = tiny.stage_once(plan, Bucket("decode", 1, 4))
     data = encode(staged.lowered.graph)
     monkeypatch.setattr(pool, "stage", None)
-    result = pool.run(CompileJob(made, staged.bucket, tmp_path, (data, staged.lowered.signature)))
+    result = pool.run(CompileJob(plan, staged.bucket, tmp_path, (data, staged.lowered.signature)))
     assert (result.staged, result.compiled.data) == (None, data)
 
 
@@ -229,7 +230,7 @@ def test_a_process_is_as_nice_as_it_is_asked_to_be_at_least(model, tmp_path, mon
 
 
 def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
-    made = tiny.planned_device(model, backend="null")
+    plan = tiny.planned_device(model, backend="null")
     ran = []
 
     def run(job):
@@ -240,8 +241,8 @@ def test_the_first_refusal_ends_all(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(pool, "run", run)
     with pytest.raises(LoweringError, match="decode-b2-q2 cannot be"):
-        list(pool.run_all(jobs(made, tmp_path), 1))
-    assert ran == list(made.buckets[:2])
+        list(pool.run_all(jobs(plan, tmp_path), 1))
+    assert ran == list(plan.buckets[:2])
 
 
 class Killed:
@@ -260,17 +261,17 @@ class Killed:
 
 
 def test_a_killed_process_is_told_with_what_to_do(model, tmp_path, monkeypatch):
-    made = tiny.planned_device(model, backend="null")
+    plan = tiny.planned_device(model, backend="null")
     monkeypatch.setattr(pool, "ProcessPoolExecutor", Killed)
     with pytest.raises(LoweringError, match=r"one of 2 processes that compile was killed.*--jobs 1"):
-        list(pool.run_all(jobs(made, tmp_path), 2))
+        list(pool.run_all(jobs(plan, tmp_path), 2))
 
 
 def test_this_process_is_left_one_thread_and_a_quiet_torch(model, tmp_path):
     """As processes of the pool are; they end afterwards."""
     torch.set_num_threads(2)
-    made = tiny.planned_device(model, backend="null", buckets=(4,))
-    pool.run(jobs(made, tmp_path)[-1])
+    plan = tiny.planned_device(model, backend="null", buckets=(4,))
+    pool.run(jobs(plan, tmp_path)[-1])
     assert torch.get_num_threads() == 1
     assert logging.getLogger("torch").level == logging.ERROR
     assert os.listdir(tmp_path) == []

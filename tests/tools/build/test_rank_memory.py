@@ -1,4 +1,4 @@
-"""tools/build/rank_memory.py: what does not fit on a rank is refused, with settings that do."""
+"""tools/build/rank_memory.py: builds that exceed a rank's memory are refused with settings that fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from support import tiny
 
 from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
-from npucompile.tools.build import deployments, driver, plan, pool, rank_memory
+from npucompile.tools.build import deployments, driver, pool, rank_memory
+from npucompile.tools.build import plan as planning
 from npucompile.tools.build.describe import describe
 
 BIG = "qwen3.5-397b"
@@ -23,8 +24,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def build(tmp_path):
-    def built(made, name="out", jobs=1):
-        return driver.build(made, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
+    def built(plan, name="out", jobs=1):
+        return driver.build(plan, tmp_path / name, tmp_path / "cache", tiny.QUIET, jobs=jobs)
 
     return built
 
@@ -32,17 +33,17 @@ def build(tmp_path):
 ROWS = [(row.id, name) for row in deployments.deployments().values() if row.model == BIG for name in row.phases]
 
 
-def held(made, entries=()):
-    return rank_memory.rank_memory(made, described(made), entries)
+def held(plan, entries=()):
+    return rank_memory.rank_memory(plan, described(plan), entries)
 
 
-def described(made):
-    return describe(made, None, tiny.QUIET)
+def described(plan):
+    return describe(plan, None, tiny.QUIET)
 
 
 @pytest.mark.parametrize(("name", "phase"), ROWS)
 def test_every_published_deployment_fits_with_room_for_its_activations(name, phase):
-    planned = held(plan.plan(plan.Options(BIG, deployment=name, phase=None if phase == "mixed" else phase)))
+    planned = held(planning.plan(planning.Options(BIG, deployment=name, phase=None if phase == "mixed" else phase)))
     parts = {part.name: part.nbytes for part in planned.parts}
     assert planned.fits
     # The most that any row's graphs hold at once is 5.2 GiB and a quarter, of a chunk of 3584 tokens over two ranks.
@@ -54,8 +55,8 @@ def test_every_published_deployment_fits_with_room_for_its_activations(name, pha
 
 
 def test_the_default_deployment_fits_activations_and_all():
-    made = plan.plan(plan.Options(BIG))
-    planned = held(made, rank_memory._largest_partitioned(made))
+    plan = planning.plan(planning.Options(BIG))
+    planned = held(plan, rank_memory._largest_partitioned(plan))
     parts = {part.name: part.nbytes / 2**30 for part in planned.parts}
     assert planned.fits
     assert 1 < parts["activations"] < 8
@@ -63,8 +64,8 @@ def test_the_default_deployment_fits_activations_and_all():
 
 def asked_and_fitting(text):
     """(requests, context) that a refusal says would fit."""
-    found = re.search(r"What fits: (\d+) requests a dp group \(asked: \d+\)", text), re.search(r"a context of (\d+) tokens \(asked", text)
-    return tuple(int(match[1]) if match else None for match in found)
+    matches = re.search(r"What fits: (\d+) requests a dp group \(asked: \d+\)", text), re.search(r"a context of (\d+) tokens \(asked", text)
+    return tuple(int(match[1]) if match else None for match in matches)
 
 
 def test_what_a_refusal_suggests_is_built_and_one_more_is_refused(model, build, monkeypatch, tmp_path):
@@ -96,12 +97,12 @@ def test_graphs_that_need_more_than_is_left_are_refused_when_they_are_known(mode
 
 def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered(build, monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "run_all", None)
-    options = plan.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
+    options = planning.Options(BIG, deployment="qwen35-397b-a3x24-pd-1p1d-3node", phase="decode", buckets=(2,))
     options = replace(options, max_model_len=131072, max_num_seqs=40)
-    entries = rank_memory._largest_partitioned(plan.plan(options))
+    entries = rank_memory._largest_partitioned(planning.plan(options))
     monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: entries)
     with pytest.raises(SpecError, match=r"this needs .* too much: expert weights .* KV pages .* state slots .* communication") as refused:
-        build(plan.plan(options))
+        build(planning.plan(options))
     requests, context = asked_and_fitting(str(refused.value))
     assert 2 <= requests < 40
     assert 128 <= context < 131072
@@ -111,20 +112,20 @@ def test_the_full_model_is_refused_with_settings_that_fit_and_nothing_is_lowered
         ({"max_model_len": context}, True),
         ({"max_model_len": context + 128}, False),
     ):
-        assert held(plan.plan(replace(options, **changes)), entries).fits == fits, changes
+        assert held(planning.plan(replace(options, **changes)), entries).fits == fits, changes
     assert not (tmp_path / "out").exists()
 
 
 def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
     monkeypatch.setattr(rank_memory, "_largest_partitioned", lambda plan: ())
     with pytest.raises(SpecError, match=r"No number of requests and no context fits: legal are a mesh of more ranks, narrower weights"):
-        build(plan.plan(plan.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))
+        build(planning.plan(planning.Options(BIG, target="ascend-a3", mesh="tp=2", quantization="w4a8")))
 
 
 def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
     def talks(**changes):
-        found = held(plan.plan(plan.Options(BIG, **changes)))
-        return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in found.parts if part.name == "communication")
+        memory_plan = held(planning.plan(planning.Options(BIG, **changes)))
+        return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in memory_plan.parts if part.name == "communication")
 
     # The published chunk gathers: 1792 tokens a rank are more than one dispatch takes.
     small, most = talks(buckets=(2,)), talks(buckets=(128,))

@@ -1,4 +1,4 @@
-"""tools/build/stages.py: a bucket has all its stages, each says the same of itself every time."""
+"""tools/build/stages.py: a bucket passes all stages, with the same text every time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DECODE, PREFILL = Bucket("decode", 2, 4), Bucket("prefill", 1, 4)
 
 @pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=lambda b: b.name)
 def test_stages_are_told_apart_and_told_alike(tiny_checkpoint, bucket):
-    made = tiny.planned(tiny_checkpoint)
-    first, second = stages.stage(made, bucket), stages.stage(made, bucket)
+    plan = tiny.planned(tiny_checkpoint)
+    first, second = stages.stage(plan, bucket), stages.stage(plan, bucket)
     assert first.texts == second.texts
     assert set(first.texts) == set(stages.STAGES)
     assert len(set(first.texts.values())) == 3
@@ -26,17 +26,17 @@ def test_stages_are_told_apart_and_told_alike(tiny_checkpoint, bucket):
 
 
 def test_numbers_are_those_of_the_plan(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint)
-    decode, prefill = tiny.stage_once(made, DECODE), tiny.stage_once(made, PREFILL)
-    for one in (decode, prefill):
-        assert one.partitioned.memory().params_bytes == made.params_bytes
-        assert one.partitioned.memory().state_bytes == made.state_bytes
-        assert one.partitioned.memory().inputs_bytes == sum(math.prod(leaf.aval.shape) * 4 for leaf in one.partitioned.signature.inputs)
-        assert one.partitioned.memory().peak_bytes > 0
+    plan = tiny.planned(tiny_checkpoint)
+    decode, prefill = tiny.stage_once(plan, DECODE), tiny.stage_once(plan, PREFILL)
+    for staged in (decode, prefill):
+        memory = staged.partitioned.memory()
+        assert (memory.params_bytes, memory.state_bytes) == (plan.params_bytes, plan.state_bytes)
+        assert memory.inputs_bytes == sum(math.prod(leaf.aval.shape) * 4 for leaf in staged.partitioned.signature.inputs)
+        assert memory.peak_bytes > 0
     hidden, vocab = tiny.CONFIG["hidden_size"], tiny.VOCAB
     # Of two requests with four candidates each, and three drafts.
     assert decode.partitioned.cost().flops > 2 * 2 * (4 + 3) * hidden * vocab
-    assert tiny.stage_once(made, Bucket("prefill", 1, 16)).partitioned.cost().flops > prefill.partitioned.cost().flops
+    assert tiny.stage_once(plan, Bucket("prefill", 1, 16)).partitioned.cost().flops > prefill.partitioned.cost().flops
 
 
 def test_what_is_asked_of_a_step_is_in_its_graph(tiny_checkpoint):
@@ -66,27 +66,27 @@ def test_texts_are_read_back(tiny_checkpoint):
 
 
 def test_on_a_mesh_each_stage_is_one_ranks_and_no_whole_graph_is_traced(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint, mesh="dp=2,tp=1")
-    one = stages.stage(made, DECODE)
-    assert set(one.texts) == {"partitioned", "lowered"}
-    assert "over mesh dp=2,tp=1" in one.texts["partitioned"].splitlines()[0]
-    assert one.partitioned.signature.inputs[-1].name == "inputs.coords"
-    assert {group for _, group, _ in one.partitioned.collectives} <= {"dp", "tp", "world"}
-    assert one.partitioned.memory().params_bytes == made.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
+    plan = tiny.planned(tiny_checkpoint, mesh="dp=2,tp=1")
+    staged = stages.stage(plan, DECODE)
+    assert set(staged.texts) == {"partitioned", "lowered"}
+    assert "over mesh dp=2,tp=1" in staged.texts["partitioned"].splitlines()[0]
+    assert staged.partitioned.signature.inputs[-1].name == "inputs.coords"
+    assert {group for _, group, _ in staged.partitioned.collectives} <= {"dp", "tp", "world"}
+    assert staged.partitioned.memory().params_bytes == plan.params_bytes < tiny.planned(tiny_checkpoint).params_bytes
 
 
 def test_what_is_for_npus_gives_no_logits(tmp_path):
-    made = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), backend="null")
-    one = stages.stage(made, made.buckets[-1])
-    assert one.texts["lowered"] == one.lowered.as_text()
-    assert {leaf.name for leaf in one.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.drafts"}
-    assert one.partitioned.memory().state_bytes == made.state_bytes
+    plan = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), backend="null")
+    staged = stages.stage(plan, plan.buckets[-1])
+    assert staged.texts["lowered"] == staged.lowered.as_text()
+    assert {leaf.name for leaf in staged.partitioned.signature.outputs} == {"outputs.tokens", "outputs.counts", "outputs.drafts"}
+    assert staged.partitioned.memory().state_bytes == plan.state_bytes
 
 
 def test_a_bucket_is_partitioned_as_it_is_staged(tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint)
-    traced, partitioned = stages.partition_bucket(made, DECODE)
-    one = tiny.stage_once(made, DECODE)
+    plan = tiny.planned(tiny_checkpoint)
+    traced, partitioned = stages.partition_bucket(plan, DECODE)
+    staged = tiny.stage_once(plan, DECODE)
     assert traced is not None
-    assert partitioned.signature == one.partitioned.signature
+    assert partitioned.signature == staged.partitioned.signature
     assert stages.partition_bucket(tiny.planned(tiny_checkpoint, mesh="dp=2"), DECODE)[0] is None

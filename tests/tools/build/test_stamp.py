@@ -1,4 +1,4 @@
-"""tools/build/stamp.py: equal builds have equal fingerprints, whatever could change one changes it, and torch stays unloaded."""
+"""tools/build/stamp.py: a stamp changes with everything that decides a build, and needs no torch."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def later(file: Path) -> None:
 
 
 def test_the_same_build_has_the_same_fingerprint(package, checkpoint):
-    one = fingerprint(OPTIONS, package, [checkpoint])
-    assert fingerprint(dict(reversed(OPTIONS.items())), package, [checkpoint]) == one
-    assert fingerprint({k: v for k, v in OPTIONS.items() if v is not None}, package, [checkpoint]) == one
-    assert fingerprint(OPTIONS, package, iter([checkpoint])) == one
+    first = fingerprint(OPTIONS, package, [checkpoint])
+    assert fingerprint(dict(reversed(OPTIONS.items())), package, [checkpoint]) == first
+    assert fingerprint({k: v for k, v in OPTIONS.items() if v is not None}, package, [checkpoint]) == first
+    assert fingerprint(OPTIONS, package, iter([checkpoint])) == first
     # What Python or a test run leaves beside the sources decides nothing, nor does the time at which sources were copied.
     (package / "graphs" / "__pycache__").mkdir()
     (package / "graphs" / "__pycache__" / "source.pyc").write_bytes(b"x")
     later(package / "graphs" / "source.py")
-    assert fingerprint(OPTIONS, package, [checkpoint]) == one
+    assert fingerprint(OPTIONS, package, [checkpoint]) == first
 
 
 def test_everything_that_the_package_is_made_of_counts():
@@ -106,7 +106,7 @@ def test_every_source_counts(package, checkpoint, path):
 
 
 def test_models_count_by_size_and_time(package, checkpoint):
-    seen = [fingerprint(OPTIONS, package, [checkpoint])]
+    digests = [fingerprint(OPTIONS, package, [checkpoint])]
     for change in (
         lambda: later(checkpoint / "a.safetensors"),
         lambda: (checkpoint / "b.safetensors").write_bytes(b""),
@@ -115,9 +115,9 @@ def test_models_count_by_size_and_time(package, checkpoint):
         lambda: later(package / "models/bundled/small/config.json"),
     ):
         change()
-        seen.append(fingerprint(OPTIONS, package, [checkpoint]))
-    assert len(set(seen)) == len(seen) - 1
-    assert seen[1] == seen[3]
+        digests.append(fingerprint(OPTIONS, package, [checkpoint]))
+    assert len(set(digests)) == len(digests) - 1
+    assert digests[1] == digests[3]
     assert fingerprint(OPTIONS, package, [checkpoint / "gone"]) != fingerprint(OPTIONS, package, [])
 
 
@@ -125,10 +125,10 @@ def test_models_count_by_size_and_time(package, checkpoint):
 def test_versions_count(package, monkeypatch, name):
     before, version = fingerprint(OPTIONS, package, []), importlib.metadata.version
 
-    def newer(asked):
-        if asked == name:
+    def newer(package_name):
+        if package_name == name:
             return "99"
-        return version(asked)
+        return version(package_name)
 
     monkeypatch.setattr(importlib.metadata, "version", newer)
     assert fingerprint(OPTIONS, package, []) != before
@@ -137,8 +137,8 @@ def test_versions_count(package, monkeypatch, name):
 def test_what_is_not_installed_counts_as_that(package, monkeypatch):
     before = fingerprint(OPTIONS, package, [])
 
-    def gone(asked):
-        raise importlib.metadata.PackageNotFoundError(asked)
+    def gone(package_name):
+        raise importlib.metadata.PackageNotFoundError(package_name)
 
     monkeypatch.setattr(importlib.metadata, "version", gone)
     assert fingerprint(OPTIONS, package, []) != before
@@ -192,10 +192,10 @@ def test_a_stamp_that_cannot_be_read_matches_nothing(artifact, damage):
 
 
 def test_a_stamp_of_another_format_matches_nothing(artifact):
-    told = json.loads(stamp_file(artifact).read_text())
-    stamp_file(artifact).write_text(json.dumps(told | {"format": 2}))
+    content = json.loads(stamp_file(artifact).read_text())
+    stamp_file(artifact).write_text(json.dumps(content | {"format": 2}))
     assert not matches(artifact, "f")
-    stamp_file(artifact).write_text(json.dumps(told | {"files": ["graphs/a.ge"]}))
+    stamp_file(artifact).write_text(json.dumps(content | {"files": ["graphs/a.ge"]}))
     assert not matches(artifact, "f")
 
 

@@ -1,4 +1,4 @@
-"""tools/build/targets.py: kinds of machines, and the meshes they can hold."""
+"""tools/build/targets.py: the targets, and the meshes they refuse."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_speeds_are_known_for_npus_and_roce_is_the_slow_link():
 
 
 def test_ranks_on_a_cpu_share_its_memory():
-    cpu, held = target("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert cpu.memory_bytes(Mesh()) == held
-    assert cpu.memory_bytes(Mesh.parse("dp=2,tp=2")) == held // 4
+    cpu, memory = target("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert cpu.memory_bytes(Mesh()) == memory
+    assert cpu.memory_bytes(Mesh.parse("dp=2,tp=2")) == memory // 4
     assert cpu.reserved_bytes(Mesh.parse("dp=2,tp=2")) == 0
 
 
@@ -65,7 +65,7 @@ def test_a_supernode_holds(mesh):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "said"),
+    ("name", "mesh", "message"),
     [
         ("ascend-a3", "dp=8,ep=2", r"unknown axis 'ep'; legal are dp and tp"),
         ("ascend-a3", "pp=2,ep=2", r"unknown axis 'pp', 'ep'; legal are dp and tp"),
@@ -78,8 +78,8 @@ def test_a_supernode_holds(mesh):
         ("ascend-a3", "dp=1,tp=24", r"groups of tp=24 straddle nodes"),
     ],
 )
-def test_refuses_a_mesh_by_name(name, mesh, said):
-    with pytest.raises(SpecError, match=said):
+def test_refuses_a_mesh_by_name(name, mesh, message):
+    with pytest.raises(SpecError, match=message):
         check_mesh(target(name), Mesh.parse(mesh))
 
 

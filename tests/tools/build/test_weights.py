@@ -1,4 +1,4 @@
-"""tools/build/weights.py: the stored file is the one safetensors writes of the whole model, which is never in memory."""
+"""tools/build/weights.py: the stored file equals the one safetensors writes, without the whole model in memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_large_checkpoint_has_a_progress_bar(tmp_path, model, monkeypatch):
     monkeypatch.setattr(weights, "BAR_BYTES", 0)
     monkeypatch.setattr(weights, "MB", 1)
     leaves, _ = stored(plan, tmp_path / "large", Progress(lines))
-    shown = [line.split()[2] for line in lines.getvalue().splitlines() if line.startswith("read weights")]
+    steps = [line.split()[2] for line in lines.getvalue().splitlines() if line.startswith("read weights")]
     total = sum(leaf.aval.nbytes for leaf in leaves)
-    assert shown[-1] == f"{total}/{total}"
-    assert 1 < len(shown) == len(set(shown)) <= weights.BAR_STEPS
+    assert steps[-1] == f"{total}/{total}"
+    assert 1 < len(steps) == len(set(steps)) <= weights.BAR_STEPS

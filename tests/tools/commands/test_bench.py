@@ -58,11 +58,11 @@ def test_other_counts_are_refused(text: str) -> None:
 def test_the_cheap_figures_of_a_built_model(own_artifact: Path, tmp_path: Path) -> None:
     result = tiny.cli(tmp_path, "bench", "tiny", "--only", "prefill,streams", "--json", *LITTLE)
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["subject"]["model"] == "tiny"
-    assert told["machine"]["cores"] >= 1
-    assert [table["figure"] for table in told["figures"]] == ["prefill", "streams"]
-    rows = told["figures"][1]["rows"]
+    report = json.loads(result.stdout)
+    assert report["subject"]["model"] == "tiny"
+    assert report["machine"]["cores"] >= 1
+    assert [table["figure"] for table in report["figures"]] == ["prefill", "streams"]
+    rows = report["figures"][1]["rows"]
     assert [(row["streams"], row["path"]) for row in rows] == [(1, "engine"), (1, "websocket"), (2, "engine"), (2, "websocket")]
     assert all(row["tokens_per_s"]["median"] > 0 for row in rows)
 
@@ -74,10 +74,10 @@ def test_text_and_markdown_hold_the_same_figures(own_artifact: Path, tmp_path: P
     assert text.index("The load\n") < text.index("The decode\n")
     assert "| 1.50 |" in markdown
     assert "**The load**" in markdown
-    for said in (text, markdown):
-        assert " cores, " in said
-        assert "model tiny, dtype f32" in said
-        assert "buckets 5 (0 compiled by eager)" in said
+    for output in (text, markdown):
+        assert " cores, " in output
+        assert "model tiny, dtype f32" in output
+        assert "buckets 5 (0 compiled by eager)" in output
 
 
 def test_every_figure_of_an_artifact_can_be_measured(tiny_artifact: Path) -> None:
@@ -94,29 +94,29 @@ def test_builds_are_measured_only_when_named(own_artifact: Path, tmp_path: Path,
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What drafting is measured with, instead of measuring it."""
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def pretend(*given: Any) -> Table:
-        seen.append(given)
+    def pretend(*args: Any) -> Table:
+        calls.append(args)
         return Table("speculation", "Drafting", (Column("x", "x"),), ({"x": 1.5},))
 
     monkeypatch.setattr(speculation, "speculation", pretend)
-    return seen
+    return calls
 
 
 def test_drafting_is_compared_with_the_same_artifact_without_it(
     own_artifact: Path, tmp_path: Path, compared: list[tuple[Any, ...]]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
-    asked = ("bench", "tiny", "--only", "speculation", "--prompts", tmp_path / "prompts.txt", *LITTLE)
-    result = tiny.cli(tmp_path, *asked)
+    arguments = ("bench", "tiny", "--only", "speculation", "--prompts", tmp_path / "prompts.txt", *LITTLE)
+    result = tiny.cli(tmp_path, *arguments)
     assert result.exit_code == 0, result.output
     assert "Drafting\n" in result.stdout
     drafting, plain, texts, loads, rounds, _ = compared[0]
     assert (drafting.path, plain.path) == (own_artifact, own_artifact.with_name("tiny-k0"))
     assert (drafting.manifest.limits.drafts, plain.manifest.limits.drafts) == (3, 0)
-    words = [one.manifest.build_arguments for one in (drafting, plain)]
-    with_drafts, without = (dict(zip(said[1::2], said[2::2], strict=True)) for said in words)
+    words = [side.manifest.build_arguments for side in (drafting, plain)]
+    with_drafts, without = (dict(zip(words_of_one[1::2], words_of_one[2::2], strict=True)) for words_of_one in words)
     assert {**with_drafts, "--speculative-tokens": "0"} == without
     assert words[0][0] == words[1][0]
     codec = TextTokenizer.load(own_artifact / str(drafting.manifest.tokenizer))
@@ -124,28 +124,28 @@ def test_drafting_is_compared_with_the_same_artifact_without_it(
     assert (loads, rounds) == ((Load(1, 6, 4), Load(2, 6, 4)), 1)
     # Once it is there it is brought up to date, and nothing is left to do.
     before = tiny.contents(plain.path)
-    tiny.cli(tmp_path, *asked)
+    tiny.cli(tmp_path, *arguments)
     assert tiny.contents(plain.path) == before
     assert len(compared) == 2
 
 
 def test_drafting_needs_drafts_and_text(own_artifact: Path, tmp_path: Path, compared: list[tuple[Any, ...]]) -> None:
-    asked = ("bench", "tiny", "--only", "speculation", *LITTLE)
-    assert "no prompts for tiny: " in tiny.refused(tmp_path, *asked)
-    assert "legal is --prompts FILE, one prompt a line" in tiny.refused(tmp_path, *asked, "--prompts", tmp_path / "absent.txt")
+    arguments = ("bench", "tiny", "--only", "speculation", *LITTLE)
+    assert "no prompts for tiny: " in tiny.refused(tmp_path, *arguments)
+    assert "legal is --prompts FILE, one prompt a line" in tiny.refused(tmp_path, *arguments, "--prompts", tmp_path / "absent.txt")
     (tmp_path / "prompts.txt").write_text("one\n")
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
-    assert "has no tokenizer; drafting is measured on text" in tiny.refused(tmp_path, *asked, "--prompts", tmp_path / "prompts.txt")
+    assert "has no tokenizer; drafting is measured on text" in tiny.refused(tmp_path, *arguments, "--prompts", tmp_path / "prompts.txt")
     limits = replace(Artifact.open(own_artifact).manifest.limits, drafts=0, slots_per_request=1)
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, limits=limits))
-    assert "tiny drafts nothing; legal is one built with --speculative-tokens of at least 1" in tiny.refused(tmp_path, *asked)
+    assert "tiny drafts nothing; legal is one built with --speculative-tokens of at least 1" in tiny.refused(tmp_path, *arguments)
     assert compared == []
 
 
 def test_the_bundled_models_prompts_lie_beside_it() -> None:
-    found = registry.find("qwen3.5-tiny")
-    assert found.checkpoint_dir is not None
-    lines = (found.checkpoint_dir / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    model = registry.find("qwen3.5-tiny")
+    assert model.checkpoint_dir is not None
+    lines = (model.checkpoint_dir / "prompts.txt").read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(set(lines)) >= 16
 
 
@@ -170,22 +170,22 @@ def test_a_busy_machine_is_told(own_artifact: Path, tmp_path: Path, pretended: l
 def test_a_build_is_measured_with_the_arguments_that_made_the_artifact(
     own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    builds: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     def build(arguments: tuple[str, ...], **options: Any) -> Table:
-        asked.append((arguments, options))
+        builds.append((arguments, options))
         return Table("build", "The build", (Column("x", "x"),), ())
 
     monkeypatch.setattr(bench_build, "build", build)
     result = tiny.cli(tmp_path, "bench", "tiny", "--only", "build", "--builds", 3, "--jobs", 1)
     assert "The build" in result.stdout
-    (arguments, options) = asked[0]
+    (arguments, options) = builds[0]
     assert arguments == Artifact.open(own_artifact).manifest.build_arguments
     assert (options["rounds"], options["jobs"]) == (3, 1)
     assert options["environment"]["NPUCOMPILE_HOME"] == str(tmp_path)
     # What is no artifact is a model, with the build's own defaults; nothing else is built for it.
     tiny.cli(tmp_path, "bench", "some-model", "--only", "build")
-    assert asked[1][0] == ("some-model",)
+    assert builds[1][0] == ("some-model",)
     assert pretended == []
 
 
@@ -209,12 +209,12 @@ def test_nothing_to_measure_and_two_formats_are_refused(tmp_path: Path) -> None:
 def test_a_figure_that_fails_does_not_take_the_others_along(
     own_artifact: Path, tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = bench.figures
+    all_figures = bench.figures
 
     def broken() -> list[Table]:
         raise SpecError("no streams today")
 
-    monkeypatch.setattr(bench, "figures", lambda *given: {**made(*given), "streams": broken})
+    monkeypatch.setattr(bench, "figures", lambda *args: {**all_figures(*args), "streams": broken})
     result = tiny.cli(tmp_path, "bench", "tiny", *LITTLE)
     assert result.exit_code == 1
     assert "The prefill\n" in result.stdout
@@ -228,15 +228,15 @@ def test_a_load_beyond_the_context_is_refused_before_anything_is_measured(own_ar
 
 
 def test_loads_are_what_the_options_say(own_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bench.Settings] = []
+    used: list[bench.Settings] = []
 
     def figures(artifact: Artifact, home: Any, settings: bench.Settings, progress: Any) -> dict[str, Any]:
-        seen.append(settings)
+        used.append(settings)
         return {"streams": list}
 
     monkeypatch.setattr(bench, "figures", figures)
     tiny.cli(tmp_path, "bench", "--only", "streams", *LITTLE)
-    assert seen[0] == bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
+    assert used[0] == bench.Settings((Load(1, 6, 4), Load(2, 6, 4)), 1, 1, 1, 2)
 
 
 def test_a_figure_is_measured_on_a_thread_that_is_gone_afterwards() -> None:

@@ -1,4 +1,4 @@
-"""tools/commands/build.py: options become a plan, the plan is said before it is done, the artifact's path is the output."""
+"""tools/commands/build.py: options reach the plan, examples of the help can be planned, and a build up to date does nothing."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_a_checkpoint_becomes_an_artifact_of_its_name(tmp_path, tiny_checkpoint)
     artifact = Artifact.open(out)
     decode = [Bucket("decode", batch, 4) for batch in (1, 2, 3)]
     assert [entry.bucket for entry in artifact.manifest.graphs] == [Bucket("prefill", 1, 4), *decode]
-    said = result.stderr
-    assert "tiny: 4 buckets for eager (prefill-b1-q4, decode-b1-q4, decode-b2-q4, decode-b3-q4)" in said
-    assert "MB of weights" in said
-    assert "context 16, 3 requests in flight" in said
-    assert "each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)" in said
-    assert "built in" in said
-    assert "0 compiled, 0 up to date" in said
+    message = result.stderr
+    assert "tiny: 4 buckets for eager (prefill-b1-q4, decode-b1-q4, decode-b2-q4, decode-b3-q4)" in message
+    assert "MB of weights" in message
+    assert "context 16, 3 requests in flight" in message
+    assert "each step drafts 3 tokens and verifies them in the next (--speculative-tokens to change)" in message
+    assert "built in" in message
+    assert "0 compiled, 0 up to date" in message
 
 
 def test_drafts_and_log_probabilities_are_as_asked_for(tmp_path, tiny_checkpoint):
-    asked = ("--buckets", "1", *SMALL, "--speculative-tokens", 1, "--max-logprobs", 2)
-    assert tiny.cli(tmp_path, "build", tiny_checkpoint, *asked).exit_code == 0
+    options = ("--buckets", "1", *SMALL, "--speculative-tokens", 1, "--max-logprobs", 2)
+    assert tiny.cli(tmp_path, "build", tiny_checkpoint, *options).exit_code == 0
     manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
     decode = manifest.graphs[-1]
     assert (decode.bucket, manifest.limits.drafts, decode.max_logprobs) == (Bucket("decode", 1, 2), 1, 2)
@@ -53,7 +53,7 @@ def test_out_says_where(tmp_path, tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (("--buckets", "4,2"), "--buckets: buckets '4,2': 2 does not increase on 4."),
         (("--prefill", "a"), "--prefill: buckets 'a': 'a' is neither '...' nor a whole number"),
@@ -61,8 +61,8 @@ def test_out_says_where(tmp_path, tiny_checkpoint):
         (("--buckets", "1,2", "--max-num-seqs", "1"), "max_num_seqs is 1 and the largest bucket has 2 rows"),
     ],
 )
-def test_what_is_not_legal_is_said_with_the_rule(tmp_path, tiny_checkpoint, arguments, said):
-    assert said in tiny.refused(tmp_path, "build", tiny_checkpoint, *arguments, "--backend", "eager")
+def test_what_is_not_legal_is_said_with_the_rule(tmp_path, tiny_checkpoint, arguments, error):
+    assert error in tiny.refused(tmp_path, "build", tiny_checkpoint, *arguments, "--backend", "eager")
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -73,15 +73,15 @@ def test_the_notation_of_buckets_is_explained_where_it_is_refused_and_in_help(tm
         assert "unless the last three are in constant ratio" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("model", "said"), [("qwen9", "'qwen9' is neither a preset nor a directory"), ("qwen3.5-27b", "--backend null")])
-def test_what_is_no_model_is_named(tmp_path, model, said):
-    assert said in tiny.refused(tmp_path, "build", model)
+@pytest.mark.parametrize(("model", "error"), [("qwen9", "'qwen9' is neither a preset nor a directory"), ("qwen3.5-27b", "--backend null")])
+def test_what_is_no_model_is_named(tmp_path, model, error):
+    assert error in tiny.refused(tmp_path, "build", model)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, tiny_checkpoint):
     (tmp_path / "file").write_text("")
-    said = tiny.refused(tmp_path, "build", tiny_checkpoint, "--buckets", "1", *SMALL, "--out", tmp_path / "file" / "out")
-    assert str(tmp_path / "file") in said
+    message = tiny.refused(tmp_path, "build", tiny_checkpoint, "--buckets", "1", *SMALL, "--out", tmp_path / "file" / "out")
+    assert str(tmp_path / "file") in message
 
 
 def test_the_plan_says_why(tmp_path):
@@ -98,16 +98,16 @@ SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def plans(monkeypatch):
     """Plans that were to be built for NPUs, and where; nothing is built."""
-    plans = []
+    calls = []
 
     def build(plan, out, cache, progress, *, jobs, nice):
-        plans.append((plan, out, jobs))
+        calls.append((plan, out, jobs))
         return stand_in(plan, out)
 
     monkeypatch.setattr(build_all, "build", build)
-    return plans
+    return calls
 
 
 def stand_in(plan, out, *_, **__):
@@ -122,25 +122,25 @@ def examples(text):
     return re.findall(r"npucompile build ([^`\n]+)", text)
 
 
-def test_every_example_of_the_help_is_understood_and_planned(tmp_path, asked):
+def test_every_example_of_the_help_is_understood_and_planned(tmp_path, plans):
     lines = examples(build.command.help)
     assert len(lines) == 3
-    shown = " ".join(tiny.cli(tmp_path, "build", "--help").stdout.split())
-    assert all(" ".join(line.split()) in shown for line in lines)
+    printed = " ".join(tiny.cli(tmp_path, "build", "--help").stdout.split())
+    assert all(" ".join(line.split()) in printed for line in lines)
     for number, line in enumerate(lines):
         result = tiny.cli(tmp_path / str(number), "build", *shlex.split(line))
         assert result.exit_code == 0, result.output
-    asked = [build for build in asked if not build[0].target.local]
-    assert [(str(plan.mesh), plan.quantization, plan.deployment != "") for plan, _, _ in asked] == [
+    plans = [build for build in plans if not build[0].target.local]
+    assert [(str(plan.mesh), plan.quantization, plan.deployment != "") for plan, _, _ in plans] == [
         ("dp=8,tp=2", "w4a8", True), ("dp=4,tp=4", "w8a8", False),
     ]  # fmt: skip
-    assert [bucket.batch for bucket in asked[0][0].buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
+    assert [bucket.batch for bucket in plans[0][0].buckets if bucket.kind == "decode"] == list(range(2, 65, 2))
 
 
-def test_a_deployment_is_said_and_goes_where_its_model_does(tmp_path, asked):
+def test_a_deployment_is_said_and_goes_where_its_model_does(tmp_path, plans):
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--jobs", "3")
     assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b'}\n"
-    ((plan, out, jobs),) = asked
+    ((plan, out, jobs),) = plans
     assert (out, jobs) == (tmp_path / "artifacts" / "qwen3.5-397b", 3)
     assert (plan.deployment, plan.phase) == (deployments.DEFAULT["qwen3.5-397b"], "mixed")
     for part in (
@@ -153,25 +153,25 @@ def test_a_deployment_is_said_and_goes_where_its_model_does(tmp_path, asked):
         assert part in result.stderr
 
 
-def test_a_deployment_of_two_sides_is_two_artifacts(tmp_path, asked):
+def test_a_deployment_of_two_sides_is_two_artifacts(tmp_path, plans):
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT)
     outs = [tmp_path / "artifacts" / f"qwen3.5-397b-{phase}" for phase in ("prefill", "decode")]
     assert result.stdout == "".join(f"{out}\n" for out in outs)
-    assert [(plan.phase, str(plan.mesh), out) for plan, out, _ in asked] == [
+    assert [(plan.phase, str(plan.mesh), out) for plan, out, _ in plans] == [
         ("prefill", "dp=8,tp=2", outs[0]), ("decode", "dp=16,tp=2", outs[1]),
     ]  # fmt: skip
 
 
-def test_one_side_alone_is_where_both_put_it(tmp_path, asked):
+def test_one_side_alone_is_where_both_put_it(tmp_path, plans):
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill")
     assert result.stdout == f"{tmp_path / 'artifacts' / 'qwen3.5-397b-prefill'}\n"
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", "--deployment", SPLIT, "--phase", "prefill", "--out", tmp_path / "here")
     assert result.stdout == f"{tmp_path / 'here'}\n"
-    assert [plan.phase for plan, _, _ in asked] == ["prefill", "prefill"]
+    assert [plan.phase for plan, _, _ in plans] == ["prefill", "prefill"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--deployment", "qwen35-397b-a3x8-in3k5-out1k5"), "is not known; near are qwen35-397b-a3x8-in3k5-out1k5-50ms"),
         (("--deployment", SPLIT, "--target", "cpu"), f"deployment {SPLIT} is for ascend-a3, the target is cpu"),
@@ -184,14 +184,14 @@ def test_one_side_alone_is_where_both_put_it(tmp_path, asked):
         (("--mesh", "dp=8,tp=2"), "a build for NPUs (--target ascend-a3 --mesh tp=2, or a --deployment)"),
     ],
 )
-def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, asked, arguments, said):
-    assert said in tiny.refused(tmp_path, "build", "qwen3.5-397b", *arguments)
-    assert asked == []
+def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, plans, arguments, message):
+    assert message in tiny.refused(tmp_path, "build", "qwen3.5-397b", *arguments)
+    assert plans == []
     assert not (tmp_path / "artifacts").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--target", "ascend-a4"), "'ascend-a4' is not one of 'cpu', 'ascend-a3', 'ascend-a2'"),
         (("--quantization", "w2"), "'w2' is not one of 'none', 'w8a8', 'w4a8'"),
@@ -202,17 +202,17 @@ def test_what_npus_cannot_have_is_said_before_anything_is_built(tmp_path, asked,
         (("--deploy", SPLIT), "No such option"),
     ],
 )
-def test_a_choice_that_is_none_is_a_usage_error_with_the_choices(tmp_path, arguments, said):
+def test_a_choice_that_is_none_is_a_usage_error_with_the_choices(tmp_path, arguments, message):
     result = tiny.cli(tmp_path, "build", "qwen3.5-397b", *arguments)
     assert result.exit_code == 2
-    assert said in result.stderr
-    assert f"Invalid value for '{arguments[0]}'" in result.stderr or said == "No such option"
+    assert message in result.stderr
+    assert f"Invalid value for '{arguments[0]}'" in result.stderr or message == "No such option"
 
 
-def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, asked, monkeypatch):
+def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, plans, monkeypatch):
     arguments = ("build", "qwen3.5-397b", "--buckets", "2")
     first = tiny.cli(tmp_path, *arguments)
-    assert len(asked) == 1
+    assert len(plans) == 1
     loaded = []
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda name, *rest: loaded.append(name) or real(name, *rest))
@@ -220,8 +220,8 @@ def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, asked, monkeypatch):
     assert again.stdout == first.stdout
     assert "is up to date: the same options, sources, checkpoint and toolchain" in again.stderr
     assert "..build.build_all" not in loaded
-    assert len(asked) == 1
+    assert len(plans) == 1
     Path(first.stdout.strip(), "manifest.msgpack").write_bytes(b"another")
     assert "2 compiled, 0 up to date" in tiny.cli(tmp_path, *arguments).stderr
     assert "..build.build_all" in loaded
-    assert len(asked) == 2
+    assert len(plans) == 2

@@ -1,4 +1,4 @@
-"""tools/commands/chat.py: text streams to standard output from a real server, and its refusals reach the user."""
+"""tools/commands/chat.py: text streams to standard output from a real server, and errors reach the user."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_an_answer_is_what_the_model_says_offline(tmp_path, tiny_artifact, serve
     artifact = Artifact.open(tiny_artifact)
     codec = TextTokenizer.load(tiny_artifact / artifact.manifest.tokenizer)
     sampling = Sampling(0.9, 50, 0.95, 0.001, seed=11)
-    (done,) = complete(CpuExecutor(artifact), [codec.encode("in the")], sampling, 20, frozenset(artifact.manifest.model["eos_ids"]))
+    (completion,) = complete(CpuExecutor(artifact), [codec.encode("in the")], sampling, 20, frozenset(artifact.manifest.model["eos_ids"]))
     options = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--seed", 11)
     result = tiny.cli(tmp_path, "chat", "in the", "--url", url, *options)
     assert result.exit_code == 0, result.output
-    assert result.stdout == codec.decode(done.token_ids) + "\n"
+    assert result.stdout == codec.decode(completion.token_ids) + "\n"
     before = running.engine.stats()
     assert before["compiles_after_ready_total"] == 0
     assert before["spec_decode_num_draft_tokens_total"] > 0
@@ -52,11 +52,11 @@ def test_what_the_server_refuses_is_said(tmp_path, server):
 
 
 def test_where_nobody_listens_a_server_is_suggested(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = websocket_url("127.0.0.1", taken.getsockname()[1])
-    said = tiny.refused(tmp_path, "chat", "x", "--url", url)
-    assert f"cannot connect to {url}" in said
-    assert "`npucompile serve` starts a server" in said
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = websocket_url("127.0.0.1", listener.getsockname()[1])
+    message = tiny.refused(tmp_path, "chat", "x", "--url", url)
+    assert f"cannot connect to {url}" in message
+    assert "`npucompile serve` starts a server" in message
 
 
 def test_an_address_that_is_none_is_said(tmp_path):

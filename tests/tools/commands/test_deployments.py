@@ -1,4 +1,4 @@
-"""tools/commands/deployments.py: the table of deployments as people and programs read it."""
+"""tools/commands/deployments.py: the table, one deployment in detail, and JSON."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_every_row_can_be_shown(name):
 
 
 def test_json_holds_everything():
-    told = json.loads(said("--json"))
-    assert [row["id"] for row in told] == list(deployments())
-    one = json.loads(said(PUBLISHED, "--json"))
-    assert one == next(row for row in told if row["id"] == PUBLISHED)
-    assert (one["buildable"], one["prefill_chunk"], one["npus"]) == (True, 3584, 16)
-    phase = one["phases"]["mixed"]
+    rows = json.loads(said("--json"))
+    assert [row["id"] for row in rows] == list(deployments())
+    details = json.loads(said(PUBLISHED, "--json"))
+    assert details == next(row for row in rows if row["id"] == PUBLISHED)
+    assert (details["buildable"], details["prefill_chunk"], details["npus"]) == (True, 3584, 16)
+    phase = details["phases"]["mixed"]
     assert (phase["mesh"], phase["buckets"][-1], phase["group_requests"], phase["limits"]["num_slots"]) == ("dp=8,tp=2", 54, 54, 217)
-    assert [row["id"] for row in told if row["buildable"]] == [
+    assert [row["id"] for row in rows if row["buildable"]] == [
         row.id for row in deployments().values() if row.model in ("qwen3.5-397b", "qwen3.5-27b", "qwen3.6-27b")
     ]
 

@@ -1,4 +1,4 @@
-"""tools/commands/doctor.py: each line says what is there and what to do; only what the CPU needs makes the machine unfit."""
+"""tools/commands/doctor.py: every check, its advice, and the verdict."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_a_complete_laptop_builds_everything_and_runs_on_its_cpu():
 )
 def test_what_the_cpu_needs_makes_the_machine_unfit(change, name, advice):
     checks = examine(replace(LAPTOP, **change))
-    found = {check.name: check for check in checks}[name]
-    assert found.state == MISSING
-    assert advice in found.advice
+    item = {check.name: check for check in checks}[name]
+    assert item.state == MISSING
+    assert advice in item.advice
     assert not healthy(checks)
     assert all(f"no, see {name}" in line for line in verdict(checks))
 
@@ -81,20 +81,20 @@ def test_what_the_cpu_needs_makes_the_machine_unfit(change, name, advice):
 )
 def test_what_only_ascend_needs_does_not(change, name, advice):
     checks = examine(replace(LAPTOP, **change))
-    found = {check.name: check for check in checks}[name]
-    assert (found.state, found.needed_for) == (MISSING, "ascend")
-    assert advice in found.advice
+    item = {check.name: check for check in checks}[name]
+    assert (item.state, item.needed_for) == (MISSING, "ascend")
+    assert advice in item.advice
     assert healthy(checks)
     assert [line.split(": ")[1].split(",")[0] for line in verdict(checks)] == ["yes", "no", "no"]
 
 
 def test_with_cann_stubs_are_not_asked_for_and_npus_are():
     server = replace(LAPTOP, cann="ASCEND_HOME_PATH is /usr/local/Ascend", cc=LoweringError("none"), npus=("davinci0", "davinci1"))
-    found = by_name(server)
-    assert "C compiler for stub CANN libraries" not in found
-    assert "CANN runtime" not in found
-    assert found["CANN"].found == "ASCEND_HOME_PATH is /usr/local/Ascend"
-    assert found["NPU devices"].found == "2 (davinci0 to davinci1)"
+    checks = by_name(server)
+    assert "C compiler for stub CANN libraries" not in checks
+    assert "CANN runtime" not in checks
+    assert checks["CANN"].found == "ASCEND_HOME_PATH is /usr/local/Ascend"
+    assert checks["NPU devices"].found == "2 (davinci0 to davinci1)"
     assert all(line.endswith("yes") for line in verdict(examine(server)))
     bare = by_name(replace(server, npus=()))["NPU devices"]
     assert (bare.state, bare.found) == (ABSENT, "none")
@@ -154,17 +154,17 @@ def test_a_missing_compiler_is_a_line_and_no_crash(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    seen = []
+    calls = []
 
     def call(*words, **change):
         def looked(environment):
-            seen.append(environment)
+            calls.append(environment)
             return replace(look({}), memory_bytes=8 * 2**30, **change)
 
         monkeypatch.setattr(doctor, "look", looked)
         return CliRunner().invoke(doctor.command, words, obj=Home(tmp_path, {"A": "b"}))
 
-    call.seen = seen
+    call.seen = calls
     return call
 
 
@@ -199,9 +199,9 @@ def test_what_only_ascend_needs_ends_with_status_0(run):
 def test_json_says_the_same(run, cxx, status):
     result = run("--json", cxx=cxx)
     assert result.exit_code == status
-    told = json.loads(result.output)
-    assert told["healthy"] is (status == 0)
-    compiler = next(check for check in told["checks"] if check["name"] == "C++ compiler")
+    report = json.loads(result.output)
+    assert report["healthy"] is (status == 0)
+    compiler = next(check for check in report["checks"] if check["name"] == "C++ compiler")
     assert compiler == {
         "name": "C++ compiler",
         "state": "missing" if status else "ok",

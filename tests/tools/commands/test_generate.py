@@ -1,4 +1,4 @@
-"""tools/commands/generate.py: prompts in text or ids, from an artifact or a model, and every refusal in words."""
+"""tools/commands/generate.py: prompts as text or ids, from an artifact or a model, and refused options."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def expected(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     codec = TextTokenizer.load(tiny_artifact / artifact.manifest.tokenizer)
     ids = codec.encode(PROMPT)
-    (done,) = complete(CpuExecutor(artifact), [ids], Sampling(), 6, frozenset())
-    return ids, done.token_ids, codec.decode(done.token_ids)
+    (completion,) = complete(CpuExecutor(artifact), [ids], Sampling(), 6, frozenset())
+    return ids, completion.token_ids, codec.decode(completion.token_ids)
 
 
 def generated(tmp_path, *arguments):
@@ -39,11 +39,11 @@ def generated(tmp_path, *arguments):
 
 def test_json_says_all_there_is(tmp_path, tiny_artifact, expected):
     ids, tokens, text = expected
-    told = generated(tmp_path, tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    answer = generated(tmp_path, tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
     artifact = Artifact.open(tiny_artifact)
-    record = told.pop("record")
+    record = answer.pop("record")
     steps, accepted = record["verify_steps"], record["accepted_per_position"]
-    assert told == {
+    assert answer == {
         "text": text, "token_ids": list(tokens), "finish_reason": "length",
         "usage": {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6},
         "acceptance_length": 1 + sum(accepted) / steps, "acceptance_rates": [times / steps for times in accepted],
@@ -67,8 +67,8 @@ def test_plain_output_is_the_text_and_the_ids_stay_out_of_it(tmp_path, tiny_arti
 
 def test_ids_are_taken_as_they_are(tmp_path, tiny_artifact, expected):
     ids, tokens, _ = expected
-    told = generated(tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
-    assert told["token_ids"] == list(tokens)
+    answer = generated(tmp_path, tiny_artifact, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6)
+    assert answer["token_ids"] == list(tokens)
 
 
 def test_the_end_of_text_ends_it_unless_it_is_ignored(own_artifact, tmp_path, expected):
@@ -91,53 +91,53 @@ def test_sampling_options_reach_the_sampler(tmp_path, tiny_artifact, expected):
 
 
 def test_drafts_can_be_left_out_and_change_no_token(tmp_path, tiny_artifact):
-    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 24, "--ignore-eos")
-    free, one, off = (generated(tmp_path, *asked, *more) for more in ((), *(("--speculative-tokens", k) for k in (1, 0))))
-    assert free["token_ids"] == one["token_ids"] == off["token_ids"]
+    request = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 24, "--ignore-eos")
+    free, single, off = (generated(tmp_path, *request, *more) for more in ((), *(("--speculative-tokens", k) for k in (1, 0))))
+    assert free["token_ids"] == single["token_ids"] == off["token_ids"]
     assert free["acceptance_length"] > 1
     assert free["acceptance_rates"][0] > 0
-    assert one["acceptance_rates"][0] > one["acceptance_rates"][1] == 0
+    assert single["acceptance_rates"][0] > single["acceptance_rates"][1] == 0
     assert (off["acceptance_length"], off["acceptance_rates"], off["record"]["decode_steps"]) == (1.0, [], [["decode-b1-q4", 23]])
-    said = tiny.refused(tmp_path, "generate", *asked, "--speculative-tokens", 4)
-    assert "speculative_tokens is 4; legal is an integer from 0 to 3" in said
+    message = tiny.refused(tmp_path, "generate", *request, "--speculative-tokens", 4)
+    assert "speculative_tokens is 4; legal is an integer from 0 to 3" in message
 
 
 def test_log_probabilities_are_told_as_a_server_tells_them(tmp_path, tiny_artifact, expected):
     _, tokens, _ = expected
-    asked = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
-    told = generated(tmp_path, *asked, "--logprobs", 2)
-    assert told["token_ids"] == list(tokens)
-    assert [entry["token_id"] for entry in told["logprobs"]] == list(tokens)
+    request = (tiny_artifact, "--prompt", PROMPT, "--max-tokens", 6)
+    answer = generated(tmp_path, *request, "--logprobs", 2)
+    assert answer["token_ids"] == list(tokens)
+    assert [entry["token_id"] for entry in answer["logprobs"]] == list(tokens)
     codec = TextTokenizer.load(tiny_artifact / Artifact.open(tiny_artifact).manifest.tokenizer)
-    assert [(entry["token"], bytes(entry["bytes"])) for entry in told["logprobs"]] == list(map(codec.token_text, tokens))
-    for entry in told["logprobs"]:
+    assert [(entry["token"], bytes(entry["bytes"])) for entry in answer["logprobs"]] == list(map(codec.token_text, tokens))
+    for entry in answer["logprobs"]:
         best, next_best = entry["top_logprobs"]
         assert {**entry, "top_logprobs": None} == {**best, "top_logprobs": None}
         assert 0 > best["logprob"] >= next_best["logprob"]
-    (chosen, *_) = generated(tmp_path, *asked, "--logprobs", 0)["logprobs"]
-    assert (chosen["logprob"], chosen["top_logprobs"]) == (told["logprobs"][0]["logprob"], [])
-    assert "logprobs" not in generated(tmp_path, *asked)
-    assert "--logprobs is printed with --json only" in tiny.refused(tmp_path, "generate", *asked, "--logprobs", 2)
-    assert "logprobs is 21; legal is an integer from 0 to 20" in tiny.refused(tmp_path, "generate", *asked, "--json", "--logprobs", 21)
+    (chosen, *_) = generated(tmp_path, *request, "--logprobs", 0)["logprobs"]
+    assert (chosen["logprob"], chosen["top_logprobs"]) == (answer["logprobs"][0]["logprob"], [])
+    assert "logprobs" not in generated(tmp_path, *request)
+    assert "--logprobs is printed with --json only" in tiny.refused(tmp_path, "generate", *request, "--logprobs", 2)
+    assert "logprobs is 21; legal is an integer from 0 to 20" in tiny.refused(tmp_path, "generate", *request, "--json", "--logprobs", 21)
 
 
 def test_a_model_is_traced_and_run_and_leaves_nothing(tmp_path, tiny_checkpoint, expected):
     _, tokens, _ = expected
-    told = generated(tmp_path, tiny_checkpoint, "--prompt", PROMPT, "--max-tokens", 6, "--dtype", "float32")
-    assert told["token_ids"] == list(tokens)
-    assert set(told["backends"].values()) == {"eager"}
+    answer = generated(tmp_path, tiny_checkpoint, "--prompt", PROMPT, "--max-tokens", 6, "--dtype", "float32")
+    assert answer["token_ids"] == list(tokens)
+    assert set(answer["backends"].values()) == {"eager"}
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_built_model_in_another_dtype_is_its_model_built_again(tmp_path, own_artifact):
-    told = generated(tmp_path, "tiny", "--token-ids", "1,2", "--max-tokens", 3, "--dtype", "bfloat16")
-    assert told["dtype"] == "bf16"
-    assert told["usage"]["completion_tokens"] == 3
-    assert told["artifact"] != Artifact.open(own_artifact).digest
+    answer = generated(tmp_path, "tiny", "--token-ids", "1,2", "--max-tokens", 3, "--dtype", "bfloat16")
+    assert answer["dtype"] == "bf16"
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["artifact"] != Artifact.open(own_artifact).digest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "give exactly one of --prompt and --token-ids"),
         (("--prompt", "a", "--token-ids", "1"), "give exactly one of --prompt and --token-ids"),
@@ -149,8 +149,8 @@ def test_a_built_model_in_another_dtype_is_its_model_built_again(tmp_path, own_a
         (("--prompt", "a", "--top-p", "0"), "top_p is 0; legal is above 0"),
     ],
 )
-def test_refusals_name_what_is_legal(tmp_path, tiny_artifact, arguments, said):
-    assert said in tiny.refused(tmp_path, "generate", tiny_artifact, *arguments)
+def test_refusals_name_what_is_legal(tmp_path, tiny_artifact, arguments, message):
+    assert message in tiny.refused(tmp_path, "generate", tiny_artifact, *arguments)
 
 
 def test_what_is_neither_artifact_nor_model_is_named(tmp_path):
@@ -160,18 +160,18 @@ def test_what_is_neither_artifact_nor_model_is_named(tmp_path):
 def test_text_needs_a_tokenizer_and_ids_do_not(own_artifact, tmp_path):
     tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
     assert "tiny has no tokenizer, so no --prompt; legal is --token-ids" in tiny.refused(tmp_path, "generate", "tiny", "--prompt", "a")
-    told = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2)
-    assert (told["text"], len(told["token_ids"])) == ("", 2)
-    told = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2, "--logprobs", 1)
-    assert [(entry["token"], entry["token_id"]) for entry in told["logprobs"]] == [("", token) for token in told["token_ids"]]
+    answer = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2)
+    assert (answer["text"], len(answer["token_ids"])) == ("", 2)
+    answer = generated(tmp_path, "tiny", "--token-ids", "1", "--max-tokens", 2, "--logprobs", 1)
+    assert [(entry["token"], entry["token_id"]) for entry in answer["logprobs"]] == [("", token) for token in answer["token_ids"]]
 
 
 def test_a_stale_artifact_is_refused_with_the_field(own_artifact, tmp_path):
     toolchain = {**Artifact.open(own_artifact).manifest.toolchain, "torch": "2.0.0"}
     tiny.with_compiled(own_artifact, toolchain=toolchain)
-    said = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
-    assert "torch was '2.0.0' and is" in said
-    assert "build it again here" in said
+    message = tiny.refused(tmp_path, "generate", "tiny", "--token-ids", "1")
+    assert "torch was '2.0.0' and is" in message
+    assert "build it again here" in message
 
 
 def test_a_tampered_file_is_refused_by_its_name(own_artifact, tmp_path):
@@ -213,8 +213,8 @@ def test_ranks_of_torchrun_say_what_one_device_says_and_only_rank_0_speaks(tmp_p
     alone = generated(tmp_path, sharded(""), *SHARDED)["token_ids"]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "npucompile.tools.cli"]
     process = ranks.spawn([*run, "generate", sharded("tp=2"), *SHARDED, "--json"], ranks.environment(tmp_path))
-    status, out, said = ranks.finished(process)
-    assert status == 0, said
+    status, out, message = ranks.finished(process)
+    assert status == 0, message
     assert json.loads(out)["token_ids"] == alone
 
 
@@ -226,10 +226,10 @@ def test_a_launcher_that_starts_ranks_of_different_artifacts_is_told_by_both(tmp
         for rank, path in enumerate((sharded("tp=2"), other.path))
     ]
     expected = f"artifact is {other.digest} on rank 1 and {Artifact.open(sharded('tp=2')).digest} on rank 0"
-    for status, out, said in [ranks.finished(process) for process in processes]:
+    for status, out, message in [ranks.finished(process) for process in processes]:
         assert (status, out) == (1, "")
-        assert expected in said
-        assert "Traceback" not in said
+        assert expected in message
+        assert "Traceback" not in message
 
 
 def test_ranks_of_a_launcher_do_not_build(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""tools/commands/inspect.py: what an artifact holds, as a table, as JSON, and as graph text."""
+"""tools/commands/inspect.py: an artifact as a table, as JSON and as graph text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def told(tmp_path, *arguments):
 
 
 def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
-    made = tiny.planned(tiny_checkpoint)
+    plan = tiny.planned(tiny_checkpoint)
     artifact = Artifact.open(tiny_artifact)
     everything = told(tmp_path, tiny_artifact)
     assert [bucket["name"] for bucket in everything["buckets"]] == NAMES
@@ -34,7 +34,7 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
         assert len(bucket["digest"]) == 64
         assert set(bucket["cost"]) == {"flops", "read_bytes", "write_bytes"}
         assert bucket["cost"]["flops"] > 0
-        assert bucket["memory"]["params_bytes"] == made.params_bytes
+        assert bucket["memory"]["params_bytes"] == plan.params_bytes
         assert bucket["collectives"] == []
     assert len({bucket["digest"] for bucket in everything["buckets"]}) == len(NAMES)
     assert everything["artifact"] == str(tiny_artifact)
@@ -43,8 +43,8 @@ def test_json_has_every_bucket(tmp_path, tiny_artifact, tiny_checkpoint):
     assert everything["model"]["config"] == tiny.CONFIG
     assert (everything["dtype"], everything["mesh"], everything["target"]) == ("f32", "1", "cpu")
     assert everything["limits"]["max_model_len"] == tiny.CONTEXT
-    assert everything["memory"]["params_bytes"] == made.params_bytes
-    assert everything["memory"]["state_bytes"] == made.state_bytes
+    assert everything["memory"]["params_bytes"] == plan.params_bytes
+    assert everything["memory"]["state_bytes"] == plan.state_bytes
     assert everything["memory"]["peak_bytes"] == max(bucket["memory"]["peak_bytes"] for bucket in everything["buckets"])
     assert everything["toolchain"]["torch"]
     assert (everything["limits"]["drafts"], everything["limits"]["slots_per_request"], everything["max_logprobs"]) == (3, 4, 20)
@@ -76,15 +76,15 @@ def test_without_drafts_that_is_said(tmp_path, tiny_checkpoint):
     assert lines[2] == "drafts a step: 0; log probabilities: none"
 
 
-@pytest.mark.parametrize(("asked", "name"), [("4", "decode-b4-q4"), ("1", "decode-b1-q4"), ("prefill-b1-q16", "prefill-b1-q16")])
-def test_one_bucket_is_named_by_name_or_decode_batch(tmp_path, tiny_artifact, asked, name):
-    assert [bucket["name"] for bucket in told(tmp_path, tiny_artifact, "--bucket", asked)["buckets"]] == [name]
+@pytest.mark.parametrize(("wanted", "name"), [("4", "decode-b4-q4"), ("1", "decode-b1-q4"), ("prefill-b1-q16", "prefill-b1-q16")])
+def test_one_bucket_is_named_by_name_or_decode_batch(tmp_path, tiny_artifact, wanted, name):
+    assert [bucket["name"] for bucket in told(tmp_path, tiny_artifact, "--bucket", wanted)["buckets"]] == [name]
 
 
-@pytest.mark.parametrize("asked", ["3", "16", "decode-b4", ""])
-def test_an_unknown_bucket_is_named_beside_what_there_is(tmp_path, tiny_artifact, asked):
-    said = tiny.refused(tmp_path, "inspect", tiny_artifact, "--bucket", asked)
-    assert f"no bucket {asked!r}; the artifact has {', '.join(NAMES)}" in said
+@pytest.mark.parametrize("wanted", ["3", "16", "decode-b4", ""])
+def test_an_unknown_bucket_is_named_beside_what_there_is(tmp_path, tiny_artifact, wanted):
+    message = tiny.refused(tmp_path, "inspect", tiny_artifact, "--bucket", wanted)
+    assert f"no bucket {wanted!r}; the artifact has {', '.join(NAMES)}" in message
 
 
 def test_stages_are_printed_as_they_were_stored(tmp_path, tiny_artifact):
@@ -156,10 +156,10 @@ def npu(own_artifact):
     data = encode(GeFile(model.SerializeToString(), {}, (), (), 1, 0, ()))
 
     def change(manifest, writer):
-        made = ExecutableRecord("ge", writer.add("graphs", data, "ge"), "key")
+        compiled = ExecutableRecord("ge", writer.add("graphs", data, "ge"), "key")
         stages = writer.add("stages", zlib.compress(json.dumps({"partitioned": "p\n", "lowered": "l\n"}).encode()), "json.z")
-        told = {"compiled": made, "stages": stages, "collectives": TALKS, "census": {"Data": 1, "HcomAllReduce": 2}, "eager": None}
-        graphs = tuple(replace(entry, **told) for entry in manifest.graphs)
+        changes = {"compiled": compiled, "stages": stages, "collectives": TALKS, "census": {"Data": 1, "HcomAllReduce": 2}, "eager": None}
+        graphs = tuple(replace(entry, **changes) for entry in manifest.graphs)
         about = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w4a8", "deployment": "row-1", "memory": PLAN.as_dict()}
         return replace(manifest, graphs=graphs, references=(), **about)
 
@@ -179,19 +179,19 @@ def test_an_artifact_for_npus_says_what_it_is_for(tmp_path, npu):
 
 
 def test_the_graph_an_npu_compiles_is_a_stage(tmp_path, npu):
-    shown = tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "ge").stdout
-    assert shown == "".join(line + "\n" for line in [
+    text = tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "ge").stdout
+    assert text == "".join(line + "\n" for line in [
         "x = Data() 0",
         "body/talk0 = HcomAllReduce(x:0) group='tp' : bf16[4,64]",
         "body/talk1 = HcomAllReduce(body/talk0:0) group='tp' : bf16[4,64]",
     ])  # fmt: skip
     as_json = told(tmp_path, "--bucket", "4", "--stage", "ge")
-    assert (as_json["bucket"], as_json["stage"], as_json["text"], as_json["inputs"]) == ("decode-b4-q4", "ge", shown, 1)
+    assert (as_json["bucket"], as_json["stage"], as_json["text"], as_json["inputs"]) == ("decode-b4-q4", "ge", text, 1)
 
 
 def test_a_stage_that_is_not_there_is_named_beside_those_that_are(tmp_path, npu, tiny_artifact):
-    said = tiny.refused(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "traced")
-    assert "decode-b4-q4 has no stage 'traced' on mesh dp=2,tp=2; it has partitioned, lowered, ge" in said
+    message = tiny.refused(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "traced")
+    assert "decode-b4-q4 has no stage 'traced' on mesh dp=2,tp=2; it has partitioned, lowered, ge" in message
     assert tiny.cli(tmp_path, "inspect", "tiny", "--bucket", "4", "--stage", "lowered").stdout == "l\n"
     assert "is not compiled; --stage ge shows" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--bucket", "4", "--stage", "ge")
 
@@ -202,14 +202,14 @@ def test_views_are_of_one_bucket_or_of_all(tmp_path, npu, view):
     assert lines[0].startswith("decode-b4-q4: ")
     assert told(tmp_path, "--bucket", "4", f"--{view}")["bucket"] == "decode-b4-q4"
     assert [part.split(":")[0] for part in tiny.cli(tmp_path, "inspect", f"--{view}").stdout.split("\n\n")] == NAMES
-    assert [one["bucket"] for one in told(tmp_path, f"--{view}")] == NAMES
+    assert [entry["bucket"] for entry in told(tmp_path, f"--{view}")] == NAMES
 
 
 def test_collectives_have_every_rank_in_json(tmp_path, npu):
-    shown = told(tmp_path, "--bucket", "4", "--collectives")
-    assert [one["rank"] for one in shown["ranks"]] == [0, 1, 2, 3]
-    assert shown["ranks"][3]["collectives"] == [["all_reduce", [2, 3], "bf16[4,64]"]] * 2
-    assert shown["folded"] == [{"times": 2, "collectives": [["all_reduce", "tp", "bf16[4,64]"]]}]
+    collectives = told(tmp_path, "--bucket", "4", "--collectives")
+    assert [rank["rank"] for rank in collectives["ranks"]] == [0, 1, 2, 3]
+    assert collectives["ranks"][3]["collectives"] == [["all_reduce", [2, 3], "bf16[4,64]"]] * 2
+    assert collectives["folded"] == [{"times": 2, "collectives": [["all_reduce", "tp", "bf16[4,64]"]]}]
 
 
 def test_memory_is_a_table_and_a_plan(tmp_path, npu, tiny_artifact):
@@ -219,5 +219,5 @@ def test_memory_is_a_table_and_a_plan(tmp_path, npu, tiny_artifact):
 
 
 def test_one_thing_is_shown_at_a_time(tmp_path, npu):
-    said = tiny.refused(tmp_path, "inspect", "tiny", "--memory", "--census")
-    assert "--memory and --census are given together; legal is one of --stage, --collectives, --memory, --census" in said
+    message = tiny.refused(tmp_path, "inspect", "tiny", "--memory", "--census")
+    assert "--memory and --census are given together; legal is one of --stage, --collectives, --memory, --census" in message

@@ -1,4 +1,4 @@
-"""tools/commands/serve.py: what is served when something, nothing, or something else is there; and one server from start to Ctrl-C."""
+"""tools/commands/serve.py: which artifact is served, and a server from start to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def home_at(path):
 
 
 def found(path, name=None, no_build=False):
-    said = io.StringIO()
-    artifact, building = find_or_build(home_at(path), name, no_build, Progress(said))
-    return artifact, building, said.getvalue()
+    output = io.StringIO()
+    artifact, building = find_or_build(home_at(path), name, no_build, Progress(output))
+    return artifact, building, output.getvalue()
 
 
 # --- which ---
@@ -77,20 +77,20 @@ def test_the_newest_that_can_run_is_served(tmp_path, own_artifact, builder):
     newer = tiny.copied(own_artifact, tmp_path / "artifacts" / "newer")
     tiny.with_compiled(newer, toolchain={"torch": "1.0"})
     os.utime(newer / "manifest.msgpack", (2**32, 2**32))
-    artifact, building, said = found(tmp_path)
+    artifact, building, output = found(tmp_path)
     assert artifact.path == own_artifact
     assert building is None
-    assert "passed over: " in said
-    assert "torch was '1.0'" in said
+    assert "passed over: " in output
+    assert "torch was '1.0'" in output
 
 
 def test_where_nothing_is_built_the_bundled_model_is(tmp_path, builder):
-    artifact, building, said = found(tmp_path)
+    artifact, building, output = found(tmp_path)
     assert artifact is builder.made
     assert building.arguments == (BUNDLED[0],)
     assert building.out == tmp_path / "artifacts" / BUNDLED[0]
     assert building.environment == {"PATH": "/bin"}
-    assert f"building the bundled model {BUNDLED[0]}" in said
+    assert f"building the bundled model {BUNDLED[0]}" in output
 
 
 def test_a_model_is_built_and_served(tmp_path, tiny_checkpoint, builder):
@@ -156,8 +156,8 @@ def test_a_build_that_is_not_waited_for_is_stopped(tmp_path, builder):
 @pytest.mark.parametrize("lacking", ["weights", "tokenizer"])
 def test_a_build_behind_what_cannot_be_served_is_stopped(tmp_path, own_artifact, builder, lacking):
     builder.made = tiny.published(own_artifact, lambda manifest, _: replace(manifest, **{lacking: None}))
-    said = tiny.refused(tmp_path, "serve", "--port", 0)
-    assert ("has no tokenizer" if lacking == "tokenizer" else "without weights") in said
+    output = tiny.refused(tmp_path, "serve", "--port", 0)
+    assert ("has no tokenizer" if lacking == "tokenizer" else "without weights") in output
     assert builder.latest.stopped == 1
 
 
@@ -165,11 +165,11 @@ def test_a_build_behind_what_cannot_be_served_is_stopped(tmp_path, own_artifact,
 
 
 def announced(backends, building, host, port, mesh="1"):
-    said = io.StringIO()
+    output = io.StringIO()
     engine, model = SimpleNamespace(executor=SimpleNamespace(backends=backends)), SimpleNamespace(name="m")
     running = SimpleNamespace(engine=engine, service=SimpleNamespace(model=model))
-    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(said))(host, port)
-    return said.getvalue().splitlines()
+    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(output))(host, port)
+    return output.getvalue().splitlines()
 
 
 def test_how_to_talk_to_it_is_said():
@@ -196,12 +196,12 @@ def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
     environment = {**os.environ, "NPUCOMPILE_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            said = ""
-            while "talk to it" not in said:
+            output = ""
+            while "talk to it" not in output:
                 line = process.stderr.readline()
-                assert line, said
-                said += line
-            url = re.search(r"ws://\S+", said).group()
+                assert line, output
+                output += line
+            url = re.search(r"ws://\S+", output).group()
             metrics = url.replace("ws:", "http:").replace("/v1/responses", "/metrics")
             assert len(asyncio.run(ask_many(url))) == 6
             with urllib.request.urlopen(metrics) as answer:
@@ -244,12 +244,12 @@ class Server:
     def __init__(self, artifact, *options):
         self.ranks = ranks
         self.process = ranks.spawn(ranks.command("serve", artifact, "--port", 0, "--threads", 1, *options), ranks.environment())
-        self.said = ""
-        while "talk to it" not in self.said:
+        self.output = ""
+        while "talk to it" not in self.output:
             line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-        self.url = re.search(r"ws://\S+", self.said).group()
+            assert line, self.output
+            self.output += line
+        self.url = re.search(r"ws://\S+", self.output).group()
         self.others = ranks.children_of(self.process.pid)
 
     async def ask(self, tokens):
@@ -258,71 +258,71 @@ class Server:
 
     def ended(self, within_s=10):
         began = time.monotonic()
-        status, _, said = self.ranks.finished(self.process, 60)
+        status, _, output = self.ranks.finished(self.process, 60)
         assert time.monotonic() - began < within_s
-        assert "Traceback" not in said
-        return status, said
+        assert "Traceback" not in output
+        return status, output
 
 
 @pytest.fixture
 def server():
-    made = []
+    servers = []
 
     def start(*arguments):
-        made.append(Server(*arguments))
-        return made[-1]
+        servers.append(Server(*arguments))
+        return servers[-1]
 
     yield start
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
+    for started in servers:
+        started.process.kill()
+        started.process.communicate()
 
 
 def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):
-    one, alone = server(sharded("tp=2")), CpuExecutor(Artifact.open(sharded("")))
-    assert "2 ranks of mesh tp=2, a process each" in one.said
+    sharded_server, alone = server(sharded("tp=2")), CpuExecutor(Artifact.open(sharded("")))
+    assert "2 ranks of mesh tp=2, a process each" in sharded_server.output
     (expected,) = complete(alone, [[7, 8, 9]], Sampling(), 12, frozenset())
-    assert asyncio.run(one.ask(12)) == expected.token_ids
-    (victim,) = one.others
+    assert asyncio.run(sharded_server.ask(12)) == expected.token_ids
+    (victim,) = sharded_server.others
     died = f"rank 1 of mesh tp=2 died: process {victim} was killed by signal 9 (SIGKILL); all ranks end"
 
     async def kill_within():
-        async with await Client.connect(one.url) as client:
+        async with await Client.connect(sharded_server.url) as client:
             streams = [client.create([7, 8, 9], max_output_tokens=28, ignore_eos=True) for _ in range(20)]
             asyncio.get_running_loop().call_later(0.3, os.kill, victim, signal.SIGKILL)
             return await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
 
     ends = asyncio.run(kill_within())
     assert any(isinstance(end, RequestError) and died in str(end) for end in ends)
-    assert one.ended() == (1, f"Error: {died}\n")
+    assert sharded_server.ended() == (1, f"Error: {died}\n")
 
 
 def test_a_rank_that_is_killed_while_there_is_nothing_to_do_ends_all(server, sharded):
-    one = server(sharded("tp=2"))
-    os.kill(one.others[0], signal.SIGKILL)
-    died = f"rank 1 of mesh tp=2 died: process {one.others[0]} was killed by signal 9 (SIGKILL); all ranks end"
-    assert one.ended() == (1, f"Error: {died}\n")
+    sharded_server = server(sharded("tp=2"))
+    os.kill(sharded_server.others[0], signal.SIGKILL)
+    died = f"rank 1 of mesh tp=2 died: process {sharded_server.others[0]} was killed by signal 9 (SIGKILL); all ranks end"
+    assert sharded_server.ended() == (1, f"Error: {died}\n")
 
 
 def test_ctrl_c_ends_ranks_in_order_and_a_rank_0_that_is_killed_takes_the_others_along(server, sharded):
-    one, two = server(sharded("tp=2")), server(sharded("tp=2"))
-    for pid in (one.process.pid, *one.others):
+    first, second = server(sharded("tp=2")), server(sharded("tp=2"))
+    for pid in (first.process.pid, *first.others):
         os.kill(pid, signal.SIGINT)
-    assert one.ended() == (0, "")
-    two.process.kill()
-    ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in two.others), 10)
+    assert first.ended() == (0, "")
+    second.process.kill()
+    ranks.eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in second.others), 10)
 
 
 def test_a_rank_that_stands_still_is_named(server, sharded):
-    one = server(sharded("tp=2"), "--step-timeout", 6)
-    os.kill(one.others[0], signal.SIGSTOP)
+    sharded_server = server(sharded("tp=2"), "--step-timeout", 6)
+    os.kill(sharded_server.others[0], signal.SIGSTOP)
 
     async def ask():
         with pytest.raises(RequestError, match="rank 1 of mesh tp=2 was lost: it has been silent for"):
-            await one.ask(12)
+            await sharded_server.ask(12)
 
     asyncio.run(ask())
-    status, said = one.ended(20)
+    status, output = sharded_server.ended(20)
     assert status == 1
-    assert "rank 1 of mesh tp=2 was lost: it has been silent for" in said
-    assert not os.path.exists(f"/proc/{one.others[0]}")
+    assert "rank 1 of mesh tp=2 was lost: it has been silent for" in output
+    assert not os.path.exists(f"/proc/{sharded_server.others[0]}")

@@ -1,4 +1,4 @@
-"""tools/commands/verify.py: a proof repeated, printed, refused."""
+"""tools/commands/verify.py: a verification printed, as JSON, and refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_every_bucket_is_ok(tmp_path, own_artifact):
 
 
 def test_json_is_what_was_measured(tmp_path, tiny_artifact):
-    found = json.loads(tiny.cli(tmp_path, "verify", tiny_artifact, "--json").stdout)
-    assert list(found) == NAMES
-    assert all(set(measured) == {"rows", "logits_error", "state_error", "token_mismatches"} for measured in found.values())
+    measurements = json.loads(tiny.cli(tmp_path, "verify", tiny_artifact, "--json").stdout)
+    assert list(measurements) == NAMES
+    assert all(set(measured) == {"rows", "logits_error", "state_error", "token_mismatches"} for measured in measurements.values())
 
 
 def test_a_wrong_executable_fails_it(tmp_path, own_artifact, stub):
@@ -55,14 +55,14 @@ def test_another_toolchains_code_is_not_run(own_artifact, tmp_path):
 @pytest.fixture
 def proved(monkeypatch):
     """What the proof for NPUs was asked, in place of it."""
-    asked = []
+    calls = []
 
     def prove(artifact, cache_dir, progress, *, steps, seed):
-        asked.append((artifact.path, cache_dir, steps, seed))
+        calls.append((artifact.path, cache_dir, steps, seed))
         return {"manifest": {"operands": 7.0}, "GE bf16 as lowered": {"tokens": 12.0, "logits_error": 2.5e-6}}
 
     monkeypatch.setattr(verify, "verify_device", prove)
-    return asked
+    return calls
 
 
 def for_npus(path):
@@ -84,8 +84,8 @@ def test_an_artifact_for_npus_is_proved_check_by_check(tmp_path, own_artifact, p
 
 def test_steps_and_seed_reach_the_proof_for_npus(tmp_path, own_artifact, proved):
     for_npus(own_artifact)
-    found = json.loads(tiny.cli(tmp_path, "verify", "tiny", "--steps", 5, "--seed", 9, "--json").stdout)
-    assert found["manifest"] == {"operands": 7.0}
+    measurements = json.loads(tiny.cli(tmp_path, "verify", "tiny", "--steps", 5, "--seed", 9, "--json").stdout)
+    assert measurements["manifest"] == {"operands": 7.0}
     assert proved[0][2:] == (5, 9)
 
 

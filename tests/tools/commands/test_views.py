@@ -1,4 +1,4 @@
-"""tools/commands/views.py: an artifact for NPUs shows its graph, its collectives, its operators and its memory as they are."""
+"""tools/commands/views.py: GE graph, collectives, operator census and memory plan of an artifact for NPUs."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ def device(path: Path, **changes: Any) -> Artifact:
 
     def change(manifest: Any, writer: Any) -> Any:
         file = writer.add("graphs", encode(ge_file(list(TALKS))), "ge")
-        made = {"compiled": ExecutableRecord("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
-        if callable(made["compiled"]):
-            made["compiled"] = ExecutableRecord("ge", writer.add("graphs", encode(made["compiled"]()), "ge"), "key")
-        graphs = tuple(replace(entry, **made) if entry.bucket.name == "decode-b4-q4" else entry for entry in manifest.graphs)
-        told = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w8a8", "deployment": "row-1", "memory": PLAN.as_dict()}
-        return replace(manifest, graphs=graphs, **told)
+        fields = {"compiled": ExecutableRecord("ge", file, "key"), "collectives": TALKS, "census": CENSUS, "eager": None} | changes
+        if callable(fields["compiled"]):
+            fields["compiled"] = ExecutableRecord("ge", writer.add("graphs", encode(fields["compiled"]()), "ge"), "key")
+        graphs = tuple(replace(entry, **fields) if entry.bucket.name == "decode-b4-q4" else entry for entry in manifest.graphs)
+        facts = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w8a8", "deployment": "row-1", "memory": PLAN.as_dict()}
+        return replace(manifest, graphs=graphs, **facts)
 
     return tiny.published(path, change)
 
 
 def entry(artifact: Artifact, name: str = "decode-b4-q4") -> GraphEntry:
-    return next(one for one in artifact.manifest.graphs if one.bucket.name == name)
+    return next(candidate for candidate in artifact.manifest.graphs if candidate.bucket.name == name)
 
 
 def test_the_ge_graph_is_shown_with_what_belongs_to_it(own_artifact):
     artifact = device(own_artifact)
-    shown = views.ge_graph(artifact, entry(artifact))
-    assert shown.lines[2] == "layer00_full_attention/talk0 = HcomAllGather(x:0) group='tp' : bf16[8,64]"
-    assert shown.data["text"] == "\n".join(shown.lines) + "\n"
-    assert (shown.data["stage"], shown.data["bucket"], shown.data["options"], shown.data["outputs"]) == (
+    view = views.ge_graph(artifact, entry(artifact))
+    assert view.lines[2] == "layer00_full_attention/talk0 = HcomAllGather(x:0) group='tp' : bf16[8,64]"
+    assert view.data["text"] == "\n".join(view.lines) + "\n"
+    assert (view.data["stage"], view.data["bucket"], view.data["options"], view.data["outputs"]) == (
         "ge",
         "decode-b4-q4",
         {"mode": "m"},
@@ -97,58 +97,58 @@ def test_a_bucket_without_a_ge_graph_says_what_it_is(own_artifact):
 
 def test_collectives_are_folded_proved_and_told_by_rank(own_artifact):
     artifact = device(own_artifact)
-    shown = views.collectives(artifact, entry(artifact))
+    view = views.collectives(artifact, entry(artifact))
     # Of a step each rank receives 3 gathers of 1024 bytes and the last of 16, half of them, and as much again to sum.
-    assert shown.lines[0] == "decode-b4-q4: 13 collectives a rank, mesh dp=2,tp=2; a rank receives 0.00 MB over tp, 0.00 MB over world"
-    assert shown.data["moved_bytes"] == {"tp": 3 * (512 + 512) + 8, "world": 3 * 4 * 2 * 64 * (1 + 2) * 3 // 4}
-    assert [line.split() for line in shown.lines[1:6]] == [
+    assert view.lines[0] == "decode-b4-q4: 13 collectives a rank, mesh dp=2,tp=2; a rank receives 0.00 MB over tp, 0.00 MB over world"
+    assert view.data["moved_bytes"] == {"tp": 3 * (512 + 512) + 8, "world": 3 * 4 * 2 * 64 * (1 + 2) * 3 // 4}
+    assert [line.split() for line in view.lines[1:6]] == [
         ["3", "x", "|", *LAYER[0]], *(["|", *talk] for talk in LAYER[1:]), [*LAST],
     ]  # fmt: skip
-    assert shown.data["folded"] == [{"times": 3, "collectives": LAYER}, {"times": 1, "collectives": [LAST]}]
-    assert len(shown.data["ranks"]) == 4
-    assert shown.data["ranks"][2]["collectives"][0] == ("all_gather_into_tensor", (2, 3), "bf16[8,64]")
-    assert [line for line in shown.lines if line.startswith("proved: ")] == [f"proved: {proof}" for proof in shown.data["proofs"]]
-    assert len(shown.data["proofs"]) == 2
+    assert view.data["folded"] == [{"times": 3, "collectives": LAYER}, {"times": 1, "collectives": [LAST]}]
+    assert len(view.data["ranks"]) == 4
+    assert view.data["ranks"][2]["collectives"][0] == ("all_gather_into_tensor", (2, 3), "bf16[8,64]")
+    assert [line for line in view.lines if line.startswith("proved: ")] == [f"proved: {proof}" for proof in view.data["proofs"]]
+    assert len(view.data["proofs"]) == 2
 
 
 def test_without_a_ge_graph_ranks_alone_are_proved(own_artifact):
     artifact = device(own_artifact)
-    shown = views.collectives(artifact, entry(artifact, "decode-b1-q4"))
-    assert shown.lines[0] == "decode-b1-q4: 0 collectives a rank, mesh dp=2,tp=2"
-    assert len(shown.data["proofs"]) == 1
+    view = views.collectives(artifact, entry(artifact, "decode-b1-q4"))
+    assert view.lines[0] == "decode-b1-q4: 0 collectives a rank, mesh dp=2,tp=2"
+    assert len(view.data["proofs"]) == 1
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         (lambda: ge_file(list(TALKS[:-1])), "collective 12 .* of the shipped graph missing"),
         (lambda: ge_file(list(TALKS), chained=False), "does not wait for"),
     ],
 )
-def test_a_shipped_graph_that_differs_is_not_called_proved(own_artifact, made, said):
+def test_a_shipped_graph_that_differs_is_not_called_proved(own_artifact, made, message):
     artifact = device(own_artifact, compiled=made)
-    with pytest.raises(LoweringError, match=said):
+    with pytest.raises(LoweringError, match=message):
         views.collectives(artifact, entry(artifact))
 
 
 def test_operators_are_counted_in_all_and_by_kind_of_body(own_artifact):
     artifact = device(own_artifact)
-    shown = views.census(artifact, entry(artifact))
-    assert shown.lines[0] == "decode-b4-q4: 16 operators"
-    assert shown.lines[1].split("  ")[-4:] == ["main", "full_attention", "linear_attention x 2", "epilogue"]
-    rows = {line.split()[0]: line.split()[1:] for line in shown.lines[2:9]}
+    view = views.census(artifact, entry(artifact))
+    assert view.lines[0] == "decode-b4-q4: 16 operators"
+    assert view.lines[1].split("  ")[-4:] == ["main", "full_attention", "linear_attention x 2", "epilogue"]
+    rows = {line.split()[0]: line.split()[1:] for line in view.lines[2:9]}
     assert rows["HcomAllGather"] == ["4", "1", "1", "1"]
     assert rows["HcomReduceScatter"] == ["3", "1", "1"]
     assert rows["Data"] == ["1", "1"]
     assert next(iter(rows)) == "HcomAllGather"
-    assert sum(sum(counts.values()) for counts in shown.data["bodies"].values()) == sum(CENSUS.values())
-    assert shown.data["collectives"] == 13
-    cost = shown.data["cost"]
-    assert f"{cost['flops'] / 1e9:,.1f} GFLOP" in shown.lines[9]
-    assert "in 13 collectives" in shown.lines[9]
-    assert "estimate" in shown.lines[10]
-    assert "never measured" in shown.lines[10]
-    roof = shown.data["roofline"]
+    assert sum(sum(counts.values()) for counts in view.data["bodies"].values()) == sum(CENSUS.values())
+    assert view.data["collectives"] == 13
+    cost = view.data["cost"]
+    assert f"{cost['flops'] / 1e9:,.1f} GFLOP" in view.lines[9]
+    assert "in 13 collectives" in view.lines[9]
+    assert "estimate" in view.lines[10]
+    assert "never measured" in view.lines[10]
+    roof = view.data["roofline"]
     assert roof["estimate"] is True
     # W8A8: products at the rate of int8.
     assert roof["arithmetic_s"] == pytest.approx(cost["flops"] / 708e12)
@@ -156,16 +156,16 @@ def test_operators_are_counted_in_all_and_by_kind_of_body(own_artifact):
 
 def test_a_bucket_for_this_cpu_has_costs_and_no_operators(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
-    shown = views.census(artifact, entry(artifact))
-    assert shown.lines[0] == "decode-b4-q4: no GE graph, so no operators to count"
-    assert shown.lines[1].startswith("cost of a step on one rank: ")
-    assert (shown.data["roofline"], shown.data["bodies"], len(shown.lines)) == (None, {}, 2)
+    view = views.census(artifact, entry(artifact))
+    assert view.lines[0] == "decode-b4-q4: no GE graph, so no operators to count"
+    assert view.lines[1].startswith("cost of a step on one rank: ")
+    assert (view.data["roofline"], view.data["bodies"], len(view.lines)) == (None, {}, 2)
 
 
 def test_memory_is_the_plan(own_artifact, tiny_artifact):
-    shown = views.memory(device(own_artifact).manifest)
-    assert MemoryPlan.from_dict(shown.data) == PLAN
-    assert "\n".join(shown.lines) == PLAN.as_table()
+    view = views.memory(device(own_artifact).manifest)
+    assert MemoryPlan.from_dict(view.data) == PLAN
+    assert "\n".join(view.lines) == PLAN.as_table()
     with pytest.raises(SpecError, match="an artifact for cpu has no plan of a rank's memory"):
         views.memory(Artifact.open(tiny_artifact).manifest)
 
@@ -176,9 +176,9 @@ PARTS = st.lists(st.sampled_from(LAYER), max_size=5)
 @given(st.lists(st.tuples(st.integers(1, 4), PARTS), max_size=4))
 def test_folding_loses_nothing(parts):
     items = [talk for times, part in parts for talk in part * times]
-    found = views.folded(items)
-    assert [talk for times, part in found for talk in part * times] == items
-    assert all(part for _, part in found)
+    folded_parts = views.folded(items)
+    assert [talk for times, part in folded_parts for talk in part * times] == items
+    assert all(part for _, part in folded_parts)
 
 
 def test_folding_tells_layers_once():
