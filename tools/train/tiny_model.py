@@ -140,7 +140,7 @@ def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_
     rows, length = windows.shape[0], windows.shape[1] - 2
     step = fresh_step(cfg, rows, length)
     ids = windows.to(torch.int32)
-    hidden, state, seen = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-2]})
+    hidden, state, intermediates = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-2]})
     main = cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
     draft = torch.zeros(())
     if with_draft:
@@ -148,4 +148,4 @@ def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_
         taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
         ahead = qwen3_5.draft(cfg, params, state, shifted, taken)
         draft = cross_entropy(qwen3_5.head(cfg, params, ahead), windows[:, 2:].flatten())
-    return Losses(main, draft, balance_loss(seen.routers, cfg.num_experts_per_tok))
+    return Losses(main, draft, balance_loss(intermediates.routers, cfg.num_experts_per_tok))

@@ -225,3 +225,8 @@ def test_a_build_with_nothing_to_do_plans_nothing(tmp_path, plans, monkeypatch):
     assert "2 compiled, 0 up to date" in tiny.cli(tmp_path, *arguments).stderr
     assert "..build.build_all" in loaded
     assert len(plans) == 2
+
+
+def test_the_old_name_of_an_option_is_still_understood():
+    parsed = [build.command.make_context("build", ["model", option, "7"]).params["nice"] for option in ("--nice", "--patience")]
+    assert parsed == [7, 7]
