@@ -32,9 +32,9 @@ def _abstract(args: PagedAttention) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_lens: Tensor, scale: float) -> Tensor:
     """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `num_computed_tokens[b] + t`.
 
-    Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Keys and values that
-    were never written are replaced by zero: 0 * NaN would be NaN, and a bfloat16 product on AMX reads past the end of a row whose
-    length is no multiple of 32, so that a NaN in the weights of a padding token would reach the token before it.
+    Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a row's last
+    visible key are replaced by zero, since 0 * NaN from a page that was never written would be NaN. So are NaN weights of padding
+    tokens: a bfloat16 product on AMX reads past the end of a row whose length is no multiple of 32, into the next token's.
     """
     B, Q, H, D = q.shape
     K, G = k.shape[1], k.shape[2]
@@ -42,13 +42,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_
     token = torch.arange(Q, dtype=torch.int32, device=q.device)
     hidden = key[None, None, :] > (num_computed_tokens[:, None] + token[None, :])[:, :, None]
     live = key[None, :] < (num_computed_tokens + query_lens)[:, None]
-    zero = torch.zeros((), dtype=v.dtype, device=v.device)
-    k, v = (torch.where(live[:, :, None, None], pages, zero) for pages in (k, v))
+    v = torch.where(live[:, :, None, None], v, torch.zeros((), dtype=v.dtype, device=v.device))
     rows = q.view(B, Q, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B * G, -1, D)
     keys = k.permute(0, 2, 3, 1).reshape(B * G, D, K)
     scores = torch.bmm(rows, keys).float().view(B, G, H // G, Q, K) * scale
     scores = torch.where(hidden[:, None, None], torch.full((), float("-inf"), device=q.device), scores)
-    weights = torch.softmax(scores, -1).to(v.dtype).view(B * G, -1, K)
+    valid = (token[None, :] < query_lens[:, None])[:, None, None, :, None]
+    weights = torch.softmax(scores, -1)
+    weights = torch.where(valid, weights, weights.nan_to_num(0.0)).to(v.dtype).view(B * G, -1, K)
     out = torch.bmm(weights, v.permute(0, 2, 1, 3).reshape(B * G, K, D))
     return out.view(B, G, H // G, Q, D).permute(0, 3, 1, 2, 4).contiguous().view(B, Q, H, D)
 

@@ -57,3 +57,16 @@ def test_a_written_cache_is_the_sequence_itself() -> None:
         at += length
     want = torch.stack([dense(q[0, t], k[: t + 1], v[: t + 1], 0.4) for t in range(7)])
     torch.testing.assert_close(torch.cat(outs).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_unwritten_keys_that_padding_tokens_see_leave_valid_tokens_alone() -> None:
+    """In bfloat16 and with 976 keys: on a CPU with AMX a product reads past the end of such a row, into the next token's weights."""
+    generator = torch.Generator().manual_seed(0)
+    start, valid, pages = 964, 3, 61
+    k, v = (torch.randn(1 + pages, 16, 2, 64, generator=generator).bfloat16() for _ in range(2))
+    for cache in (k, v):
+        cache[1:].view(-1, 2, 64)[start + valid :] = float("nan")
+    q = torch.randn(1, 32, 4, 64, generator=generator).bfloat16()
+    table = torch.arange(1, 1 + pages, dtype=torch.int32)[None]
+    out = ops.paged_attention(q, k, v, table, *(torch.tensor([n], dtype=torch.int32) for n in (start, valid)), 0.125)
+    assert not out[:, :valid].isnan().any()
