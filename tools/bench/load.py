@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -146,6 +147,7 @@ def _launch(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point of a fresh process: PATH PROMPT_TOKENS THREADS; prints the times as JSON."""
+    gc.freeze()  # as a server does (tools/serve/serving.py)
     imported_s = time.monotonic()
     path, prompt_tokens, threads = arguments
     torch.set_num_threads(int(threads))

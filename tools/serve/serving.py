@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ def start_service(artifact: Artifact, cluster: Cluster | None = None) -> Running
     manifest = artifact.manifest
     if manifest.tokenizer is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
+    # Modules live as long as the process. A full collection would walk over all of torch's objects, 50 ms, while loading or in a step.
+    gc.freeze()
     codec = TextTokenizer.load(artifact.path / manifest.tokenizer)
     engine = Engine.from_loader(cluster.load_executor if cluster else lambda: CpuExecutor(artifact))
     model = ServedModel(

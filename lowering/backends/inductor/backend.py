@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....graphs import compile_count
-from ....graphs import native_ops as native_ops
-from ....graphs import ops as ops
 from ....graphs.errors import LoweringError
 from ...backend import Backend, Compiled, Place
-from . import in_place, native
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -60,6 +57,8 @@ def check_operators(graph: GraphModule) -> None:
     Raises:
         LoweringError: naming the operators.
     """
+    from ....graphs import native_ops
+
     targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
     legal = ("aten", "prims", native_ops.NAMESPACE)
     foreign = sorted(str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace not in legal)
@@ -104,6 +103,7 @@ class Inductor(Backend):
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        from ....graphs import ops as ops  # so that the graph's operators are known where it is read back
         from ...artifact import graph_io
         from . import aoti
 
@@ -132,7 +132,7 @@ class Inductor(Backend):
 
     def options(self, threads: int) -> dict[str, Any]:
         """The settings that decide the bytes of a package, besides graph, torch and machine."""
-        from . import aoti
+        from . import aoti, in_place, native
 
         return {
             "compiler": aoti.compiler()[1],
