@@ -20,7 +20,15 @@ LAW: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "models": ("graphs",),
     "lowering": ("graphs",),
-    "runtime": ("lowering.artifact", "lowering.executable", "graphs.types", "graphs.errors", "graphs.compile_count", "graphs.step_inputs"),
+    "runtime": (
+        "lowering.artifact",
+        "lowering.device",
+        "lowering.executable",
+        "graphs.types",
+        "graphs.errors",
+        "graphs.compile_count",
+        "graphs.step_inputs",
+    ),
     "server": ("runtime", "graphs.errors"),
     "tools": ("graphs", "models", "lowering", "runtime", "server"),
 }

@@ -218,7 +218,7 @@ class ArtifactWriter:
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Writes the artifact's manifest, completed with the records of all files that it names; returns it."""
-        named = {manifest.weights, manifest.tokenizer}
+        named = {manifest.weights, manifest.tokenizer, manifest.chat_template}
         for entry in (*manifest.graphs, *manifest.references):
             named |= set(entry.files)
         manifest = replace(manifest, files={name: self.files[name] for name in sorted(n for n in named if n)})

@@ -16,7 +16,7 @@ import msgpack
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ...graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class ExecutableRecord:
     backend: str
     file: str
     key: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable of the environment of the processes that run the artifact: its value, and why it is set."""
+
+    value: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,9 @@ class Manifest:
         params, state: flat operands shared by all graphs.
         graphs: buckets that are served.
         references: eager graphs of one row, with which rows of larger buckets are compared; not served.
-        weights, tokenizer: paths, or None where the artifact was built without them.
+        weights, tokenizer, chat_template: paths, or None where the artifact was built without them.
+        checkpoint: directory of the checkpoint that the weights are read from when they are loaded; None where they are in the artifact, or
+            there are none.
         files: path to record, for every file but the manifest.
         toolchain: versions and machine that the executables were built with.
         cpu_features: CPU features that the executables need, by torch's names.
@@ -127,6 +137,8 @@ class Manifest:
         quantization: name of the scheme that parameters are stored in; "none" where they are floats.
         deployment: id of the named deployment that it was built for, or "".
         memory: memory plan of each device (tools/build/memory.py), where the target has a limit of its own.
+        environment: variables that the processes of all ranks run with, by name, where the target needs any.
+        communicator_bytes: size of one buffer of each communicator, by its symbol in GE graphs, where the target has communicators.
     """
 
     model: Mapping[str, Any]
@@ -150,6 +162,10 @@ class Manifest:
     quantization: str = "none"
     deployment: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    chat_template: str | None = None
+    environment: Mapping[str, Setting] = field(default_factory=dict)
+    communicator_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def signature(self, entry: GraphEntry) -> Signature:
         """Calling convention of one graph."""
@@ -251,5 +267,6 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
             "build_arguments": tuple(plain["build_arguments"]),
             "references": tuple(_entry(entry) for entry in plain["references"]),
             "files": {k: FileRecord(**v) for k, v in plain["files"].items()},
+            "environment": {k: Setting(**v) for k, v in plain["environment"].items()},
         }
     )
