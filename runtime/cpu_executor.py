@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..graphs import compile_count
 from ..graphs.errors import SpecError
 from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, open_executable
-from .executor import FinishedStep, Inputs, check_step
+from .executor import FinishedStep, Inputs, check_step, compile_evidence
 
 log = logging.getLogger(__name__)
-
-COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
-"""Modules that a process imports only to compile."""
 
 
 class CpuExecutor:
@@ -43,6 +38,7 @@ class CpuExecutor:
     """
 
     groups, run_ahead = 1, 0
+    missing: Mapping[Bucket, str] = {}
 
     def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:
         self.artifact = artifact
@@ -65,7 +61,7 @@ class CpuExecutor:
         self._input_names = {bucket: [leaf.path for leaf in s.inputs] for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
-        self._compiles_before_ready = self._compile_evidence()
+        self._compiles_before_ready = compile_evidence()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -122,7 +118,7 @@ class CpuExecutor:
 
     def compiles(self) -> int:
         """Traces and compiles of this process since it was ready, and compiler modules that it imported since."""
-        return self._compile_evidence() - self._compiles_before_ready
+        return compile_evidence() - self._compiles_before_ready
 
     @property
     def state_bytes(self) -> int:
@@ -141,10 +137,6 @@ class CpuExecutor:
         if entry.compiled is None or self._prefer_eager:
             return open_executable(self.artifact.path / entry.reference, "eager")
         return open_executable(self.artifact.path / entry.compiled.file, entry.compiled.backend)
-
-    @staticmethod
-    def _compile_evidence() -> int:
-        return compile_count.count() + sum(name in sys.modules for name in COMPILER_MODULES)
 
 
 def _operand_layout(artifact: Artifact) -> tuple[object, ...]:

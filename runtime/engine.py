@@ -27,7 +27,7 @@ from .scheduler import admission, advance
 from .scheduler.kv_cache_manager import KVCacheManager
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule
+from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule, smallest_fitting
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +311,8 @@ class Engine:
         metrics = self._metrics
         rows = [row for part in step.groups for row in part.rows]
         metrics.count_step(step.bucket, len(rows), len(step.groups))
+        if wanted := smallest_fitting(step, self.executor.missing):
+            metrics.count_degraded(wanted)
         for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
             if tokens is None:
                 metrics.discarded_rows += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
-from ..graphs.errors import SpecError
+from ..graphs import compile_count
+from ..graphs.errors import LoweringError, SpecError
 from ..graphs.types import Bucket, Limits
 
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -15,6 +17,10 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 
 Outputs = Mapping[str, npt.NDArray[Any]]
 """Outputs of one dp group's step by name: at least `tokens` int32 [B,W] and, of decode, `counts` int32 [B]."""
+
+
+COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
+"""Modules that a process imports only to compile."""
 
 
 class Pending(Protocol):
@@ -50,6 +56,11 @@ class Executor(Protocol):
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """What `launch` takes; the same for the executor's lifetime, whichever backend runs them."""
+        ...
+
+    @property
+    def missing(self) -> Mapping[Bucket, str]:
+        """Buckets of the artifact that cannot run, each with the reason; their steps run in larger buckets."""
         ...
 
     @property
@@ -98,6 +109,11 @@ class Executor(Protocol):
         ...
 
 
+def compile_evidence() -> int:
+    """Traces and compiles that this process has made, and compiler modules that it has imported."""
+    return compile_count.count() + sum(name in sys.modules for name in COMPILER_MODULES)
+
+
 def check_step(executor: Executor, bucket: Bucket, inputs: Sequence[Inputs]) -> None:
     """Refuses a step that an executor cannot run.
 
@@ -108,3 +124,15 @@ def check_step(executor: Executor, bucket: Bucket, inputs: Sequence[Inputs]) -> 
         raise SpecError(f"no bucket {bucket.name}; the artifact has {', '.join(b.name for b in executor.buckets)}")
     if len(inputs) != executor.groups:
         raise SpecError(f"inputs for {len(inputs)} dp groups; the executor has {executor.groups}")
+
+
+def check_serving(buckets: Collection[Bucket], missing: Mapping[Bucket, str]) -> None:
+    """Refuses buckets that cannot serve.
+
+    Raises:
+        LoweringError: there is no prefill or no decode bucket among them; with the reason of each that is missing.
+    """
+    for kind in ("prefill", "decode"):
+        if not any(bucket.kind == kind for bucket in buckets):
+            reasons = "; ".join(f"{bucket.name}: {reason}" for bucket, reason in sorted(missing.items()) if bucket.kind == kind)
+            raise LoweringError(f"no {kind} bucket can run, and serving needs at least one: {reasons or 'the artifact has none'}")

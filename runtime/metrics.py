@@ -26,12 +26,17 @@ class Metrics:
         self.preemptions = 0
         self.failed_steps = 0
         self.bucket_steps: dict[str, int] = {}
+        self.degraded_steps: dict[str, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
     def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
         """Counts a step that ran, with the live rows of all dp groups together."""
         self.bucket_steps[bucket.name] = self.bucket_steps.get(bucket.name, 0) + 1
         self.padded_rows += groups * bucket.batch - live_rows
+
+    def count_degraded(self, wanted: Bucket) -> None:
+        """Counts a step that ran in a larger bucket because the one it fits cannot run."""
+        self.degraded_steps[wanted.name] = self.degraded_steps.get(wanted.name, 0) + 1
 
     def count_failure(self) -> None:
         """Counts a step that failed."""
@@ -52,7 +57,8 @@ class Metrics:
         `discarded_rows_total` counts rows whose request had ended before the step's results were known. Drafts are counted as in
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
         verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
-        draft's position in its row, from "0", to how often it was accepted.
+        draft's position in its row, from "0", to how often it was accepted. `degraded_steps` maps the name of a bucket that cannot run to
+        how many steps ran in a larger one in its place.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -69,4 +75,5 @@ class Metrics:
             "steps_total": sum(self.bucket_steps.values()),
             "steps_failed_total": self.failed_steps,
             "bucket_steps": dict(sorted(self.bucket_steps.items())),
+            "degraded_steps": dict(sorted(self.degraded_steps.items())),
         }

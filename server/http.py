@@ -92,8 +92,8 @@ def render_metrics(stats: Mapping[str, Any], model: ServedModel) -> str:
     """Engine numbers as Prometheus text; names that end in `_total` are counters, the others gauges."""
     metrics: dict[str, list[Sample]] = {}
     for name, value in stats.items():
-        if name == "bucket_steps":
-            metrics["bucket_steps_total"] = [({"bucket": bucket}, steps) for bucket, steps in sorted(value.items())]
+        if name in ("bucket_steps", "degraded_steps"):
+            metrics[f"{name}_total"] = [({"bucket": bucket}, steps) for bucket, steps in sorted(value.items())]
         elif name == ACCEPTED:
             metrics[f"{ACCEPTED}_total"] = [({"position": position}, value[position]) for position in sorted(value, key=int)]
         elif name == "backends":

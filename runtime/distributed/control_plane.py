@@ -65,6 +65,8 @@ class ControlPlane:
         self.failure: RankError | None = None
         self._exit_reason, self._on_failure = exit_reason, on_failure
         self._answers: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
+        # Answers of steps that nobody has asked for yet; only the thread that gathers uses it.
+        self._early: list[tuple[int, RankMessage]] = []
         self._reports: list[FailureReport] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -82,13 +84,19 @@ class ControlPlane:
         """Sends a frame of `messages.encode` to one rank."""
         self._peers[rank].send_frame(frame)
 
-    def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None) -> dict[int, RankMessage]:
-        """Waits for one message of this kind from each of these ranks.
+    def gather(self, ranks: Sequence[int], kind: str, timeout_s: float | None, step: int = 0) -> dict[int, RankMessage]:
+        """Waits for one message of this kind from each of these ranks; called by one thread.
+
+        Args:
+            step: number of the step that the messages answer; answers of later steps are kept for their own call. 0 for other messages.
 
         Raises:
             RankError: when the ranks fail meanwhile, a rank sends another message, or the time is over.
         """
         messages: dict[int, RankMessage] = {}
+        for answer in [early for early in self._early if early[1].fields.get("step") == step]:
+            self._early.remove(answer)
+            messages[answer[0]] = answer[1]
         while missing := [rank for rank in ranks if rank not in messages]:
             self.check()
             try:
@@ -100,6 +108,9 @@ class ControlPlane:
             if answer is None:
                 raise self.concluded_failure()
             rank, message = answer
+            if step and message.kind == kind and message.fields.get("step", 0) > step:
+                self._early.append(answer)
+                continue
             if message.kind != kind or rank in messages or rank not in ranks:
                 self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", lost=False)
                 raise self.concluded_failure()

@@ -7,9 +7,10 @@ outputs, so only the first rank of each group returns them, and only those that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ...graphs.types import Bucket, Limits
-from ..executor import Executor, FinishedStep, Inputs, Outputs, check_step
+from ..executor import Executor, Inputs, Outputs, Pending, check_serving, check_step
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
 
@@ -26,6 +27,31 @@ def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Ou
     return {name: outputs[name] for name in (*names, *(LOGPROB_OUTPUTS if asks else ())) if name in outputs}
 
 
+@dataclass(frozen=True)
+class ShardedStep:
+    """A step that all ranks run.
+
+    Attributes:
+        number: from 1.
+        local: the step of rank 0.
+        inputs: of every dp group.
+    """
+
+    executor: ShardedExecutor
+    number: int
+    bucket: Bucket
+    local: Pending
+    inputs: Sequence[Inputs]
+
+    def result(self) -> Sequence[Outputs]:
+        """Waits for all dp groups and returns the outputs of each.
+
+        Raises:
+            RankError: when a rank failed or is lost, this one included; the ranks end then.
+        """
+        return self.executor.finish(self)
+
+
 class ShardedExecutor:
     """All ranks of a mesh; this process is rank 0.
 
@@ -39,8 +65,6 @@ class ShardedExecutor:
         RankError: another rank could not get ready.
     """
 
-    run_ahead = 0
-
     def __init__(self, local: Executor, control_plane: ControlPlane, *, step_timeout_s: float, outputs: Sequence[str] = OUTPUTS) -> None:
         self.control_plane, self._local, self._step_timeout_s, self._outputs = control_plane, local, step_timeout_s, tuple(outputs)
         mesh = control_plane.mesh
@@ -49,7 +73,9 @@ class ShardedExecutor:
         self._first_rank = [min(rank for rank, group in self._group.items() if group == i) for i in range(self.groups)]
         self._steps = 0
         # No timeout, because loading may take long; a rank that ends or falls silent meanwhile ends the wait.
-        control_plane.gather(control_plane.ranks, "ready", None)
+        ready = control_plane.gather(control_plane.ranks, "ready", None)
+        self.missing = _missing(local, {rank: message.fields.get("missing", {}) for rank, message in ready.items()})
+        self.buckets = tuple(bucket for bucket in local.buckets if bucket not in self.missing)
 
     @property
     def limits(self) -> Limits:
@@ -57,9 +83,9 @@ class ShardedExecutor:
         return self._local.limits
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What `launch` takes; B is the number of rows of one dp group."""
-        return self._local.buckets
+    def run_ahead(self) -> int:
+        """That of this rank's executor."""
+        return self._local.run_ahead
 
     @property
     def vocab_size(self) -> int:
@@ -76,15 +102,12 @@ class ShardedExecutor:
         """Backend by bucket name; the same on all ranks."""
         return self._local.backends
 
-    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> FinishedStep:
-        """Runs one step on all ranks.
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> ShardedStep:
+        """Starts one step on all ranks.
 
         Args:
             bucket: one of `buckets`, for all groups.
             inputs: of every dp group, as `buckets.pack` returns them.
-
-        Returns:
-            The outputs of every dp group.
 
         Raises:
             SpecError: for a bucket that the artifact does not have, or inputs for another number of groups.
@@ -97,12 +120,19 @@ class ShardedExecutor:
         for rank in self.control_plane.ranks:
             self.control_plane.send(rank, frames[self._group[rank]])
         try:
-            (own,) = self._local.launch(bucket, inputs[:1]).result()
+            return ShardedStep(self, self._steps, bucket, self._local.launch(bucket, inputs[:1]), inputs)
         except Exception as error:
             raise self._failure(bucket, error) from error
+
+    def finish(self, step: ShardedStep) -> Sequence[Outputs]:
+        """What `ShardedStep.result` returns; steps are finished in the order of their launch."""
+        try:
+            (own,) = step.local.result()
+        except Exception as error:
+            raise self._failure(step.bucket, error) from error
         others = self._first_rank[1:]
-        answers = self.control_plane.gather(others, "outputs", self._step_timeout_s)
-        return FinishedStep([select_outputs(self._outputs, inputs[0], own), *(answers[rank].fields["outputs"] for rank in others)])
+        answers = self.control_plane.gather(others, "outputs", self._step_timeout_s, step.number)
+        return [select_outputs(self._outputs, step.inputs[0], own), *(answers[rank].fields["outputs"] for rank in others)]
 
     def refresh(self) -> bool:
         """Changes nothing: all ranks keep the executables that they started with.
@@ -124,3 +154,17 @@ class ShardedExecutor:
             self.control_plane.fail(0, f"{bucket.name}: {error_text(error)}", lost=False)
             failure = self.control_plane.concluded_failure()
         return failure
+
+
+def _missing(local: Executor, by_rank: Mapping[int, Mapping[str, str]]) -> dict[Bucket, str]:
+    """The buckets that some rank cannot run, with the first such rank's reason; no rank runs them then.
+
+    Raises:
+        LoweringError: what is left cannot serve.
+    """
+    missing = dict(local.missing)
+    for bucket in local.buckets:
+        reasons = [f"rank {rank}: {lacking[bucket.name]}" for rank, lacking in by_rank.items() if bucket.name in lacking]
+        missing |= {bucket: reasons[0]} if reasons else {}
+    check_serving([bucket for bucket in local.buckets if bucket not in missing], missing)
+    return missing

@@ -1,13 +1,19 @@
-"""The worker loop of every rank but 0: runs the steps that rank 0 sends, until it sends "stop"."""
+"""The worker loop of every rank but 0: launches the steps that rank 0 sends, until it sends "stop".
+
+Where the executor allows a step to be launched before the one before it has ended, a thread of its own waits for results and answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ...graphs.types import Mesh
-from ..cpu_executor import CpuExecutor
+from ..executor import Executor, Pending
 from .control_plane import RankError, error_text
 from .messages import RankMessage
 from .peer import SILENCE_S, Peer
@@ -19,22 +25,25 @@ class Worker:
 
     Args:
         rank: of this process.
+        mesh: of all ranks.
         stream: connected to rank 0.
         on_end: called from another thread when the ranks have failed: whatever this process waits for may never come.
         silence_s: how long rank 0 may be silent.
     """
 
     def __init__(
-        self, rank: int, stream: socket.socket, *, on_end: Callable[[str], None] = lambda _: None, silence_s: float = SILENCE_S
+        self, rank: int, mesh: Mesh, stream: socket.socket, *, on_end: Callable[[str], None] = lambda _: None, silence_s: float = SILENCE_S
     ) -> None:
         self.rank = rank
+        # The ranks of a tp group compute the same outputs; rank 0 reads those of the first.
+        self._answers = mesh.coordinates(rank)["tp"] == 0
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
         self._stopped = False
         self._rank_0 = Peer(stream, self._received, self._lost, silence_s=silence_s)
         self._rank_0.start()
 
-    def serve(self, load_executor: Callable[[], CpuExecutor], outputs: Sequence[str] = OUTPUTS) -> None:
+    def serve(self, load_executor: Callable[[], Executor], outputs: Sequence[str] = OUTPUTS) -> None:
         """Loads an executor and runs the steps of rank 0 until it sends "stop".
 
         Args:
@@ -46,23 +55,55 @@ class Worker:
         """
         try:
             executor = load_executor()
-            answers = _is_first_of_group(executor, self.rank)
             buckets = {bucket.name: bucket for bucket in executor.buckets}
         except Exception as error:
             raise self._fail("getting ready", error) from error
-        self._rank_0.send("ready")
-        while (message := self._next()).kind != "stop":
-            step = message.fields
-            try:
-                (arrays,) = executor.launch(buckets[step["bucket"]], [step["inputs"]]).result()
-            except Exception as error:
-                raise self._fail(str(step.get("bucket")), error) from error
-            if answers:
-                self._rank_0.send("outputs", step=step["step"], outputs=select_outputs(outputs, step["inputs"], arrays))
+        self._rank_0.send("ready", missing={bucket.name: reason for bucket, reason in executor.missing.items()})
+        with self._finisher(executor.run_ahead, outputs) as finish:
+            while (message := self._next()).kind != "stop":
+                step = message.fields
+                try:
+                    pending = executor.launch(buckets[step["bucket"]], [step["inputs"]])
+                except Exception as error:
+                    raise self._fail(str(step.get("bucket")), error) from error
+                finish(step, pending)
 
     def close(self) -> None:
         """Closes the connection to rank 0."""
         self._rank_0.close()
+
+    @contextlib.contextmanager
+    def _finisher(self, run_ahead: int, outputs: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any], Pending], None]]:
+        """A function that has a launched step finished: at once, or by a thread that is done with all of them on leaving."""
+        if not run_ahead:
+            yield lambda step, pending: self._finish(step, pending, outputs)
+            return
+        launched: queue.SimpleQueue[tuple[Mapping[str, Any], Pending] | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            while (item := launched.get()) is not None:
+                try:
+                    self._finish(*item, outputs)
+                except RankError as error:
+                    self._inbox.put(RankMessage("abort", {"message": str(error)}))
+                    return
+
+        thread = threading.Thread(target=run, name="npucompile-results", daemon=True)
+        thread.start()
+        try:
+            yield lambda step, pending: launched.put((step, pending))
+        finally:
+            launched.put(None)
+        thread.join()
+
+    def _finish(self, step: Mapping[str, Any], pending: Pending, outputs: Sequence[str]) -> None:
+        """Waits for a step, and sends its outputs where rank 0 reads them."""
+        try:
+            (arrays,) = pending.result()
+        except Exception as error:
+            raise self._fail(str(step.get("bucket")), error) from error
+        if self._answers:
+            self._rank_0.send("outputs", step=step["step"], outputs=select_outputs(outputs, step["inputs"], arrays))
 
     def _next(self) -> RankMessage:
         message = self._inbox.get()
@@ -86,8 +127,3 @@ class Worker:
             text = f"rank {self.rank} lost rank 0: {reason}"
             self._inbox.put(RankMessage("abort", {"message": text}))
             self._on_end(text)
-
-
-def _is_first_of_group(executor: CpuExecutor, rank: int) -> bool:
-    """Whether this is the rank of its dp group whose outputs rank 0 reads."""
-    return Mesh.parse(executor.artifact.manifest.mesh).coordinates(rank)["tp"] == 0

@@ -29,7 +29,7 @@ preempted while another one runs, and alone it fits (see `Policy`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,6 +184,15 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     # The rows of a group fit every larger bucket unchanged.
     bucket = max(buckets, key=lambda b: (b.q_len, b.batch))
     return ScheduledStep(bucket, tuple(GroupStep() if part is None else part[1] for part in parts))
+
+
+def smallest_fitting(step: ScheduledStep, buckets: Iterable[Bucket]) -> Bucket | None:
+    """The smallest of these buckets that is smaller than the step's and would have held its rows; None where there is none."""
+    used = step.bucket
+    rows, tokens = max(len(part.rows) for part in step.groups), max(row.num_tokens for part in step.groups for row in part.rows)
+    # A decode step has the same q_len in every bucket, whatever its rows verify.
+    q_len = used.q_len if used.kind == "decode" else tokens
+    return min((b for b in buckets if b.kind == used.kind and b < used and b.batch >= rows and b.q_len >= q_len), default=None)
 
 
 def _prefill(policy: Policy, group: GroupState) -> tuple[Bucket, GroupStep] | None:

@@ -23,6 +23,7 @@ from npucompile.runtime import cpu_executor as module
 from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.executor import COMPILER_MODULES
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 
 ALL = (Bucket("decode", 1, 4), Bucket("decode", 2, 4), Bucket("decode", 4, 4), Bucket("prefill", 1, 4), Bucket("prefill", 1, 16))
@@ -377,11 +378,11 @@ def test_the_counter_sees_a_compile_and_a_compiler(monkeypatch, executor):
     counted = executor.compiles()
     compile_count.record("compile")
     assert executor.compiles() == counted + 1
-    for name in module.COMPILER_MODULES:
+    for name in COMPILER_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     fresh = CpuExecutor(executor.artifact)
     assert fresh.compiles() == 0
-    monkeypatch.setitem(sys.modules, module.COMPILER_MODULES[0], torch)
+    monkeypatch.setitem(sys.modules, COMPILER_MODULES[0], torch)
     assert fresh.compiles() == 1
 
 

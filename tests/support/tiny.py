@@ -288,7 +288,7 @@ class Narrowed:
         self.executor, self.buckets = executor, tuple(buckets)
         self.limits: Limits = replace(executor.limits, **limits)
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
-        self.refresh, self.compiles = executor.refresh, executor.compiles
+        self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -307,7 +307,7 @@ class Launching:
     def __init__(self, executor: Executor) -> None:
         self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
-        self.refresh, self.compiles = executor.refresh, executor.compiles
+        self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 

@@ -403,6 +403,7 @@ class ToyDevice:
     on_run: Callable[[], None] = lambda: None
     vocab_size: int = VOCAB
     backends: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[Bucket, str] = field(default_factory=dict)
     refreshes: int = 0
     log: list[tuple[str, int]] = field(default_factory=list)
 

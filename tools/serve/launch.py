@@ -226,7 +226,7 @@ def run_rank(artifact: Artifact, config: RendezvousConfig, settings: RankSetting
     store = open_store(config)
     stream = connect_to_rank_0(config, store, rank_identity(artifact))
     address = stream.getsockname()[0]
-    worker = Worker(config.rank, stream, on_end=lambda text: _exit_after(ABORT_S, 1, f"Error: {text}"), silence_s=settings.silence_s)
+    worker = Worker(config.rank, mesh, stream, on_end=lambda text: _exit_after(ABORT_S, 1, f"Error: {text}"), silence_s=settings.silence_s)
     with ExitStack() as stack, closing(worker):
 
         def load_executor() -> CpuExecutor:

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from support import ranks
 
-from npucompile.graphs.errors import SpecError
+from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.runtime.distributed.control_plane import ControlPlane, RankError
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.sharded_executor import ShardedExecutor, select_outputs
 from npucompile.runtime.executor import FinishedStep
 
-BUCKET = Bucket("decode", 2, 1)
+BUCKET, PREFILL = Bucket("decode", 2, 1), Bucket("prefill", 1, 4)
 WAIT_S = 20
 
 
 class Local:
     """Rank 0's own executor, which adds one."""
 
-    buckets, limits, vocab_size, backends = (BUCKET,), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}
+    buckets, limits, vocab_size, backends = (PREFILL, BUCKET), Limits(4, 9, 9, 16), 13, {BUCKET.name: "eager"}
     error: Exception | None = None
-    max_logprobs = 7
+    max_logprobs, run_ahead, missing = 7, 1, {}
 
     def launch(self, bucket, inputs):
         if self.error:
@@ -42,8 +42,9 @@ class Local:
 class Ranks:
     """The ranks of a mesh; threads of the test play all but rank 0, and each adds a hundred times its rank."""
 
-    def __init__(self, mesh, silent=()):
+    def __init__(self, mesh, silent=(), missing=()):
         self.mesh, self.silent, self.received, self.local = Mesh.parse(mesh), silent, {}, Local()
+        self.missing = dict(missing)
         pairs = {rank: ranks.connected() for rank in range(1, self.mesh.size)}
         self.far = {rank: far for rank, (_, far) in pairs.items()}
         self.control_plane = ControlPlane(self.mesh, {rank: near for rank, (near, _) in pairs.items()})
@@ -56,7 +57,7 @@ class Ranks:
 
     def play_until_stopped(self, rank, stream):
         stream.settimeout(WAIT_S)
-        stream.sendall(encode("ready"))
+        stream.sendall(encode("ready", missing=self.missing.get(rank, {})))
         first_of_group = rank % self.mesh.axis("tp") == 0
         while (message := ranks.next_message(stream)).kind == "step":
             self.received.setdefault(rank, []).append(message.fields)
@@ -89,9 +90,9 @@ def run(executor, *inputs):
 
 def test_it_has_the_properties_of_rank_0s_executor(make_cluster):
     executor = make_cluster("dp=2,tp=2").executor()
-    assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == ((BUCKET,), Local.limits, 13, 2)
+    assert (executor.buckets, executor.limits, executor.vocab_size, executor.groups) == (Local.buckets, Local.limits, 13, 2)
     assert executor.max_logprobs == 7
-    assert (executor.run_ahead, executor.backends, executor.compiles(), executor.refresh()) == (0, Local.backends, 5, False)
+    assert (executor.run_ahead, executor.backends, executor.compiles(), executor.refresh()) == (1, Local.backends, 5, False)
 
 
 def test_every_rank_gets_its_groups_inputs_and_every_group_answers_once(make_cluster):
@@ -107,6 +108,28 @@ def test_every_rank_gets_its_groups_inputs_and_every_group_answers_once(make_clu
         for step, message in enumerate(cluster.received[rank], start=1):
             assert (message["step"], message["bucket"]) == (step, BUCKET.name)
             assert message["inputs"]["tokens"].tolist() == [[10 * (group + 1)]] * 2
+
+
+def test_two_steps_in_flight_get_the_outputs_of_each_whoever_answers_first(make_cluster):
+    executor = make_cluster("dp=3").executor()
+    launched = [executor.launch(BUCKET, inputs(value, value, value)) for value in (1, 2)]
+    results = [step.result() for step in launched]
+    assert [[out["tokens"][0, 0] for out in outputs] for outputs in results] == [[2, 101, 201], [3, 102, 202]]
+
+
+def test_no_rank_runs_what_one_of_them_cannot_run(make_cluster):
+    small, large, prefill = Bucket("decode", 1, 1), BUCKET, Bucket("prefill", 1, 4)
+    cluster = make_cluster("tp=3", missing={2: {small.name: "no kernel"}})
+    cluster.local.buckets = (small, large, prefill)
+    executor = cluster.executor()
+    assert (executor.buckets, executor.missing) == ((large, prefill), {small: "rank 2: no kernel"})
+
+
+def test_ranks_that_are_left_without_a_kind_of_bucket_cannot_serve(make_cluster):
+    cluster = make_cluster("tp=2", missing={1: {BUCKET.name: "no kernel"}})
+    cluster.local.buckets = (BUCKET, Bucket("prefill", 1, 4))
+    with pytest.raises(LoweringError, match="no decode bucket can run.*decode-b2-q1: rank 1: no kernel"):
+        cluster.executor()
 
 
 def test_counts_are_selected_and_log_probabilities_where_a_row_asks(make_cluster):
@@ -135,7 +158,7 @@ def test_one_group_needs_no_answers(make_cluster):
 def test_what_cannot_be_run_is_refused_and_sent_to_nobody(make_cluster):
     cluster = make_cluster("dp=2")
     executor = cluster.executor()
-    with pytest.raises(SpecError, match="no bucket decode-b9-q1; the artifact has decode-b2-q1"):
+    with pytest.raises(SpecError, match="no bucket decode-b9-q1; the artifact has prefill-b1-q4, decode-b2-q1"):
         executor.launch(Bucket("decode", 9, 1), inputs(1, 2))
     with pytest.raises(SpecError, match="inputs for 1 dp groups; the executor has 2"):
         run(executor, *inputs(1))

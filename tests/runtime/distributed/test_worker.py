@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import ranks
 
-from npucompile.graphs.types import Bucket
+from npucompile.graphs.types import Bucket, Mesh
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.worker import Worker
@@ -22,10 +21,9 @@ WAIT_S = 20
 
 
 class Executor:
-    buckets = (BUCKET,)
+    buckets, run_ahead, missing = (BUCKET,), 0, {Bucket("decode", 1, 1): "no kernel"}
 
-    def __init__(self, mesh):
-        self.artifact = SimpleNamespace(manifest=SimpleNamespace(mesh=mesh))
+    def __init__(self):
         self.ran = []
 
     def launch(self, bucket, groups):
@@ -44,8 +42,8 @@ class Running:
     def __init__(self, rank, mesh, make=None):
         near, self.stream = ranks.connected()
         self.stream.settimeout(WAIT_S)
-        self.ended, self.end_reasons, self.executor = queue.Queue(), queue.Queue(), Executor(mesh)
-        self.worker = Worker(rank, near, on_end=self.end_reasons.put)
+        self.ended, self.end_reasons, self.executor = queue.Queue(), queue.Queue(), Executor()
+        self.worker = Worker(rank, Mesh.parse(mesh), near, on_end=self.end_reasons.put)
         self.thread = threading.Thread(target=self.serve, args=(make or (lambda: self.executor),), daemon=True)
         self.thread.start()
 
@@ -83,7 +81,7 @@ def start_worker():
 
 def test_the_first_of_another_group_answers(start_worker):
     running = start_worker(2, "dp=2,tp=2")
-    assert running.receive() == ("ready", {})
+    assert running.receive() == ("ready", {"missing": {"decode-b1-q1": "no kernel"}})
     for number in (1, 2):
         running.step(number, 10 * number)
         answer = running.receive()
@@ -123,6 +121,54 @@ def test_a_step_that_fails_is_reported(start_worker):
     running = start_worker(1, "tp=2")
     running.receive()
     running.step(1, 13)
+    assert running.receive() == ("failed", {"message": "decode-b2-q1: ZeroDivisionError: unlucky"})
+    assert running.end() == "rank 1 failed: decode-b2-q1: ZeroDivisionError: unlucky"
+
+
+class Slow(Executor):
+    """Its steps end when the test says so."""
+
+    run_ahead = 1
+
+    def __init__(self):
+        super().__init__()
+        self.gate = queue.Queue()
+
+    def launch(self, bucket, groups):
+        return SlowStep(self.gate, super().launch(bucket, groups))
+
+
+class SlowStep:
+    def __init__(self, gate, finished):
+        self.gate, self.finished = gate, finished
+
+    def result(self):
+        if error := self.gate.get(timeout=WAIT_S):
+            raise error
+        return self.finished.result()
+
+
+def test_the_next_step_is_launched_while_the_last_one_runs_and_answers_come_in_order(start_worker):
+    slow = Slow()
+    running = start_worker(2, "dp=2,tp=2", lambda: slow)
+    running.receive()
+    for number in (1, 2):
+        running.step(number, number)
+    while len(slow.ran) < 2:
+        assert running.ended.empty()
+    slow.gate.put(None)
+    slow.gate.put(None)
+    assert [running.receive().fields["step"] for _ in range(2)] == [1, 2]
+    running.send("stop")
+    assert running.end() == "stopped"
+
+
+def test_a_step_that_fails_after_it_was_launched_is_reported(start_worker):
+    slow = Slow()
+    running = start_worker(1, "tp=2", lambda: slow)
+    running.receive()
+    running.step(1, 1)
+    slow.gate.put(ZeroDivisionError("unlucky"))
     assert running.receive() == ("failed", {"message": "decode-b2-q1: ZeroDivisionError: unlucky"})
     assert running.end() == "rank 1 failed: decode-b2-q1: ZeroDivisionError: unlucky"
 

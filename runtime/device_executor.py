@@ -1,0 +1,200 @@
+"""The executor on a device with memory of its own: parameters and pools are put there once; a step is a copy, a launch and an event."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..graphs.errors import ArtifactError, ArtifactTampered, LoweringError
+from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
+from ..lowering.artifact.artifact import Artifact, GraphEntry
+from ..lowering.artifact.shards import local_leaves, local_signature
+from ..lowering.device import Device, DeviceExecutable, Event
+from .executor import Inputs, Outputs, check_serving, check_step, compile_evidence
+from .staging import InputBuffer, OutputBuffers, PackedLayout
+
+log = logging.getLogger(__name__)
+
+LoadParams = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
+"""Names of parameters -> each of them once: its name and this rank's shard, contiguous, in host memory."""
+
+Report = Callable[[Bucket, float, str], None]
+"""Called after each bucket: the seconds that compiling it took, and "compiled", "cached" or why it cannot run."""
+
+
+class LaunchedStep(NamedTuple):
+    """A step on a device, whose outputs are on their way to host memory.
+
+    Attributes:
+        event: behind the copies of the outputs.
+        outputs: host memory by name; the step after the next one overwrites it.
+        keep: device memory that must live until the event.
+    """
+
+    event: Event
+    outputs: Mapping[str, torch.Tensor]
+    keep: Sequence[torch.Tensor]
+    timeout_s: float | None
+
+    def result(self) -> Sequence[Outputs]:
+        """Waits for the step and returns its outputs; raises what made it fail."""
+        self.event.wait(self.timeout_s)
+        return [{name: value.numpy().copy() for name, value in self.outputs.items()}]
+
+
+class DeviceExecutor:
+    """Parameters, state pools and executables of one rank of an artifact, on one device.
+
+    Everything is allocated once. All buckets run over the same parameters, pools and input buffer, so that changing the bucket is
+    choosing another executable. `launch` returns before the step has run, and the next step may be queued behind it.
+
+    A bucket that the device's compiler refuses is left out and said to be (`missing`); larger buckets run its steps.
+
+    Args:
+        artifact: opened and checked.
+        device: of this rank.
+        load_params: reads parameters, one at a time.
+        rank: number of this process among all.
+        communicators: of this rank, by symbol (`Device.communicators`); empty for an artifact of one device.
+        cache_dir: an existing directory of compiled graphs; None keeps none.
+        step_timeout_s: how long a step may take before it counts as hanging; None waits for ever.
+        report: called after each bucket.
+
+    Raises:
+        ArtifactError: a file is missing or does not match the manifest, or a bucket has no executable.
+        SpecError: the artifact has no such rank.
+        LoweringError: an executable is not of this device; or no prefill or no decode bucket can be compiled, with the reasons.
+    """
+
+    groups, run_ahead = 1, 1
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: Device,
+        load_params: LoadParams,
+        *,
+        rank: int = 0,
+        communicators: Mapping[str, str] | None = None,
+        cache_dir: Path | None = None,
+        step_timeout_s: float | None = None,
+        report: Report = lambda bucket, seconds, outcome: None,
+    ) -> None:
+        manifest = artifact.manifest
+        mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
+        self._device, self._step_timeout_s = device, step_timeout_s
+        self.limits: Limits = manifest.limits
+        self.vocab_size = int(manifest.model["vocab_size"])
+        self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+        self._coords = mesh.coords(rank).numpy()
+        signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
+        executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
+        params = _place_params(device, local_leaves(manifest.params, mesh, rules), list(executables.values()), load_params)
+        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in local_leaves(manifest.state, mesh, rules)]
+        self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead)
+        self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
+        self._operands = {bucket: [*params, *state, *self._inputs.arrays[bucket].values()] for bucket in executables}
+        self.missing: dict[Bucket, str] = {}
+        self._executables = self._compile(executables, cache_dir, report)
+        self._compiles_before_ready = compile_evidence()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What `launch` takes."""
+        return tuple(sorted(self._executables))
+
+    @property
+    def backends(self) -> Mapping[str, str]:
+        """Backend by bucket name."""
+        return {bucket.name: executable.backend for bucket, executable in sorted(self._executables.items())}
+
+    def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> LaunchedStep:
+        """Queues one step, which advances the state in place.
+
+        Args:
+            bucket: one of `buckets`.
+            inputs: one item: arrays by name, as `buckets.pack` returns them.
+
+        Returns:
+            `tokens` int32 [B, W], in decode `counts` int32 [B], and the bucket's other outputs (models/step.py).
+
+        Raises:
+            SpecError: for a bucket that cannot run, or inputs for more than one dp group.
+            LoweringError: the device refuses the step, or an earlier one failed.
+        """
+        check_step(self, bucket, inputs)
+        self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})
+        results = self._executables[bucket](self._operands[bucket])
+        outputs = self._outputs.receive(bucket, results)
+        return LaunchedStep(self._device.record(), outputs, results, self._step_timeout_s)
+
+    def refresh(self) -> bool:
+        """Changes nothing: a device keeps the executables that it started with."""
+        return False
+
+    def compiles(self) -> int:
+        """Traces and compiles of this process since it was ready, and compiler modules that it imported since."""
+        return compile_evidence() - self._compiles_before_ready
+
+    def close(self) -> None:
+        """Waits for the device and frees it."""
+        self._device.close()
+
+    def _compile(
+        self, executables: Mapping[Bucket, DeviceExecutable], cache_dir: Path | None, report: Report
+    ) -> dict[Bucket, DeviceExecutable]:
+        compiled = {}
+        for bucket in compile_order(executables):
+            began = time.monotonic()
+            try:
+                outcome = "compiled" if executables[bucket].compile(self._operands[bucket], cache_dir) else "cached"
+                compiled[bucket] = executables[bucket]
+            except LoweringError as error:
+                self.missing[bucket] = outcome = str(error)
+                log.error("%s cannot be compiled, larger buckets run its steps: %s", bucket.name, error)
+            report(bucket, time.monotonic() - began, outcome)
+        check_serving(compiled, self.missing)
+        return compiled
+
+
+def compile_order(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The smallest set that can serve first, the smallest prefill and the smallest decode bucket; then all others, smallest first."""
+    in_order = sorted(buckets, key=lambda bucket: (bucket.tokens, bucket))
+    first = {bucket.kind: bucket for bucket in reversed(in_order)}
+    return sorted(in_order, key=lambda bucket: (bucket is not first[bucket.kind], bucket.tokens, bucket))
+
+
+def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, communicators: Mapping[str, str]) -> DeviceExecutable:
+    if entry.compiled is None:
+        raise ArtifactError(f"{entry.bucket.name} has no executable for {device.name}; legal is an artifact built for it")
+    return device.open(artifact.path / entry.compiled.file, rank, communicators)
+
+
+def _place_params(
+    device: Device, leaves: Sequence[Leaf], executables: Sequence[DeviceExecutable], load_params: LoadParams
+) -> list[torch.Tensor | None]:
+    """The parameters that an executable reads, in device memory and in the format that all of its readers want; None for others."""
+    readers = [[executable for executable in executables if position in executable.reads] for position in range(len(leaves))]
+    positions = {leaf.name: position for position, leaf in enumerate(leaves) if readers[position]}
+    placed: list[torch.Tensor | None] = [None] * len(leaves)
+    for name, tensor in load_params(tuple(positions)):
+        position, aval = positions[name], leaves[positions[name]].aval
+        if (tuple(tensor.shape), tensor.dtype) != (aval.shape, aval.dtype):
+            raise ArtifactTampered(f"{name} is {tuple(tensor.shape)} {tensor.dtype} where it was read; this rank needs {aval}")
+        memory = device.empty(aval.shape, aval.dtype)
+        memory.copy_(tensor)
+        in_nz = all(position in executable.nz_operands for executable in readers[position])
+        placed[position] = device.to_nz(memory) if in_nz else memory
+        del tensor, memory  # frees both before the next one is read
+    if absent := [name for name, position in positions.items() if placed[position] is None]:
+        raise ArtifactTampered(f"{len(absent)} parameters were not read, {absent[0]} among them")
+    return placed
+
+
+def _layout(leaves: Sequence[Leaf]) -> PackedLayout:
+    return PackedLayout.of({leaf.path: leaf.aval for leaf in leaves})
