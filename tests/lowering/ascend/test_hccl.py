@@ -31,7 +31,7 @@ def recorder(real, made):
         def __init__(self, store, rank, size, options):
             super().__init__(HashStore(), 0, 1)
             self.chosen = options
-            made.append((rank, size, options))
+            made.append((rank, size, self))  # torch keeps no Python object; pybind finds the class of ProcessGroupHCCL again
 
         def get_hccl_comm_name(self, rank, init_comm):
             assert init_comm
@@ -69,7 +69,7 @@ def test_every_symbol_has_a_communicator_with_the_same_name_at_every_start(real)
 
 def test_buffers_are_of_the_planned_size_in_mib(real):
     _, made = start(real, 1, {"tp": 200 * MIB, "dispatch": 900 * MIB + 1})
-    by_name = {options.hccl_config["group_name"]: (rank, size, options) for rank, size, options in made}
+    by_name = {backend.chosen.hccl_config["group_name"]: (rank, size, backend.chosen) for rank, size, backend in made}
     assert {name: options.hccl_config.get("hccl_buffer_size") for name, (_, _, options) in by_name.items()} == {
         "tp_0": 200, "dispatch_0": 901, "dp_1": None, "world_0": None,
     }  # fmt: skip
