@@ -11,7 +11,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ..convert import shape_of
-from ..ge_file import GeFile, parse
+from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import IN_PLACE, VIEWS, follow_memory, shape
 from .ge_ops_common import Call, Function, GeOp, Results, Value, read
 from .ge_ops_fused import FUSED
@@ -36,7 +36,7 @@ class GeInterpreter:
     memory of its own. Each result must have the dtype and sizes that the graph declares.
 
     Args:
-        ge_file: of all ranks, not patched: groups are named "tp", "dp" and "world".
+        ge_file: of all ranks, not patched: groups are named as in `ge_file.GROUPS`.
         mesh: the axes `dp` and `tp`.
         order: "file" runs operators as they are listed; "reversed-ready" always runs, of the operators whose inputs are there, the one
             listed last. GE guarantees no order beyond data and control edges, so both must give the same results.
@@ -55,7 +55,7 @@ class GeInterpreter:
         _check_known(ops)
         waits = _waits(ops)
         _check_writes(model.graph[0].op, ge_file)
-        self._ge_file, self._size, self._groups = ge_file, mesh.size, mesh.groups()
+        self._ge_file, self._size, self._groups = ge_file, mesh.size, mesh.groups(GROUPS)
         self._data = [op for op in ops if op.type == "Data"]
         self._results = _results(model.graph[0].op, ge_file)
         self._constants = {f"{op.name}:0": _constant(op) for op in ops if op.type == "Const"}
