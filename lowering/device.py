@@ -98,6 +98,17 @@ class Device(Protocol):
         """An event behind everything queued so far."""
         ...
 
+    def group_maker(self, buffer_bytes: Mapping[str, int]) -> Any:
+        """What makes process groups that this device communicates with (`runtime.distributed.process_groups.MakeGroup`).
+
+        Args:
+            buffer_bytes: size of one buffer of a communicator, by its symbol.
+
+        Returns:
+            None where those are groups of gloo.
+        """
+        ...
+
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """Names of the communicators of process groups; every rank of a group must make this call.
 

@@ -15,9 +15,7 @@ from ..build.reduce import write_reduced
 
 @click.command("models")
 @click.argument("model", required=False)
-@click.option(
-    "--reduce", "directory", type=click.Path(path_type=Path), help="Write MODEL at a small width, with random weights, to this directory."
-)
+@click.option("--reduce", "directory", type=click.Path(path_type=Path), help="Write MODEL, narrow and with random weights, here.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
 def command(model: str | None, directory: Path | None, seed: int) -> None:
     """List the model presets. Every MODEL argument may also be the path of a Hugging Face checkpoint directory.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from torch._C._distributed_c10d import Store
 
-from ...graphs.errors import ArtifactError, LoweringError, SpecError
-from ...graphs.types import Bucket, Mesh
+from ...graphs.errors import ArtifactError, SpecError
+from ...graphs.types import DISPATCH, Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import DeviceExecutor
-from ...runtime.distributed.process_groups import ProcessGroups
+from ...runtime.distributed.process_groups import ProcessGroups, gloo
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
@@ -22,6 +23,7 @@ from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
 
 AUTO = "auto"
+EXCHANGES = ("moe_dispatch", "moe_combine")
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,7 @@ def settled(artifact: Artifact, settings: RankSettings) -> RankSettings:
     """
     chosen = replace(settings, device=choose_device(artifact, settings.device))
     if chosen.device == CPU and settings.checkpoint:
-        raise SpecError(
-            f"--checkpoint is for artifacts for NPUs; {artifact.path} was built for {artifact.manifest.target}, with its weights"
-        )
+        raise SpecError(f"--checkpoint is for artifacts for NPUs; {artifact.path} has its weights, for {artifact.manifest.target}")
     check_weights(artifact, chosen)
     return chosen
 
@@ -87,9 +87,8 @@ def check_weights(artifact: Artifact, settings: RankSettings) -> None:
         return
     if settings.device == CPU:
         raise ArtifactError(f"{artifact.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
-    raise ArtifactError(
-        f"{artifact.path} was built without weights: name a checkpoint of the model with --checkpoint DIR; {_rehearsal(artifact)}"
-    )
+    where = "name a checkpoint of the model with --checkpoint DIR"
+    raise ArtifactError(f"{artifact.path} was built without weights: {where}; {_rehearsal(artifact)}")
 
 
 def load_executor(
@@ -144,8 +143,22 @@ class _CompileReport:
         self._progress.say(f"compile {self._done}/{self._buckets} {bucket.name} {seconds:.1f} s, {text}")
 
 
-def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> dict[str, str]:
-    raise NotImplementedError
+def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> Mapping[str, str]:
+    """Makes the process groups that the artifact's graphs name, and the device's communicators over them."""
+    manifest = artifact.manifest
+    collectives = [collective for entry in manifest.graphs for collective in entry.collectives]
+    # GE's kernels of both exchanges of experts want communicators that nothing else uses (lowering/ascend/ge_file.py).
+    symbols = {DISPATCH if name in EXCHANGES else group for name, group, _ in collectives}
+    groups = ProcessGroups(
+        place.mesh,
+        place.rank,
+        place.store,
+        place.address,
+        settings.step_timeout_s,
+        symbols=symbols,
+        make_group=device.group_maker(manifest.communicator_bytes) or gloo,
+    )
+    return device.communicators(stack.enter_context(groups).groups, place.rank)
 
 
 def _machine(artifact: Artifact) -> str:
@@ -154,7 +167,13 @@ def _machine(artifact: Artifact) -> str:
 
 
 def _rehearsal(artifact: Artifact) -> str:
-    raise NotImplementedError
-
-
-__all__ = ["AUTO", "LoweringError", "RankPlace", "check_weights", "choose_device", "load_executor"]
+    """What runs here in place of an artifact for NPUs."""
+    manifest = artifact.manifest
+    if manifest.weights is not None or manifest.checkpoint is not None:
+        return "--device emulated runs it on this CPU by interpreting its graphs, which is meant for small models"
+    # A preset's sizes are too large to interpret, and nobody has its weights on a laptop.
+    build = f"build SMALL --target {manifest.target} --mesh {manifest.mesh} --quantization {manifest.quantization}"
+    return (
+        f"what runs here is a small model of the same layers: `npucompile models {manifest.model['name']} --reduce SMALL`, "
+        f"`npucompile {build}`, `npucompile serve SMALL --device emulated`"
+    )
