@@ -21,7 +21,7 @@ CPU, NPU, EMULATED = "cpu", "npu", "emulated"
 KINDS = (CPU, NPU, EMULATED)
 """What `--device` accepts besides "auto"."""
 
-_MODULES = {NPU: "device", EMULATED: "emulator.device"}
+_MODULES = {NPU: "npu", EMULATED: "emulator.device"}
 
 
 class Event(Protocol):
