@@ -84,10 +84,10 @@ def test_one_group_of_tensors_is_in_memory_at_a_time(tmp_path, model, monkeypatc
             yield position, tensor
             del tensor
 
-    def tracked_read_into(entry, target):
+    def tracked_read_into(entry, target, region=None):
         names.append(entry.name)
         track(target)
-        read_into(entry, target)
+        read_into(entry, target, region)
 
     monkeypatch.setattr(checkpoint.ParamReader, "read", tracked_read)
     monkeypatch.setattr(TensorEntry, "read_into", tracked_read_into)
