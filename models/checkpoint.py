@@ -120,9 +120,8 @@ class ParamReader:
             return
         sources = self._read_sources(parts.recipe, parts.regions)
         for position, param in zip(positions, parts.params, strict=True):
-            tensor = parts.join(param, sources)
             # Cast to the stored dtype; a parameter that is its source tensor as it stands is not copied.
-            yield position, tensor.to(param.aval.dtype).expand(shard.shape(param.aval)).contiguous()
+            yield position, parts.join(param, sources).to(param.aval.dtype).expand(shard.shape(param.aval)).contiguous()
 
     def _parts_of(self, positions: tuple[int, ...], shard: Shard) -> _GroupParts:
         recipe, params = self._recipes[positions[0]], tuple(self._recipes[position].param for position in positions)

@@ -129,7 +129,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with {SINGLE}")
     if (directory / SINGLE).exists():
-        entries = _entries(directory / SINGLE)
+        entries = entries_of(directory / SINGLE)
         return Checkpoint(directory, (directory / SINGLE,), entries)
     if not (directory / INDEX).exists():
         there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
@@ -139,20 +139,11 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     files = tuple(directory / name for name in sorted(set(weight_map.values())))
     for file in files:
         # Where two shards hold the same name the index decides; a tensor that the index omits is still taken.
-        tensors.update((name, entry) for name, entry in _entries(file).items() if weight_map.get(name, file.name) == file.name)
+        tensors.update((name, entry) for name, entry in entries_of(file).items() if weight_map.get(name, file.name) == file.name)
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise CheckpointError(f"{directory / INDEX}: says {name} is in {file_name}, which does not hold it")
     return Checkpoint(directory, files, tensors)
-
-
-def entries_of(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file by name.
-
-    Raises:
-        CheckpointError: the file is absent, truncated or corrupt.
-    """
-    return _entries(file)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -174,7 +165,12 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _entries(file: Path) -> dict[str, TensorEntry]:
+def entries_of(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        CheckpointError: the file is absent, truncated or corrupt.
+    """
     try:
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
@@ -189,7 +185,7 @@ def _entries(file: Path) -> dict[str, TensorEntry]:
                 begin = end
             return entries
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file, though {INDEX} names it") from None
+        raise CheckpointError(f"{file}: no such file{f', though {INDEX} names it' if (file.parent / INDEX).exists() else ''}") from None
     except (SafetensorError, OSError) as error:
         size = f"; the file has {file.stat().st_size} bytes" if file.is_file() else ""
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {error}{size}") from None
