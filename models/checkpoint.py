@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
-from .params import Param
+from .params import Param, Picked
 from .safetensors_files import DTYPES, SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
@@ -22,7 +22,7 @@ __all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "sa
 _PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
 _PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MAX_NAMES = 5
-BLOCK_BYTES = 64 * 1024**2
+BLOCK_BYTES = 16 * 1024**2
 """Source tensors are read in blocks of about this size where their `Source.block_axis` allows it."""
 
 
@@ -63,9 +63,17 @@ class _GroupParts:
     sliced: frozenset[str]
     regions: tuple[Region, ...]
 
-    def join(self, param: Param, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A parameter made from what was read, and sliced along the axes that its source tensors are not."""
-        return param.source.join(*sources)[remaining_slice(param.aval, self.shard, self.sliced)]
+    def joined(self, sources: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The parameters in order, each made from what was read, and sliced along the axes that its source tensors are not."""
+        together: dict[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = {}
+        for param in self.params:
+            join, place = param.source.join, remaining_slice(param.aval, self.shard, self.sliced)
+            if isinstance(join, Picked):
+                if join.together not in together:
+                    together[join.together] = join.together(*sources)
+                yield together[join.together][join.index][place]
+            else:
+                yield join(*sources)[place]
 
 
 class ParamReader:
@@ -119,9 +127,10 @@ class ParamReader:
             yield from ((position, shards.pop(0)) for position in positions)
             return
         sources = self._read_sources(parts.recipe, parts.regions)
+        joined = parts.joined(sources)
         for position, param in zip(positions, parts.params, strict=True):
             # Cast to the stored dtype; a parameter that is its source tensor as it stands is not copied.
-            yield position, parts.join(param, sources).to(param.aval.dtype).expand(shard.shape(param.aval)).contiguous()
+            yield position, next(joined).to(param.aval.dtype).expand(shard.shape(param.aval)).contiguous()
 
     def _parts_of(self, positions: tuple[int, ...], shard: Shard) -> _GroupParts:
         recipe, params = self._recipes[positions[0]], tuple(self._recipes[position].param for position in positions)
@@ -133,9 +142,9 @@ class ParamReader:
         shards = [torch.empty(parts.shard.shape(param.aval), dtype=param.aval.dtype) for param in parts.params]
         for begin, end in blocks:
             sources = self._read_sources(parts.recipe, [narrowed(region, begin, end) for region in parts.regions])
-            for param, tensor in zip(parts.params, shards, strict=True):
-                tensor.narrow(param.aval.axes.index(axis), begin, end - begin).copy_(parts.join(param, sources))
-            del sources  # frees it before the next block is read
+            for param, tensor, block in zip(parts.params, shards, parts.joined(sources), strict=True):
+                tensor.narrow(param.aval.axes.index(axis), begin, end - begin).copy_(block)
+            del sources, block  # frees them before the next block is read
         return shards
 
     def _read_sources(self, recipe: _Recipe, regions: Iterable[Region]) -> list[torch.Tensor]:

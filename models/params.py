@@ -33,6 +33,23 @@ class Parts:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Picked:
+    """A join that is one result of a function that makes several parameters of the same tensors, such as a weight and its scale.
+
+    Who reads these parameters together calls `together` once for all of them.
+
+    Attributes:
+        index: of the result.
+    """
+
+    together: Callable[..., tuple[torch.Tensor, ...]]
+    index: int
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.together(*tensors)[self.index]
+
+
 SourceAxis = str | Parts | None
 
 

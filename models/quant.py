@@ -10,7 +10,7 @@ from ..graphs import ops
 from ..graphs.errors import ModelError
 from ..graphs.quantise import quantise_w4, quantise_w8
 from ..graphs.types import Aval, Tree
-from .params import Param, Source, axis_name
+from .params import Param, Picked, Source, axis_name
 
 Quantise = Callable[[Param], Tree]
 
@@ -33,9 +33,13 @@ def _w8a8(param: Param) -> Tree:
     join = param.source.join
     weight, scale = Aval((columns, rows), torch.int8, (contracted, out)), Aval((rows,), torch.float32, (out,))
     block_axis = out if param.is_source else None
+
+    def quantised(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantise_w8(join(*tensors).t())
+
     return {
-        "weight": _derived(param, weight, lambda *t: quantise_w8(join(*t).t())[0], contracted, block_axis),
-        "scale": _derived(param, scale, lambda *t: quantise_w8(join(*t).t())[1], contracted, block_axis),
+        "weight": _derived(param, weight, Picked(quantised, 0), contracted, block_axis),
+        "scale": _derived(param, scale, Picked(quantised, 1), contracted, block_axis),
     }
 
 
@@ -54,21 +58,23 @@ def grouped(param: Param, form: str) -> dict[str, Param]:
     axes, join = param.aval.axes, param.source.join
     scales = (axes[0], axes[2])
 
-    def derived(aval: Aval, quantised: Callable[..., torch.Tensor]) -> Param:
-        return _derived(param, aval, quantised, axes[1], param.source.block_axis)
-
     if form == "grouped":
         return {"weight": param}
     if form == "w8a8":
-        return {
-            "weight": derived(Aval((E, K, N), torch.int8, axes), lambda *t: quantise_w8(join(*t))[0]),
-            "scale": derived(Aval((E, N), torch.float32, scales), lambda *t: quantise_w8(join(*t))[1]),
+        declared = {"weight": Aval((E, K, N), torch.int8, axes), "scale": Aval((E, N), torch.float32, scales)}
+    else:
+        declared = {
+            "weight": Aval((E, K, N // 8), torch.int32, axes),
+            "scale": Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])),
+            "assist": Aval((E, N), torch.float32, scales),
         }
-    return {
-        "weight": derived(Aval((E, K, N // 8), torch.int32, axes), lambda *t: quantise_w4(join(*t))[0]),
-        "scale": derived(Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])), lambda *t: quantise_w4(join(*t))[1]),
-        "assist": derived(Aval((E, N), torch.float32, scales), lambda *t: quantise_w4(join(*t))[2]),
-    }
+
+    def quantised(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantise_w8(join(*tensors)) if form == "w8a8" else quantise_w4(join(*tensors))
+
+    block_axis = param.source.block_axis
+    avals = enumerate(declared.items())
+    return {name: _derived(param, aval, Picked(quantised, index), axes[1], block_axis) for index, (name, aval) in avals}
 
 
 def _derived(param: Param, aval: Aval, join: Callable[..., torch.Tensor], contracted: str | None, block_axis: str | None) -> Param:
