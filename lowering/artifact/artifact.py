@@ -6,6 +6,7 @@ graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
 stages/<digest>.json.z       texts of its stages
 weights/<digest>.safetensors parameters, named as the graphs' operands
 tokenizer/<digest>.json      tokenizer.json of the checkpoint
+tokenizer/<digest>.jinja     its chat template
 """
 
 from __future__ import annotations
