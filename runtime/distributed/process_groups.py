@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import GroupName
 from ...graphs.types import DISPATCH, Mesh
 from .control_plane import RankError
 
-
 MakeGroup = Callable[[str, tuple[int, ...], int, Store, str, float], ProcessGroup]
 """Makes one process group; all its ranks call it at the same time. Raises RuntimeError where they do not connect. Its arguments:
 
