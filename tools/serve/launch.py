@@ -23,7 +23,8 @@ import torch
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.toolchain import toolchain
+from ...lowering.backend import backend
+from ...lowering.toolchain import required, toolchain
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.distributed.control_plane import ControlPlane, RankError
 from ...runtime.distributed.process_groups import ProcessGroups
@@ -128,8 +129,9 @@ def open_named_artifact(home: Home, name: str | None) -> Artifact:
 
 
 def rank_identity(artifact: Artifact) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
-    return {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, **{f"{k} version": v for k, v in toolchain().items()}}
+    """What must be the same on all ranks, by name. Hosts of two architectures may share an artifact whose executables know none."""
+    versions = required(toolchain(), host_bound=backend(artifact.manifest.backend).host_bound)
+    return {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, **{f"{k} version": v for k, v in versions.items()}}
 
 
 class Cluster:
