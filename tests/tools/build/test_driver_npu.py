@@ -14,6 +14,7 @@ from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
 from npucompile.tools.build import driver, memory, pool, stages, stamp
+from npucompile.tools.build.environment import environment
 from npucompile.tools.build.memory import MemoryPlan
 
 BIG = "qwen3.5-397b"
@@ -101,6 +102,11 @@ def test_it_carries_the_plan_of_a_ranks_memory(plan, lowered, build, tmp_path):
     assert planned.fits
     assert manifest.memory["fits"] is True
     assert planned.as_dict() == manifest.memory
+    # The graphs gather and scatter over tp; dispatch has a communicator of its own, and nothing else is over all ranks.
+    assert set(manifest.communicator_bytes) == {"tp", "dispatch"}
+    communication = next(part for part in planned.parts if part.name == "communication")
+    assert communication.nbytes == sum(2 * nbytes for nbytes in manifest.communicator_bytes.values())
+    assert manifest.environment == environment(plan.target, plan.mesh, manifest.communicator_bytes)
 
 
 def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(plan, lowered, build, tmp_path):
