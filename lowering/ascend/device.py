@@ -73,7 +73,7 @@ def engine(torchair: Torchair) -> GeEngine:
 
 
 class GeExecutable:
-    """One step of one bucket on the process's current NPU.
+    """One step of one bucket on the process's current NPU. Its operands are those of the program, then the derived values (fold.py).
 
     GE compiles at the first call, when the storage formats of the operands are known, and never again; the formats must not change.
 
@@ -125,8 +125,9 @@ class GeExecutable:
         return list(results[: self.ge_file.outputs])
 
     def _compile(self, operands: Sequence[torch.Tensor], fed: list[torch.Tensor]) -> None:
-        if len(operands) != self.ge_file.inputs:
-            raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs}")
+        if len(operands) != self.ge_file.operands:
+            derived = self.ge_file.operands - self.ge_file.inputs
+            raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs} and {derived} derived values")
         if elsewhere := sorted({tensor.device.type for tensor in fed} - {self._engine.device}):
             raise LoweringError(f"operands are on {', '.join(elsewhere)}; legal is {self._engine.device}")
         self._engine.update_constants(self._graph, operands)
@@ -166,7 +167,7 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
 
 
 def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
-    """Operands worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile needs padding."""
+    """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile needs padding."""
     graph = parse(ge_file.graph).graph[0]
     readers: dict[str, list[bool]] = {}
     for op in graph.op:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from ..convert import GE_DTYPES
-from ..ge_file import messages
+from ..ge_file import GE_DTYPES, messages
 
 INT4 = 29
 """Number of int4 in GE; torch has no such dtype."""
