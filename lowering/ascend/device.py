@@ -167,7 +167,8 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
 
 
 def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
-    """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile needs padding."""
+    """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
+    needs padding."""
     graph = parse(ge_file.graph).graph[0]
     readers: dict[str, list[bool]] = {}
     for op in graph.op:

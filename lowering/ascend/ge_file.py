@@ -27,6 +27,7 @@ GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.uint8: ("DT_UINT8", 4),
     torch.int32: ("DT_INT32", 3),
     torch.int64: ("DT_INT64", 9),
+    torch.uint64: ("DT_UINT64", 10),
     torch.bool: ("DT_BOOL", 12),
 }
 """Name of a dtype in GE's protobuf messages, and its number in GE's own enumeration, which differs from the message's."""
