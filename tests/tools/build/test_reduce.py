@@ -17,7 +17,14 @@ from npucompile.tools.build import deployments
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.reduce import reduced_config, write_reduced
 
-SAME = ("layer_types", "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "mtp_num_hidden_layers")
+SAME = (
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mtp_num_hidden_layers",
+)
 
 
 def small(name):
