@@ -18,7 +18,7 @@ from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
-from .compile_cache import cache_directory
+from .compile_cache import cache_directory, opened
 from .device_groups import group_maker
 from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
@@ -126,7 +126,7 @@ def load_executor(
         lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
         rank=rank,
         communicators=communicators,
-        cache_dir=cache_directory(artifact, device.version, settings.cache) if settings.cache else None,
+        cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
         step_timeout_s=settings.step_timeout_s,
         report=_CompileReport(progress, len(artifact.manifest.graphs)),
     )
