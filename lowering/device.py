@@ -77,6 +77,10 @@ class DeviceExecutable(Executable, Protocol):
         """Operands that this graph wants in the tiled format NZ; all others are row-major (ND)."""
         ...
 
+    def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
+        """Queues one step; its operands are those that it was compiled for."""
+        ...
+
     def compile(self, operands: Sequence[torch.Tensor | None], cache_dir: Path | None = None) -> bool:
         """Compiles the graph for these operands, whose memory and formats never change afterwards.
 

@@ -164,7 +164,7 @@ class GeExecutable:
         self._compiled = True
         return not cached
 
-    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+    def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
         """Runs one step.
 
         Raises:
