@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -237,8 +237,13 @@ class Call:
 Results = Value | tuple[Value, ...]
 Function = Callable[[Call], Results]
 """Computes an operator on one rank."""
-GroupFunction = Callable[[list[Call]], list[Results]]
-"""Computes an operator on all members of a group: their calls in rank order -> their results."""
+
+
+class GroupFunction(Protocol):
+    """Computes an operator on all members of a group: their calls in rank order -> the results of those wanted, or of all."""
+
+    def __call__(self, calls: list[Call], wanted: Sequence[int] | None = None) -> list[Results]:
+        """The results."""
 
 
 def same_dtype(call: Call, **tensors: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import heapq
 import re
@@ -198,7 +199,8 @@ def shared(value: Value | None) -> Value | None:
     """The value, or one that is equal and kept already; for values that nobody writes."""
     if not isinstance(value, torch.Tensor) or value.nbytes < _SHARED_BYTES:
         return value
-    data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    value = value.contiguous()
+    data = ctypes.string_at(value.data_ptr(), value.nbytes)
     return _shared.setdefault((value.dtype, value.shape, hashlib.blake2b(data, digest_size=16).digest()), value)
 
 
