@@ -88,7 +88,8 @@ class ControlPlane:
         """Waits for one message of this kind from each of these ranks; called by one thread.
 
         Args:
-            step: number of the step that the messages answer; answers of later steps are kept for their own call. 0 for other messages.
+            step: number of the step that the messages answer; answers of later steps are kept for their own call, those of earlier ones
+                dropped. 0 for other messages.
 
         Raises:
             RankError: when the ranks fail meanwhile, a rank sends another message, or the time is over.
@@ -108,8 +109,9 @@ class ControlPlane:
             if answer is None:
                 raise self.concluded_failure()
             rank, message = answer
-            if step and message.kind == kind and message.fields.get("step", 0) > step:
-                self._early.append(answer)
+            if step and message.kind == kind and (number := message.fields.get("step", 0)) != step:
+                # Nobody will ask for a step before this one any more.
+                self._early += [answer] if number > step else []
                 continue
             if message.kind != kind or rank in messages or rank not in ranks:
                 self.fail(rank, f"rank {rank} sent {message.kind!r} where {kind!r} of ranks {list(ranks)} was due", lost=False)

@@ -282,10 +282,10 @@ def run_row(executor: Executor, bucket: Bucket, row: Row) -> Outputs:
 class Narrowed:
     """Another executor restricted to some of its buckets, and to `limits`."""
 
-    groups, run_ahead = 1, 0
+    run_ahead = 0
 
-    def __init__(self, executor: CpuExecutor, buckets: Sequence[Bucket], **limits: int) -> None:
-        self.executor, self.buckets = executor, tuple(buckets)
+    def __init__(self, executor: Executor, buckets: Sequence[Bucket], **limits: int) -> None:
+        self.executor, self.buckets, self.groups = executor, tuple(buckets), executor.groups
         self.limits: Limits = replace(executor.limits, **limits)
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing

@@ -57,8 +57,9 @@ def complete(
     collectors = [_Collector() for _ in prompts]
     for i, (prompt, sink) in enumerate(zip(prompts, collectors, strict=True)):
         engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens), sink)
-    while not all(sink.finish for sink in collectors):
-        engine.step()
+    # To the end of what is in flight, so that another engine may use the executor.
+    while engine.step():
+        pass
     return [sink.result() for sink in collectors]
 
 

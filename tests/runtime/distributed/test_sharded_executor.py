@@ -117,6 +117,12 @@ def test_two_steps_in_flight_get_the_outputs_of_each_whoever_answers_first(make_
     assert [[out["tokens"][0, 0] for out in outputs] for outputs in results] == [[2, 101, 201], [3, 102, 202]]
 
 
+def test_the_outputs_of_a_step_that_nobody_read_are_not_taken_for_those_of_the_next(make_cluster):
+    executor = make_cluster("dp=2").executor()
+    executor.launch(BUCKET, inputs(1, 1))
+    assert [out["tokens"][0, 0] for out in run(executor, *inputs(2, 2))] == [3, 102]
+
+
 def test_no_rank_runs_what_one_of_them_cannot_run(make_cluster):
     small, large, prefill = Bucket("decode", 1, 1), BUCKET, Bucket("prefill", 1, 4)
     cluster = make_cluster("tp=3", missing={2: {small.name: "no kernel"}})

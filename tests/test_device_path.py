@@ -1,0 +1,91 @@
+"""From a checkpoint to served tokens through the device path: every kind of model, mesh and quantisation, on emulated ranks.
+
+The oracle is the checkpoint's own model on one device, in the same quantised form, eager and without drafts. A served token must be the
+one that it computes wherever its margin exceeds the rounding of bfloat16.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks, served, tiny
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.request import Sampling
+from npucompile.tools.serve.launch import opened_ranks
+from npucompile.tools.serve.offline import OfflineCompletion, complete
+from npucompile.tools.serve.rank_settings import RankSettings
+
+MODELS, MESHES, SCHEMES = ("dense", "moe", "bundled"), ("tp=2", "dp=2", "dp=2,tp=2"), ("none", "w8a8", "w4a8")
+# Each pair of a model, a mesh and a quantisation once.
+CASES = [(model, mesh, SCHEMES[(i + j) % 3]) for i, model in enumerate(MODELS) for j, mesh in enumerate(MESHES)]
+SIZES = {"buckets": (1, 4), "prefill": (64,), "max_model_len": 256, "max_num_seqs": 4, "num_speculative_tokens": 3}
+PROMPTS = [[1, 2, 3], list(range(60, 70)), [7] * 5, list(range(100, 190)), [200]]
+LONG = [[value, *range(40, 160)] for value in (3, 5, 8)]
+"""Prompts of 121 tokens: their outputs need a second page."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    return served.checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def emulated(artifact: Artifact, cache: Path):
+    settings = RankSettings(threads=1, device="emulated", cache=cache)
+    with opened_ranks(artifact, None, settings, ranks.environment(), tiny.QUIET) as load_executor:
+        yield load_executor()
+
+
+@dataclass
+class Checked:
+    """Served tokens that were compared with one device's."""
+
+    directory: Path
+    scheme: str
+    decided: int = 0
+
+    def check(self, prompts: list[list[int]], completions: list[OfflineCompletion], others: list[OfflineCompletion]) -> None:
+        """Compares completions with one device, and with others that may differ from them where one device is undecided alone.
+
+        Recurrent state is rounded to bfloat16 between steps and not within one, so it depends on how many drafts a step accepts.
+        """
+        for prompt, completion, other in zip(prompts, completions, others, strict=True):
+            tokens = completion.token_ids
+            agreement = served.compare(self.directory, self.scheme, prompt, tokens)
+            assert not agreement.wrong, (prompt, tokens, agreement)
+            self.decided += sum(agreement.decided)
+            first = next((i for i, (left, right) in enumerate(zip(tokens, other.token_ids, strict=True)) if left != right), None)
+            assert first is None or not agreement.decided[first], (prompt, first, tokens, other.token_ids)
+
+
+@pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
+def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mesh, scheme):
+    plan = tiny.planned_device(checkpoints[model], mesh=mesh, quantization=scheme, **SIZES)
+    tiny.built(plan, tmp_path / "artifact")
+    artifact, checked = Artifact.open(tmp_path / "artifact"), Checked(checkpoints[model], scheme)
+    with emulated(artifact, tmp_path / "cache") as executor:
+        assert executor.run_ahead == 1
+        drafted = complete(executor, PROMPTS, Sampling(), 12, frozenset())
+        plain = complete(executor, PROMPTS, Sampling(), 12, frozenset(), speculative_tokens=0)
+        roomy = complete(executor, LONG, Sampling(), 12, frozenset())
+        # Few pages, so that requests take them from each other.
+        crowded = complete(tiny.Narrowed(executor, executor.buckets, num_pages=4), LONG, Sampling(), 12, frozenset())
+        assert executor.compiles() == 0
+    assert sum(completion.record.preemptions for completion in crowded) > 0
+    used = {name for completion in drafted for name, _ in completion.record.decode_steps}
+    assert len(used) == 2, "both decode buckets are used"
+    checked.check(PROMPTS, drafted, plain)
+    checked.check(LONG, roomy, crowded)
+    assert checked.decided >= 20
