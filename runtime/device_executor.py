@@ -21,8 +21,9 @@ from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
 
+COMPILED, CACHED = "compiled", "cached"
 Report = Callable[[Bucket, float, str], None]
-"""Called after each bucket: the seconds that compiling it took, and "compiled", "cached" or why it cannot run."""
+"""Called after each bucket: the seconds that compiling it took, and `COMPILED`, `CACHED` or why it cannot run."""
 
 
 class LaunchedStep(NamedTuple):
@@ -153,7 +154,7 @@ class DeviceExecutor:
         for bucket in compile_order(executables):
             began = time.monotonic()
             try:
-                outcome = "compiled" if executables[bucket].compile(self._operands[bucket], cache_dir) else "cached"
+                outcome = COMPILED if executables[bucket].compile(self._operands[bucket], cache_dir) else CACHED
                 compiled[bucket] = executables[bucket]
             except LoweringError as error:
                 self.missing[bucket] = outcome = str(error)

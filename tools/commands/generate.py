@@ -28,6 +28,7 @@ from ..serve.executors import settled
 from ..serve.launch import open_named_artifact, opened_ranks, run_rank
 from ..serve.offline import OfflineCompletion, complete
 from ..serve.rank_settings import RankSettings
+from ..serve.serving import tokenizer_of
 from ..serve.torchrun import launcher_config
 from .device_options import device_options
 
@@ -91,7 +92,7 @@ def command(
         if config and config.rank:
             run_rank(artifact, config, settings)
             return
-        codec = TextTokenizer.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
+        codec = tokenizer_of(artifact, checkpoint)
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else prompt_ids

@@ -131,6 +131,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
         "target": manifest.target,
         "backend": manifest.backend,
         "deployment": manifest.deployment,
+        "weights": manifest.weights or manifest.checkpoint,
         "quantization": manifest.quantization,
         "limits": {name: getattr(manifest.limits, name) for name in manifest.limits.__dataclass_fields__},
         "max_logprobs": max(entry.max_logprobs for entry in manifest.graphs),

@@ -85,7 +85,7 @@ def command(
             run_rank(artifact, config, settings)
             return
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
-        running = start_service(artifact, load_executor)
+        running = start_service(artifact, load_executor, checkpoint)
         stack.callback(running.engine.stop, drain=False)
         serve(running.service, host, port, on_ready=announce(running, artifact, build is not None, progress))
 

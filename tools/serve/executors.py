@@ -13,7 +13,7 @@ from ...graphs.types import DISPATCH, Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...runtime.cpu_executor import CpuExecutor
-from ...runtime.device_executor import DeviceExecutor
+from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
 from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.executor import Executor
 from ..build.targets import target
@@ -120,28 +120,21 @@ def load_executor(
     if local_rank == 0:
         # Once a machine: it reads as much as the digest covers.
         check_checkpoint(artifact, settings.checkpoint)
-    return DeviceExecutor(
-        artifact,
-        device,
-        lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
-        rank=rank,
-        communicators=communicators,
-        cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
-        step_timeout_s=settings.step_limit_s,
-        report=_CompileReport(progress, len(artifact.manifest.graphs)),
-    )
+    with progress.bar(f"compile for {device.name}", len(artifact.manifest.graphs)) as bar:
 
+        def report(bucket: Bucket, seconds: float, outcome: str) -> None:
+            bar.step(f"{bucket.name} {seconds:.1f} s, {outcome if outcome in (COMPILED, CACHED) else f'cannot run: {outcome}'}")
 
-class _CompileReport:
-    """Shows each bucket as its graph is compiled."""
-
-    def __init__(self, progress: Progress, buckets: int) -> None:
-        self._progress, self._buckets, self._done = progress, buckets, 0
-
-    def __call__(self, bucket: Bucket, seconds: float, outcome: str) -> None:
-        self._done += 1
-        text = outcome if outcome in ("compiled", "cached") else f"cannot run: {outcome}"
-        self._progress.say(f"compile {self._done}/{self._buckets} {bucket.name} {seconds:.1f} s, {text}")
+        return DeviceExecutor(
+            artifact,
+            device,
+            lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
+            rank=rank,
+            communicators=communicators,
+            cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
+            step_timeout_s=settings.step_limit_s,
+            report=report,
+        )
 
 
 def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> Mapping[str, str]:

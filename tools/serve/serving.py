@@ -19,6 +19,7 @@ from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
 
 POLL_S = 0.1
+TOKENIZER = "tokenizer.json"
 BUILD_NICENESS = 10
 """Of compilers that run beside a server."""
 
@@ -31,22 +32,34 @@ class RunningService:
     engine: Engine
 
 
-def start_service(artifact: Artifact, load_executor: Callable[[], Executor]) -> RunningService:
+def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextTokenizer | None:
+    """The tokenizer of an artifact, or else of the checkpoint that it is served with; None where neither has one.
+
+    Raises:
+        ModelError: the checkpoint's tokenizer cannot be used.
+    """
+    stored = artifact.manifest.tokenizer
+    path = artifact.path / stored if stored else checkpoint / TOKENIZER if checkpoint else None
+    return TextTokenizer.load(path) if path and path.is_file() else None
+
+
+def start_service(artifact: Artifact, load_executor: Callable[[], Executor], checkpoint: Path | None = None) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
     Args:
         load_executor: called on the engine's thread.
+        checkpoint: a directory that the user named.
 
     Raises:
         ArtifactError: it cannot run here.
         RankError: another rank cannot run it.
     """
     manifest = artifact.manifest
-    if manifest.tokenizer is None:
+    codec = tokenizer_of(artifact, checkpoint)
+    if codec is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     # Modules live as long as the process. A full collection would walk over all of torch's objects, 50 ms, while loading or in a step.
     gc.freeze()
-    codec = TextTokenizer.load(artifact.path / manifest.tokenizer)
     engine = Engine.from_loader(load_executor)
     model = ServedModel(
         name=str(manifest.model["name"]),
