@@ -9,8 +9,8 @@ import torch
 from support import ge_bodies as gb
 
 from npucompile.lowering.ascend.convert import GE_DTYPES
-from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS
 from npucompile.lowering.ascend.emulator.ge_ops_common import Call, GeOp, Value, read
+from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS
 from npucompile.lowering.ascend.ge_file import GeFile, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.toolchain.harness import Torchair
@@ -92,3 +92,32 @@ def shipped(ta: Torchair, fn: Callable[..., Any], tensors: Sequence[torch.Tensor
         inputs = [results[0], *inputs[1:]] if c < calls - 1 else inputs
     graph, signature = main.done(*results)
     return graph, link(graph, signature, ta)
+
+
+class Hand:
+    """A ModelDef under construction, operator by operator."""
+
+    def __init__(self) -> None:
+        self.model = messages().ModelDef()
+        self.model.graph.add(name="hand")
+
+    def data(self, index: int, meta: str = "") -> str:
+        return self.op("Data", {}, f"x{index}", [meta], index=index)
+
+    def op(self, kind: str, inputs: dict[str, str], name: str, meta: Sequence[str] = ("",), after: Sequence[str] = (), **attrs: Any) -> str:
+        operator = message(kind, dict.fromkeys(inputs, True), meta, after, attrs)
+        operator.name = name
+        operator.input[:] = [*(f"{source}:-1" for source in after), *inputs.values()]
+        if kind == "Data":
+            operator.input_desc.add().name = "x"
+        self.model.graph[0].op.append(operator)
+        return f"{name}:0"
+
+    def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> GeFile:
+        graph = self.model_with(*results).SerializeToString()
+        return GeFile(graph, {}, tuple(donations), tuple(bound), inputs, len(results) - len(donations), (), feeds)
+
+    def model_with(self, *results: str) -> Any:
+        """The ModelDef, complete."""
+        self.op("NetOutput", {f"input{i}": tensor for i, tensor in enumerate(results)}, "NetOutput", [])
+        return self.model

@@ -15,9 +15,9 @@ from support import ge_calls as gc
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Bucket, Mesh
-from npucompile.lowering.ascend.emulator import ge_interpreter
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.lowering.ascend.emulator.ge_interpreter import FUNCTIONS, ORDERS, GeInterpreter
+from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.emulator.ge_program import ORDERS
 from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
 from npucompile.lowering.ascend.inspect_ge import census, check
 from npucompile.lowering.ascend.link import link
@@ -150,29 +150,7 @@ def test_groups_are_those_of_the_mesh(ta: Any) -> None:
 # --- a graph by hand ---
 
 
-class Hand:
-    """A ModelDef under construction, operator by operator."""
-
-    def __init__(self) -> None:
-        self.model = messages().ModelDef()
-        self.model.graph.add(name="hand")
-
-    def data(self, index: int, meta: str = "") -> str:
-        return self.op("Data", {}, f"x{index}", [meta], index=index)
-
-    def op(self, kind: str, inputs: dict[str, str], name: str, meta: Sequence[str] = ("",), after: Sequence[str] = (), **attrs: Any) -> str:
-        operator = gc.message(kind, dict.fromkeys(inputs, True), meta, after, attrs)
-        operator.name = name
-        operator.input[:] = [*(f"{source}:-1" for source in after), *inputs.values()]
-        if kind == "Data":
-            operator.input_desc.add().name = "x"
-        self.model.graph[0].op.append(operator)
-        return f"{name}:0"
-
-    def done(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), feeds: Any = None) -> GeFile:
-        self.op("NetOutput", {f"input{i}": tensor for i, tensor in enumerate(results)}, "NetOutput", [])
-        graph = self.model.SerializeToString()
-        return GeFile(graph, {}, tuple(donations), tuple(bound), inputs, len(results) - len(donations), (), feeds)
+Hand = gc.Hand
 
 
 def racing(after: Sequence[str] = ()) -> GeFile:
@@ -243,23 +221,6 @@ def test_assign_writes_what_it_is_given() -> None:
     operands = [torch.zeros(2), torch.ones(2)]
     GeInterpreter(ge_file, Mesh())([operands])
     assert operands[0].tolist() == [1, 1]
-
-
-def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand, num_alive = Hand(), []
-    last = hand.data(0)
-    for i in range(4):
-        last = hand.op("Neg", {"x": last}, f"neg{i}")
-    interpreter = GeInterpreter(hand.done(last), Mesh())
-    plain = interpreter._step
-
-    def counted(op: Any, ranks: Any) -> None:
-        num_alive.append(len(ranks[0]))
-        plain(op, ranks)
-
-    monkeypatch.setattr(interpreter, "_step", counted)
-    interpreter([[torch.ones(1)]])
-    assert max(num_alive) == 1
 
 
 def test_float32_is_kept_where_a_fused_operator_says_bfloat16() -> None:
@@ -460,9 +421,3 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
     assert counts == set(range(1, case.drafts + 2)), "all that can be accepted was"
     for row, answer in ((row, answer) for pair in zip(serving.output, answers, strict=True) for row, answer in zip(*pair, strict=True)):
         assert row == answer[: len(row)]
-
-
-def test_every_type_has_one_meaning() -> None:
-    tables = (ge_interpreter.MATH, ge_interpreter.SHAPE, ge_interpreter.FUSED, ge_interpreter.GROUP_FUNCTIONS)
-    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_interpreter.GROUP_FUNCTIONS)
-    assert not set(FUNCTIONS) & set(ge_interpreter.GROUP_FUNCTIONS)

@@ -1,0 +1,324 @@
+"""Runs the operators of a parsed GE graph on CPU tensors, for one rank or for several that share the process."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ....graphs.types import DTYPE_NAMES
+from ..convert import shape_of
+from ..inspect_ge import IN_PLACE, VIEWS, shape
+from .ge_ops_common import Call, Function, GeOp, Results, Value, read
+from .ge_ops_fused import FUSED
+from .ge_ops_group import GROUP_FUNCTIONS
+from .ge_ops_math import MATH
+from .ge_ops_shape import SHAPE
+
+FUNCTIONS: Mapping[str, Function] = {**MATH, **SHAPE, **FUSED}
+"""Functions of operators that run on one rank alone, by type."""
+ORDERS = ("file", "reversed-ready")
+BORDER = ("Data", "Const", "NetOutput")
+"""Types of operators that are not run: operands, constants and the list of results."""
+_WRITES: Mapping[str, Mapping[int, int]] = {**IN_PLACE, "Assign": {0: 0}}
+# Folded values stay in memory as long as the program; larger ones are computed in each step.
+_FOLDED_BYTES = 64 << 10
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+Exchange = Callable[[GeOp, list[Call]], Sequence[Results]]
+"""Runs a communication operator: the calls of the ranks of this process -> the results of each of them."""
+Values = list[Value | None]
+"""Values of one rank by the number of the tensor; None where it is not computed yet or no longer needed."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One operator of the order, with everything that is the same in each run.
+
+    Attributes:
+        function: None where the operator communicates.
+        inputs: number of each input's tensor, -1 for one that is absent.
+        declared: dtype and sizes of each output, None where the graph does not declare them.
+        writes: output -> input whose memory it overwrites.
+        view: its output may lie in the memory of its first input.
+        dead: tensors that nobody reads afterwards.
+        finished: its inputs and attributes were found to be known.
+    """
+
+    op: GeOp
+    function: Function | None
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    declared: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
+    writes: Mapping[int, int]
+    view: bool
+    dead: tuple[int, ...] = ()
+    finished: bool = False
+
+
+class GeProgram:
+    """The operators of a graph in an order in which they may run.
+
+    Memory behaves as in GE: operators that write in place write their input, views share memory with their input, everything else gets
+    memory of its own. Each result must have the dtype and sizes that the graph declares.
+
+    Attributes:
+        data: `Data` operators, in the order of the file.
+        results: tensors of the results with the dtype and sizes that the graph declares for each.
+        current: the operator that runs now, for messages about a program that does not end.
+
+    Args:
+        model: a `ModelDef` message.
+        order: one of `ORDERS`, see `GeInterpreter`.
+
+    Raises:
+        LoweringError: the graph has an unknown operator or an input without a producer.
+    """
+
+    def __init__(self, model: Any, *, order: str = "file") -> None:
+        if order not in ORDERS:
+            raise LoweringError(f"order is {order!r}; legal are {', '.join(ORDERS)}")
+        if len(model.graph) != 1:
+            raise LoweringError(f"the model has {len(model.graph)} graphs; legal is one, without calls")
+        ops = [read(op) for op in model.graph[0].op]
+        _check_known(ops)
+        waits = _waits(ops)
+        self.data = [op for op in ops if op.type == "Data"]
+        self.results = _results(model.graph[0].op)
+        self.current: GeOp | None = None
+        self._numbers = {name: i for i, name in enumerate(tensor for op in ops for tensor in _outputs(op))}
+        self._start: Values = [None] * len(self._numbers)
+        for op in ops:
+            if op.type == "Const":
+                self._start[self._numbers[f"{op.name}:0"]] = _constant(op)
+        inner = [op for op in ops if op.type not in BORDER]
+        ordered = inner if order == "file" else _latest_first(inner, waits)
+        steps = [_planned(op, self._numbers) for op in ordered]
+        self._steps = self._folded(steps)
+        constants = {number for number, value in enumerate(self._start) if value is not None}
+        _set_last_uses(self._steps, {*constants, *(self._numbers[tensor] for tensor in self.results)})
+
+    @property
+    def operators(self) -> list[GeOp]:
+        """Operators that run in each step, in their order."""
+        return [step.op for step in self._steps]
+
+    def run(self, fed: Sequence[Sequence[torch.Tensor]], exchange: Exchange) -> list[list[torch.Tensor]]:
+        """Runs one step.
+
+        Args:
+            fed: for each rank of this process the value of each of `data`; those that the graph writes in place are written.
+            exchange: for operators that communicate.
+
+        Returns:
+            for each rank the values of `results`, some of which may lie in the memory of an operand or of each other.
+
+        Raises:
+            LoweringError: an operator has an input, an attribute or a value that is not implemented here, or a result differs from
+                what the graph declares.
+        """
+        with torch.no_grad():
+            ranks = []
+            for operands in fed:
+                values = list(self._start)
+                for op, operand in zip(self.data, operands, strict=True):
+                    values[self._numbers[f"{op.name}:0"]] = operand
+                ranks.append(values)
+            for step in self._steps:
+                self._run_step(step, ranks, exchange)
+            self.current = None
+            return [self._outputs(values) for values in ranks]
+
+    def _run_step(self, step: Step, ranks: list[Values], exchange: Exchange) -> None:
+        self.current = step.op
+        calls = [Call(step.op, [values[i] if i >= 0 else None for i in step.inputs]) for values in ranks]
+        function = step.function
+        outcomes = exchange(step.op, calls) if function is None else [function(call) for call in calls]
+        for call, outcome, values in zip(calls, outcomes, ranks, strict=True):
+            if not step.finished:
+                call.finish()
+            results = outcome if isinstance(outcome, tuple) else (outcome,)
+            if len(results) != len(step.outputs):
+                raise LoweringError(f"{step.op} gives {len(results)} values, the graph says {len(step.outputs)}")
+            for port, value in enumerate(results):
+                values[step.outputs[port]] = _in_memory(step, call, port, value)
+            for unused in step.dead:
+                values[unused] = None
+        step.finished = True
+
+    def _outputs(self, values: Values) -> list[torch.Tensor]:
+        outputs = [_tensor(tensor, values[self._numbers[tensor]]) for tensor in self.results]
+        for value, (tensor, declared) in zip(outputs, self.results.items(), strict=True):
+            if not declared.endswith("[?]") and shape_of(value) != declared:
+                raise LoweringError(f"NetOutput takes {tensor}, {shape_of(value)}; the graph says {declared}")
+        return outputs
+
+    def _folded(self, steps: list[Step]) -> list[Step]:
+        """Computes what depends on constants alone, and returns the other steps."""
+        written, rest = _written(steps), []
+        with torch.no_grad():
+            for step in steps:
+                known = all(i < 0 or self._start[i] is not None for i in step.inputs)
+                if not known or step.function is None or step.writes or step.op.after or not written.isdisjoint(step.outputs):
+                    rest.append(step)
+                    continue
+                self._run_step(step, [self._start], _nobody)
+                values = [self._start[i] for i in step.outputs]
+                if any(isinstance(value, torch.Tensor) and value.nbytes > _FOLDED_BYTES for value in values):
+                    for i in step.outputs:
+                        self._start[i] = None
+                    rest.append(step)
+        return rest
+
+
+def _nobody(op: GeOp, calls: list[Call]) -> Sequence[Results]:
+    raise LoweringError(f"{op} communicates over constants")
+
+
+def _outputs(op: GeOp) -> list[str]:
+    return [f"{op.name}:{port}" for port in range(len(op.results))]
+
+
+def _planned(op: GeOp, numbers: Mapping[str, int]) -> Step:
+    return Step(
+        op=op,
+        function=FUNCTIONS.get(op.type),
+        inputs=tuple(numbers[tensor] if tensor else -1 for tensor in op.inputs),
+        outputs=tuple(numbers[tensor] for tensor in _outputs(op)),
+        declared=tuple(parsed_shape(text) for text in op.results),
+        writes=_WRITES.get(op.type, {}),
+        view=op.type in VIEWS,
+    )
+
+
+def parsed_shape(text: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Dtype and sizes written as `bf16[16,2]`; None where the text says less."""
+    match = re.fullmatch(r"(\w+)\[((\d+(,\d+)*)?)\]", text)
+    if match is None or match[1] not in _DTYPES:
+        return None
+    return _DTYPES[match[1]], tuple(int(size) for size in match[2].split(",") if size)
+
+
+def _written(steps: list[Step]) -> set[int]:
+    """Tensors in whose memory an operator writes."""
+    written: set[int] = set()
+    for step in reversed(steps):
+        written |= {step.inputs[position] for position in step.writes.values() if position < len(step.inputs)}
+        if step.view and not written.isdisjoint(step.outputs):
+            written.add(step.inputs[0])
+    return written
+
+
+def _set_last_uses(steps: list[Step], live: set[int]) -> None:
+    """Notes the tensors that nobody reads after each operator; those in `live` are never among them."""
+    last = {number: i for i, step in enumerate(steps) for number in (*step.outputs, *step.inputs)}
+    dead: dict[int, list[int]] = {}
+    for number, i in last.items():
+        if number >= 0 and number not in live:
+            dead.setdefault(i, []).append(number)
+    for i, step in enumerate(steps):
+        step.dead = tuple(dead.get(i, ()))
+
+
+def _check_known(ops: list[GeOp]) -> None:
+    known = {*FUNCTIONS, *GROUP_FUNCTIONS, *BORDER}
+    for op in ops:
+        if op.type not in known:
+            raise LoweringError(f"{op} is of a type that the interpreter does not know; it knows {', '.join(sorted(known))}")
+
+
+def _waits(ops: list[GeOp]) -> dict[str, set[str]]:
+    """Operators that each operator reads or waits for; all must be listed before it."""
+    waits: dict[str, set[str]] = {}
+    ports = {"": 1}
+    for op in ops:
+        if op.name in waits:
+            raise LoweringError(f"two operators are called {op.name}")
+        for tensor in op.inputs:
+            name, _, port = tensor.rpartition(":")
+            if tensor and not int(port) < ports.get(name, 0):
+                raise LoweringError(f"{op} reads {tensor}, which no operator before it gives")
+        if unknown := [name for name in op.after if name not in waits]:
+            raise LoweringError(f"{op} waits for {', '.join(unknown)}, which no operator before it is called")
+        waits[op.name] = {*(tensor.rpartition(":")[0] for tensor in op.inputs if tensor), *op.after}
+        ports[op.name] = len(op.results)
+    return waits
+
+
+def _results(ops: Sequence[Any]) -> dict[str, str]:
+    net_outputs = [op for op in ops if op.type == "NetOutput"]
+    tensors = [[tensor for tensor in op.input if not tensor.endswith(":-1")] for op in net_outputs]
+    if len(net_outputs) != 1 or len(set(tensors[0])) != len(tensors[0]):
+        counts = [len(names) for names in tensors]
+        raise LoweringError(f"NetOutput has {counts} inputs; legal is one NetOutput whose inputs are all different")
+    return dict(zip(tensors[0], map(shape, net_outputs[0].input_desc), strict=True))
+
+
+def _constant(op: GeOp) -> torch.Tensor:
+    call = Call(op, [])
+    value = call.attr("value")
+    call.finish()
+    tensor = _tensor(f"{op.name}:0", value)
+    if op.results[0] and shape_of(tensor) != op.results[0]:
+        raise LoweringError(f"output 0 of {op} is {shape_of(tensor)}; the graph says {op.results[0]}")
+    return tensor
+
+
+def _latest_first(ops: list[GeOp], waits: Mapping[str, set[str]]) -> list[GeOp]:
+    """The topological order that always takes, of the operators that are ready, the one listed last."""
+    position = {op.name: i for i, op in enumerate(ops)}
+    missing = {op.name: sum(name in position for name in waits[op.name]) for op in ops}
+    readers: dict[str, list[str]] = {op.name: [] for op in ops}
+    for op in ops:
+        for name in waits[op.name] & position.keys():
+            readers[name].append(op.name)
+    ready = [-position[name] for name, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        order.append(ops[-heapq.heappop(ready)])
+        for name in readers[order[-1].name]:
+            missing[name] -= 1
+            if not missing[name]:
+                heapq.heappush(ready, -position[name])
+    return order
+
+
+def _in_memory(step: Step, call: Call, port: int, value: Value) -> Value:
+    """A result in the memory that GE gives it: that of the input which it overwrites or views, or its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if (value.dtype, value.shape) != step.declared[port]:
+        _check_result(step.op, port, shape_of(value))
+    written = step.writes.get(port)
+    if written is not None:
+        return _tensor(step.op.inputs[written], call.values[written]).copy_(value)
+    if step.view:
+        return value.contiguous()
+    memory = value.untyped_storage().data_ptr()
+    if any(operand is not None and _memory(operand) == memory for operand in call.values):
+        return value.clone(memory_format=torch.contiguous_format)
+    return value.contiguous()
+
+
+def _check_result(op: GeOp, port: int, actual: str) -> None:
+    declared = op.results[port]
+    # Fused operators without a float32 form on the device declare bfloat16; their CPU kernels return float32 for float32.
+    widened = op.type in FUSED and actual.startswith("f32") and declared == f"b{actual}".replace("bf32", "bf16", 1)
+    if declared and actual != declared and not widened:
+        raise LoweringError(f"output {port} of {op} is {actual}; the graph says {declared}")
+
+
+def _memory(value: Value) -> int:
+    return (value if isinstance(value, torch.Tensor) else value.packed).untyped_storage().data_ptr()
+
+
+def _tensor(name: str, value: Value | None) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise LoweringError(f"{name} is {type(value).__name__}; legal is a tensor of one of torch's types")
+    return value

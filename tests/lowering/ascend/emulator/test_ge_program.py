@@ -1,0 +1,95 @@
+"""lowering/ascend/emulator/ge_program.py: what is computed once, what is kept, and that each type of operator has one function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import ge_calls as gc
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.emulator import ge_program
+from npucompile.lowering.ascend.emulator.ge_ops_common import Call
+from npucompile.lowering.ascend.emulator.ge_ops_group import group_of
+from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS, GeProgram, parsed_shape
+
+
+def alone(op: Any, calls: Any) -> Any:
+    raise AssertionError(f"{op} communicates")
+
+
+def test_values_are_gone_after_their_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand, num_alive = gc.Hand(), []
+    last = hand.data(0)
+    for i in range(4):
+        last = hand.op("Neg", {"x": last}, f"neg{i}")
+    program = GeProgram(hand.model_with(last))
+    plain = program._run_step
+
+    def counted(step: Any, ranks: Any, exchange: Any) -> None:
+        num_alive.append(sum(value is not None for value in ranks[0]))
+        plain(step, ranks, exchange)
+
+    monkeypatch.setattr(program, "_run_step", counted)
+    program.run([[torch.ones(1)]], alone)
+    assert num_alive == [1] * 4
+
+
+def test_what_depends_on_constants_alone_is_computed_once_unless_it_is_written() -> None:
+    hand = gc.Hand()
+    dims, one = hand.op("Const", {}, "dims", value=gc.i64(2)), hand.op("Const", {}, "one", value=torch.ones(()))
+    filled = [hand.op("Fill", {"dims": dims, "value": one}, name) for name in ("read", "buffer")]
+    rows = hand.op("Const", {}, "rows", value=gc.i32([1]))
+    written = hand.op("ScatterNdUpdate", {"var": filled[1], "indices": rows, "updates": hand.data(0)}, "write")
+    program = GeProgram(hand.model_with(hand.op("Add", {"x1": written, "x2": filled[0]}, "sum")))
+    assert [op.name for op in program.operators] == ["buffer", "write", "sum"]
+    for value in (5.0, 7.0):
+        assert program.run([[torch.tensor([value])]], alone)[0][0].tolist() == [2.0, value + 1]
+
+
+def test_large_constants_are_not_kept() -> None:
+    hand = gc.Hand()
+    dims, one = hand.op("Const", {}, "dims", value=gc.i64(1 << 20)), hand.op("Const", {}, "one", value=torch.ones(()))
+    filled = hand.op("Fill", {"dims": dims, "value": one}, "filled")
+    program = GeProgram(hand.model_with(filled))
+    assert [op.name for op in program.operators] == ["filled"]
+    assert program.run([[]], alone)[0][0].sum() == 1 << 20
+
+
+def test_a_program_that_does_not_end_says_where_it_is() -> None:
+    hand = gc.Hand()
+    program = GeProgram(hand.model_with(hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="tp")))
+    seen = []
+
+    def exchange(op: Any, calls: Any) -> Any:
+        seen.append(program.current)
+        group_of(calls[0])
+        return ge_program.GROUP_FUNCTIONS[op.type]([calls[0], Call(op, calls[0].values)])[:1]
+
+    program.run([[torch.zeros(2)]], exchange)
+    assert list(map(str, seen)) == ["op (HcomAllGather)"]
+    assert program.current is None
+
+
+@pytest.mark.parametrize("text", ["bf16[16,2]", "f32[]", "i64[3]"])
+def test_shapes_are_read_as_they_are_written(text: str) -> None:
+    dtype, sizes = parsed_shape(text) or (None, ())
+    assert ge_program.shape_of(torch.zeros(sizes, dtype=dtype)) == text
+
+
+def test_a_text_that_says_less_is_no_shape() -> None:
+    assert [parsed_shape(text) for text in ("", "bf16[?]", "odd[1]")] == [None] * 3
+
+
+def test_net_output_without_or_with_equal_inputs_is_refused() -> None:
+    hand = gc.Hand()
+    x = hand.data(0)
+    with pytest.raises(LoweringError, match="legal is one NetOutput whose inputs are all different"):
+        GeProgram(hand.model_with(x, x))
+
+
+def test_every_type_has_one_function() -> None:
+    tables = (ge_program.MATH, ge_program.SHAPE, ge_program.FUSED, ge_program.GROUP_FUNCTIONS)
+    assert sum(map(len, tables)) == len(FUNCTIONS) + len(ge_program.GROUP_FUNCTIONS)
+    assert not set(FUNCTIONS) & set(ge_program.GROUP_FUNCTIONS)
