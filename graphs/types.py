@@ -11,7 +11,7 @@ Shape letters, the same in every comment, docstring and einsum of this project:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,9 @@ COORDS = "coords"
 WORLD = "world"
 """Name of the group of all ranks; every other group of ranks has the name of the axis it lies along."""
 
+DISPATCH = "dispatch"
+"""Name of a second group of all ranks, for backends whose expert dispatch shares its communicator with no other operator."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -128,18 +131,18 @@ class Mesh:
         """The ranks of the group of a name that a rank belongs to, in the order of their index on the axis.
 
         Args:
-            name: an axis, or "world"; a group along an absent axis is the rank alone.
+            name: an axis, "world" or "dispatch"; a group along an absent axis is the rank alone.
             rank: 0 to size - 1.
         """
-        if name == WORLD:
+        if name in (WORLD, DISPATCH):
             return tuple(range(self.size))
         stride, size = self._strides().get(name, (1, 1))
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 
-    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """All groups by name: one name per axis, and "world"."""
-        names = (*self._strides(), WORLD)
+    def groups(self, names: Iterable[str] = ()) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """All groups of these names; without names, of one name per axis and "world"."""
+        names = tuple(names) or (*self._strides(), WORLD)
         return {name: tuple(dict.fromkeys(self.group(name, rank) for rank in range(self.size))) for name in names}
 
     def _strides(self) -> dict[str, tuple[int, int]]:

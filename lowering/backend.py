@@ -38,7 +38,7 @@ class Place:
 
     Attributes:
         rank: number among all ranks of the mesh.
-        groups: communicator name by symbolic group ("dp", "tp", "world"); empty for one device.
+        groups: communicator name by symbolic group ("dp", "tp", "world", "dispatch"); empty for one device.
         device: torch device of the operands, e.g. "cpu" or "npu:3".
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..graphs.errors import LoweringError
-from ..graphs.types import Mesh
+from ..graphs.types import DISPATCH, WORLD, Mesh
 from .ascend.ge_file import GeFile, parse
 from .ascend.inspect_ge import shape
 
@@ -29,6 +29,7 @@ COLLECTIVES = {
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
+_EXPERTS = ("moe_dispatch", "moe_combine")
 
 
 def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
@@ -44,15 +45,25 @@ def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
 
 
 def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, ...]:
-    """The collectives of a GE graph in its order, groups as the graph names them.
+    """The collectives of a GE graph in its order, groups as the partitioned graph names them: "world" where the GE graph has "dispatch".
 
     Args:
         in_order: refuse a graph in which two collectives do not depend on each other by data: GE may then run either first.
 
     Raises:
         LoweringError: an operator communicates and is not in `COLLECTIVES`, or is in a called graph, whose position in the order
-            is not stated anywhere.
+            is not stated anywhere; or expert dispatch shares a group with another operator.
     """
+    collectives = _read(ge_file, in_order)
+    for name, group, _ in collectives:
+        if (name in _EXPERTS) != (group == DISPATCH):
+            legal = f"{DISPATCH} for {' and '.join(_EXPERTS)}, and for nothing else"
+            raise LoweringError(f"{name} is over group {group}; legal is {legal}: their kernels want a communicator of their own")
+    return tuple((name, WORLD if group == DISPATCH else group, kind) for name, group, kind in collectives)
+
+
+def _read(ge_file: GeFile, in_order: bool = False) -> tuple[Collective, ...]:
+    """The collectives of a GE graph in its order, groups as the graph names them."""
     main, *called = parse(ge_file.graph).graph
     for graph in called:
         if names := [op.name for op in _communicating(graph.op)]:
@@ -76,7 +87,7 @@ def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) 
     """
     for op in _communicating(parse(ge_file.graph).graph[0].op):
         _check_rank(op, rank, members)
-    return [(name, members[group], kind) for name, group, kind in of_ge_file(ge_file)]
+    return [(name, members[group], kind) for name, group, kind in _read(ge_file)]
 
 
 def agree(partitioned: Sequence[Collective], shipped: Sequence[Collective]) -> None:

@@ -21,7 +21,7 @@ CPU, NPU, EMULATED = "cpu", "npu", "emulated"
 KINDS = (CPU, NPU, EMULATED)
 """What `--device` accepts besides "auto"."""
 
-_MODULES = {NPU: "device", EMULATED: "emulator.device"}
+_MODULES = {NPU: "npu", EMULATED: "emulator.device"}
 
 
 class Event(Protocol):
@@ -96,6 +96,17 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """An event behind everything queued so far."""
+        ...
+
+    def group_maker(self, buffer_bytes: Mapping[str, int]) -> Any:
+        """What makes process groups that this device communicates with (`runtime.distributed.process_groups.MakeGroup`).
+
+        Args:
+            buffer_bytes: size of one buffer of a communicator, by its symbol.
+
+        Returns:
+            None where those are groups of gloo.
+        """
         ...
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class Home:
 
     root: Path
     environment: Mapping[str, str]
+
+    def with_variables(self, variables: Mapping[str, str]) -> Home:
+        """The same with these variables, which are set in this process too: libraries that it loads afterwards read them."""
+        os.environ.update(variables)
+        return replace(self, environment={**self.environment, **variables})
 
     @property
     def artifacts(self) -> Path:

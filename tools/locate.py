@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from ..graphs.errors import ArtifactError, ArtifactMissing
+from ..graphs.errors import ArtifactMissing, NpucompileError
 from ..lowering.artifact.artifact import MANIFEST, Artifact
 
 
@@ -30,20 +31,24 @@ def artifact_path(artifacts: Path, name: str | None) -> Path:
     raise ArtifactMissing(f"{name!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
 
 
-def newest_runnable(artifacts: Path) -> tuple[Artifact | None, list[str]]:
-    """The newest artifact that this machine can run and serve text with, and the reasons why newer ones were skipped."""
+def newest_runnable(artifacts: Path, check: Callable[[Artifact], object]) -> tuple[Artifact | None, list[str]]:
+    """The newest artifact that this machine can run and serve text with, and the reasons why newer ones were skipped.
+
+    Args:
+        check: raises an NpucompileError for an artifact that cannot run, or has no weights.
+    """
     skipped = []
     built = sorted(artifacts.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for manifest in built:
         try:
             artifact = Artifact.open(manifest.parent)
             artifact.check_runnable()
-        except ArtifactError as error:
+            check(artifact)
+        except NpucompileError as error:
             skipped.append(str(error))
             continue
-        lacking = [name for name in ("weights", "tokenizer") if getattr(artifact.manifest, name) is None]
-        if lacking:
-            skipped.append(f"{manifest.parent} was built without {' and '.join(lacking)}")
+        if artifact.manifest.tokenizer is None:
+            skipped.append(f"{manifest.parent} was built without tokenizer")
             continue
         return artifact, skipped
     return None, skipped

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import PrimitiveError
 from ..primitive import Cost, Primitive, nbytes
 from ..quantise import quantise_rows
+from ..types import DISPATCH, WORLD
 from .moe_sort import grouped
 
 
@@ -124,10 +126,18 @@ def moe_dispatch_of_group(calls: list[MoeDispatch]) -> list[Dispatched]:
 @moe_dispatch.lowering("ge")
 def moe_dispatch_ge(args: MoeDispatch) -> Dispatched:
     """One kernel. Its rank is an attribute, and one graph serves all ranks: 0 here, the runtime writes each device's own."""
+    group, mode = _own_group(args.group), 2 if args.quantise else 0
     rows, scale, assist, counts, recv_counts, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
-        args.x, args.ids, args.group, args.ranks, 0, args.experts, quant_mode=2 if args.quantise else 0, expert_token_nums_type=1
+        args.x, args.ids, group, args.ranks, 0, args.experts, quant_mode=mode, expert_token_nums_type=1
     )
     return rows, scale, counts, assist, recv_counts
+
+
+def _own_group(group: str) -> str:
+    """The kernels allow no other operator in their communicator, so they name a group of their own with the same ranks."""
+    if group != WORLD:
+        raise PrimitiveError(f"expert dispatch is over group {group!r}; on NPUs legal is {WORLD!r}: experts split over all ranks")
+    return DISPATCH
 
 
 @moe_dispatch.cost
@@ -179,7 +189,8 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
 def moe_combine_ge(args: MoeCombine) -> Tensor:
     """One kernel; its rank attribute as in `moe_dispatch_ge`."""
     rows, ids, weights, assist, recv_counts, _, experts, group, ranks = args
-    out: Tensor = torch.ops.npu.npu_moe_distribute_combine_v2(rows, ids, assist, recv_counts, weights.float(), group, ranks, 0, experts)
+    combine = torch.ops.npu.npu_moe_distribute_combine_v2
+    out: Tensor = combine(rows, ids, assist, recv_counts, weights.float(), _own_group(group), ranks, 0, experts)
     return out
 
 

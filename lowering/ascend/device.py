@@ -5,8 +5,11 @@ Written against torchair's sources and its generated cache code; it has not run 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
+from .convert import shape_of
 from .ge_file import GeFile, decode, parse, patched
+from .inspect_ge import shape
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
@@ -45,7 +50,8 @@ class GeEngine:
         initialize: starts GE once per process; later calls must bring the same options.
         update_constants: writes addresses of operands into the constants that stand for them.
         update_formats: writes each operand's storage format (ND, NZ) into its `Data` op.
-        device: device type of the operands.
+        device: what `place` says of operands.
+        place: says where a tensor lies.
     """
 
     graph: Callable[..., Any]
@@ -53,6 +59,7 @@ class GeEngine:
     update_constants: Callable[[Any, Sequence[torch.Tensor]], None]
     update_formats: Callable[[Any, Sequence[torch.Tensor]], None]
     device: str = "npu"
+    place: Callable[[torch.Tensor], str] = lambda tensor: tensor.device.type
 
 
 def engine(torchair: Torchair) -> GeEngine:
@@ -75,20 +82,21 @@ def engine(torchair: Torchair) -> GeEngine:
 class GeExecutable:
     """One step of one bucket on the process's current NPU.
 
-    GE compiles at the first call, when the storage formats of the operands are known, and never again; the formats must not change.
+    GE compiles once, when the storage formats of the operands are known; the formats must not change.
 
     Args:
         ge_file: of this rank (`ge_file.patched`).
         engine: of torchair.
+        version: what compiled graphs depend on besides the graph, see `lowering.device.Device`.
 
     Raises:
         LoweringError: the GE file still has patches, or other engine options than an earlier one of this process.
     """
 
-    def __init__(self, ge_file: GeFile, engine: GeEngine) -> None:
+    def __init__(self, ge_file: GeFile, engine: GeEngine, version: str = "") -> None:
         if ge_file.patches:
             raise LoweringError(f"{len(ge_file.patches)} attributes of this graph differ between ranks and have not been patched")
-        self.ge_file, self._engine = ge_file, engine
+        self.ge_file, self._engine, self._version = ge_file, engine, version
         try:
             engine.initialize(dict(ge_file.engine))
         except (ValueError, AssertionError) as error:
@@ -103,16 +111,58 @@ class GeExecutable:
         """Name of the backend that compiled it."""
         return "ge"
 
+    @property
+    def reads(self) -> frozenset[int]:
+        """Operands that the graph takes."""
+        return frozenset(self.ge_file.data)
+
+    @functools.cached_property
+    def nz_operands(self) -> frozenset[int]:
+        """Operands that the graph wants in NZ, see `weight_operands`."""
+        return frozenset(weight_operands(self.ge_file))
+
+    def compile(self, operands: Sequence[torch.Tensor | None], cache_dir: Path | None = None) -> bool:
+        """Compiles the graph for these operands, or takes it from GE's cache, see `lowering.device.DeviceExecutable`.
+
+        The cache finds a graph by the key it is given and compares nothing, so the key is a digest of all that was compiled: the graph
+        of this rank with its communicators, the options, the operands' formats, and the version of the device.
+
+        Raises:
+            LoweringError: GE cannot compile the graph, it is compiled already, the directory is not there, or an operand is not what
+                the graph declares.
+        """
+        if self._compiled:
+            raise LoweringError("the graph is compiled already; legal is once")
+        fed = self._fed(operands)
+        _check_declared(self.ge_file, fed, self._engine)
+        self._engine.update_constants(self._graph, operands)
+        self._engine.update_formats(self._graph, fed)
+        options, cached = dict(self.ge_file.options), False
+        if cache_dir is not None:
+            if not cache_dir.is_dir():
+                raise LoweringError(f"the directory of compiled graphs {cache_dir} is not there; legal is one that exists")
+            key = self._key()
+            # GE writes one index file a key: docs/architecture/features/model_cache.md of gitcode.com/cann/ge.
+            cached = (cache_dir / f"{key}.idx").is_file()
+            options |= {"ge.graph_compiler_cache_dir": str(cache_dir), "ge.graph_key": key}
+        try:
+            self._graph.load(options, create_pg=False)
+            self._graph.compile()
+        except RuntimeError as error:
+            raise LoweringError(f"GE cannot compile the graph: {error}") from error
+        self._compiled = True
+        return not cached
+
     def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
         """Runs one step.
 
         Raises:
-            LoweringError: at the first call, when GE cannot compile the graph or an operand is not on an NPU; at any call, when GE
-                returns another number of results than the graph has.
+            LoweringError: the graph is not compiled, the number of operands is another, or GE returns another number of results than
+                the graph has.
         """
-        fed = [operands[index] for index in self.ge_file.data]
         if not self._compiled:
-            self._compile(operands, fed)
+            raise LoweringError("the graph is not compiled; legal is compile() before the first step")
+        fed = self._fed(operands)
         if self.ge_file.donations:
             assigned: list[torch.Tensor | None] = [None] * self._returned
             for output, operand in self.ge_file.donations:
@@ -124,19 +174,33 @@ class GeExecutable:
             raise LoweringError(f"GE returned {len(results)} tensors; the graph has {self._returned} outputs")
         return list(results[: self.ge_file.outputs])
 
-    def _compile(self, operands: Sequence[torch.Tensor], fed: list[torch.Tensor]) -> None:
+    def _fed(self, operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         if len(operands) != self.ge_file.inputs:
             raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs}")
-        if elsewhere := sorted({tensor.device.type for tensor in fed} - {self._engine.device}):
-            raise LoweringError(f"operands are on {', '.join(elsewhere)}; legal is {self._engine.device}")
-        self._engine.update_constants(self._graph, operands)
-        self._engine.update_formats(self._graph, fed)
-        try:
-            self._graph.load(dict(self.ge_file.options), create_pg=False)
-            self._graph.compile()
-        except RuntimeError as error:
-            raise LoweringError(f"GE cannot compile the graph: {error}") from error
-        self._compiled = True
+        fed = [operand for index in self.ge_file.data if (operand := operands[index]) is not None]
+        if len(fed) != len(self.ge_file.data):
+            absent = [index for index in self.ge_file.data if operands[index] is None]
+            raise LoweringError(f"operands {absent} are absent, and the graph reads them")
+        return fed
+
+    def _key(self) -> str:
+        formats = [op.output_desc[0].attr["format_for_int"].i for op in self._graph.op if op.type == "Data"]
+        described = json.dumps([sorted(self.ge_file.options.items()), sorted(self.ge_file.engine.items()), formats, self._version])
+        return hashlib.sha256(described.encode() + b"\0" + self.ge_file.graph).hexdigest()
+
+
+def _check_declared(ge_file: GeFile, fed: Sequence[torch.Tensor], engine: GeEngine) -> None:
+    """Refuses operands that a compiled graph would misread: it never checks where they lie, shapes, dtypes or strides."""
+    for op in parse(ge_file.graph).graph[0].op:
+        if op.type != "Data":
+            continue
+        operand, declared = fed[op.attr["index"].i], shape(op.output_desc[0])
+        if (place := engine.place(operand)) != engine.device:
+            raise LoweringError(f"operand {op.name} is on {place}; legal is {engine.device}")
+        if shape_of(operand) != declared:
+            raise LoweringError(f"operand {op.name} is {shape_of(operand)}; the graph takes {declared}")
+        if not operand.is_contiguous():
+            raise LoweringError(f"operand {op.name} has strides {operand.stride()}; legal is contiguous")
 
 
 def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str] | None = None) -> GeExecutable:
@@ -151,7 +215,7 @@ def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str
     Raises:
         LoweringError: there is no CANN, the file is no GE file, or it needs a group that `groups` lacks.
     """
-    return GeExecutable(patched(decode(path.read_bytes()), rank, groups or {}), engine(torchair))
+    return GeExecutable(patched(decode(path.read_bytes()), rank, groups or {}), engine(torchair), str(torchair.cann))
 
 
 def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
@@ -172,18 +236,19 @@ def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
     for op in graph.op:
         # An absent input is "" and has a description; control inputs come last and have none.
         for name, described in zip(op.input, op.input_desc, strict=False):
-            readers.setdefault(name, []).append(_is_weight(op.type, described.name))
+            readers.setdefault(name, []).append(is_weight(op.type, described.name))
     data = {f"{op.name}:0": op for op in graph.op if op.type == "Data"}
-    indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and _fills_tiles(op.output_desc[0])]
+    indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
     return tuple(sorted(ge_file.data[index] for index in indices))
 
 
-def _is_weight(op_type: str, name: str) -> bool:
+def is_weight(op_type: str, name: str) -> bool:
+    """Whether an operator takes an input of that name as the weight of a matrix product."""
     return op_type in _WEIGHTS and re.fullmatch(_WEIGHTS[op_type] + r"\d*", name) is not None
 
 
-def _fills_tiles(described: Any) -> bool:
-    """Whether a tensor divides into tiles of 16 rows of 32 bytes; padding would make it larger than the memory plan says."""
+def fills_tiles(described: Any) -> bool:
+    """Whether a described tensor divides into tiles of 16 rows of 32 bytes; padding would make it larger than the memory plan says."""
     width = _TILE_WIDTHS.get(described.dtype)
     shape = list(described.shape.dim)
     return width is not None and len(shape) > 1 and shape[-2] % 16 == 0 and shape[-1] % width == 0

@@ -12,12 +12,15 @@ from typing import Any
 import msgpack
 
 from ...graphs.errors import LoweringError
+from ...graphs.types import DISPATCH, WORLD
 from .toolchain.stubs import wheel_path
 
 FORMAT = "npucompile.ge/1"
 RANK, GROUP = "ep_rank", "group"
 """Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
-GROUPS = ("tp", "dp", "world")
+GROUPS = ("tp", "dp", WORLD, DISPATCH)
+"""Symbols of groups that a graph may name. "dispatch" has the ranks of "world" and a communicator of its own: expert dispatch and combine
+allow no other operator in theirs (aclnnMoeDistributeDispatchV2, constraints)."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""The process groups that graphs name: one per mesh axis, and "world".
+"""The process groups that graphs name: one per mesh axis, "world", and what else a device wants.
 
-A graph's collectives name their group "tp", "dp" or "world"; the ranks of that group differ from rank to rank. This module registers
-gloo groups of this process under these names. `torch.distributed` itself is not initialised.
+A graph's collectives name their group by a symbol such as "tp"; the ranks of that group differ from rank to rank. This module makes the
+groups of one rank and registers them under these names. `torch.distributed` itself is not initialised.
 """
 
 from __future__ import annotations
 
 import datetime
-from types import TracebackType
+from collections.abc import Collection, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import (
@@ -20,35 +22,93 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
-from ...graphs.types import Mesh
+from ...graphs.types import DISPATCH, Mesh
 from .control_plane import RankError
 
 
+class MakeGroup(Protocol):
+    """Makes one process group; all its ranks call it at the same time."""
+
+    def __call__(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:
+        """The group of these ranks.
+
+        Args:
+            name: symbol of the group; with the first of `ranks` it is unique among the groups of a mesh.
+            ranks: numbers among all ranks; `rank`, this process's, is one of them.
+            store: shared by these ranks, used by nothing else.
+            address: of this machine, as the other ranks reach it.
+            timeout_s: how long a collective waits for the slowest rank.
+
+        Raises:
+            RuntimeError: the ranks do not connect.
+        """
+        ...
+
+
+def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:
+    """A gloo group, for tensors on the CPU."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    group_rank = ranks.index(rank)
+    backend = ProcessGroupGloo(store, group_rank, len(ranks), options)
+    group = ProcessGroup(store, group_rank, len(ranks))
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
 class ProcessGroups:
-    """Gloo groups registered under their names in this process until `close`; one set at a time.
+    """The groups of one rank, registered under their names in this process until `close`; one set at a time.
+
+    Symbols with the same ranks share a group: where dp is 1, "tp" is "world". "dispatch" never shares one.
 
     Args:
         mesh: of all ranks; every rank creates its groups at the same time.
         store: shared by all ranks, used by nothing else.
         address: of this machine, as the other ranks reach it.
         timeout_s: how long a collective waits for the slowest rank.
+        symbols: groups to make, the same on all ranks; None makes one per axis of the mesh and "world".
+        make_group: makes one group, of the kind that the device communicates with.
+
+    Attributes:
+        groups: process group by symbol; empty after `close`.
 
     Raises:
         RankError: when the ranks of a group do not connect.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, store: Store, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        store: Store,
+        address: str,
+        timeout_s: float,
+        *,
+        symbols: Collection[str] | None = None,
+        make_group: MakeGroup = gloo,
+    ) -> None:
         # The registry of torch holds weak references.
         self._groups: dict[str, ProcessGroup] = {}
-        for name in mesh.groups():
+        by_ranks: dict[tuple[bool, tuple[int, ...]], ProcessGroup] = {}
+        # In one order on all ranks: making a group waits for its other ranks.
+        for name in sorted(mesh.groups() if symbols is None else symbols):
             ranks = mesh.group(name, rank)
-            try:
-                group = _gloo(name, ranks, rank, store, address, timeout_s)
-            except RuntimeError as error:
-                self.close()
-                raise RankError(f"rank {rank} cannot connect to ranks {list(ranks)} of its group {name!r}: {error}") from None
-            _register_process_group(GroupName(name), group)
-            self._groups[name] = group
+            key = (name == DISPATCH, ranks)
+            if key not in by_ranks:
+                try:
+                    by_ranks[key] = make_group(name, ranks, rank, PrefixStore(f"{name}/{ranks[0]}", store), address, timeout_s)
+                except RuntimeError as error:
+                    self.close()
+                    raise RankError(f"rank {rank} cannot connect to ranks {list(ranks)} of its group {name!r}: {error}") from None
+                by_ranks[key]._set_group_name(GroupName(name))
+            _register_process_group(GroupName(name), by_ranks[key])
+            self._groups[name] = by_ranks[key]
+
+    @property
+    def groups(self) -> Mapping[str, ProcessGroup]:
+        return MappingProxyType(self._groups)
 
     def __enter__(self) -> ProcessGroups:
         return self
@@ -61,17 +121,3 @@ class ProcessGroups:
         for name in self._groups:
             _unregister_process_group(GroupName(name))
         self._groups = {}
-
-
-def _gloo(name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:
-    prefixed = PrefixStore(f"{name}/{ranks[0]}", store)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    group_rank = ranks.index(rank)
-    gloo = ProcessGroupGloo(prefixed, group_rank, len(ranks), options)
-    group = ProcessGroup(prefixed, group_rank, len(ranks))
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._set_group_name(GroupName(name))
-    return group

@@ -42,6 +42,7 @@ class RendezvousConfig:
         timeout_s: how long to wait for the others.
         prefix: of the keys in the store.
         hosts_store: whether this process creates the store; port 0 takes a free one.
+        local_rank: number of this rank on its machine.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RendezvousConfig:
     timeout_s: float = 60.0
     prefix: str = "npucompile"
     hosts_store: bool = False
+    local_rank: int = 0
 
 
 def open_store(config: RendezvousConfig) -> TCPStore:

@@ -103,6 +103,8 @@ def test_groups_by_hand() -> None:
     }
     assert Mesh.parse("tp=2").groups() == {"dp": ((0,), (1,)), "tp": ((0, 1),), "world": ((0, 1),)}
     assert Mesh().groups() == {"dp": ((0,),), "tp": ((0,),), "world": ((0,),)}
+    # Expert dispatch may have a group of its own, whose ranks are all ranks.
+    assert Mesh.parse("dp=2,tp=2").groups(["tp", "dispatch"]) == {"tp": ((0, 1), (2, 3)), "dispatch": ((0, 1, 2, 3),)}
 
 
 @pytest.mark.parametrize("text", ["dp=2,tp=2", "tp=4", "dp=3,tp=2", "tp=3,dp=2", "dp=2,pp=3,tp=2", ""])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.ge_file import GeFile, messages, patched
+from npucompile.lowering.ascend.ge_file import GROUPS, GeFile, messages, patched
 from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_ge_file, of_rank
 
 MESH = Mesh.parse("dp=2,tp=2")
@@ -34,10 +36,10 @@ def shipped(collectives, *, mesh=MESH, chained=True, kinds=None):
         graph.op.add(name=f"cast{i}", type="Cast").input.append(f"{last}:0")
         op = graph.op.add(name=f"talk{i}", type=kind_of_op)
         op.input.append(f"cast{i}:0")
-        attribute = "group_ep" if kind_of_op.startswith("Moe") else "group"
-        op.attr[attribute].s = group.encode()
+        attribute, symbol = ("group_ep", "dispatch") if kind_of_op.startswith("Moe") else ("group", group)
+        op.attr[attribute].s = symbol.encode()
         patches.append((op.name, attribute, "group"))
-        size = len(mesh.groups()[group][0])
+        size = len(mesh.group(group, 0))
         if kind_of_op.startswith("Moe"):
             op.attr["ep_world_size"].i, op.attr["ep_rank_id"].i = size, 0
             patches.append((op.name, "ep_rank_id", "ep_rank"))
@@ -53,7 +55,7 @@ def of_all(ge_file, mesh=MESH):
     """The collectives of each rank, read from the GE file patched with that rank's communicators."""
     per_rank = []
     for rank in range(mesh.size):
-        mine = {name: mesh.group(name, rank) for name in mesh.groups()}
+        mine = {name: mesh.group(name, rank) for name in GROUPS}
         names = {name: f"hccl_{name}_{ranks[0]}" for name, ranks in mine.items()}
         per_rank.append(of_rank(patched(ge_file, rank, names), rank, {names[name]: ranks for name, ranks in mine.items()}))
     return per_rank
@@ -89,8 +91,20 @@ def test_a_shipped_graph_says_what_the_partitioned_one_does():
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
 def test_every_operator_that_communicates_is_read(kind):
-    given_ = [(COLLECTIVES[kind], "tp", "bf16[4,64]")]
+    given_ = [(COLLECTIVES[kind], "world" if kind.startswith("Moe") else "tp", "bf16[4,64]")]
     assert of_ge_file(shipped(given_, kinds={0: kind})) == tuple(given_)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("moe_dispatch", "world"), ("moe_combine", "tp"), ("all_reduce", "dispatch")])
+def test_expert_dispatch_shares_no_group_with_another_operator(name, wrong):
+    ge_file = shipped([*LAYER, (name, "world", "bf16[4,64]")])
+    model = messages().ModelDef()
+    model.ParseFromString(ge_file.graph)
+    (talk,) = [op for op in model.graph[0].op if op.name == "talk4"]
+    talk.attr["group_ep" if name.startswith("moe") else "group"].s = wrong.encode()
+    message = f"{name} is over group {wrong}; legal is dispatch for moe_dispatch and moe_combine, and for nothing else"
+    with pytest.raises(LoweringError, match=message):
+        of_ge_file(replace(ge_file, graph=model.SerializeToString()))
 
 
 @pytest.mark.parametrize("kind", ["HcomSend", "AlltoAllMatmul"])
@@ -146,7 +160,7 @@ def test_containers_patched_for_their_ranks_agree():
 
 
 def test_a_container_patched_for_another_rank_is_refused():
-    names = {"tp": "a", "world": "w"}
+    names = {"tp": "a", "dispatch": "w"}
     members = {"a": (2, 3), "w": (0, 1, 2, 3)}
     assert of_rank(patched(shipped(LAYER), 3, names), 3, members)
     with pytest.raises(LoweringError, match="rank 3: talk2 has ep_rank_id 1; its place in 'w' is 3"):

@@ -392,6 +392,25 @@ def test_running_ahead_is_what_the_executor_allows(ahead):
         Engine(device)
 
 
+# Buckets that a device cannot run.
+
+
+def test_steps_of_a_bucket_that_cannot_run_go_to_the_next_larger_one_and_are_counted():
+    small, large = Bucket("decode", 2, 1), Bucket("decode", 4, 1)
+    prefill, longer = Bucket("prefill", 1, 3), Bucket("prefill", 1, 8)
+    served = toy.serving(buckets=(longer, large), missing={small: "no kernel", prefill: "no kernel"}, run_ahead=0)
+    one = served.submit(ask("one", (1, 2), 3))
+    served.drain()
+    assert one.tokens == toy.reference_run(ask("one", (1, 2), 3), 32).tokens
+    assert served.engine.stats()["degraded_steps"] == {small.name: 2, prefill.name: 1}
+    for name in "abc":
+        served.submit(ask(name, (1, 2, 3, 4), 3))
+    served.drain()
+    # Three rows fit neither bucket that is missing; the steps of the first and of the last row do.
+    assert served.engine.stats()["degraded_steps"][prefill.name] == 1
+    assert served.engine.stats()["bucket_steps"][large.name] > 2
+
+
 # Log probabilities.
 
 

@@ -11,6 +11,7 @@ def test_counts_and_shares_nothing():
     metrics.count_step(Bucket("decode", 4, 1), 4)
     metrics.count_step(Bucket("prefill", 1, 32), 1)
     metrics.count_failure()
+    metrics.count_degraded(Bucket("decode", 2, 1))
     metrics.finished["stop"] += 2
     metrics.finished["error"] += 1
     metrics.discarded_rows += 1
@@ -20,6 +21,7 @@ def test_counts_and_shares_nothing():
     assert (snapshot["padded_rows_total"], snapshot["discarded_rows_total"]) == (1, 1)
     assert snapshot["requests_total"] == 3
     assert {r: snapshot[f"requests_finished_{r}"] for r in FINISH_REASONS} == {"stop": 2, "length": 0, "cancelled": 0, "error": 1}
+    assert snapshot["degraded_steps"] == {"decode-b2-q1": 1}
     snapshot["bucket_steps"]["decode-b4-q1"] = 99
     assert metrics.snapshot()["bucket_steps"]["decode-b4-q1"] == 2
 

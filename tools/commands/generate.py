@@ -13,7 +13,6 @@ import click
 
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
-from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.request import Sampling
 from ...server.logprobs import token_objects
 from ...server.token_text import TokenText
@@ -24,8 +23,13 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
-from ..serve.launch import RankSettings, launcher_config, lead_ranks, open_named_artifact, run_rank
+from ..serve.environment import applied
+from ..serve.executors import settled
+from ..serve.launch import open_named_artifact, opened_ranks, run_rank
 from ..serve.offline import OfflineCompletion, complete
+from ..serve.rank_settings import RankSettings
+from ..serve.torchrun import launcher_config
+from .device_options import device_options
 
 
 @click.command("generate")
@@ -42,6 +46,7 @@ from ..serve.offline import OfflineCompletion, complete
 @click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
 @click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of this many most likely tokens.")
 @click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model anew, uncompiled, in this type.")
+@device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def command(
@@ -59,6 +64,8 @@ def command(
     speculative_tokens: int | None,
     logprobs: int | None,
     dtype: str | None,
+    device: str,
+    checkpoint: Path | None,
     as_json: bool,
 ) -> None:
     """Continue a prompt without a server.
@@ -74,20 +81,21 @@ def command(
         raise SpecError("--logprobs is printed with --json only; legal is both, or neither")
     prompt_ids = parse_ids(token_ids) if token_ids is not None else ()
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    settings = RankSettings()
+    settings = RankSettings(device=device, checkpoint=checkpoint, cache=home.cache)
     config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
-        if config and config.rank:
-            run_rank(open_named_artifact(home, artifact_or_model), config, settings)
-            return
         artifact = open_named_artifact(home, artifact_or_model) if config else stack.enter_context(opened(home, artifact_or_model, dtype))
-        manifest = artifact.manifest
+        manifest, progress = artifact.manifest, Progress(quiet=as_json)
+        settings = settled(artifact, settings)
+        home = applied(home, artifact, settings, progress)
+        if config and config.rank:
+            run_rank(artifact, config, settings)
+            return
         codec = TextTokenizer.load(artifact.path / manifest.tokenizer) if manifest.tokenizer else None
         if prompt is not None and codec is None:
             raise SpecError(f"{artifact_or_model} has no tokenizer, so no --prompt; legal is --token-ids")
         ids = codec.encode(prompt) if codec and prompt is not None else prompt_ids
-        cluster = stack.enter_context(lead_ranks(artifact, config, settings, home.environment))
-        executor = cluster.load_executor() if cluster else CpuExecutor(artifact)
+        executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))()
         stop = frozenset() if ignore_eos else frozenset(manifest.model["eos_ids"])
         options = {"logprobs": logprobs, "speculative_tokens": speculative_tokens}
         (completion,) = complete(executor, [ids], sampling, max_tokens, stop, **options)

@@ -1,17 +1,35 @@
-"""`npucompile models`: lists the presets."""
+"""`npucompile models`: lists the presets, and writes a small model with the layers of a large one."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 import torch
 
 from ...graphs import tree
+from ...graphs.errors import SpecError
 from ...models import registry
+from ..build.reduce import write_reduced
 
 
 @click.command("models")
-def command() -> None:
-    """List the model presets. Every MODEL argument may also be the path of a Hugging Face checkpoint directory."""
+@click.argument("model", required=False)
+@click.option("--reduce", "directory", type=click.Path(path_type=Path), help="Write MODEL, narrow and with random weights, here.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
+def command(model: str | None, directory: Path | None, seed: int) -> None:
+    """List the model presets. Every MODEL argument may also be the path of a Hugging Face checkpoint directory.
+
+    With --reduce, a checkpoint is written that has MODEL's layers, heads and draft head, but is narrow: it builds for the same meshes
+    and runs on any machine, to rehearse a deployment.
+
+    Example: npucompile models qwen3.5-397b --reduce small-397b
+    """
+    if (model is None) != (directory is None):
+        raise SpecError("MODEL and --reduce DIRECTORY belong together; legal is both, or neither to list the presets")
+    if model is not None and directory is not None:
+        click.echo(write_reduced(model, directory, seed))
+        return
     for name in registry.presets():
         source = registry.find(name)
         sizes = [param.aval.shape for _, param in tree.flatten(source.model.params(torch.bfloat16))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import click
 import torch
@@ -19,8 +20,13 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, newest_runnable
 from ..progress import Progress
-from ..serve.launch import RankSettings, launcher_config, lead_ranks, open_named_artifact, run_rank
+from ..serve.environment import applied
+from ..serve.executors import settled
+from ..serve.launch import open_named_artifact, opened_ranks, run_rank
+from ..serve.rank_settings import RankSettings
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
+from ..serve.torchrun import launcher_config
+from .device_options import device_options
 
 HOST, PORT = "127.0.0.1", 8000
 
@@ -32,6 +38,7 @@ HOST, PORT = "127.0.0.1", 8000
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step on each rank.  [default: all cores, divided among ranks]")
 @click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
 @click.option("--step-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds a step waits for a rank.")
+@device_options
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
@@ -43,6 +50,8 @@ def command(
     threads: int | None,
     join_timeout: float,
     step_timeout: float,
+    device: str,
+    checkpoint: Path | None,
     no_build: bool,
     verbose: bool,
 ) -> None:
@@ -50,6 +59,8 @@ def command(
 
     Without ARTIFACT_OR_MODEL, serves the newest artifact that this machine can run, or builds the bundled model. Buckets without
     an executable run uncompiled; a background build adds executables, and the server swaps them in.
+
+    An artifact for NPUs runs on NPUs, or, with --device emulated, on this CPU by interpreting its graphs: a rehearsal, for small models.
 
     An artifact for several devices runs as one process per device, which this command starts; or start them yourself, on one
     machine or several: torchrun --nproc-per-node N -m npucompile.tools.cli serve ARTIFACT
@@ -59,20 +70,22 @@ def command(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
         torch.set_num_threads(threads)
-    progress, settings = Progress(), RankSettings(threads, join_timeout, step_timeout)
+    progress, settings = Progress(), RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache)
     config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
-        if config and config.rank:
-            run_rank(open_named_artifact(home, artifact_or_model), config, settings)
-            return
         if config:
             artifact, build = open_named_artifact(home, artifact_or_model), None
         else:
-            artifact, build = find_or_build(home, artifact_or_model, no_build, progress)
+            artifact, build = find_or_build(home, artifact_or_model, settings, no_build, progress)
         if build:
             stack.callback(build.stop)
-        cluster = stack.enter_context(lead_ranks(artifact, config, settings, home.environment))
-        running = start_service(artifact, cluster)
+        settings = settled(artifact, settings)
+        home = applied(home, artifact, settings, progress)
+        if config and config.rank:
+            run_rank(artifact, config, settings)
+            return
+        load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
+        running = start_service(artifact, load_executor)
         stack.callback(running.engine.stop, drain=False)
         serve(running.service, host, port, on_ready=announce(running, artifact, build is not None, progress))
 
@@ -96,7 +109,9 @@ def announce(running: RunningService, artifact: Artifact, building: bool, progre
     return ready
 
 
-def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progress) -> tuple[Artifact, BackgroundBuild | None]:
+def find_or_build(
+    home: Home, name: str | None, settings: RankSettings, no_build: bool, progress: Progress
+) -> tuple[Artifact, BackgroundBuild | None]:
     """The artifact to serve, and the background build that completes it, if one is needed.
 
     Raises:
@@ -104,7 +119,7 @@ def find_or_build(home: Home, name: str | None, no_build: bool, progress: Progre
         NpucompileError: the name is neither an artifact's nor a model's, or the build failed.
     """
     if name is None:
-        artifact, skipped = newest_runnable(home.artifacts)
+        artifact, skipped = newest_runnable(home.artifacts, lambda artifact: settled(artifact, settings))
         for reason in skipped:
             progress.say(f"passed over: {reason}")
         if artifact is not None:

@@ -9,105 +9,46 @@ from __future__ import annotations
 import _thread
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from ...graphs.errors import ArtifactError, SpecError
+from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.toolchain import toolchain
-from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.distributed.control_plane import ControlPlane, RankError
-from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 from ...runtime.distributed.sharded_executor import ShardedExecutor
 from ...runtime.distributed.worker import Worker
+from ...runtime.executor import Executor
 from ..cli import Home
 from ..locate import artifact_path
+from ..progress import Progress
+from .executors import RankPlace, check_weights, load_executor
+from .processes import EXIT_S, RankProcesses
+from .rank_settings import RankSettings
 
 LOCALHOST = "127.0.0.1"
-GLOO = "gloo"
+GROUPS = "groups"
 """Substore of the process groups."""
-
-EXIT_S = 5.0
-"""How long a rank may take to end by itself when nothing is left to do."""
 
 ABORT_S = 7.0
 """How long a process may take to end in order after the ranks have failed; then it is ended by force."""
-
-EXIT_STATUS_S = 1.0
-"""How long to wait for the exit status of a rank whose connection is lost."""
-
-SILENCE_MARGIN_S = 10.0
-
-
-@dataclass(frozen=True)
-class RankSettings:
-    """How ranks run.
-
-    Attributes:
-        threads: CPU threads of each rank; None divides the cores of this machine.
-        join_timeout_s: how long ranks wait for each other at the start.
-        step_timeout_s: how long a rank waits for the slowest one within a step.
-    """
-
-    threads: int | None = None
-    join_timeout_s: float = 60.0
-    step_timeout_s: float = 60.0
-
-    @property
-    def silence_s(self) -> float:
-        """How long a rank may be silent. Compiled code holds the GIL while it waits in a collective, so no heartbeat is sent."""
-        return self.step_timeout_s + SILENCE_MARGIN_S
-
-
-def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> RendezvousConfig | None:
-    """The rank that torchrun, or a launcher that sets the same variables, made this process; None without a launcher.
-
-    Raises:
-        SpecError: variables are missing or are not numbers.
-    """
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
-        return None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    if missing:
-        raise SpecError(f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} is not; torchrun sets all four, or set none")
-    rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank >= size:
-        raise SpecError(f"RANK is {rank} and WORLD_SIZE {size}; legal is 0 to {size - 1}")
-    local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
-    run, restart = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RendezvousConfig(
-        rank,
-        size,
-        environment["MASTER_ADDR"],
-        port,
-        local_size,
-        settings.join_timeout_s,
-        prefix=f"npucompile/{run}/{restart}",
-        hosts_store=rank == 0 and not agent_hosts_store,
-    )
 
 
 def check_world_size(artifact: Artifact, config: RendezvousConfig | None) -> Mesh:
     """The mesh of an artifact that these ranks can run.
 
     Raises:
-        ArtifactError: the artifact has no weights.
         SpecError: the launcher started another number of ranks.
     """
     mesh = Mesh.parse(artifact.manifest.mesh)
-    if artifact.manifest.weights is None:
-        raise ArtifactError(f"{artifact.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
     if config is not None and config.world_size != mesh.size:
         raise SpecError(f"{artifact.path} is for mesh {mesh}, {mesh.size} ranks; the launcher started {config.world_size}")
     return mesh
@@ -127,23 +68,33 @@ def open_named_artifact(home: Home, name: str | None) -> Artifact:
     return artifact
 
 
-def rank_identity(artifact: Artifact) -> dict[str, str]:
+def rank_identity(artifact: Artifact, settings: RankSettings) -> dict[str, str]:
     """What must be the same on all ranks, by name."""
-    return {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, **{f"{k} version": v for k, v in toolchain().items()}}
+    own = {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, "device": settings.device}
+    return {**own, **{f"{k} version": v for k, v in toolchain().items()}}
 
 
+@dataclass(frozen=True)
 class Cluster:
-    """All ranks of an artifact after the rendezvous; none has loaded anything yet."""
+    """All ranks of an artifact after the rendezvous; none has loaded anything yet.
 
-    def __init__(self, artifact: Artifact, control_plane: ControlPlane, settings: RankSettings) -> None:
-        self.artifact, self.control_plane, self._settings = artifact, control_plane, settings
+    Attributes:
+        place: of rank 0.
+        stack: closed when the ranks have ended.
+    """
+
+    artifact: Artifact
+    control_plane: ControlPlane
+    settings: RankSettings
+    place: RankPlace
+    stack: ExitStack
 
     @property
     def failure(self) -> RankError | None:
         """Why the ranks end, if they failed."""
         return self.control_plane.failure
 
-    def load_executor(self) -> ShardedExecutor:
+    def load_executor(self, progress: Progress | None = None) -> ShardedExecutor:
         """Loads rank 0's part and waits for the other ranks; called once, on the thread that is to run the steps.
 
         Raises:
@@ -151,11 +102,11 @@ class Cluster:
             RankError: another rank could not get ready.
         """
         try:
-            local = CpuExecutor(self.artifact, rank=0)
+            local = load_executor(self.artifact, self.settings, self.stack, progress or Progress(quiet=True), self.place)
         except Exception as error:
             self.control_plane.fail(0, f"getting ready: {error}", lost=False)
             raise
-        return ShardedExecutor(local, self.control_plane, step_timeout_s=self._settings.step_timeout_s)
+        return ShardedExecutor(local, self.control_plane, step_timeout_s=self.settings.step_timeout_s)
 
 
 @contextmanager
@@ -172,10 +123,12 @@ def lead_ranks(
         environment: of the processes that are started.
 
     Raises:
+        ArtifactError: the artifact has no weights.
         SpecError: the number of ranks is wrong.
         RankError: some did not connect, or do not match; or, on leaving, one was lost meanwhile.
     """
     mesh = check_world_size(artifact, config)
+    check_weights(artifact, settings)
     if mesh.size == 1:
         yield None
         return
@@ -188,7 +141,7 @@ def lead_ranks(
         if starts_ranks:
             stack.callback(processes.stop)
             processes.start(artifact.path, replace(config, port=store.port), settings, environment)
-        connections = accept_ranks(config, store, rank_identity(artifact), processes.first_exit)
+        connections = accept_ranks(config, store, rank_identity(artifact, settings), processes.first_exit)
         address = next(iter(connections.values())).getsockname()[0]
         left = threading.Event()
         control_plane = ControlPlane(
@@ -200,8 +153,8 @@ def lead_ranks(
         )
         stack.callback(left.set)
         stack.callback(control_plane.close)
-        stack.enter_context(ProcessGroups(mesh, 0, substore(store, config, GLOO), address, settings.step_timeout_s))
-        cluster = Cluster(artifact, control_plane, settings)
+        place = RankPlace(mesh, 0, config.local_rank, substore(store, config, GROUPS), address)
+        cluster = Cluster(artifact, control_plane, settings, place, stack.enter_context(ExitStack()))
         try:
             yield cluster
         except KeyboardInterrupt:
@@ -209,6 +162,21 @@ def lead_ranks(
                 raise
         if cluster.failure is not None:
             raise cluster.failure
+
+
+@contextmanager
+def opened_ranks(
+    artifact: Artifact, config: RendezvousConfig | None, settings: RankSettings, environment: Mapping[str, str], progress: Progress
+) -> Iterator[Callable[[], Executor]]:
+    """Rank 0, whether or not there are others: the function that loads the executor of all, to be called on the thread that steps.
+
+    Args and Raises as `lead_ranks`.
+    """
+    with lead_ranks(artifact, config, settings, environment) as cluster, ExitStack() as stack:
+        if cluster is None:
+            yield lambda: load_executor(artifact, settings, stack, progress)
+        else:
+            yield lambda: cluster.load_executor(progress)
 
 
 def run_rank(artifact: Artifact, config: RendezvousConfig, settings: RankSettings) -> None:
@@ -223,63 +191,21 @@ def run_rank(artifact: Artifact, config: RendezvousConfig, settings: RankSetting
     # Ctrl-C goes to all ranks at once, and torchrun sends SIGTERM to all; rank 0 ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: _exit_after(EXIT_S, 128 + number))
+    check_weights(artifact, settings)
     store = open_store(config)
-    stream = connect_to_rank_0(config, store, rank_identity(artifact))
-    address = stream.getsockname()[0]
-    worker = Worker(config.rank, mesh, stream, on_end=lambda text: _exit_after(ABORT_S, 1, f"Error: {text}"), silence_s=settings.silence_s)
+    stream = connect_to_rank_0(config, store, rank_identity(artifact, settings))
+    place = RankPlace(mesh, config.rank, config.local_rank, substore(store, config, GROUPS), stream.getsockname()[0])
+
+    def end(text: str) -> None:
+        _exit_after(ABORT_S, 1, f"Error: {text}")
+
+    worker = Worker(config.rank, mesh, stream, on_end=end, silence_s=settings.silence_s)
     with ExitStack() as stack, closing(worker):
 
-        def load_executor() -> CpuExecutor:
-            groups = ProcessGroups(mesh, config.rank, substore(store, config, GLOO), address, settings.step_timeout_s)
-            stack.enter_context(groups)
-            return CpuExecutor(artifact, rank=config.rank)
+        def load() -> Executor:
+            return load_executor(artifact, settings, stack, Progress(quiet=True), place)
 
-        worker.serve(load_executor)
-
-
-class RankProcesses:
-    """The ranks that this process started, and ends."""
-
-    def __init__(self) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
-        """Starts every rank but 0 on this machine."""
-        for rank in range(1, config.world_size):
-            command = [sys.executable, "-m", f"{__package__}.rank", str(path)]
-            options: dict[str, float] = {"rank": rank, "world-size": config.world_size, "port": config.port}
-            options |= {"threads": torch.get_num_threads()}
-            options |= {"join-timeout": settings.join_timeout_s, "step-timeout": settings.step_timeout_s}
-            command += [f"--{name}={value}" for name, value in options.items()]
-            self._processes[rank] = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-    def first_exit(self) -> str | None:
-        """Which rank has ended, and how; None while all run."""
-        rank = next((rank for rank, process in self._processes.items() if process.poll() is not None), None)
-        return None if rank is None else f"rank {rank} ended before it was ready: {self.exit_reason(rank)}; it says why above, if it could"
-
-    def exit_reason(self, rank: int) -> str | None:
-        """How a rank's process ended; None when it still runs, or this process did not start it."""
-        process = self._processes.get(rank)
-        if process is None:
-            return None
-        try:
-            status = process.wait(EXIT_STATUS_S)
-        except subprocess.TimeoutExpired:
-            return None
-        if status < 0:
-            return f"process {process.pid} was killed by signal {-status} ({signal.Signals(-status).name})"
-        return f"process {process.pid} ended with status {status}"
-
-    def stop(self) -> None:
-        """Waits until all have ended, and kills those that do not end in time."""
-        deadline = time.monotonic() + EXIT_S
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        worker.serve(load)
 
 
 def _divide_threads(settings: RankSettings, ranks: int) -> None:
@@ -306,10 +232,3 @@ def _exit(text: str, status: int) -> None:
     if text:
         print(text, file=sys.stderr, flush=True)
     os._exit(status)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdecimal()):
-        raise SpecError(f"{name} is {text!r}; legal is a whole number")
-    return int(text)

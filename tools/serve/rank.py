@@ -10,8 +10,10 @@ import click
 
 from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.device import KINDS
 from ...runtime.distributed.rendezvous import RendezvousConfig
-from .launch import LOCALHOST, RankSettings, run_rank
+from .launch import LOCALHOST, run_rank
+from .rank_settings import RankSettings
 
 
 @click.command()
@@ -22,14 +24,28 @@ from .launch import LOCALHOST, RankSettings, run_rank
 @click.option("--threads", type=click.IntRange(1), required=True)
 @click.option("--join-timeout", type=float, required=True)
 @click.option("--step-timeout", type=float, required=True)
-def main(path: Path, rank: int, world_size: int, port: int, threads: int, join_timeout: float, step_timeout: float) -> None:
+@click.option("--device", type=click.Choice(KINDS), required=True)
+@click.option("--checkpoint", type=click.Path(path_type=Path))
+@click.option("--cache", type=click.Path(path_type=Path))
+def main(
+    path: Path,
+    rank: int,
+    world_size: int,
+    port: int,
+    threads: int,
+    join_timeout: float,
+    step_timeout: float,
+    device: str,
+    checkpoint: Path | None,
+    cache: Path | None,
+) -> None:
     """Run one rank that rank 0 started on this machine."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
     try:
         # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
-        config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout)
-        run_rank(artifact, config, RankSettings(threads, join_timeout, step_timeout))
+        config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank)
+        run_rank(artifact, config, RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache))
     except NpucompileError as error:
         text = str(error)
         print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)

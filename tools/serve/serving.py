@@ -6,18 +6,17 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
-from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.engine import Engine
+from ...runtime.executor import Executor
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
-from .launch import Cluster
 
 POLL_S = 0.1
 BUILD_NICENESS = 10
@@ -32,11 +31,11 @@ class RunningService:
     engine: Engine
 
 
-def start_service(artifact: Artifact, cluster: Cluster | None = None) -> RunningService:
+def start_service(artifact: Artifact, load_executor: Callable[[], Executor]) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
     Args:
-        cluster: the ranks of an artifact for several devices.
+        load_executor: called on the engine's thread.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -48,7 +47,7 @@ def start_service(artifact: Artifact, cluster: Cluster | None = None) -> Running
     # Modules live as long as the process. A full collection would walk over all of torch's objects, 50 ms, while loading or in a step.
     gc.freeze()
     codec = TextTokenizer.load(artifact.path / manifest.tokenizer)
-    engine = Engine.from_loader(cluster.load_executor if cluster else lambda: CpuExecutor(artifact))
+    engine = Engine.from_loader(load_executor)
     model = ServedModel(
         name=str(manifest.model["name"]),
         max_model_len=manifest.limits.max_model_len,

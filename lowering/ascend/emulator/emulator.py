@@ -14,6 +14,7 @@ from ....graphs import ops as ops
 from ....graphs.errors import LoweringError
 from ....graphs.primitive import NAMESPACE, Primitive, of_target
 from ....graphs.types import Mesh
+from ..ge_file import GROUPS
 from .npu_reference import GROUP_KERNELS, KERNELS, group_of
 
 Values = list[dict[Node, Any]]
@@ -36,7 +37,7 @@ class RankEmulator:
 
     def __init__(self, graph: GraphModule, mesh: Mesh) -> None:
         self._graph = graph
-        self._groups = mesh.groups()
+        self._groups = mesh.groups(GROUPS)
         self._size = mesh.size
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ..convert import shape_of
-from ..ge_file import GeFile, parse
+from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
 from .ge_ops_common import Call, GeOp, Results
 from .ge_ops_group import GROUP_FUNCTIONS, group_of
@@ -23,7 +23,7 @@ class GeInterpreter:
     Memory behaves as `GeProgram` says.
 
     Args:
-        ge_file: of all ranks, not patched: groups are named "tp", "dp" and "world".
+        ge_file: of all ranks, not patched: groups are named as in `ge_file.GROUPS`.
         mesh: the axes `dp` and `tp`.
         order: "file" runs operators as they are listed; "reversed-ready" always runs, of the operators whose inputs are there, the one
             listed last. GE guarantees no order beyond data and control edges, so both must give the same results.
@@ -34,7 +34,7 @@ class GeInterpreter:
 
     def __init__(self, ge_file: GeFile, mesh: Mesh, *, order: str = "file") -> None:
         self._program = GeProgram(check_declared(ge_file), order=order)
-        self._ge_file, self._size, self._groups = ge_file, mesh.size, mesh.groups()
+        self._ge_file, self._size, self._groups = ge_file, mesh.size, mesh.groups(GROUPS)
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Runs one step. State is updated in the operands of each rank; ranks must not share a tensor that the graph writes.

@@ -10,6 +10,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ..collectives import REDUCTIONS
+from ..ge_file import GROUPS
 from . import kernels_group as group
 from .ge_ops_common import Call, GroupFunction, Results
 
@@ -25,7 +26,7 @@ def group_of(call: Call) -> str:
     """
     name = call.attr("group_ep" if call.op.type.startswith("Moe") else "group")
     if not name:
-        raise LoweringError(f"{call.op} names no group; legal is one of tp, dp and world")
+        raise LoweringError(f"{call.op} names no group; legal is one of {', '.join(GROUPS)}")
     return str(name)
 
 

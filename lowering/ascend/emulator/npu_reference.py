@@ -72,7 +72,7 @@ _GROUP_ARGUMENT: Mapping[str, tuple[int, str]] = {
 
 
 def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The symbolic group, "tp", "dp" or "world", that a call of a group kernel names.
+    """The symbolic group, one of `ge_file.GROUPS`, that a call of a group kernel names.
 
     Raises:
         LoweringError: when the operator is no group kernel or the call names no group.
@@ -82,5 +82,5 @@ def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     position, name = _GROUP_ARGUMENT[op_name]
     group_name = args[position] if len(args) > position else kwargs.get(name)
     if not isinstance(group_name, str):
-        raise LoweringError(f"{op_name}: its group is {group_name!r}; legal is a name, such as 'tp', 'dp' or 'world'")
+        raise LoweringError(f"{op_name}: its group is {group_name!r}; legal is a name, such as 'tp', 'world' or 'dispatch'")
     return group_name

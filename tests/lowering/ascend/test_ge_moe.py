@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import ops
+from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
@@ -310,6 +311,20 @@ def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
             return super().call_function(target, args, kwargs)
 
     return [Replay(graph).run(*tensors(args)) for graph, args in zip(graphs, calls, strict=True)]
+
+
+@pytest.mark.usefixtures("torchair")
+def test_exchange_names_a_group_that_no_other_operator_uses() -> None:
+    for name in ("moe_dispatch", "moe_combine"):
+        primitive, args, _ = CONVERSIONS[name]
+        assert "dispatch" in kernel_args(primitive, args)
+        with pytest.raises(PrimitiveError, match="expert dispatch is over group 'tp'; on NPUs legal is 'world'"):
+            lowered(primitive, tuple("tp" if arg == "world" else arg for arg in args))
+
+
+def kernel_args(primitive: Primitive, args: Args) -> Args:
+    (node,) = [node for node in lowered(primitive, args)[0].graph.nodes if str(node.target).startswith("npu.")]
+    return tuple(node.args)
 
 
 @pytest.mark.parametrize("chosen", [1, 3, 5])

@@ -30,6 +30,13 @@ with ProcessGroups(Mesh.parse("dp=2,tp=2"), rank, substore(store, config, "gloo"
     result["gathered"] = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "dp")).tolist()
     result["scattered"] = ops.wait_tensor(ops.reduce_scatter_tensor(x.repeat(2) * torch.tensor([1.0, 2.0]), "sum", 2, "tp")).tolist()
     result["exchanged"] = ops.wait_tensor(ops.all_to_all_single(x.repeat(4), [1] * 4, [1] * 4, "world")).tolist()
+# The same four ranks twice: a group of their own for expert dispatch, and one that two symbols share.
+mesh = Mesh.parse("dp=4,tp=1")
+with ProcessGroups(mesh, rank, substore(store, config, "more"), "127.0.0.1", 90, symbols=["world", "dp", "dispatch"]) as more:
+    result["symbols"] = sorted(more.groups)
+    result["shared"] = more.groups["dp"] is more.groups["world"], more.groups["dispatch"] is more.groups["world"]
+    first = more.groups["dispatch"].allreduce([y := torch.tensor([1.0])])
+    result["dispatch"] = ops.wait_tensor(ops.all_reduce(x, "sum", "dp")).item(), (first.wait(), y.item())[1]
 try:
     ops.all_reduce(x, "sum", "tp")
 except RuntimeError:
@@ -53,6 +60,9 @@ def test_real_ranks_reach_each_other_by_the_names_of_graphs():
     assert [result["scattered"] for result in results] == [[11], [22], [1100], [2200]]
     assert [result["exchanged"] for result in results] == [[1, 10, 100, 1000]] * 4
     assert all(result["freed"] for result in results)
+    assert [result["symbols"] for result in results] == [["dispatch", "dp", "world"]] * 4
+    assert [result["shared"] for result in results] == [[True, False]] * 4
+    assert [result["dispatch"] for result in results] == [[1111, 4]] * 4
 
 
 def test_ranks_that_do_not_connect_are_named_and_no_name_stays_bound():

@@ -128,7 +128,7 @@ def test_no_rank_runs_what_one_of_them_cannot_run(make_cluster):
 def test_ranks_that_are_left_without_a_kind_of_bucket_cannot_serve(make_cluster):
     cluster = make_cluster("tp=2", missing={1: {BUCKET.name: "no kernel"}})
     cluster.local.buckets = (BUCKET, Bucket("prefill", 1, 4))
-    with pytest.raises(LoweringError, match="no decode bucket can run.*decode-b2-q1: rank 1: no kernel"):
+    with pytest.raises(LoweringError, match=r"no decode bucket can run.*decode-b2-q1: rank 1: no kernel"):
         cluster.executor()
 
 

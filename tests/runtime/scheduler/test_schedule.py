@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scheduling import add, fresh, grouped, ids, policy, request, run_step, sampled, state_with
 
+from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledStep, schedule
+from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, schedule, smallest_fitting
 from npucompile.runtime.step_outputs import SampledTokens
 
 
@@ -496,3 +497,18 @@ def test_a_group_that_lacks_pages_makes_all_wait_for_what_is_in_flight():
     assert schedule(flying) is None
     landed, _ = commit(flying, resting, sampled(resting, 1), 0.0)
     assert schedule(landed).groups[0].preempted == ("b",)
+
+
+def test_the_bucket_that_a_step_would_have_fitted():
+    def step(bucket, *num_tokens):
+        rows = tuple(ScheduledRequest(None, 1, count) for count in num_tokens)
+        return ScheduledStep(bucket, (GroupStep(rows[:1]), GroupStep(rows[1:]), GroupStep()))
+
+    decode, prefill = [Bucket("decode", rows, 4) for rows in (1, 2, 8)], [Bucket("prefill", 1, size) for size in (16, 64)]
+    both = [*decode, *prefill]
+    # One row in a group and two in another: the larger group decides. A row that verifies less has the step's width all the same.
+    assert smallest_fitting(step(Bucket("decode", 4, 4), 4, 1, 1), both) == decode[1]
+    assert smallest_fitting(step(Bucket("decode", 4, 4), 4, 4, 4, 4), both) is None
+    assert smallest_fitting(step(Bucket("prefill", 1, 128), 20), both) == prefill[1]
+    assert smallest_fitting(step(Bucket("prefill", 1, 32), 20), both) is None
+    assert smallest_fitting(step(Bucket("prefill", 1, 128), 3), ()) is None

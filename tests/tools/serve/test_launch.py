@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -20,20 +18,19 @@ from npucompile.graphs.errors import ArtifactError, ArtifactMissing, SpecError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
-from npucompile.runtime.distributed.rendezvous import RendezvousConfig
 from npucompile.runtime.request import Sampling
 from npucompile.tools.cli import Home
 from npucompile.tools.serve import launch as module
 from npucompile.tools.serve.launch import (
-    RankProcesses,
-    RankSettings,
     check_world_size,
-    launcher_config,
     lead_ranks,
     open_named_artifact,
     rank_identity,
 )
 from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.processes import RankProcesses
+from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.serve.torchrun import launcher_config
 
 PROMPTS = [[1, 2, 3], [9] * 11, list(range(20)), [0], [255]]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -46,38 +43,6 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-# --- the environment of a launcher ---
-
-
-def test_a_process_by_itself_has_no_launcher():
-    assert launcher_config({}, RankSettings()) is None
-    assert launcher_config({"RANK": "3"}, RankSettings()) is None
-
-
-def test_the_configuration_of_torchrun():
-    settings = RankSettings(join_timeout_s=7)
-    assert launcher_config(TORCHRUN, settings) == RendezvousConfig(1, 4, "node0", 29500, 4, 7, "npucompile//0", hosts_store=False)
-    own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
-    assert (own.hosts_store, own.local_world_size) == (True, 2)
-    agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
-    restarted = launcher_config(TORCHRUN | agent, settings)
-    assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE are set, and MASTER_ADDR is not; torchrun sets all four, or set none"),
-        ({"RANK": "one"}, "RANK is 'one'; legal is a whole number"),
-        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4; legal is 0 to 3"),
-        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
-    ],
-)
-def test_a_launcher_that_makes_no_sense_is_refused(changes, message):
-    with pytest.raises(SpecError, match=message):
-        launcher_config(TORCHRUN | changes, RankSettings())
 
 
 def test_another_number_of_ranks_than_the_mesh_has_is_refused(sharded):
@@ -96,34 +61,6 @@ def test_what_a_launcher_runs_is_named_and_there(tmp_path, sharded):
     with pytest.raises(ArtifactMissing):
         open_named_artifact(home, str(tmp_path / "nothing"))
     assert open_named_artifact(home, str(sharded("tp=2"))).manifest.mesh == "tp=2"
-
-
-# --- processes of this one ---
-
-
-def started(processes, *codes):
-    for rank, code in enumerate(codes, start=1):
-        processes._processes[rank] = subprocess.Popen([sys.executable, "-S", "-c", code])
-    return processes
-
-
-def test_how_a_rank_ended_is_known():
-    processes = started(RankProcesses(), "import time; time.sleep(60)", "raise SystemExit(3)")
-    assert processes.exit_reason(2) == f"process {processes._processes[2].pid} ended with status 3"
-    assert processes.first_exit() == f"rank 2 ended before it was ready: {processes.exit_reason(2)}; it says why above, if it could"
-    processes._processes[1].kill()
-    assert processes.exit_reason(1) == f"process {processes._processes[1].pid} was killed by signal 9 (SIGKILL)"
-    assert processes.exit_reason(7) is None
-
-
-def test_a_rank_that_does_not_end_is_killed(monkeypatch):
-    monkeypatch.setattr(module, "EXIT_S", 0.2)
-    monkeypatch.setattr(module, "EXIT_STATUS_S", 0.05)
-    processes = started(RankProcesses(), "import time; time.sleep(60)", "pass")
-    assert processes.exit_reason(1) is None
-    processes.stop()
-    assert processes._processes[1].returncode == -signal.SIGKILL
-    assert processes._processes[2].returncode == 0
 
 
 # --- ranks ---
@@ -188,8 +125,8 @@ def test_ranks_compare_artifact_mesh_and_torch_version():
     class Opened:
         digest, manifest = "d", type("M", (), {"mesh": "tp=2"})
 
-    identity = rank_identity(Opened)
-    assert (identity["artifact"], identity["mesh"]) == ("d", "tp=2")
+    identity = rank_identity(Opened, RankSettings(device="npu"))
+    assert (identity["artifact"], identity["mesh"], identity["device"]) == ("d", "tp=2", "npu")
     assert torch.__version__ in identity.values()
 
 

@@ -136,7 +136,7 @@ def test_ranks_that_would_wait_for_ever_are_found_in_what_they_load(artifact, mo
 def test_a_rank_patched_with_another_rank_number_is_found(artifact, monkeypatch):
     real = shipped.patched
     monkeypatch.setattr(shipped, "patched", lambda ge_file, rank, groups: real(ge_file, 0, groups))
-    with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'world:0' is 1"):
+    with pytest.raises(VerifyError, match=r"rank 1: \S+ has ep_rank_id 0; its place in 'dispatch:0' is 1"):
         shipped.check_patched(artifact)
 
 

@@ -152,5 +152,5 @@ def test_what_has_no_meaning_is_refused(kind: str, inputs: Any, attrs: Any, mess
 
 
 def test_an_operator_without_a_group_is_refused() -> None:
-    with pytest.raises(LoweringError, match=r"op \(HcomAllGather\) names no group; legal is one of tp, dp and world"):
+    with pytest.raises(LoweringError, match=r"op \(HcomAllGather\) names no group; legal is one of tp, dp, world, dispatch"):
         group_of(gc.call("HcomAllGather", {"x": ROWS}, rank_size=2))

@@ -1,0 +1,140 @@
+"""The emulated device: the device path of an NPU on any machine, punishing what a real one would punish.
+
+Its executables go through the code of the real ones (`lowering/ascend/device.py`). Emulated are the engine that compiles and runs a GE
+graph, the memory, the stream, and the communicators, which exchange over gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ..device import GeEngine, GeExecutable
+from ..ge_file import decode, messages, patched
+from .communicator import Communicator
+from .emulated_graph import DeviceState, EmulatedGraph
+from .ge_interpreter import check_declared
+from .memory import DeviceTensor, PinnedMemory, allocate, to_nz
+from .stream import Stream, StreamEvent
+
+VERSION = "emulated-1"
+"""Changes whenever compiled graphs of this device would not run on it any more."""
+
+
+class EmulatedDevice:
+    """A device of this process whose graphs an interpreter runs; see `lowering.device.Device`.
+
+    Args:
+        index: its number on this machine.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.kind, self.name, self.version = "emulated", f"emulated:{index}", VERSION
+        self._state = DeviceState(self.name, Stream(self.name), PinnedMemory(), VERSION)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Row-major memory that nothing was written to; graphs and copies refuse to read it."""
+        return allocate(self._state.stream, self._state.pinned, shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Row-major memory, filled with zeros."""
+        return self.empty(shape, dtype).zero_()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory that copies with `non_blocking=True` may read and write; uint8 [nbytes], alive as long as the device."""
+        return self._state.pinned.allocate(nbytes)
+
+    def to_nz(self, weight: torch.Tensor) -> torch.Tensor:
+        """A device tensor in the format NZ.
+
+        Raises:
+            LoweringError: it is no tensor of the device, or its tiles are not filled.
+        """
+        return to_nz(weight)
+
+    def record(self) -> StreamEvent:
+        """An event behind everything queued so far."""
+        return self._state.stream.record()
+
+    def communicators(self, groups: Mapping[str, Any], rank: int) -> dict[str, str]:
+        """Names of communicators over gloo process groups; every rank of a group must make this call.
+
+        Raises:
+            LoweringError: the ranks of a group do not answer.
+        """
+        names, self._state.rank = {}, rank
+        for symbol, group in sorted(groups.items()):
+            communicator = Communicator(symbol, group, rank)
+            communicator.name = names[symbol] = f"emulated/{symbol}/{communicator.ranks[0]}"
+            self._state.communicators[communicator.name] = communicator
+        return names
+
+    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> GeExecutable:
+        """Loads a `.ge` file for a rank; nothing is compiled.
+
+        Raises:
+            LoweringError: the file is no GE file, contradicts itself, or needs a communicator that there is none of.
+        """
+        ge_file = patched(decode(path.read_bytes()), rank, communicators)
+        check_declared(ge_file)
+        return GeExecutable(ge_file, engine(self._state), self.version)
+
+    def close(self) -> None:
+        """Waits for the stream and ends it."""
+        self._state.stream.close()
+
+
+def engine(state: DeviceState) -> GeEngine:
+    """The engine of a device, in place of torchair's."""
+    return GeEngine(
+        graph=functools.partial(EmulatedGraph, state),
+        initialize=functools.partial(_initialize, state),
+        update_constants=_update_constants,
+        update_formats=_update_formats,
+        device=state.name,
+        place=lambda tensor: tensor.allocation.stream.name if isinstance(tensor, DeviceTensor) else tensor.device.type,
+    )
+
+
+def _initialize(state: DeviceState, options: dict[str, str]) -> None:
+    """Starts the engine once; like torchair, refuses other options afterwards."""
+    if state.options is None:
+        state.options = dict(options)
+    if differing := sorted(name for name in {*options, *state.options} if options.get(name) != state.options.get(name)):
+        listed = ", ".join(f"{name} is {options.get(name)!r} and was {state.options.get(name)!r}" for name in differing)
+        raise ValueError(f"the engine of {state.name} runs already, and {listed}")
+
+
+def _update_constants(graph: Any, inputs: Sequence[torch.Tensor | None]) -> None:
+    if names := [op.name for op in graph.op if op.type == "ConstPlaceHolder"]:
+        raise LoweringError(f"{', '.join(names)} stand for operands as constants, which the emulated device does not know; legal is Data")
+
+
+def _update_formats(graph: EmulatedGraph, inputs: Sequence[torch.Tensor]) -> None:
+    """Writes each operand's storage format into its `Data` operator, as torchair's function of that name does."""
+    graph.bind([tensor for tensor in inputs if isinstance(tensor, DeviceTensor)])
+
+
+def open_device(index: int) -> EmulatedDevice:
+    """Opens an emulated device; one process may have several.
+
+    Raises:
+        LoweringError: torch_npu's messages of GE graphs are not installed.
+    """
+    messages()
+    return EmulatedDevice(index)
+
+
+def missing() -> str | None:
+    """None: every machine can emulate a device, given the messages of GE graphs.
+
+    Raises:
+        LoweringError: these are not installed.
+    """
+    messages()
+    return None

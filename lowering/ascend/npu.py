@@ -1,0 +1,156 @@
+"""An NPU as a `Device` (lowering/device.py): its memory, its current stream, HCCL's communicators, and GE's executables.
+
+Written against the sources and the signatures of torch_npu; it has not run on a machine with CANN (docs/on-hardware.md).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...graphs.errors import LoweringError
+from . import device as ge
+from .toolchain import harness
+from .toolchain.harness import Torchair
+from .toolchain.stubs import cann
+
+POLL_S = 50e-6
+"""How often a wait with a limit looks at its event: torch_npu's own wait has no limit, and a step takes milliseconds."""
+
+_DEVICE_FILES = Path("/dev")
+
+
+class NpuEvent:
+    """A place in the current stream of an NPU.
+
+    Args:
+        event: a recorded `torch.npu.Event`.
+        name: of the device, for errors.
+    """
+
+    def __init__(self, event: Any, name: str) -> None:
+        self._event, self._name = event, name
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when the stream has passed it.
+
+        Raises:
+            LoweringError: something queued before it failed, or the time is over.
+        """
+        try:
+            if timeout_s is None:
+                self._event.synchronize()
+                return
+            deadline = time.monotonic() + timeout_s
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    raise LoweringError(
+                        f"{self._name} has not finished within {timeout_s:g} s; a rank that is late or lost in a collective looks like "
+                        "this: HCCL's plog of this process names the communicator (ASCEND_PROCESS_LOG_PATH)"
+                    )
+                time.sleep(POLL_S)
+        except RuntimeError as error:
+            raise LoweringError(f"a step on {self._name} failed: {error}") from error
+
+
+class NpuDevice:
+    """One NPU of this process. It becomes the current device of the thread that opens it; only that thread may use it.
+
+    Args:
+        torchair: loaded with CANN.
+        index: number of the NPU among those that the process sees (ASCEND_RT_VISIBLE_DEVICES).
+
+    Raises:
+        LoweringError: there is no CANN, or no such NPU.
+    """
+
+    kind = "npu"
+
+    def __init__(self, torchair: Torchair, index: int) -> None:
+        ge.engine(torchair)  # refuses stub libraries, which end the process at the first call
+        self._torchair, self._torch_npu, self._index = torchair, torchair.torch_npu, index
+        self.name = f"npu:{index}"
+        count = self._torch_npu.npu.device_count()
+        if not 0 <= index < count:
+            raise LoweringError(f"there is no {self.name}: this process sees {count} NPUs; legal is 0 to {count - 1}")
+        self._torch_npu.npu.set_device(index)
+        # Off by default, and npu_format_cast then has nothing to cast to; update_formats tells GE of each operand's format.
+        self._torch_npu.npu.config.allow_internal_format = True
+        release, chip = self._torch_npu.npu.utils.get_cann_version(), self._torch_npu.npu.get_device_name(index)
+        # It names a directory of compiled graphs.
+        self.version = re.sub(r"[^A-Za-z0-9._-]+", "-", f"cann-{release}-{chip}")
+
+    @property
+    def torch_npu(self) -> Any:
+        """The module, from which `hccl.group_maker` makes process groups."""
+        return self._torch_npu
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Row-major memory of the NPU that nothing was written to."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.name)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Row-major memory of the NPU, filled with zeros."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.name)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory of the host, uint8 [nbytes]."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_nz(self, weight: torch.Tensor) -> torch.Tensor:
+        """A device tensor in the format NZ.
+
+        Raises:
+            LoweringError: torch_npu left it in another format.
+        """
+        cast = ge.to_nz(self._torch_npu, weight)
+        if (actual := int(self._torch_npu.get_npu_format(cast))) != ge.FRACTAL_NZ:
+            raise LoweringError(f"a weight {tuple(weight.shape)} {weight.dtype} is in format {actual} after a cast to {ge.FRACTAL_NZ} (NZ)")
+        return cast
+
+    def record(self) -> NpuEvent:
+        """An event behind everything that this thread has queued on its current stream."""
+        event = self._torch_npu.npu.Event()
+        event.record()
+        return NpuEvent(event, self.name)
+
+    def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
+        """HCCL's names of the communicators of these groups; every rank of a group must make this call."""
+        return ge.communicators(groups, rank)
+
+    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable:
+        """Loads a `.ge` file, patched for a rank; nothing is compiled."""
+        return ge.load(path, self._torchair, rank, communicators)
+
+    def close(self) -> None:
+        """Waits for the NPU and gives its free memory back."""
+        self._torch_npu.npu.synchronize(self._index)
+        self._torch_npu.npu.empty_cache()
+
+
+def open_device(index: int = 0) -> NpuDevice:
+    """Opens an NPU of this machine; torch_npu is imported here, so the environment must be complete.
+
+    Raises:
+        LoweringError: there is no CANN, no torch_npu that fits torch, or no such NPU.
+    """
+    if reason := missing():
+        raise LoweringError(reason)
+    # With CANN no stub libraries are made, so nothing is written to the directory.
+    return NpuDevice(harness.load(Path()), index)
+
+
+def missing() -> str | None:
+    """Why this machine has no NPU to run on; None where it has. Nothing is imported."""
+    if reason := harness.lacking(harness.installed()):
+        return reason
+    if cann(None) is None:
+        return "running on an NPU needs CANN, and this machine has none; install it and source its set_env.sh"
+    if not any(re.fullmatch(r"davinci\d+", path.name) for path in _DEVICE_FILES.glob("davinci*")):
+        return "the Ascend driver shows no /dev/davinci0; in a container, pass the devices in"
+    return None

@@ -1,0 +1,65 @@
+"""tools/build/reduce.py: a small model has the layers and heads of the large one, so that every mesh of the large one splits it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import SpecError
+from npucompile.models import registry
+from npucompile.models.presets import PRESETS
+from npucompile.tools.build import deployments
+from npucompile.tools.build import plan as planning
+from npucompile.tools.build.reduce import reduced_config, write_reduced
+
+SAME = ("layer_types", "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "mtp_num_hidden_layers")
+
+
+def small(name):
+    bundled = json.loads(registry.find("qwen3.5-tiny").text)
+    return registry.from_config(name, reduced_config(PRESETS[name], bundled))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_layers_and_heads_stay_and_widths_shrink(name):
+    large, model = registry.find(name).model, small(name)
+    for field in SAME:
+        assert getattr(model.config, field) == getattr(large.config, field), field
+    assert model.config.num_experts_per_tok == large.config.num_experts_per_tok
+    sizes = [sum(param.aval.nbytes for _, param in tree.flatten(m.params(torch.bfloat16))) for m in (model, large)]
+    assert sizes[0] * 50 < sizes[1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_meshes_of_published_deployments_split_it(name, monkeypatch):
+    source = replace(registry.find(name), name=f"{name}-reduced", model=small(name))
+    monkeypatch.setattr(planning.registry, "find", lambda _: source)
+    rows = [row for row in deployments.deployments().values() if row.model == name]
+    meshes = {(row.target, str(row.phase(phase).mesh)) for row in rows for phase in row.phases} | {("ascend-a3", "dp=2,tp=2")}
+    for target, mesh in meshes:
+        options = planning.Options(source.name, buckets=(2,), target=target, mesh=mesh, quantization="w4a8" if "397" in name else "w8a8")
+        assert str(planning.plan(options).mesh) == mesh
+
+
+def test_what_is_written_can_be_built_from(tmp_path):
+    directory = write_reduced("qwen3.5-tiny", tmp_path / "small", seed=1)
+    source = registry.find(str(directory))
+    assert source.tokenizer is not None
+    assert source.eos_ids == registry.find("qwen3.5-tiny").eos_ids
+    written = load_file(directory / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in written.values())
+    again = load_file(write_reduced("qwen3.5-tiny", tmp_path / "again", seed=1) / "model.safetensors")
+    other = load_file(write_reduced("qwen3.5-tiny", tmp_path / "other", seed=2) / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in written.items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in written.items())
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "there").write_text("")
+    with pytest.raises(SpecError, match="exists; legal is a new or empty directory"):
+        write_reduced("qwen3.5-tiny", tmp_path)

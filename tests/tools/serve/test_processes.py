@@ -1,0 +1,35 @@
+"""tools/serve/processes.py: ranks are started with their settings, watched, and ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from npucompile.tools.serve import processes as module
+from npucompile.tools.serve.processes import RankProcesses
+
+
+def started(processes, *codes):
+    for rank, code in enumerate(codes, start=1):
+        processes._processes[rank] = subprocess.Popen([sys.executable, "-S", "-c", code])
+    return processes
+
+
+def test_how_a_rank_ended_is_known():
+    processes = started(RankProcesses(), "import time; time.sleep(60)", "raise SystemExit(3)")
+    assert processes.exit_reason(2) == f"process {processes._processes[2].pid} ended with status 3"
+    assert processes.first_exit() == f"rank 2 ended before it was ready: {processes.exit_reason(2)}; it says why above, if it could"
+    processes._processes[1].kill()
+    assert processes.exit_reason(1) == f"process {processes._processes[1].pid} was killed by signal 9 (SIGKILL)"
+    assert processes.exit_reason(7) is None
+
+
+def test_a_rank_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(module, "EXIT_S", 0.2)
+    monkeypatch.setattr(module, "EXIT_STATUS_S", 0.05)
+    processes = started(RankProcesses(), "import time; time.sleep(60)", "pass")
+    assert processes.exit_reason(1) is None
+    processes.stop()
+    assert processes._processes[1].returncode == -signal.SIGKILL
+    assert processes._processes[2].returncode == 0

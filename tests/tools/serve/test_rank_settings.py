@@ -1,0 +1,27 @@
+"""tools/serve/rank_settings.py: every setting reaches the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from npucompile.tools.serve import rank
+from npucompile.tools.serve.rank_settings import RankSettings
+
+
+def test_the_command_line_of_a_rank_carries_every_setting(monkeypatch):
+    settings = RankSettings(3, 7.5, 8.5, "emulated", Path("weights"), Path("cache"))
+    assert all(getattr(settings, field.name) is not None for field in fields(settings))
+    received = {}
+    monkeypatch.setattr(rank.Artifact, "open", lambda path, check: received.update(path=path))
+    monkeypatch.setattr(rank, "run_rank", lambda artifact, config, settings: received.update(config=config, settings=settings))
+    rank.main(["there", "--rank=2", "--world-size=4", "--port=9", *settings.as_arguments(3)], standalone_mode=False)
+    assert received["settings"] == settings
+    config = received["config"]
+    assert (received["path"], config.rank, config.local_rank, config.world_size, config.port) == (Path("there"), 2, 2, 4, 9)
+
+
+def test_what_is_not_set_is_not_an_option():
+    assert [option.partition("=")[0] for option in RankSettings().as_arguments(1)] == [
+        "--threads", "--join-timeout", "--step-timeout", "--device",
+    ]  # fmt: skip

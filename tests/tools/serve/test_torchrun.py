@@ -1,0 +1,41 @@
+"""tools/serve/torchrun.py: the environment of a launcher is read, or refused where it makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from npucompile.graphs.errors import SpecError
+from npucompile.runtime.distributed.rendezvous import RendezvousConfig
+from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.serve.torchrun import launcher_config
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_a_process_by_itself_has_no_launcher():
+    assert launcher_config({}, RankSettings()) is None
+    assert launcher_config({"RANK": "3"}, RankSettings()) is None
+
+
+def test_the_configuration_of_torchrun():
+    settings = RankSettings(join_timeout_s=7)
+    assert launcher_config(TORCHRUN, settings) == RendezvousConfig(1, 4, "node0", 29500, 4, 7, "npucompile//0", hosts_store=False)
+    own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
+    assert (own.hosts_store, own.local_world_size) == (True, 2)
+    agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+    restarted = launcher_config(TORCHRUN | agent, settings)
+    assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_ADDR": ""}, "RANK and WORLD_SIZE are set, and MASTER_ADDR is not; torchrun sets all four, or set none"),
+        ({"RANK": "one"}, "RANK is 'one'; legal is a whole number"),
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4; legal is 0 to 3"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        launcher_config(TORCHRUN | changes, RankSettings())

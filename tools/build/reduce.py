@@ -1,0 +1,74 @@
+"""Writes a checkpoint of random weights with the layers of another model at a small width, to rehearse a deployment with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...graphs.errors import SpecError
+from ...models import checkpoint, registry
+from ...models.params import initialise
+from ...models.presets import BUNDLED
+
+WIDTHS = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "max_position_embeddings": 4096,
+}
+"""Sizes that no mesh divides, or that every legal mesh divides; numbers of heads, which a mesh divides, stay."""
+
+MAX_EXPERTS = 64
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def reduced_config(values: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json with the same layers, heads and draft head at a small width.
+
+    Args:
+        values: of the large model.
+        tokenizer: the config.json of the model whose tokenizer is used.
+    """
+    text = dict(values.get("text_config") or values)
+    text |= {name: min(int(text[name]), width) for name, width in WIDTHS.items() if name in text}
+    if "num_experts" in text:
+        text["num_experts"] = min(int(text["num_experts"]), MAX_EXPERTS)
+    text |= {name: tokenizer[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    rope = {name: value for name, value in text.get("rope_parameters", {}).items() if not name.startswith("mrope")}
+    return {**text, "rope_parameters": rope, "dtype": "bfloat16"} if rope else {**text, "dtype": "bfloat16"}
+
+
+def write_reduced(model: str, directory: Path, seed: int = 0) -> Path:
+    """Writes the checkpoint, with the bundled model's tokenizer; equal seeds give equal bytes.
+
+    Args:
+        model: preset name or checkpoint directory of the large model.
+        directory: new or empty.
+
+    Raises:
+        SpecError: the directory holds something.
+        ModelError: the model is not known or not supported.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise SpecError(f"{directory} exists; legal is a new or empty directory")
+    source, bundled = registry.find(model), registry.find(BUNDLED[0])
+    assert bundled.checkpoint_dir is not None
+    config = reduced_config(json.loads(source.text), json.loads(bundled.text))
+    small = registry.from_config(f"{source.name}-reduced", config)
+    params = small.params(torch.bfloat16)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(bundled.checkpoint_dir / name, directory / name)
+    # Others may build from it; the file library lets only its owner read what it writes.
+    checkpoint.save(params, initialise(params, torch.Generator().manual_seed(seed)), directory).chmod(0o644)
+    return directory

@@ -1,0 +1,179 @@
+"""Opens the executor of one rank: on this machine's CPU, on an NPU, or on an emulated NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from torch._C._distributed_c10d import Store
+
+from ...graphs.errors import ArtifactError, SpecError
+from ...graphs.types import DISPATCH, Bucket, Mesh
+from ...lowering.artifact.artifact import Artifact
+from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
+from ...runtime.cpu_executor import CpuExecutor
+from ...runtime.device_executor import DeviceExecutor
+from ...runtime.distributed.process_groups import ProcessGroups, gloo
+from ...runtime.executor import Executor
+from ..build.targets import target
+from ..progress import Progress
+from .compile_cache import cache_directory
+from .rank_settings import RankSettings
+from .weights import check_checkpoint, rank_params
+
+AUTO = "auto"
+EXCHANGES = ("moe_dispatch", "moe_combine")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands among all ranks of a mesh.
+
+    Attributes:
+        local_rank: its number on its machine, which is also that of its device.
+        store: shared by all ranks, for the process groups alone.
+        address: of its machine, as the other ranks reach it.
+    """
+
+    mesh: Mesh
+    rank: int
+    local_rank: int
+    store: Store
+    address: str
+
+
+def choose_device(artifact: Artifact, requested: str) -> str:
+    """The kind of device that runs an artifact: "cpu", "npu" or "emulated".
+
+    Args:
+        requested: one of these, or "auto": the kind that the artifact was built for.
+
+    Raises:
+        SpecError: the artifact was built for another kind.
+        ArtifactError: this machine has none; says what is missing and what runs here instead.
+    """
+    manifest = artifact.manifest
+    kinds = (CPU,) if target(manifest.target).local else (NPU, EMULATED)
+    if requested not in (AUTO, *kinds):
+        legal = " and ".join((AUTO, *kinds))
+        raise SpecError(f"--device {requested}: {artifact.path} was built for {manifest.target}; legal are {legal}")
+    kind = kinds[0] if requested == AUTO else requested
+    if reason := missing(kind):
+        raise ArtifactError(f"{artifact.path} is for {_machine(artifact)}: {reason}; {_rehearsal(artifact)}")
+    return kind
+
+
+def settled(artifact: Artifact, settings: RankSettings) -> RankSettings:
+    """The settings with the kind of device that runs the artifact in place of "auto", once it is known to have weights there.
+
+    Raises: as `choose_device` and `check_weights`.
+    """
+    chosen = replace(settings, device=choose_device(artifact, settings.device))
+    if chosen.device == CPU and settings.checkpoint:
+        raise SpecError(f"--checkpoint is for artifacts for NPUs; {artifact.path} has its weights, for {artifact.manifest.target}")
+    check_weights(artifact, chosen)
+    return chosen
+
+
+def check_weights(artifact: Artifact, settings: RankSettings) -> None:
+    """Refuses an artifact that has no weights and is given none.
+
+    Raises:
+        ArtifactError: saying where weights can come from.
+    """
+    manifest = artifact.manifest
+    if manifest.weights is not None or (settings.device != CPU and (settings.checkpoint or manifest.checkpoint)):
+        return
+    if settings.device == CPU:
+        raise ArtifactError(f"{artifact.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
+    where = "name a checkpoint of the model with --checkpoint DIR"
+    raise ArtifactError(f"{artifact.path} was built without weights: {where}; {_rehearsal(artifact)}")
+
+
+def load_executor(
+    artifact: Artifact, settings: RankSettings, stack: ExitStack, progress: Progress, place: RankPlace | None = None
+) -> Executor:
+    """Loads a rank's part of an artifact; called on the thread that is to run its steps.
+
+    Args:
+        settings: `device` is what `choose_device` returned.
+        stack: closed after the last step; frees what was opened here.
+        progress: shows what takes long; quiet on all ranks but 0.
+        place: of this rank; None for an artifact of one device.
+
+    Raises:
+        ArtifactError: it cannot run here, or its weights are not those that it was built for.
+        CheckpointError: the checkpoint cannot be used.
+        LoweringError: the device refuses it.
+        RankError: the ranks of a group do not connect.
+    """
+    rank, local_rank = (place.rank, place.local_rank) if place else (0, 0)
+    if settings.device == CPU:
+        if place:
+            stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_timeout_s))
+        return CpuExecutor(artifact, rank=rank if place else None)
+    device = open_device(settings.device, local_rank)
+    stack.callback(device.close)
+    communicators = _communicators(artifact, device, settings, stack, place) if place else {}
+    if local_rank == 0:
+        # Once a machine: it reads as much as the digest covers.
+        check_checkpoint(artifact, settings.checkpoint)
+    return DeviceExecutor(
+        artifact,
+        device,
+        lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
+        rank=rank,
+        communicators=communicators,
+        cache_dir=cache_directory(artifact, device.version, settings.cache) if settings.cache else None,
+        step_timeout_s=settings.step_timeout_s,
+        report=_CompileReport(progress, len(artifact.manifest.graphs)),
+    )
+
+
+class _CompileReport:
+    """Shows each bucket as its graph is compiled."""
+
+    def __init__(self, progress: Progress, buckets: int) -> None:
+        self._progress, self._buckets, self._done = progress, buckets, 0
+
+    def __call__(self, bucket: Bucket, seconds: float, outcome: str) -> None:
+        self._done += 1
+        text = outcome if outcome in ("compiled", "cached") else f"cannot run: {outcome}"
+        self._progress.say(f"compile {self._done}/{self._buckets} {bucket.name} {seconds:.1f} s, {text}")
+
+
+def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> Mapping[str, str]:
+    """Makes the process groups that the artifact's graphs name, and the device's communicators over them."""
+    manifest = artifact.manifest
+    collectives = [collective for entry in manifest.graphs for collective in entry.collectives]
+    # GE's kernels of both exchanges of experts want communicators that nothing else uses (lowering/ascend/ge_file.py).
+    symbols = {DISPATCH if name in EXCHANGES else group for name, group, _ in collectives}
+    groups = ProcessGroups(
+        place.mesh,
+        place.rank,
+        place.store,
+        place.address,
+        settings.step_timeout_s,
+        symbols=symbols,
+        make_group=device.group_maker(manifest.communicator_bytes) or gloo,
+    )
+    return device.communicators(stack.enter_context(groups).groups, place.rank)
+
+
+def _machine(artifact: Artifact) -> str:
+    ranks = Mesh.parse(artifact.manifest.mesh).size
+    return f"{ranks} NPU{'s' * (ranks > 1)} of {artifact.manifest.target}"
+
+
+def _rehearsal(artifact: Artifact) -> str:
+    """What runs here in place of an artifact for NPUs."""
+    manifest = artifact.manifest
+    if manifest.weights is not None or manifest.checkpoint is not None:
+        return "--device emulated runs it on this CPU by interpreting its graphs, which is meant for small models"
+    # A preset's sizes are too large to interpret, and nobody has its weights on a laptop.
+    build = f"build SMALL --target {manifest.target} --mesh {manifest.mesh} --quantization {manifest.quantization}"
+    return (
+        f"what runs here is a small model of the same layers: `npucompile models {manifest.model['name']} --reduce SMALL`, "
+        f"`npucompile {build}`, `npucompile serve SMALL --device emulated`"
+    )

@@ -1,0 +1,64 @@
+"""The processes of the other ranks, which rank 0 starts on its machine and ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ...runtime.distributed.rendezvous import RendezvousConfig
+from .rank_settings import RankSettings
+
+EXIT_S = 5.0
+"""How long a rank may take to end by itself when nothing is left to do."""
+
+EXIT_STATUS_S = 1.0
+"""How long to wait for the exit status of a rank whose connection is lost."""
+
+
+class RankProcesses:
+    """The ranks that this process started, and ends."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, path: Path, config: RendezvousConfig, settings: RankSettings, environment: Mapping[str, str]) -> None:
+        """Starts every rank but 0 on this machine."""
+        for rank in range(1, config.world_size):
+            command = [sys.executable, "-m", f"{__package__}.rank", str(path)]
+            command += [f"--rank={rank}", f"--world-size={config.world_size}", f"--port={config.port}"]
+            command += settings.as_arguments(torch.get_num_threads())
+            self._processes[rank] = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def first_exit(self) -> str | None:
+        """Which rank has ended, and how; None while all run."""
+        rank = next((rank for rank, process in self._processes.items() if process.poll() is not None), None)
+        return None if rank is None else f"rank {rank} ended before it was ready: {self.exit_reason(rank)}; it says why above, if it could"
+
+    def exit_reason(self, rank: int) -> str | None:
+        """How a rank's process ended; None when it still runs, or this process did not start it."""
+        process = self._processes.get(rank)
+        if process is None:
+            return None
+        try:
+            status = process.wait(EXIT_STATUS_S)
+        except subprocess.TimeoutExpired:
+            return None
+        if status < 0:
+            return f"process {process.pid} was killed by signal {-status} ({signal.Signals(-status).name})"
+        return f"process {process.pid} ended with status {status}"
+
+    def stop(self) -> None:
+        """Waits until all have ended, and kills those that do not end in time."""
+        deadline = time.monotonic() + EXIT_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,48 @@
+"""How the processes of an artifact's ranks run, the same on all of them, and as options of their command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...lowering.device import CPU
+
+SILENCE_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """How ranks run.
+
+    Attributes:
+        threads: CPU threads of each rank; None divides the cores of this machine.
+        join_timeout_s: how long ranks wait for each other at the start.
+        step_timeout_s: how long a rank waits for the slowest one within a step, and for its device.
+        device: "cpu", "npu" or "emulated".
+        checkpoint: directory to read weights from in place of the one that the artifact names.
+        cache: directory of compiled graphs, which outlives the process; None keeps none.
+    """
+
+    threads: int | None = None
+    join_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    device: str = CPU
+    checkpoint: Path | None = None
+    cache: Path | None = None
+
+    @property
+    def silence_s(self) -> float:
+        """How long a rank may be silent. Compiled code holds the GIL while it waits in a collective, so no heartbeat is sent."""
+        return self.step_timeout_s + SILENCE_MARGIN_S
+
+    def as_arguments(self, threads: int) -> list[str]:
+        """Options of `tools/serve/rank.py` that give these settings, with that many threads."""
+        options: dict[str, object] = {
+            "threads": threads,
+            "join-timeout": self.join_timeout_s,
+            "step-timeout": self.step_timeout_s,
+            "device": self.device,
+            "checkpoint": self.checkpoint,
+            "cache": self.cache,
+        }
+        return [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -1,0 +1,46 @@
+"""Reads from the environment which rank a launcher such as torchrun made this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...graphs.errors import SpecError
+from ...runtime.distributed.rendezvous import RendezvousConfig
+from .rank_settings import RankSettings
+
+
+def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> RendezvousConfig | None:
+    """The rank that torchrun, or a launcher that sets the same variables, made this process; None without a launcher.
+
+    Raises:
+        SpecError: variables are missing or are not numbers.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise SpecError(f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} is not; torchrun sets all four, or set none")
+    rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= size:
+        raise SpecError(f"RANK is {rank} and WORLD_SIZE {size}; legal is 0 to {size - 1}")
+    local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
+    run, restart = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RendezvousConfig(
+        rank,
+        size,
+        environment["MASTER_ADDR"],
+        port,
+        local_size,
+        settings.join_timeout_s,
+        prefix=f"npucompile/{run}/{restart}",
+        hosts_store=rank == 0 and not agent_hosts_store,
+        local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank % local_size,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise SpecError(f"{name} is {text!r}; legal is a whole number")
+    return int(text)
