@@ -183,7 +183,7 @@ class Recorder:
         return model
 
     def _exchange(self, op: GeOp, calls: list[Call]) -> Sequence[Results]:
-        symbol = group_of(calls[0])
+        (symbol,) = {group_of(call) for call in calls}
         results: dict[int, Results] = {}
         for members in self._mesh.groups()["world" if symbol == "dispatch" else symbol]:
             results.update(zip(members, GROUP_FUNCTIONS[op.type]([calls[rank] for rank in members]), strict=True))

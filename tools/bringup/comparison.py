@@ -1,0 +1,77 @@
+"""Compares what a device computed with what the CPU computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+RELATIVE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-11}
+"""Largest difference of a float over the sum of its own size and that of the largest value of its row (last dimension).
+
+Four roundings of bfloat16 and float16. float32 products may be computed in fewer bits on a matrix unit, so it is allowed 2**-11."""
+INT8_STEPS = 1
+"""Quantised values may round the other way where sums are added in another order."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where two tensors differ most.
+
+    Attributes:
+        count: elements that differ by more than is allowed.
+        of: elements that are compared.
+        error: of the worst element, over what is allowed; infinite where one of both is not finite.
+    """
+
+    count: int
+    of: int
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    error: float
+
+    def __str__(self) -> str:
+        where = ",".join(map(str, self.index))
+        return f"{self.count} of {self.of} values differ; at [{where}] the device has {self.actual:.6g}, the CPU {self.expected:.6g}"
+
+
+def mismatch(expected: torch.Tensor, actual: torch.Tensor, factor: float = 1.0) -> Mismatch | None:
+    """The worst difference beyond the tolerance of the dtype; None where there is none.
+
+    What the CPU's kernel marks as undefined is not compared: NaN, and the lowest value of an integer type.
+
+    Args:
+        factor: widens the tolerance of floats, for several operators after each other.
+    """
+    if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
+        return Mismatch(actual.numel(), expected.numel(), (), float(expected.numel()), float(actual.numel()), float("inf"))
+    if not expected.numel():
+        return None
+    error = _float_error(expected, actual) / factor if expected.is_floating_point() else _integer_error(expected, actual)
+    wrong = error > 1
+    if not bool(wrong.any()):
+        return None
+    place = int(error.flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape)) if expected.dim() else ()
+    values = float(expected.flatten()[place]), float(actual.flatten()[place])
+    return Mismatch(int(wrong.sum()), expected.numel(), index, *values, float(error.flatten()[place]))
+
+
+def _float_error(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    a, b = expected.double(), actual.double()
+    size = a.abs().nan_to_num(0.0, posinf=0.0)
+    row = size.amax(-1, keepdim=True) if a.dim() else size
+    allowed = RELATIVE[expected.dtype] * (size + row) + torch.finfo(expected.dtype).tiny
+    error = ((a - b).abs() / allowed).nan_to_num(float("inf"))
+    # Equal infinities have no difference.
+    return torch.where(a.isnan() | (a == b), 0.0, error)
+
+
+def _integer_error(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    if expected.dtype == torch.bool:
+        return (expected ^ actual).double() * 2
+    allowed = INT8_STEPS + 0.5 if expected.dtype == torch.int8 else 0.5
+    error = (expected.double() - actual.double()).abs() / allowed
+    undefined = expected == torch.iinfo(expected.dtype).min if expected.dtype.is_signed else torch.zeros_like(expected, dtype=torch.bool)
+    return torch.where(undefined, 0.0, error)
