@@ -75,3 +75,74 @@ def _integer_error(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor
     error = (expected.double() - actual.double()).abs() / allowed
     undefined = expected == torch.iinfo(expected.dtype).min if expected.dtype.is_signed else torch.zeros_like(expected, dtype=torch.bool)
     return torch.where(undefined, 0.0, error)
+
+
+DEVIATION = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.02}
+"""Largest root mean square of the differences over that of the values, of several operators after each other: single values differ more,
+where a router or a rounding step that is undecided goes the other way."""
+INTEGERS = 0.05
+"""Largest share of integers that differ: tokens and drafts, where two logits are as good as equal."""
+
+
+@dataclass
+class Deviation:
+    """Differences of one result over several steps.
+
+    Attributes:
+        difference, size: sums of squares, of the differences and of the values.
+        wrong, of: integers that differ, and all.
+    """
+
+    dtype: torch.dtype
+    difference: float = 0.0
+    size: float = 0.0
+    wrong: int = 0
+    of: int = 0
+
+    def add(self, expected: torch.Tensor, actual: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Adds the values of one step, of those elements that are defined, and in `where` if it is given."""
+        defined = ~expected.isnan() if expected.is_floating_point() else torch.ones_like(expected, dtype=torch.bool)
+        kept = defined if where is None else defined & where
+        a, b = expected[kept].double(), actual[kept].double()
+        if expected.is_floating_point():
+            # A value that is not finite on one side only is as wrong as can be.
+            same = (a == b) | ~(a.isfinite() | b.isfinite())
+            self.difference += float(torch.where(same, 0.0, a - b).pow(2).nan_to_num(float("inf"), posinf=float("inf")).sum())
+            self.size += float(torch.where(a.isfinite(), a, 0.0).pow(2).sum())
+        else:
+            self.wrong, self.of = self.wrong + int((a != b).sum()), self.of + len(a)
+
+    @property
+    def error(self) -> float:
+        """Over what is allowed."""
+        if self.of:
+            return self.wrong / self.of / INTEGERS
+        relative = (self.difference / max(self.size, 1e-30)) ** 0.5
+        return relative / DEVIATION.get(self.dtype, DEVIATION[torch.bfloat16])
+
+    def __str__(self) -> str:
+        if self.of:
+            return f"{self.wrong} of {self.of} integers differ; legal are at most {INTEGERS:.0%}"
+        limit = DEVIATION.get(self.dtype, DEVIATION[torch.bfloat16])
+        relative = (self.difference / max(self.size, 1e-30)) ** 0.5
+        return f"values differ by {relative:.3g} of their root mean square; legal is at most {limit:g}"
+
+
+class Deviations:
+    """Differences of named results over several steps; remembers the step after which each was first beyond what is allowed."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Deviation] = {}
+        self.first_step: dict[str, int] = {}
+
+    def add(self, step: int, name: str, expected: torch.Tensor, actual: torch.Tensor, where: torch.Tensor | None = None) -> None:
+        """Adds one result of one step."""
+        deviation = self.by_name.setdefault(name, Deviation(expected.dtype))
+        deviation.add(expected, actual, where)
+        if deviation.error > 1:
+            self.first_step.setdefault(name, step)
+
+    def beyond(self) -> list[str]:
+        """Names of results that differ by more than is allowed, the worst first."""
+        wrong = [name for name, deviation in self.by_name.items() if deviation.error > 1]
+        return sorted(wrong, key=lambda name: -self.by_name[name].error)
