@@ -58,7 +58,8 @@ def quantise_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 def _symmetric(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
     wide = weight.float()
     scale = (wide.abs().amax(-2) / largest).clamp(min=torch.finfo(torch.float32).eps)
-    return torch.round(wide / scale[..., None, :]).clamp(-largest - 1, largest), scale
+    # In place: a third tensor of this size would be the peak of what loading a weight needs.
+    return torch.div(wide, scale[..., None, :]).round_().clamp_(-largest - 1, largest), scale
 
 
 def pack_w4(values: torch.Tensor) -> torch.Tensor:

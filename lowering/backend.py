@@ -56,10 +56,14 @@ class Backend(Protocol):
     Attributes:
         name: the name in manifests and on the command line, and of its file or package.
         suffix: extension of its executables, without the dot; None where it has none.
+        host_bound: whether executables hold code of the processor that they are built on. Others open on a host of another architecture.
+        build_only: names in `versions` that decide the bytes of an executable, and not whether it opens.
     """
 
     name: str
     suffix: str | None
+    host_bound: bool = True
+    build_only: tuple[str, ...] = ()
 
     def lower(self, partitioned: Partitioned) -> Lowered:
         """The graph that this backend runs.

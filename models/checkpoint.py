@@ -1,9 +1,9 @@
-"""Reading the parameters of a model from a Hugging Face checkpoint, a few tensors at a time, and writing them to one."""
+"""Reading the parameters of a model, or a rank's shards of them, from a Hugging Face checkpoint, and writing them to one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,23 +13,26 @@ from safetensors.torch import save_file
 from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
-from .params import Param
+from .params import Param, Picked
 from .safetensors_files import DTYPES, SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
+from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
 __all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "save"]
 
 _PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
 _PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MAX_NAMES = 5
+BLOCK_BYTES = 16 * 1024**2
+"""Source tensors are read in blocks of about this size where their `Source.block_axis` allows it."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor on disk that fills `region` of a source tensor: all of it when `region` is ()."""
+    """A tensor on disk that fills `region` of a source tensor; it may lack leading dimensions, of which the region has one element."""
 
     name: str
     shape: tuple[int, ...]
-    region: tuple[int | slice, ...] = ()
+    region: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,35 @@ class _Recipe:
         return (piece for pieces in self.sources for piece in pieces)
 
 
+@dataclass(frozen=True)
+class _GroupParts:
+    """What is read of a group for one shard.
+
+    Attributes:
+        recipe: of the first parameter; the others are made from the same tensors.
+        sliced: the axes along which these tensors are sliced.
+        regions: what is read of each of them.
+    """
+
+    recipe: _Recipe
+    params: tuple[Param, ...]
+    shard: Shard
+    sliced: frozenset[str]
+    regions: tuple[Region, ...]
+
+    def joined(self, sources: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The parameters in order, each made from what was read, and sliced along the axes that its source tensors are not."""
+        together: dict[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = {}
+        for param in self.params:
+            join, place = param.source.join, remaining_slice(param.aval, self.shard, self.sliced)
+            if isinstance(join, Picked):
+                if join.together not in together:
+                    together[join.together] = join.together(*sources)
+                yield together[join.together][join.index][place]
+            else:
+                yield join(*sources)[place]
+
+
 class ParamReader:
     """Reads the parameters of a model from a checkpoint, in groups that are made from the same tensors on disk.
 
@@ -55,7 +87,8 @@ class ParamReader:
         params: tree of Param.
 
     Attributes:
-        groups: positions of parameters in the flattened tree; each position is in one group.
+        groups: positions of parameters in the flattened tree that are made from the same tensors in the same slices; each position is
+            in one group.
 
     Raises:
         CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before anything is read.
@@ -65,26 +98,57 @@ class ParamReader:
         self._table = _canonical(checkpoint)
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
         _check(checkpoint.directory, self._table, self._recipes)
-        groups: dict[tuple[str, ...], list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
-            groups.setdefault(recipe.param.source.names, []).append(position)
+            source = recipe.param.source
+            groups.setdefault((source.names, recipe.param.source_axes, source.block_axis), []).append(position)
         self.groups = tuple(map(tuple, groups.values()))
 
-    def read(self, group: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Reads the tensors of a group once; yields (position, parameter), contiguous and in its Param's dtype.
+    def read(self, group: Iterable[int], shard: Shard = WHOLE) -> Iterator[tuple[int, torch.Tensor]]:
+        """Reads the tensors of a group once; yields (position, a rank's shard of the parameter), contiguous and in its Param's dtype.
 
-        At any time only the tensors on disk and one parameter are in memory, if the caller keeps none.
+        Where the parameters declare the axes of their source tensors, only the rank's slices of these are read. At any time only what was
+        read and one parameter are in memory, if the caller keeps none; of parameters with a `block_axis` all of the group and one block.
+
+        Args:
+            group: positions of one group, or some of them.
+            shard: whose shard; by default the whole parameters.
 
         Raises:
             CheckpointError: a file changed since it was opened.
+            PartitionError: a parameter does not divide by the ranks.
         """
         positions = tuple(group)
-        first = self._recipes[positions[0]]
-        sources = [_assemble(shape, pieces, self._table) for shape, pieces in zip(first.param.source.shapes, first.sources, strict=True)]
-        for position in positions:
-            param = self._recipes[position].param
+        parts = self._parts_of(positions, shard)
+        block_axis, item_bytes = parts.recipe.param.source.block_axis, _item_bytes(parts.recipe, self._table)
+        blocks = block_ranges(parts.regions, item_bytes, BLOCK_BYTES) if block_axis else []
+        if block_axis and len(blocks) > 1:
+            shards = self._read_blocks(parts, blocks, block_axis)
+            yield from ((position, shards.pop(0)) for position in positions)
+            return
+        sources = self._read_sources(parts.recipe, parts.regions)
+        joined = parts.joined(sources)
+        for position, param in zip(positions, parts.params, strict=True):
             # Cast to the stored dtype; a parameter that is its source tensor as it stands is not copied.
-            yield position, param.source.join(*sources).to(param.aval.dtype).expand(param.aval.shape).contiguous()
+            yield position, next(joined).to(param.aval.dtype).expand(shard.shape(param.aval)).contiguous()
+
+    def _parts_of(self, positions: tuple[int, ...], shard: Shard) -> _GroupParts:
+        recipe, params = self._recipes[positions[0]], tuple(self._recipes[position].param for position in positions)
+        sliced = sliced_axes(params, shard)
+        axes = zip(recipe.param.source.shapes, recipe.param.source_axes, strict=True)
+        return _GroupParts(recipe, params, shard, sliced, tuple(source_region(shape, names, shard, sliced) for shape, names in axes))
+
+    def _read_blocks(self, parts: _GroupParts, blocks: Iterable[tuple[int, int]], axis: str) -> list[torch.Tensor]:
+        shards = [torch.empty(parts.shard.shape(param.aval), dtype=param.aval.dtype) for param in parts.params]
+        for begin, end in blocks:
+            sources = self._read_sources(parts.recipe, [narrowed(region, begin, end) for region in parts.regions])
+            for param, tensor, block in zip(parts.params, shards, parts.joined(sources), strict=True):
+                tensor.narrow(param.aval.axes.index(axis), begin, end - begin).copy_(block)
+            del sources, block  # frees them before the next block is read
+        return shards
+
+    def _read_sources(self, recipe: _Recipe, regions: Iterable[Region]) -> list[torch.Tensor]:
+        return [_assemble(region, pieces, self._table) for region, pieces in zip(regions, recipe.sources, strict=True)]
 
 
 def load(checkpoint: Checkpoint, params: Tree) -> Tree:
@@ -144,10 +208,14 @@ def _pieces(name: str, shape: tuple[int, ...], table: Mapping[str, TensorEntry])
     prefix, _, leaf = name.rpartition(".")
     parts = _PER_EXPERT.get(leaf, ()) if prefix.endswith(".experts") else ()
     if name in table or not any(f"{prefix}.0.{part}.weight" in table for part in parts):
-        return (_Piece(name, shape),)
+        return (_Piece(name, shape, tuple(slice(0, size) for size in shape)),)
     experts, rows = shape[0], shape[1] // len(parts)
     return tuple(
-        _Piece(f"{prefix}.{expert}.{part}.weight", (rows, *shape[2:]), (expert, slice(i * rows, (i + 1) * rows)))
+        _Piece(
+            f"{prefix}.{expert}.{part}.weight",
+            (rows, *shape[2:]),
+            (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), *(slice(0, size) for size in shape[2:])),
+        )
         for expert in range(experts)
         for i, part in enumerate(parts)
     )
@@ -172,15 +240,32 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
 
 
-def _assemble(shape: tuple[int, ...], pieces: tuple[_Piece, ...], table: Mapping[str, TensorEntry]) -> torch.Tensor:
-    """One tensor of a source; its pieces are read straight into their regions."""
-    if pieces[0].region == ():
-        return table[pieces[0].name].read()
-    whole = torch.empty(shape, dtype=DTYPES[table[pieces[0].name].dtype])
-    for piece in pieces:
-        region, entry = whole[piece.region], table[piece.name]
-        if DTYPES[entry.dtype] == whole.dtype:
-            entry.read_into(region)
-        else:
-            region.copy_(entry.read())
+def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:
+    return DTYPES[table[recipe.sources[0][0].name].dtype].itemsize
+
+
+def _assemble(region: Region, pieces: tuple[_Piece, ...], table: Mapping[str, TensorEntry]) -> torch.Tensor:
+    """What is read of one tensor of a source; pieces on disk are read straight into their places."""
+    whole = torch.empty(region_shape(region), dtype=DTYPES[table[pieces[0].name].dtype])
+    for source, target in boxes(region):
+        for piece in pieces:
+            if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(source, piece.region, strict=True)):
+                _read_piece(whole, source, target, piece, table[piece.name])
     return whole
+
+
+def _read_piece(whole: torch.Tensor, source: tuple[slice, ...], target: tuple[slice, ...], piece: _Piece, entry: TensorEntry) -> None:
+    """Reads the part of a piece that lies in a box: `source` in the source tensor, `target` in `whole`."""
+    common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(source, piece.region, strict=True)]
+    place = whole[tuple(_moved(part, to.start - at.start) for part, at, to in zip(common, source, target, strict=True))]
+    lacking = len(piece.region) - len(entry.shape)
+    region = [_moved(part, -at.start) for part, at in zip(common, piece.region, strict=True)][lacking:]
+    place = place[(0,) * lacking]
+    if place.is_contiguous() and DTYPES[entry.dtype] == whole.dtype:
+        entry.read_into(place, region)
+    else:
+        place.copy_(entry.read_slice(region))
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

@@ -13,7 +13,7 @@ from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
-from .params import Param, Source
+from .params import Param, Parts, Source
 from .variant import Variant
 
 
@@ -50,6 +50,7 @@ def swiglu_params(M: int, width: int, dtype: torch.dtype, prefix: str, axis: str
         ((width, M),) * 2,
         lambda g, u: torch.stack([g, u]),
         lambda x: tuple(x.unbind()),
+        ((axis, None),) * 2,
     )
     down = Source((prefix + "down_proj.weight",), ((M, width),))
     return Param(Aval((2, width, M), dtype, (None, axis, None)), gate_up), Param(Aval((M, width), dtype, (None, axis)), down)
@@ -81,14 +82,15 @@ def _expert_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, 
     M, E, F, form = cfg.hidden_size, cfg.num_experts, cfg.moe_intermediate_size, cfg.variant.experts
     names, wide, narrow = (prefix + "gate_up_proj", prefix + "down_proj"), (E, 2 * F, M), (E, M, F)
     if form == "plain":
-        fused = Source(names[:1], (wide,), lambda w: w.view(E, 2, F, M), lambda x: (x.reshape(wide),))
+        halves = ("experts", Parts("expert_ffn", (F, F)), None)
+        fused = Source(names[:1], (wide,), lambda w: w.view(w.shape[0], 2, -1, M), lambda x: (x.reshape(wide),), (halves,))
         return {
             "gate_up": Param(Aval((E, 2, F, M), dtype, ("experts", None, "expert_ffn", None)), fused),
             "down": Param(Aval(narrow, dtype, ("experts", None, "expert_ffn")), Source(names[1:], (narrow,))),
         }
     axes = ("experts", None, None)
     transposed = [
-        Param(Aval((E, K, N), dtype, axes), Source((name,), ((E, N, K),), _transpose, lambda x: (_transpose(x),)))
+        Param(Aval((E, K, N), dtype, axes), Source((name,), ((E, N, K),), _transpose, lambda x: (_transpose(x),), (axes,), "experts"))
         for name, K, N in ((names[0], M, 2 * F), (names[1], F, M))
     ]
     return {"gate_up": quant.grouped(transposed[0], form), "down": quant.grouped(transposed[1], form)}

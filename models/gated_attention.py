@@ -38,14 +38,16 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str) -> dict[str, Pa
 
     def join(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # By head: its keys, then its values.
-        heads = torch.stack([k.view(G, D, M), v.view(G, D, M)], 1)
+        heads = torch.stack([k.view(-1, D, M), v.view(-1, D, M)], 1)
         return heads.repeat_interleave(copies, 0).reshape(-1, M)
 
     def split(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(part.reshape(G * D, M) for part in kv.view(G, copies, 2, D, M)[:, 0].unbind(1))
 
     q = Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((prefix + "q_proj.weight",), ((2 * H * D, M),)))
-    kv_source = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join, split)
+    # Ranks that share a head read it whole.
+    heads = ("kv_heads" if copies == 1 else None, None)
+    kv_source = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join, split, (heads,) * 2)
     return {
         "q": quantise(q),
         "kv": quantise(Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv_source)),

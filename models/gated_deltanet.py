@@ -11,7 +11,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import sequence_parallel
 from .batch import Batch
-from .params import Param, Source
+from .params import Param, Parts, Source
 from .variant import Variant
 
 PREFILL_CHUNK, LONG_CHUNK = 32, 64
@@ -54,16 +54,18 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
     qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
+    by_head = Parts("delta_heads", tuple(Hk * size for size in rows[:3]))
 
-    def group(*parts: torch.Tensor) -> torch.Tensor:
-        """Rows ordered by part, then key head -> by key head, then part."""
-        return torch.cat([part.reshape(Hk, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
+    def group(sizes: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
+        """Rows ordered by part, then key head -> by key head, then part. A rank has some heads; each has `sizes` rows of the parts."""
+        return torch.cat([part.reshape(-1, size, part.shape[-1]) for size, part in zip(sizes, parts, strict=True)], 1).flatten(0, 1)
 
     def ungroup(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(Hk, -1, x.shape[-1]).split(sizes, 1))
 
     def by_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.split([Hk * size for size in rows[:3]]))
+        key_heads = len(x) // sum(rows[:3])
+        return tuple(x.split([key_heads * size for size in rows[:3]]))
 
     def split_qkvz(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *parts, gate = ungroup(x, rows)
@@ -75,14 +77,19 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
             Source(
                 (prefix + "in_proj_qkv.weight", prefix + "in_proj_z.weight"),
                 ((qkv, M), (z, M)),
-                lambda qkv, z: group(*by_part(qkv), z),
+                lambda qkv, z: group(rows, *by_part(qkv), z),
                 split_qkvz,
+                ((by_head, None), heads),
             ),
         ),
         "ba": Param(
             Aval((2 * Hv, M), dtype, heads),
             Source(
-                (prefix + "in_proj_b.weight", prefix + "in_proj_a.weight"), ((Hv, M),) * 2, group, lambda x: ungroup(x, (Hv // Hk,) * 2)
+                (prefix + "in_proj_b.weight", prefix + "in_proj_a.weight"),
+                ((Hv, M),) * 2,
+                lambda b, a: group((Hv // Hk,) * 2, b, a),
+                lambda x: ungroup(x, (Hv // Hk,) * 2),
+                (heads,) * 2,
             ),
         ),
         "conv": Param(
@@ -90,8 +97,9 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
             Source(
                 (prefix + "conv1d.weight",),
                 ((qkv, 1, taps),),
-                lambda w: group(*by_part(w.flatten(1))),
+                lambda w: group(rows[:3], *by_part(w.flatten(1))),
                 lambda x: (torch.cat(ungroup(x, rows[:3])).unsqueeze(1),),
+                ((by_head, None, None),),
             ),
         ),
         "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "A_log",), ((Hv,),)), "zeros"),

@@ -21,6 +21,44 @@ def _alone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """A dimension that consists of parts, one behind the other, each of which is split over the ranks by itself.
+
+    Attributes:
+        axis: logical axis of every part.
+        sizes: sizes of the parts; their sum is the size of the dimension.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A join that is one result of a function that makes several parameters of the same tensors, such as a weight and its scale.
+
+    Who reads these parameters together calls `together` once for all of them.
+
+    Attributes:
+        index: of the result.
+    """
+
+    together: Callable[..., tuple[torch.Tensor, ...]]
+    index: int
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.together(*tensors)[self.index]
+
+
+SourceAxis = str | Parts | None
+
+
+def axis_name(axis: SourceAxis) -> str | None:
+    """The logical axis of a dimension of a source tensor."""
+    return axis.axis if isinstance(axis, Parts) else axis
+
+
+@dataclass(frozen=True)
 class Source:
     """The tensors of a Hugging Face checkpoint that a parameter is made from.
 
@@ -29,12 +67,18 @@ class Source:
         shapes: their shapes on disk.
         join: those tensors -> the parameter.
         split: the parameter -> those tensors; the inverse of join.
+        axes: for each tensor the logical axis of each dimension, where `join` of a rank's slices along these axes is the rank's slice of
+            the parameter: a rank need not read the rest. A dimension with None is read whole.
+        block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
+            tensors alone: a large parameter is read and joined in blocks along it.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     join: Callable[..., torch.Tensor] = _single
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _alone
+    axes: tuple[tuple[SourceAxis, ...], ...] | None = None
+    block_axis: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +95,18 @@ class Param:
     aval: Aval
     source: Source
     init: str = "normal"
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the parameter is its source tensor as it stands."""
+        return self.source.join is _single and self.source.shapes == (self.aval.shape,)
+
+    @property
+    def source_axes(self) -> tuple[tuple[SourceAxis, ...], ...]:
+        """Logical axes of the source tensors: those that `Source.axes` declares, and the parameter's own where it is its source tensor."""
+        if self.source.axes is not None:
+            return self.source.axes
+        return (self.aval.axes,) if self.is_source else tuple((None,) * len(shape) for shape in self.source.shapes)
 
 
 def avals(params: Tree) -> Tree:

@@ -10,7 +10,7 @@ from ..graphs import ops
 from ..graphs.errors import ModelError
 from ..graphs.quantise import quantise_w4, quantise_w8
 from ..graphs.types import Aval, Tree
-from .params import Param, Source
+from .params import Param, Picked, Source, axis_name
 
 Quantise = Callable[[Param], Tree]
 
@@ -31,9 +31,15 @@ def _plain(param: Param) -> Tree:
 def _w8a8(param: Param) -> Tree:
     (rows, columns), (out, contracted) = param.aval.shape, param.aval.axes
     join = param.source.join
+    weight, scale = Aval((columns, rows), torch.int8, (contracted, out)), Aval((rows,), torch.float32, (out,))
+    block_axis = out if param.is_source else None
+
+    def quantised(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantise_w8(join(*tensors).t())
+
     return {
-        "weight": _derived(param, Aval((columns, rows), torch.int8, (contracted, out)), lambda *t: quantise_w8(join(*t).t())[0]),
-        "scale": _derived(param, Aval((rows,), torch.float32, (out,)), lambda *t: quantise_w8(join(*t).t())[1]),
+        "weight": _derived(param, weight, Picked(quantised, 0), contracted, block_axis),
+        "scale": _derived(param, scale, Picked(quantised, 1), contracted, block_axis),
     }
 
 
@@ -51,22 +57,30 @@ def grouped(param: Param, form: str) -> dict[str, Param]:
     E, K, N = param.aval.shape
     axes, join = param.aval.axes, param.source.join
     scales = (axes[0], axes[2])
+
     if form == "grouped":
         return {"weight": param}
     if form == "w8a8":
-        return {
-            "weight": _derived(param, Aval((E, K, N), torch.int8, axes), lambda *t: quantise_w8(join(*t))[0]),
-            "scale": _derived(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w8(join(*t))[1]),
+        declared = {"weight": Aval((E, K, N), torch.int8, axes), "scale": Aval((E, N), torch.float32, scales)}
+    else:
+        declared = {
+            "weight": Aval((E, K, N // 8), torch.int32, axes),
+            "scale": Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])),
+            "assist": Aval((E, N), torch.float32, scales),
         }
-    return {
-        "weight": _derived(param, Aval((E, K, N // 8), torch.int32, axes), lambda *t: quantise_w4(join(*t))[0]),
-        "scale": _derived(param, Aval((E, 1, N), torch.int64, (axes[0], None, axes[2])), lambda *t: quantise_w4(join(*t))[1]),
-        "assist": _derived(param, Aval((E, N), torch.float32, scales), lambda *t: quantise_w4(join(*t))[2]),
-    }
+
+    def quantised(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantise_w8(join(*tensors)) if form == "w8a8" else quantise_w4(join(*tensors))
+
+    block_axis = param.source.block_axis
+    avals = enumerate(declared.items())
+    return {name: _derived(param, aval, Picked(quantised, index), axes[1], block_axis) for index, (name, aval) in avals}
 
 
-def _derived(param: Param, aval: Aval, join: Callable[..., torch.Tensor]) -> Param:
-    return Param(aval, Source(param.source.names, param.source.shapes, join, _one_way), "quantised")
+def _derived(param: Param, aval: Aval, join: Callable[..., torch.Tensor], contracted: str | None, block_axis: str | None) -> Param:
+    # A scale needs the whole contraction, so that no rank may slice the sources along it.
+    axes = tuple(tuple(None if axis_name(axis) == contracted else axis for axis in each) for each in param.source_axes)
+    return Param(aval, Source(param.source.names, param.source.shapes, join, _one_way, axes, block_axis), "quantised")
 
 
 def _one_way(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

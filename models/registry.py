@@ -31,6 +31,7 @@ class ModelSource:
         tokenizer: its tokenizer.json, or None where there is none.
         eos_ids: token ids that end a response; empty where no file names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
+        chat_template: text of its chat template, in Jinja, or None where there is none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelSource:
     tokenizer: Path | None
     eos_ids: tuple[int, ...]
     text: str
+    chat_template: str | None = None
 
     @property
     def max_position_embeddings(self) -> int:
@@ -56,7 +58,7 @@ def find(name_or_path: str | Path) -> ModelSource:
 
     Raises:
         UnknownModel: when it is neither, or config.json names a model type that no family here serves.
-        ConfigError: when config.json or generation_config.json is malformed, naming the field.
+        ConfigError: when config.json, generation_config.json or tokenizer_config.json is malformed, naming the field.
     """
     name = str(name_or_path)
     if name in PRESETS:
@@ -109,8 +111,9 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
 def _from_directory(name: str, directory: Path) -> ModelSource:
     values = read_json(directory / "config.json")
     model = from_config(name, values, str(directory / "config.json"))
-    tokenizer = directory / "tokenizer.json"
-    return ModelSource(name, model, directory, tokenizer if tokenizer.is_file() else None, _eos_ids(directory, values), _text(values))
+    file = directory / "tokenizer.json"
+    tokenizer = file if file.is_file() else None
+    return ModelSource(name, model, directory, tokenizer, _eos_ids(directory, values), _text(values), _chat_template(directory))
 
 
 def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -128,6 +131,27 @@ def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
                 raise ConfigError(f"{source.where}: eos_token_id is {value!r}; expected a token id or a list of them")
             return tuple(ids)
     return ()
+
+
+def _chat_template(directory: Path) -> str | None:
+    """From chat_template.jinja, which transformers prefers, or tokenizer_config.json; of several the one named default."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read as UTF-8 text: {error}") from None
+    value = read_json(config).get("chat_template") if config.is_file() else None
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        named = {str(entry["name"]): entry["template"] for entry in value}
+    except (TypeError, KeyError):
+        raise ConfigError(f"{config}: chat_template is {value!r}; expected a text, or a list of objects with name and template") from None
+    default = named.get("default")
+    if default is not None and not isinstance(default, str):
+        raise ConfigError(f"{config}: the chat_template named default is {default!r}; expected a text")
+    return default
 
 
 def _text(values: Mapping[str, Any]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,11 @@ LARGEST_CONTENT_DIGEST_BYTES = 2 * 1024**3
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Dtypes that are numbers as they stand, by their code in a file; all others need scales or are no weights."""
 
+STORED_DTYPES = {**DTYPES, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+"""Those and the dtypes of quantised parameters."""
+
 _MIB = 1024**2
+_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -53,28 +59,45 @@ class TensorEntry:
         Raises:
             CheckpointError: the file changed since its header was read.
         """
-        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
-        self.read_into(tensor)
+        return self.read_slice(tuple(slice(0, size) for size in self.shape))
+
+    def read_slice(self, region: Sequence[slice]) -> torch.Tensor:
+        """A part of the tensor, in memory of its own; nothing else of it is read.
+
+        Args:
+            region: of each dimension the part that is read; steps are 1.
+
+        Raises:
+            CheckpointError: the file changed since its header was read.
+        """
+        bounds = [part.indices(size)[:2] for part, size in zip(region, self.shape, strict=True)]
+        tensor = torch.empty([end - begin for begin, end in bounds], dtype=STORED_DTYPES[self.dtype])
+        self.read_into(tensor, region)
         return tensor
 
-    def read_into(self, target: torch.Tensor) -> None:
-        """Reads the tensor into a contiguous one of its shape and dtype, without a copy in between.
+    def read_into(self, target: torch.Tensor, region: Sequence[slice] | None = None) -> None:
+        """Reads the tensor, or a part of it, into a contiguous one of that shape and its dtype, without a copy in between.
 
         Mapping the file would be shorter, but mapped pages count as resident memory until the kernel takes them back.
 
         Raises:
             CheckpointError: the file changed since its header was read.
         """
-        buffer = bytes_of(target)
+        buffer, item_bytes = bytes_of(target), target.element_size()
         try:
             with self.file.open("rb", buffering=0) as stream:
-                stream.seek(self.begin)
-                while buffer and (count := stream.readinto(buffer)):
-                    buffer = buffer[count:]
+                for first, count in _runs(self.shape, region or [slice(None)] * len(self.shape)):
+                    run, buffer = buffer[: count * item_bytes], buffer[count * item_bytes :]
+                    self._read_run(stream.fileno(), self.begin + first * item_bytes, run)
         except OSError as error:
             raise CheckpointError(f"{self.file}: cannot be read any more: {error}") from None
-        if buffer:
-            raise CheckpointError(f"{self.file}: ends {len(buffer)} bytes before the end of {self.name}; it was longer when it was opened")
+
+    def _read_run(self, descriptor: int, offset: int, run: memoryview) -> None:
+        while run and (count := os.preadv(descriptor, [run], offset)):
+            run, offset = run[count:], offset + count
+        if run:
+            lacking = self.end - offset
+            raise CheckpointError(f"{self.file}: ends {lacking} bytes before the end of {self.name}; it was longer when it was opened")
 
 
 @dataclass(frozen=True)
@@ -106,7 +129,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with {SINGLE}")
     if (directory / SINGLE).exists():
-        entries = _entries(directory / SINGLE)
+        entries = entries_of(directory / SINGLE)
         return Checkpoint(directory, (directory / SINGLE,), entries)
     if not (directory / INDEX).exists():
         there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
@@ -116,7 +139,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     files = tuple(directory / name for name in sorted(set(weight_map.values())))
     for file in files:
         # Where two shards hold the same name the index decides; a tensor that the index omits is still taken.
-        tensors.update((name, entry) for name, entry in _entries(file).items() if weight_map.get(name, file.name) == file.name)
+        tensors.update((name, entry) for name, entry in entries_of(file).items() if weight_map.get(name, file.name) == file.name)
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise CheckpointError(f"{directory / INDEX}: says {name} is in {file_name}, which does not hold it")
@@ -142,7 +165,12 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _entries(file: Path) -> dict[str, TensorEntry]:
+def entries_of(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        CheckpointError: the file is absent, truncated or corrupt.
+    """
     try:
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
@@ -157,7 +185,7 @@ def _entries(file: Path) -> dict[str, TensorEntry]:
                 begin = end
             return entries
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file, though {INDEX} names it") from None
+        raise CheckpointError(f"{file}: no such file{f', though {INDEX} names it' if (file.parent / INDEX).exists() else ''}") from None
     except (SafetensorError, OSError) as error:
         size = f"; the file has {file.stat().st_size} bytes" if file.is_file() else ""
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {error}{size}") from None
@@ -175,10 +203,10 @@ def _short(value: object) -> str:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """Identity of weights and config.json: `content:` or `header:` and 64 hex digits.
+    """Identity of weights and config.json, equal for a copy: `content:` or `outline:` and 64 hex digits.
 
-    `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `header:` hashes each file's
-    header, size, modification time, first and last MiB instead: this detects a rewritten file, but not silent corruption.
+    `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `outline:` hashes each file's
+    size, header, first and last MiB and 64 blocks of 64 KiB at even distances: other weights differ in them, a damaged byte may not.
 
     Raises:
         CheckpointError: when a file disappeared since the checkpoint was opened.
@@ -192,7 +220,7 @@ def digest(checkpoint: Checkpoint) -> str:
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read any more: {error}") from None
         total.update(f"{file.name} {file_digest}\n".encode())
-    return f"{'content' if small else 'header'}:{total.hexdigest()}"
+    return f"{'content' if small else 'outline'}:{total.hexdigest()}"
 
 
 def _hash_file(file: Path, read: Callable[[Path, Callable[[bytes], None]], None]) -> str:
@@ -209,9 +237,27 @@ def _whole(file: Path, update: Callable[[bytes], None]) -> None:
 
 def _outline(file: Path, update: Callable[[bytes], None]) -> None:
     with file.open("rb") as stream:
-        status = file.stat()
+        size = os.fstat(stream.fileno()).st_size
         header_bytes = int.from_bytes(stream.read(8), "little")
-        update(f"{status.st_size} {status.st_mtime_ns} ".encode())
-        for begin, count in ((0, 8 + header_bytes), (0, _MIB), (max(0, status.st_size - _MIB), _MIB)):
+        update(f"{size} ".encode())
+        samples = [(size * i // _SAMPLES, _SAMPLE_BYTES) for i in range(_SAMPLES)]
+        for begin, count in ((0, 8 + header_bytes), (0, _MIB), *samples, (max(0, size - _MIB), _MIB)):
             stream.seek(begin)
             update(stream.read(count))
+
+
+def _runs(shape: tuple[int, ...], region: Sequence[slice]) -> Iterator[tuple[int, int]]:
+    """(first element, number of elements) of every stretch of a region that is contiguous in a tensor of that shape, in order."""
+    bounds = [part.indices(size)[:2] for part, size in zip(region, shape, strict=True)]
+    inner, dims = 1, len(shape)
+    while dims and bounds[dims - 1] == (0, shape[dims - 1]):
+        dims -= 1
+        inner *= shape[dims]
+    if dims == 0:
+        yield 0, inner
+        return
+    # The last dimension that is not whole: what is read of it is contiguous, with all that is inside it.
+    begin, end = bounds[dims - 1]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(dims - 1)]
+    for outer in itertools.product(*(range(*bounds[dim]) for dim in range(dims - 1))):
+        yield sum(i * stride for i, stride in zip(outer, strides, strict=True)) + begin * inner, (end - begin) * inner

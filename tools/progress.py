@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TextIO
 
 from tqdm import tqdm
@@ -13,6 +13,12 @@ from tqdm import tqdm
 # One process draws all bars, so a lock across processes is not needed; nor is tqdm's monitor thread, which forks would inherit.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
+
+BAR_BYTES = 2**28
+"""Less than this is read without a bar."""
+
+BAR_STEPS = 20
+MB = 10**6
 
 
 class Progress:
@@ -39,6 +45,12 @@ class Progress:
         with tqdm(total=total, desc=title, file=self.stream, disable=self.quiet or not self.stream.isatty(), dynamic_ncols=True) as drawn:
             yield Bar(self, title, total, drawn)
 
+    @contextmanager
+    def byte_bar(self, title: str, total: int) -> Iterator[ByteBar]:
+        """A bar over bytes, in steps of a twentieth; none where there are less than 256 MiB."""
+        with self.bar(title, total // MB) if total >= BAR_BYTES else nullcontext() as bar:
+            yield ByteBar(bar, total)
+
 
 class Bar:
     """One bar; `step` advances it."""
@@ -55,3 +67,17 @@ class Bar:
         else:
             self._drawn.set_postfix_str(note, refresh=False)
             self._drawn.update(count)
+
+
+class ByteBar:
+    """A bar that counts bytes; nothing is shown where it has none."""
+
+    def __init__(self, bar: Bar | None, total: int) -> None:
+        self._bar, self._total, self._done, self._shown = bar, total, 0, 0
+
+    def add(self, nbytes: int) -> None:
+        """Advances by a number of bytes."""
+        self._done += nbytes
+        if self._bar and self._done * BAR_STEPS // self._total > self._shown * BAR_STEPS // self._total:
+            self._bar.step("MB", self._done // MB - self._shown // MB)
+            self._shown = self._done

@@ -6,6 +6,7 @@ graphs/<digest>.pt2          its executable, once compiled (.ge: its GE graph)
 stages/<digest>.json.z       texts of its stages
 weights/<digest>.safetensors parameters, named as the graphs' operands
 tokenizer/<digest>.json      tokenizer.json of the checkpoint
+tokenizer/<digest>.jinja     its chat template
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ...graphs.errors import ArtifactError, ArtifactMissing, ArtifactStale, ArtifactTampered
+from ..backend import backend
 from ..toolchain import differences, missing_features
 from .lock import exclusive
 from .manifest import FileRecord, GraphEntry, Manifest, decode, encode
@@ -81,7 +83,8 @@ class Artifact:
         """
         if not any(entry.compiled for entry in self.manifest.graphs):
             return
-        changed = differences(self.manifest.toolchain)
+        chosen = backend(self.manifest.backend)
+        changed = differences(self.manifest.toolchain, host_bound=chosen.host_bound, build_only=chosen.build_only)
         if changed:
             text = "; ".join(f"{name} was {built!r} and is {running!r}" for name, built, running in changed)
             raise ArtifactStale(f"{self.path} was built elsewhere: {text}; build it again here")

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .convert import shape_of
-from .ge_file import GeFile, decode, parse, patched
-from .inspect_ge import shape
+from .convert import GE_DTYPES, shape_of
+from .ge_file import GeFile, decode, messages, parse, patched
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
@@ -56,7 +55,7 @@ class GeEngine:
 
     graph: Callable[..., Any]
     initialize: Callable[[dict[str, str]], None]
-    update_constants: Callable[[Any, Sequence[torch.Tensor]], None]
+    update_constants: Callable[[Any, Sequence[torch.Tensor | None]], None]
     update_formats: Callable[[Any, Sequence[torch.Tensor]], None]
     device: str = "npu"
     place: Callable[[torch.Tensor], str] = lambda tensor: tensor.device.type
@@ -194,13 +193,18 @@ def _check_declared(ge_file: GeFile, fed: Sequence[torch.Tensor], engine: GeEngi
     for op in parse(ge_file.graph).graph[0].op:
         if op.type != "Data":
             continue
-        operand, declared = fed[op.attr["index"].i], shape(op.output_desc[0])
+        operand, declared = fed[op.attr["index"].i], op.output_desc[0]
         if (place := engine.place(operand)) != engine.device:
             raise LoweringError(f"operand {op.name} is on {place}; legal is {engine.device}")
-        if shape_of(operand) != declared:
-            raise LoweringError(f"operand {op.name} is {shape_of(operand)}; the graph takes {declared}")
+        dtype, sizes = messages().DataType.Name(declared.dtype), list(declared.shape.dim)
+        if (_ge_name(operand.dtype), list(operand.shape)) != (dtype, sizes):
+            raise LoweringError(f"operand {op.name} is {shape_of(operand)}; the graph takes {dtype} {sizes}")
         if not operand.is_contiguous():
             raise LoweringError(f"operand {op.name} has strides {operand.stride()}; legal is contiguous")
+
+
+def _ge_name(dtype: torch.dtype) -> str:
+    return GE_DTYPES[dtype][0] if dtype in GE_DTYPES else f"DT_{str(dtype).removeprefix('torch.').upper()}"
 
 
 def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str] | None = None) -> GeExecutable:

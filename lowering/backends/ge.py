@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 class Ge(Backend):
-    """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported."""
+    """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
+
+    A GE graph names operators and no processor: what is built on x86-64 opens on aarch64. torchair of the same torch_npu must load it,
+    with the torch of that release; the packages that torchair used to convert it are done with.
+    """
 
     name = "ge"
     suffix = "ge"
+    host_bound = False
+    build_only = tuple(name for name in harness.DISTRIBUTIONS if name != "torch_npu")
 
     def __init__(self) -> None:
         self._loaded: harness.Torchair | None = None

@@ -7,9 +7,8 @@ groups of one rank and registers them under these names. `torch.distributed` its
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import (
@@ -25,24 +24,16 @@ from torch.distributed.distributed_c10d import GroupName
 from ...graphs.types import DISPATCH, Mesh
 from .control_plane import RankError
 
+MakeGroup = Callable[[str, tuple[int, ...], int, Store, str, float], ProcessGroup]
+"""Makes one process group; all its ranks call it at the same time. Raises RuntimeError where they do not connect. Its arguments:
 
-class MakeGroup(Protocol):
-    """Makes one process group; all its ranks call it at the same time."""
-
-    def __call__(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:
-        """The group of these ranks.
-
-        Args:
-            name: symbol of the group; with the first of `ranks` it is unique among the groups of a mesh.
-            ranks: numbers among all ranks; `rank`, this process's, is one of them.
-            store: shared by these ranks, used by nothing else.
-            address: of this machine, as the other ranks reach it.
-            timeout_s: how long a collective waits for the slowest rank.
-
-        Raises:
-            RuntimeError: the ranks do not connect.
-        """
-        ...
+- name: symbol of the group; with the first of the ranks it is unique among the groups of a mesh.
+- ranks: of the group, as numbers among all ranks.
+- rank: number of this process among all; one of `ranks`.
+- store: shared by these ranks, used by nothing else.
+- address: of this machine, as the other ranks reach it.
+- timeout_s: how long a collective waits for the slowest rank.
+"""
 
 
 def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Store, address: str, timeout_s: float) -> ProcessGroup:

@@ -10,6 +10,7 @@ import torch
 
 import npucompile
 from npucompile.lowering import toolchain as module
+from npucompile.lowering.backend import Backend, backend
 from npucompile.lowering.toolchain import differences, missing_features, toolchain
 
 
@@ -42,6 +43,23 @@ def test_what_only_some_backends_build_with_is_compared_with_what_is_installed(m
 
     monkeypatch.setattr(module.importlib.metadata, "version", absent)
     assert differences({**toolchain(), "torch_npu": "2.13.0"}) == [("torch_npu", "2.13.0", "not installed")]
+
+
+def test_what_knows_no_processor_opens_on_another_and_only_with_the_torch_npu_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ge, inductor = backend("ge"), backend("inductor")
+    there = {"torch_npu": "2.13.0", "protobuf": "6.0", "numpy": "2.0"}
+    monkeypatch.setattr(module, "_installed", there.__getitem__)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    built = {**toolchain(), **there, "machine": "x86_64", "torch": "2.13.0+cpu", "protobuf": "5.0", "numpy": "1.26"}
+
+    def of(chosen: Backend, built: dict[str, str]) -> list[tuple[str, str, str]]:
+        return differences(built, host_bound=chosen.host_bound, build_only=chosen.build_only)
+
+    assert of(ge, built) == []
+    assert of(ge, {**built, "torch_npu": "2.12.0"}) == [("torch_npu", "2.12.0", "2.13.0")]
+    assert of(ge, {**built, "torch": "2.12.0+cpu"}) == [("torch", "2.12.0", "2.13.0")]
+    assert [name for name, *_ in of(inductor, built)] == ["machine", "numpy", "protobuf", "torch"]
 
 
 def test_features_of_this_cpu_are_not_missing() -> None:

@@ -133,7 +133,7 @@ def test_each_tensor_is_read_once_and_into_memory_of_its_own(tmp_path, monkeypat
     else:
         write(tmp_path, {**state_dict(random), "model.visual.x": torch.ones(100)}, 2)
     read_into = TensorEntry.read_into
-    monkeypatch.setattr(TensorEntry, "read_into", lambda entry, target: names.append(entry.name) or read_into(entry, target))
+    monkeypatch.setattr(TensorEntry, "read_into", lambda entry, *place: names.append(entry.name) or read_into(entry, *place))
     loaded = load(tmp_path, random)
     stored = set(checkpoint.open_checkpoint(tmp_path).tensors)
     assert sorted(names) == sorted(stored - {"model.visual.x"})

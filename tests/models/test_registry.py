@@ -69,6 +69,30 @@ def test_a_directory_without_a_tokenizer_has_none(directory):
     assert registry.find(directory(config=TINY)).tokenizer is None
 
 
+@pytest.mark.parametrize(
+    ("config", "text", "expected"),
+    [
+        (None, None, None),
+        ({}, None, None),
+        ({"chat_template": "a"}, None, "a"),
+        ({"chat_template": "a"}, "b", "b"),
+        ({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}, None, "d"),
+        ({"chat_template": [{"name": "tool_use", "template": "t"}]}, None, None),
+    ],
+)
+def test_a_chat_template_is_a_file_or_a_field(directory, config, text, expected):
+    path = directory(config=TINY, **({} if config is None else {"tokenizer_config": config}))
+    if text is not None:
+        (path / "chat_template.jinja").write_text(text)
+    assert registry.find(path).chat_template == expected
+
+
+@pytest.mark.parametrize("value", [3, ["a"], [{"name": "default"}], [{"name": "default", "template": 1}], {"default": "a"}])
+def test_a_malformed_chat_template_is_named(directory, value):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*expected a text"):
+        registry.find(directory(config=TINY, tokenizer_config={"chat_template": value}))
+
+
 @pytest.mark.parametrize("trailing", ["", "/", "/."])
 def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
     assert registry.find(f"{directory(config=TINY)}{trailing}").name == "some-model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -189,27 +190,55 @@ def test_a_digest_covers_config_and_every_shard(single, sharded):
     assert len(digests) == 3
 
 
-def test_a_large_checkpoint_is_known_by_headers_sizes_times_and_ends(single, monkeypatch):
+def test_a_large_checkpoint_is_known_by_sizes_headers_and_samples(tmp_path, monkeypatch):
+    """A copy has the same digest; a byte between the samples is not noticed."""
     monkeypatch.setattr(safetensors_files, "LARGEST_CONTENT_DIGEST_BYTES", 64)
     monkeypatch.setattr(safetensors_files, "_MIB", 4)
-    file, before = single / "model.safetensors", digest(single)
-    status = file.stat()
-    assert before.startswith("header:")
-    assert digest(single) == before
+    monkeypatch.setattr(safetensors_files, "_SAMPLE_BYTES", 2)
+    path = tmp_path / "large"
+    path.mkdir()
+    save_file({"w": torch.arange(4096, dtype=torch.float32)}, path / "model.safetensors", metadata={"format": "pt"})
+    file, before = path / "model.safetensors", digest(path)
+    assert before.startswith("outline:")
     original = file.read_bytes()
+    sampled = [len(original) * i // 64 for i in range(64)]
+    copy = shutil.copytree(path, tmp_path / "copy")
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    assert digest(copy) == before
     digests = {before}
-    for at, noticed in ((-1, True), (-9, False), (12, True)):
-        content = bytearray(original)
-        content[at] = 0x20 if at == 12 else content[at] ^ 1
-        if at == 12:
-            content = bytearray(original.replace(b'"pt"', b'"PT"'))
-        file.write_bytes(content)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (digest(single) not in digests) == noticed
-        digests.add(digest(single))
-    file.write_bytes(original)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    assert digest(single) not in digests
+    places = [(at, True) for at in (len(original) - 1, sampled[20], sampled[63] + 1)] + [(sampled[20] + 2, False), (sampled[40] - 1, False)]
+    for at, noticed in places:
+        file.write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
+        assert (digest(path) not in digests) == noticed, at
+        digests.add(digest(path))
+    for changed in (original.replace(b'"pt"', b'"PT"'), original):
+        file.write_bytes(changed)
+        assert (digest(path) == before) == (changed == original)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        (slice(0, 3), slice(0, 4), slice(0, 5)),
+        (slice(1, 2), slice(0, 4), slice(0, 5)),
+        (slice(0, 3), slice(1, 3), slice(0, 5)),
+        (slice(1, 3), slice(2, 4), slice(1, 4)),
+        (slice(0, 3), slice(0, 4), slice(4, 5)),
+        (slice(1, 1), slice(0, 4), slice(0, 5)),
+    ],
+)
+def test_a_part_is_read_alone(tmp_path, monkeypatch, region):
+    """No byte beside the part is read, and neighbouring bytes are read at once."""
+    whole, read = torch.arange(60, dtype=torch.bfloat16).view(3, 4, 5), []
+    save_file({"before": torch.ones(7), "w": whole}, tmp_path / "model.safetensors")
+    entry = safetensors_files.open_checkpoint(tmp_path).tensors["w"]
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read.append((at, len(buffers[0]))) or preadv(file, buffers, at))
+    part = entry.read_slice(region)
+    assert part.dtype == whole.dtype
+    assert torch.equal(part, whole[region])
+    assert sum(count for _, count in read) == part.nbytes
+    assert all(at + count < after for (at, count), (after, _) in itertools.pairwise(read))
 
 
 def test_a_file_that_vanished_is_named(single):

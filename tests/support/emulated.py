@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,47 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
+from npucompile.lowering.ascend.emulator.emulated_graph import DONATIONS
+from npucompile.lowering.ascend.emulator.ge_program import parsed_shape
+from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
+
+from . import ge_calls as gc
+
+WAIT_S = 30.0
+"""Longer than anything here takes."""
+
+
+class DeviceGraph(gc.Hand):
+    """A ModelDef under construction, with all that a device needs to know of operands and outputs."""
+
+    def operand(self, index: int, meta: str, name: str = "") -> str:
+        """A `Data` operator; returns its tensor."""
+        tensor = self.op("Data", {}, name or f"x{index}", [meta], index=index)
+        dtype, sizes = parsed_shape(meta) or (None, ())
+        for desc in (self.model.graph[0].op[-1].output_desc[0], self.model.graph[0].op[-1].input_desc.add(name="x")):
+            desc.dtype = messages().DataType.Value(gc.GE_DTYPES[dtype][0])
+            desc.shape.dim.extend(sizes)
+        return tensor
+
+    def file(self, *results: str, inputs: int = 1, donations: Any = (), bound: Any = (), patches: Any = (), **engine: str) -> GeFile:
+        """The GE file; `donations` are (output, operand), and outputs without one come first."""
+        self.model.graph[0].attr["_output_dtypes"].list.i.extend([0] * len(results))
+        graph = self.model_with(*results).SerializeToString()
+        options = {DONATIONS: "|".join(f"{operand},{output}" for output, operand in donations)}
+        return GeFile(graph, options, tuple(donations), tuple(bound), inputs, len(results) - len(donations), tuple(patches), None, engine)
+
+
+def opened(device: EmulatedDevice, ge_file: GeFile, path: Any, rank: int = 0, communicators: Mapping[str, str] | None = None) -> Any:
+    """A GE file as the device's executable; `path` is a directory to write it to."""
+    where = path / f"rank{rank}-{time.monotonic_ns()}.ge"
+    where.write_bytes(encode(ge_file))
+    return device.open(where, rank, communicators or {})
+
+
+def on_device(device: EmulatedDevice, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a host tensor in the device's memory."""
+    return device.empty(value.shape, value.dtype).copy_(value)
 
 
 def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Any, timeout_s: float) -> Any:
@@ -24,6 +66,19 @@ def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Any, timeout_s: fl
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
+
+
+def on_devices(mesh: Mesh, work: Callable[[EmulatedDevice, int, Mapping[str, str]], Any], timeout_s: float = WAIT_S) -> list[Any]:
+    """Runs `work(device, rank, communicators)` for every rank on a thread and a device of its own."""
+
+    def run(rank: int, groups: Mapping[str, Any]) -> Any:
+        device = open_device(rank)
+        try:
+            return work(device, rank, device.communicators(groups, rank))
+        finally:
+            device.close()
+
+    return on_ranks(mesh, run, timeout_s)
 
 
 def on_ranks(mesh: Mesh, work: Callable[[int, Mapping[str, Any]], Any], timeout_s: float = 60) -> list[Any]:

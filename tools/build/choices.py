@@ -7,6 +7,7 @@ DEFAULT_PREFILL = (32, 128)
 DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu", "ascend-a3", "ascend-a2")
 SCHEMES = ("none", "w8a8", "w4a8")
+WEIGHTS = ("auto", "stored", "bound")
 MAX_LOGPROBS = 20
 """The most that OpenAI's API allows."""
 MAX_DRAFTS = 7

@@ -11,22 +11,25 @@ from ...models import step
 from ...server.tokenizer import TextTokenizer
 from ..progress import Progress
 from .plan import Plan
-from .weights import store_weights
+from .weights import bind_weights, store_weights
 
 
 def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest:
-    """The manifest of a plan, without graphs; weights and tokenizer are stored where this machine is the target.
+    """The manifest of a plan, without graphs; stores the tokenizer, the chat template and, unless they are bound, the weights.
 
     Raises:
         ModelError: the checkpoint or its tokenizer cannot be used.
     """
     signature = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype))
-    weights, source, tokenizer = None, "none", None
-    if plan.target.local:
+    weights, checkpoint, source, tokenizer = None, None, "none", None
+    if plan.weights == "stored":
         weights, source = store_weights(plan, signature.params, writer, progress)
-        if plan.source.tokenizer:
-            TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
-            tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
+    elif plan.weights == "bound":
+        checkpoint, source = bind_weights(plan)
+    if plan.source.tokenizer:
+        TextTokenizer.load(plan.source.tokenizer)  # refuses an unusable file now, not when serving
+        tokenizer = writer.add("tokenizer", plan.source.tokenizer.read_bytes(), "json")
+    template = plan.source.chat_template
     chosen = backend(plan.backend)
     return Manifest(
         model={
@@ -55,4 +58,6 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         build_arguments=plan.arguments,
         quantization=plan.quantization,
         deployment=plan.deployment,
+        checkpoint=checkpoint,
+        chat_template=None if template is None else writer.add("tokenizer", template.encode(), "jinja"),
     )

@@ -26,9 +26,10 @@ from ..progress import Progress
 from ..verify import executables
 from .cache import UnfinishedBuild
 from .describe import describe
+from .environment import environment
 from .plan import Plan
 from .pool import THREADS, CompileJob, CompileResult, StagedRecord, record_of, run_all
-from .rank_memory import check_before_lowering, rank_memory
+from .rank_memory import check_before_lowering, communicator_bytes, rank_memory
 from .stages import stage
 from .stamp import bucket_stamp
 
@@ -298,8 +299,11 @@ def _build_for_device(state: _Build, began: float) -> float:
                 graph = (state.writer.root / entry.compiled.file).read_bytes() if entry.compiled else b""
                 state.unfinished.keep(entry, texts, graph)
                 bar.step(f"{entry.bucket.name} {result.seconds:.1f} s, {sum(entry.census.values())} operators")
-    planned = rank_memory(plan, state.manifest, [state.entries[bucket] for bucket in plan.buckets])
+    entries = [state.entries[bucket] for bucket in plan.buckets]
+    planned = rank_memory(plan, state.manifest, entries)
     planned.check()
-    state.manifest = replace(state.manifest, memory=planned.as_dict())
+    sizes = communicator_bytes(plan, entries)
+    variables = environment(plan.target, plan.mesh, sizes)
+    state.manifest = replace(state.manifest, memory=planned.as_dict(), communicator_bytes=sizes, environment=variables)
     state.publish()
     return time.monotonic() - began

@@ -17,6 +17,7 @@ from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
 from .instance import Instance, resolve
 from .memory import local_bytes
 from .targets import Target
+from .weights_choice import choose_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,6 +40,7 @@ class Options:
         quantization: scheme of the parameters (models/variant.py).
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
+        weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
     """
 
     model: str
@@ -55,6 +57,7 @@ class Options:
     quantization: str | None = None
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Plan:
         notes: choices made for the user, each with its reason.
         published: whether the limits are the deployment's, not derived from a context and a number of requests.
         max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 for none.
+        weights: "stored" in the artifact, "bound" to it by reference, or "none".
     """
 
     source: registry.ModelSource
@@ -84,6 +88,7 @@ class Plan:
     phase: str = "mixed"
     published: bool = False
     max_logprobs: int = 0
+    weights: str = "none"
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
@@ -107,6 +112,8 @@ class Plan:
             mesh = str(self.mesh) if self.mesh.axes else ""
             options |= {"target": self.target.name, "mesh": mesh, "quantization": self.quantization, "deployment": self.deployment}
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
+        if not self.target.local and self.weights != "none":
+            options |= {"weights": self.weights}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
@@ -162,6 +169,7 @@ def plan(options: Options) -> Plan:
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = _limits(options, source, instance)
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
+    weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     planned = Plan(
         source,
         _variant_of(source.model, instance),
@@ -177,6 +185,7 @@ def plan(options: Options) -> Plan:
         instance.phase,
         published,
         _max_logprobs(options, source, target),
+        weights,
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
@@ -185,6 +194,7 @@ def plan(options: Options) -> Plan:
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
         _drafts_note(options, planned),
         _eos_note(planned),
+        weights_note,
     )
     planned = replace(planned, notes=tuple(note for note in notes if note))
     if target.local:

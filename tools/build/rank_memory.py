@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...graphs.types import Leaf
+from ...graphs.types import WORLD, Leaf
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ..verify.small_model import share
 from . import memory
@@ -14,13 +14,6 @@ from .stages import partition_bucket
 
 def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
     """The memory plan of one rank; without entries, only its weights, pools and communication."""
-    config, ranks = plan.model.config, plan.mesh.size
-    experts = getattr(config, "num_experts", 0)
-    dispatched = max((tokens for tokens in _rank_tokens(plan) if tokens <= config.variant.most_dispatched), default=0)
-    window = 0
-    if experts and ranks > 1 and dispatched:
-        window = memory.dispatch_window_bytes(plan.target, dispatched, config.hidden_size, experts, config.num_experts_per_tok, ranks)
-    groups = {group for entry in entries for _, group, _ in entry.collectives} or {"tp", "world"}
     return memory.plan_memory(
         manifest.params,
         manifest.state,
@@ -30,9 +23,36 @@ def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -
         plan.limits,
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
-        communicators=memory.communicators(plan.mesh, groups, window),
+        communicators=memory.communicators(plan.mesh, _groups(entries), _dispatch_window(plan)),
         draft=f"params.{plan.model.family.draft_key}.",
     )
+
+
+def communicator_bytes(plan: Plan, entries: Sequence[GraphEntry]) -> dict[str, int]:
+    """Size of one buffer of each communicator, by the symbol of its group in GE graphs; groups of one rank have none.
+
+    Symbols of the same ranks, such as "tp" and "world" where dp is 1, share a communicator and so have the same size.
+    """
+    sizes = {symbol: memory.HCCL_BUFFER_BYTES for symbol in sorted(_groups(entries)) if len(plan.mesh.group(symbol, 0)) > 1}
+    own = memory.communicators(plan.mesh, (), _dispatch_window(plan))
+    return sizes | {communicator.name: communicator.buffer_bytes for communicator in own}
+
+
+def _groups(entries: Sequence[GraphEntry]) -> set[str]:
+    """Groups of collectives besides expert dispatch, which has its own; without entries, those of most models."""
+    if not entries:
+        return {"tp", WORLD}
+    return {group for entry in entries for name, group, _ in entry.collectives if name not in ("moe_dispatch", "moe_combine")}
+
+
+def _dispatch_window(plan: Plan) -> int:
+    """Bytes of the buffer that expert dispatch needs in the largest pass that dispatches; 0 where none does."""
+    config, ranks = plan.model.config, plan.mesh.size
+    experts = getattr(config, "num_experts", 0)
+    tokens = max((tokens for tokens in _rank_tokens(plan) if tokens <= config.variant.most_dispatched), default=0)
+    if not (experts and ranks > 1 and tokens):
+        return 0
+    return memory.dispatch_window_bytes(plan.target, tokens, config.hidden_size, experts, config.num_experts_per_tok, ranks)
 
 
 def check_before_lowering(plan: Plan, manifest: Manifest) -> None:

@@ -1,26 +1,20 @@
-"""Stores a checkpoint's weights in an artifact, one parameter at a time."""
+"""Stores a checkpoint's weights in an artifact, one parameter at a time, or binds the checkpoint to it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from safetensors.torch import save
 
+from ...graphs.errors import SpecError
 from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import ArtifactWriter
 from ...models import safetensors_files
 from ...models.checkpoint import ParamReader
 from ..progress import Progress
 from .plan import Plan
-
-BAR_BYTES = 2**28
-"""Weights of at least this size are read with a progress bar."""
-
-BAR_STEPS = 20
-MB = 10**6
 
 
 def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, progress: Progress) -> tuple[str | None, str]:
@@ -51,20 +45,30 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
     return path, digest
 
 
+def bind_weights(plan: Plan) -> tuple[str, str]:
+    """The absolute directory and the digest of a plan's checkpoint, of which only file headers and samples are read.
+
+    Raises:
+        CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
+        SpecError: the plan has no checkpoint.
+    """
+    if plan.source.checkpoint_dir is None:
+        raise SpecError(f"{plan.source.name} is a set of sizes without weights; legal is a path to a checkpoint directory")
+    checkpoint = safetensors_files.open_checkpoint(plan.source.checkpoint_dir.resolve())
+    ParamReader(checkpoint, plan.model.params(plan.dtype))
+    return str(checkpoint.directory), safetensors_files.digest(checkpoint)
+
+
 def _parts(reader: ParamReader, leaves: Sequence[Leaf], progress: Progress) -> Iterator[tuple[int, bytes | memoryview]]:
     """(offset, bytes) of the header and of every parameter, in file order except that parameters of the same tensors come together."""
     header, offsets = layout(leaves)
     yield 0, header
-    total, stored, shown = sum(leaf.aval.nbytes for leaf in leaves), 0, 0
-    with progress.bar("read weights", total // MB) if total >= BAR_BYTES else nullcontext() as bar:
+    with progress.byte_bar("read weights", sum(leaf.aval.nbytes for leaf in leaves)) as bar:
         for group in sorted(reader.groups, key=lambda group: min(offsets[leaves[position].name] for position in group)):
             for position, tensor in reader.read(group):
                 yield offsets[leaves[position].name], safetensors_files.bytes_of(tensor)
-                stored += tensor.nbytes
+                bar.add(tensor.nbytes)
                 del tensor  # frees it before the next one is read
-                if bar and stored * BAR_STEPS // total > shown * BAR_STEPS // total:
-                    bar.step("MB", stored // MB - shown // MB)
-                    shown = stored
 
 
 def layout(leaves: Sequence[Leaf]) -> tuple[bytes, Mapping[str, int]]:

@@ -26,11 +26,20 @@ SHOWN = (*STAGES, views.GE)
 @click.option("--stage", type=click.Choice(SHOWN), help="Print a bucket's graph at this stage; ge is the graph an NPU compiles.")
 @click.option("--collectives", is_flag=True, help="Print the ordered collectives of each bucket and check them for deadlocks.")
 @click.option("--memory", is_flag=True, help="Print the memory plan of one rank.")
+@click.option("--environment", is_flag=True, help="Print the environment variables of the ranks: value and reason.")
 @click.option("--census", is_flag=True, help="Print operator counts, costs and a roofline estimate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
 @click.pass_obj
 def command(
-    home: Home, artifact: str | None, bucket: str | None, stage: str | None, collectives: bool, memory: bool, census: bool, as_json: bool
+    home: Home,
+    artifact: str | None,
+    bucket: str | None,
+    stage: str | None,
+    collectives: bool,
+    memory: bool,
+    environment: bool,
+    census: bool,
+    as_json: bool,
 ) -> None:
     """Show ARTIFACT: a directory or the name of a built model, by default the newest artifact.
 
@@ -38,7 +47,7 @@ def command(
     Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
               npucompile inspect qwen3.5-397b --bucket 8 --collectives
     """
-    modes = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--census": census}
+    modes = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--environment": environment, "--census": census}
     if sum(modes.values()) > 1:
         together = " and ".join(name for name, is_set in modes.items() if is_set)
         raise SpecError(f"{together} are given together; legal is one of {', '.join(modes)}")
@@ -55,6 +64,8 @@ def command(
         show([views.census(opened, entry) for entry in entries], as_json, one=bucket is not None)
     elif memory:
         show([views.memory(manifest)], as_json, one=True)
+    elif environment:
+        show([views.environment(manifest)], as_json, one=True)
     elif as_json:
         click.echo(json.dumps(as_dict(opened, entries), indent=1))
     else:

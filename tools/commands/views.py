@@ -16,7 +16,7 @@ from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.collectives_check import Collective
 from ..bench.roofline import Roofline, estimate, moved_bytes
-from ..build.memory import MemoryPlan
+from ..build.memory import MIB, MemoryPlan
 from ..build.targets import target
 
 GE = "ge"
@@ -114,6 +114,24 @@ def memory(manifest: Manifest) -> View:
             f"an artifact for {manifest.target} has no plan of a rank's memory; those built for NPUs have, and `inspect` shows sums"
         )
     return View(dict(manifest.memory), tuple(MemoryPlan.from_dict(manifest.memory).as_table().splitlines()))
+
+
+def environment(manifest: Manifest) -> View:
+    """The variables that every rank runs with, and the sizes of its communicators' buffers.
+
+    Raises:
+        SpecError: the artifact needs none.
+    """
+    if not manifest.environment:
+        raise SpecError(f"an artifact for {manifest.target} sets no environment variables; those built for NPUs do")
+    variables = sorted(manifest.environment.items())
+    width = max(len(name) + len(setting.value) for name, setting in variables) + 1
+    lines = [f"{f'{name}={setting.value}':<{width}}  {setting.why}" for name, setting in variables]
+    buffers = [f"{symbol} {nbytes / MIB:.0f}" for symbol, nbytes in sorted(manifest.communicator_bytes.items())]
+    if buffers:
+        lines += ["", f"MiB of one buffer of each communicator: {', '.join(buffers)}"]
+    values = {name: {"value": setting.value, "why": setting.why} for name, setting in variables}
+    return View({"environment": values, "communicator_bytes": dict(manifest.communicator_bytes)}, tuple(lines))
 
 
 def folded(items: Sequence[Collective]) -> list[tuple[int, list[Collective]]]:

@@ -21,7 +21,8 @@ import torch
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.toolchain import toolchain
+from ...lowering.backend import backend
+from ...lowering.toolchain import required, toolchain
 from ...runtime.distributed.control_plane import ControlPlane, RankError
 from ...runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, connect_to_rank_0, open_store, substore
 from ...runtime.distributed.sharded_executor import ShardedExecutor
@@ -69,9 +70,10 @@ def open_named_artifact(home: Home, name: str | None) -> Artifact:
 
 
 def rank_identity(artifact: Artifact, settings: RankSettings) -> dict[str, str]:
-    """What must be the same on all ranks, by name."""
+    """What must be the same on all ranks, by name. Hosts of two architectures may share an artifact whose executables know none."""
+    versions = required(toolchain(), host_bound=backend(artifact.manifest.backend).host_bound)
     own = {"artifact": artifact.digest, "mesh": artifact.manifest.mesh, "device": settings.device}
-    return {**own, **{f"{k} version": v for k, v in toolchain().items()}}
+    return {**own, **{f"{name} version": version for name, version in versions.items()}}
 
 
 @dataclass(frozen=True)

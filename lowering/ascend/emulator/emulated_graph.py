@@ -78,6 +78,7 @@ class EmulatedGraph:
         self._addresses: dict[int, int] = {}
         self._outputs: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self._fingerprint = b""
+        self._steps = 0
 
     def __getattr__(self, name: str) -> Any:
         """Fields of the graph's message, as torchair's own class gives them."""
@@ -155,7 +156,8 @@ class EmulatedGraph:
             fed[self._donations[i]] if i in self._donations else allocate(state.stream, state.pinned, sizes, dtype)
             for i, (dtype, sizes) in enumerate(self._outputs)
         ]
-        state.stream.launch(f"a step of {self.name}", lambda: self._step(program, fed, outputs))
+        self._steps += 1
+        state.stream.launch(f"step {self._steps} of {self.name}", lambda: self._step(program, fed, outputs))
         return list(outputs)
 
     def _described(self, graph: Any, program: GeProgram) -> list[_Operand]:

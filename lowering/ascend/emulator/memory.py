@@ -106,13 +106,13 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, allocation: Allocation, held: torch.Tensor, pinned: PinnedMemory) -> DeviceTensor:
         """Wraps `held`, a view of the allocation's memory, for the stream."""
-        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # missing in torch's stub
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device="meta"
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=torch.device("meta")
         )
         tensor.allocation, tensor.held, tensor.pinned = allocation, held, pinned
         return tensor
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument for its own subclasses
         where = f"{self.allocation.stream.name} at {self.data_ptr():#x}"
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {FORMAT_NAMES[self.allocation.format]}, {where})"
 
@@ -159,7 +159,9 @@ class DeviceTensor(torch.Tensor):
                 self.allocation.written.add(start, stop)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the function that turns it off
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _VIEWS:
             return _view(func, args, kwargs)

@@ -31,7 +31,8 @@ class Recorder:
 
     def __init__(self, log, model_def=None, serialized_model_def=None, name=None):
         self.log, self.name = log, name
-        self.attr = parse(serialized_model_def).graph[0].attr
+        graph = parse(serialized_model_def).graph[0]
+        self.attr, self.op = graph.attr, graph.op
         log.append(("graph", serialized_model_def))
 
     def load(self, options, *, create_pg=False):
@@ -55,6 +56,12 @@ def recording(log) -> device.GeEngine:
         update_formats=lambda graph, inputs: log.append(("formats", [id(tensor) for tensor in inputs])),
         device="cpu",
     )
+
+
+def compiled(ge_file, engine, operands):
+    executable = device.GeExecutable(ge_file, engine)
+    assert executable.compile(operands)
+    return executable
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +126,7 @@ def test_calls_are_those_of_torchairs_own_generated_code(runner, ge_file, operan
     module["kernel"](*operands)
 
     ours: list = []
-    executable = device.GeExecutable(ge_file, recording(ours))
+    executable = compiled(ge_file, recording(ours), operands)
     executable(operands)
     executable(operands)
     # The file torchair writes may have its maps in another order.
@@ -162,7 +169,7 @@ def test_without_cann_nothing_runs(loaded, ge_file, tmp_path):
 
 def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
     log: list = []
-    executable = device.GeExecutable(ge_file, recording(log))
+    executable = compiled(ge_file, recording(log), operands)
     results = executable(operands)
     assert executable.backend == "ge"
     assert [tensor.tolist() for tensor in results] == [[0.0]]
@@ -178,16 +185,18 @@ def test_results_are_the_programs_and_state_is_assigned(ge_file, operands):
 
 def test_without_donations_no_outputs_are_assigned(ge_file, operands):
     log: list = []
-    device.GeExecutable(replace(ge_file, donations=()), recording(log))(operands)
+    compiled(replace(ge_file, donations=()), recording(log), operands)(operands)
     assert log[-1][2] == []
 
 
 def test_it_compiles_once_and_with_a_name_of_its_own(ge_file, operands):
     log: list = []
-    pair = [device.GeExecutable(ge_file, recording(log)) for _ in range(2)]
+    pair = [compiled(ge_file, recording(log), operands) for _ in range(2)]
     for executable in pair:
         executable(operands)
         executable(operands)
+        with pytest.raises(LoweringError, match="compiled already; legal is once"):
+            executable.compile(operands)
     assert [call[0] for call in log].count("compile") == 2
     assert pair[0]._graph.name != pair[1]._graph.name
 
@@ -216,14 +225,74 @@ def test_load_patches_for_the_rank(ge_file, tmp_path, loaded, monkeypatch):
 def test_operands_elsewhere_are_refused_before_anything_is_loaded(ge_file, operands):
     log: list = []
     executable = device.GeExecutable(ge_file, replace(recording(log), device="npu"))
-    with pytest.raises(LoweringError, match="operands are on cpu; legal is npu"):
-        executable(operands)
+    with pytest.raises(LoweringError, match="operand x_1 is on cpu; legal is npu"):
+        executable.compile(operands)
     assert [call[0] for call in log] == ["initialize", "graph"]
 
 
 def test_another_number_of_operands_is_refused(ge_file, operands):
     with pytest.raises(LoweringError, match="6 operands, the graph has 5"):
-        device.GeExecutable(ge_file, recording([]))([*operands, operands[0]])
+        device.GeExecutable(ge_file, recording([])).compile([*operands, operands[0]])
+    executable = compiled(ge_file, recording([]), operands)
+    with pytest.raises(LoweringError, match="4 operands, the graph has 5"):
+        executable(operands[:4])
+    with pytest.raises(LoweringError, match=r"operands \[2\] are absent"):
+        executable([*operands[:2], None, *operands[3:]])
+
+
+def test_operands_that_a_compiled_graph_would_misread_are_refused(ge_file, operands):
+    for tensor, message in (
+        (torch.zeros(8, 2), r"operand x_1 is f32\[8,2\]; the graph takes DT_FLOAT \[2, 8\]"),
+        (torch.zeros(2, 8, dtype=torch.bfloat16), r"operand x_1 is bf16\[2,8\]"),
+        (torch.zeros(8, 2).t(), r"operand x_1 has strides \(1, 2\); legal is contiguous"),
+    ):
+        with pytest.raises(LoweringError, match=message):
+            device.GeExecutable(ge_file, recording([])).compile([tensor, *operands[1:]])
+
+
+def test_a_step_of_a_graph_that_is_not_compiled_is_refused(ge_file, operands):
+    with pytest.raises(LoweringError, match="not compiled; legal is compile"):
+        device.GeExecutable(ge_file, recording([]))(operands)
+
+
+def test_operands_that_the_graph_does_not_read_may_be_absent(ge_file, operands):
+    executable = device.GeExecutable(ge_file, recording([]))
+    assert executable.reads == set(FEEDS)
+    assert executable.compile([operands[0], None, *operands[2:]])
+
+
+def test_the_cache_is_asked_by_a_key_of_all_that_was_compiled(ge_file, operands, tmp_path):
+    def options(version="8.5", format_number=2, **changes):
+        """What the graph is loaded with, and whether it was compiled."""
+        log: list = []
+
+        def formats(graph, inputs):
+            for op in graph.op:
+                if op.type == "Data":
+                    op.output_desc[0].attr["format_for_int"].i = format_number
+
+        engine = replace(recording(log), update_formats=formats)
+        fresh = device.GeExecutable(replace(ge_file, **changes), engine, version).compile(operands, tmp_path)
+        return dict(next(call[1] for call in log if call[0] == "load")), fresh
+
+    model = parse(ge_file.graph)
+    model.graph[0].op[0].name = "renamed"
+    first, fresh = options()
+    assert fresh
+    assert first["ge.graph_compiler_cache_dir"] == str(tmp_path)
+    others = [
+        options(version="9.0"),
+        options(format_number=29),
+        options(options={"a": "1"}),
+        options(engine={"a": "1"}),
+        options(graph=model.SerializeToString()),
+    ]
+    keys = {first["ge.graph_key"], *(other["ge.graph_key"] for other, _ in others)}
+    assert len(keys) == 6
+    (tmp_path / f"{first['ge.graph_key']}.idx").touch()
+    assert options() == (first, False)
+    with pytest.raises(LoweringError, match="nowhere is not there; legal is one that exists"):
+        device.GeExecutable(ge_file, recording([])).compile(operands, tmp_path / "nowhere")
 
 
 def test_what_ge_says_is_passed_on(ge_file, operands):
@@ -233,7 +302,7 @@ def test_what_ge_says_is_passed_on(ge_file, operands):
 
     engine = replace(recording([]), graph=lambda **kwargs: Refusing([], **kwargs))
     with pytest.raises(LoweringError, match="GE cannot compile the graph: EZ9999"):
-        device.GeExecutable(ge_file, engine)(operands)
+        device.GeExecutable(ge_file, engine).compile(operands)
 
 
 def test_other_engine_options_than_the_processs_are_refused(ge_file):
@@ -250,8 +319,9 @@ def test_another_number_of_results_is_refused(ge_file, operands):
             return super().run(inputs, assigned_outputs)[:-1]
 
     engine = replace(recording([]), graph=lambda **kwargs: Short([], **kwargs))
+    executable = compiled(ge_file, engine, operands)
     with pytest.raises(LoweringError, match="GE returned"):
-        device.GeExecutable(ge_file, engine)(operands)
+        executable(operands)
 
 
 def test_communicators_are_made_by_their_groups():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file
 from support import tiny
 
 from npucompile.graphs.errors import LoweringError, SpecError
@@ -13,6 +14,7 @@ from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
 from npucompile.tools.build import driver, memory, pool, stages, stamp
+from npucompile.tools.build.environment import environment
 from npucompile.tools.build.memory import MemoryPlan
 
 BIG = "qwen3.5-397b"
@@ -56,14 +58,16 @@ def build(tmp_path):
     return built
 
 
-def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_no_weights(plan, lowered, build, tmp_path):
+def test_an_artifact_has_a_graph_for_all_ranks_a_bucket_and_one_file_of_weights(model, plan, lowered, build, tmp_path):
     report = build(plan)
     assert lowered == ORDER
     assert (sorted(report.compiled), report.reused, report.path) == (sorted(NAMES), (), tmp_path / "out")
     artifact = Artifact.open(tmp_path / "out")
     manifest = artifact.manifest
     assert (manifest.target, manifest.mesh, manifest.quantization, manifest.deployment) == ("ascend-a3", "dp=2,tp=2", "none", "")
-    assert (manifest.weights, manifest.tokenizer, manifest.references) == (None, None, ())
+    assert set(load_file(artifact.path / manifest.weights)) == {leaf.name for leaf in manifest.params}
+    assert (artifact.path / manifest.tokenizer).read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (manifest.checkpoint, manifest.references) == (None, ())
     assert manifest.rules["experts"] == ("dp", "tp")
     assert manifest.build_arguments == plan.arguments
     assert differences(manifest.toolchain) == []
@@ -98,6 +102,11 @@ def test_it_carries_the_plan_of_a_ranks_memory(plan, lowered, build, tmp_path):
     assert planned.fits
     assert manifest.memory["fits"] is True
     assert planned.as_dict() == manifest.memory
+    # The graphs gather and scatter over tp; dispatch has a communicator of its own, and nothing else is over all ranks.
+    assert set(manifest.communicator_bytes) == {"tp", "dispatch"}
+    communication = next(part for part in planned.parts if part.name == "communication")
+    assert communication.nbytes == sum(2 * nbytes for nbytes in manifest.communicator_bytes.values())
+    assert manifest.environment == environment(plan.target, plan.mesh, manifest.communicator_bytes)
 
 
 def test_nothing_changed_is_nothing_lowered_and_not_a_byte_written_anew(plan, lowered, build, tmp_path):
@@ -285,5 +294,5 @@ def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, mo
     build(plan)
     manifest = Artifact.open(tmp_path / "out").manifest
     assert {entry.compiled for entry in manifest.graphs} == {None}
-    assert {name.partition("/")[0] for name in manifest.files} == {"stages"}
+    assert {name.partition("/")[0] for name in manifest.files} == {"stages", "tokenizer"}
     assert list(build(plan).reused) == NAMES

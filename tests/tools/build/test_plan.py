@@ -315,10 +315,17 @@ def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mesh": None}, {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"}, {"max_logprobs": 4}]
+    "changes",
+    [
+        {},
+        {"mesh": None},
+        {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"},
+        {"max_logprobs": 4},
+        {"weights": "bound"},
+    ],
 )
 def test_arguments_of_a_target_make_the_same_plan(tmp_path, changes):
-    plan = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **changes)
+    plan = tiny.planned_device(tiny.write_checkpoint(tmp_path / "model", **tiny.NPU_SIZES), **{"weights": "stored", **changes})
     assert same(plan, planning.plan(options_of(plan.arguments)))
 
 

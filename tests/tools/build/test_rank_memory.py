@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support import tiny
@@ -38,7 +39,7 @@ def held(plan, entries=()):
 
 
 def described(plan):
-    return describe(plan, None, tiny.QUIET)
+    return describe(plan, SimpleNamespace(add=lambda folder, *_: folder), tiny.QUIET)
 
 
 @pytest.mark.parametrize(("name", "phase"), ROWS)

@@ -16,7 +16,7 @@ from npucompile.graphs.types import Aval, Leaf
 from npucompile.lowering.artifact.artifact import ArtifactWriter
 from npucompile.models import checkpoint, step
 from npucompile.models.safetensors_files import TensorEntry
-from npucompile.tools.build import weights
+from npucompile.tools import progress
 from npucompile.tools.build.weights import layout, store_weights
 from npucompile.tools.progress import Progress
 
@@ -34,11 +34,11 @@ def model(tmp_path_factory):
     return tiny.write_checkpoint(tmp_path_factory.mktemp("model"), **ranks.SIZES)
 
 
-def stored(plan, path, progress=tiny.QUIET):
+def stored(plan, path, shown=tiny.QUIET):
     """Leaves, and the bytes of the file."""
     leaves = signature_of(step.program(plan.model, plan.buckets[0], plan.limits, plan.dtype)).params
     with ArtifactWriter(path) as writer:
-        name, digest = store_weights(plan, leaves, writer, progress)
+        name, digest = store_weights(plan, leaves, writer, shown)
         assert digest.startswith("content:")
         return leaves, (writer.root / name).read_bytes()
 
@@ -84,10 +84,10 @@ def test_one_group_of_tensors_is_in_memory_at_a_time(tmp_path, model, monkeypatc
             yield position, tensor
             del tensor
 
-    def tracked_read_into(entry, target):
+    def tracked_read_into(entry, target, region=None):
         names.append(entry.name)
         track(target)
-        read_into(entry, target)
+        read_into(entry, target, region)
 
     monkeypatch.setattr(checkpoint.ParamReader, "read", tracked_read)
     monkeypatch.setattr(TensorEntry, "read_into", tracked_read_into)
@@ -106,10 +106,10 @@ def test_a_large_checkpoint_has_a_progress_bar(tmp_path, model, monkeypatch):
     plan, lines = tiny.planned(model), io.StringIO()
     stored(plan, tmp_path / "small", Progress(lines))
     assert "read weights" not in lines.getvalue()
-    monkeypatch.setattr(weights, "BAR_BYTES", 0)
-    monkeypatch.setattr(weights, "MB", 1)
+    monkeypatch.setattr(progress, "BAR_BYTES", 0)
+    monkeypatch.setattr(progress, "MB", 1)
     leaves, _ = stored(plan, tmp_path / "large", Progress(lines))
     steps = [line.split()[2] for line in lines.getvalue().splitlines() if line.startswith("read weights")]
     total = sum(leaf.aval.nbytes for leaf in leaves)
     assert steps[-1] == f"{total}/{total}"
-    assert 1 < len(steps) == len(set(steps)) <= weights.BAR_STEPS
+    assert 1 < len(steps) == len(set(steps)) <= progress.BAR_STEPS

@@ -11,7 +11,7 @@ from support import tiny
 
 from npucompile.graphs.types import Limits
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.lowering.artifact.manifest import ExecutableRecord
+from npucompile.lowering.artifact.manifest import ExecutableRecord, Setting
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 from npucompile.tools.build.memory import GIB, MemoryPlan, Part
 from npucompile.tools.build.stages import STAGES
@@ -161,6 +161,8 @@ def npu(own_artifact):
         changes = {"compiled": compiled, "stages": stages, "collectives": TALKS, "census": {"Data": 1, "HcomAllReduce": 2}, "eager": None}
         graphs = tuple(replace(entry, **changes) for entry in manifest.graphs)
         about = {"mesh": "dp=2,tp=2", "target": "ascend-a3", "quantization": "w4a8", "deployment": "row-1", "memory": PLAN.as_dict()}
+        about["environment"] = {"HCCL_BUFFSIZE": Setting("901", "the window")}
+        about["communicator_bytes"] = {"dispatch": 901 * 2**20, "tp": 200 * 2**20}
         return replace(manifest, graphs=graphs, references=(), **about)
 
     tiny.published(own_artifact, change)
@@ -212,6 +214,15 @@ def test_collectives_have_every_rank_in_json(tmp_path, npu):
     assert collectives["folded"] == [{"times": 2, "collectives": [["all_reduce", "tp", "bf16[4,64]"]]}]
 
 
+def test_environment_is_a_table_and_plain_values(tmp_path, npu, tiny_artifact):
+    lines = tiny.cli(tmp_path, "inspect", "tiny", "--environment").stdout.splitlines()
+    assert lines == ["HCCL_BUFFSIZE=901  the window", "", "MiB of one buffer of each communicator: dispatch 901, tp 200"]
+    values = told(tmp_path, "--environment")
+    assert values["environment"] == {"HCCL_BUFFSIZE": {"value": "901", "why": "the window"}}
+    assert values["communicator_bytes"] == {"dispatch": 901 * 2**20, "tp": 200 * 2**20}
+    assert "sets no environment variables" in tiny.refused(tmp_path, "inspect", tiny_artifact, "--environment")
+
+
 def test_memory_is_a_table_and_a_plan(tmp_path, npu, tiny_artifact):
     assert tiny.cli(tmp_path, "inspect", "tiny", "--memory").stdout == PLAN.as_table() + "\n"
     assert MemoryPlan.from_dict(told(tmp_path, "--memory")) == PLAN
@@ -220,4 +231,4 @@ def test_memory_is_a_table_and_a_plan(tmp_path, npu, tiny_artifact):
 
 def test_one_thing_is_shown_at_a_time(tmp_path, npu):
     message = tiny.refused(tmp_path, "inspect", "tiny", "--memory", "--census")
-    assert "--memory and --census are given together; legal is one of --stage, --collectives, --memory, --census" in message
+    assert "--memory and --census are given together; legal is one of --stage, --collectives, --memory, --environment, --census" in message

@@ -44,7 +44,8 @@ def ge_file(talks: list[tuple[str, str, str]], *, chained: bool = True) -> GeFil
             graph.op.add(name=f"{prefix}/Const", type="Const")
         op = graph.op.add(name=f"{prefix}/talk{place}", type=GE[place])
         op.input.append(f"{last}:0")
-        op.attr["group_ep" if GE[place].startswith("Moe") else "group"].s = group.encode()
+        attribute, symbol = ("group_ep", "dispatch") if GE[place].startswith("Moe") else ("group", group)
+        op.attr[attribute].s = symbol.encode()
         op.output_desc.add().attr["_meta"].s = kind.encode()
         last = op.name if chained else "x"
     graph.op.add(name="NetOutput", type="NetOutput").input.append(f"{last}:0")

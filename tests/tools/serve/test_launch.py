@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import threading
@@ -123,11 +124,24 @@ def test_ranks_with_other_artifacts_are_refused(sharded, tmp_path, monkeypatch, 
 
 def test_ranks_compare_artifact_mesh_and_torch_version():
     class Opened:
-        digest, manifest = "d", type("M", (), {"mesh": "tp=2"})
+        digest, manifest = "d", type("M", (), {"mesh": "tp=2", "backend": "eager"})
 
     identity = rank_identity(Opened, RankSettings(device="npu"))
     assert (identity["artifact"], identity["mesh"], identity["device"]) == ("d", "tp=2", "npu")
     assert torch.__version__ in identity.values()
+
+
+@pytest.mark.parametrize(("name", "mixed"), [("inductor", False), ("ge", True)])
+def test_hosts_of_two_architectures_share_what_knows_none(monkeypatch, name, mixed):
+    class Opened:
+        digest, manifest = "d", type("M", (), {"mesh": "tp=2", "backend": name})
+
+    identities = []
+    for machine, label in (("x86_64", "2.13.0+cpu"), ("aarch64", "2.13.0")):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(torch, "__version__", label)
+        identities.append(rank_identity(Opened))
+    assert (identities[0] == identities[1]) == mixed
 
 
 def test_a_rank_that_cannot_start_is_named(sharded, monkeypatch, tmp_path, capfd):

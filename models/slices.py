@@ -1,0 +1,113 @@
+"""Which slices of a parameter's source tensors a rank reads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..graphs.types import Aval, Mesh, Rules
+from .params import Param, Parts, SourceAxis, axis_name
+
+Region = tuple[tuple[slice, ...], ...]
+"""What is read of a tensor: of each dimension the slices that are kept, in order and without overlap."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The share of all parameters that one rank holds."""
+
+    mesh: Mesh
+    rules: Rules
+    rank: int
+
+    def shape(self, aval: Aval) -> tuple[int, ...]:
+        """Shape of the rank's slice of a value."""
+        return self.rules.local_aval(aval, self.mesh).shape
+
+    def run(self, size: int, axis: str | None) -> slice:
+        """The rank's slice of a dimension."""
+        (part,) = self.rules.local_slice(Aval((size,), torch.uint8, (axis,)), self.mesh, self.rank)
+        return part
+
+    def is_split(self, axis: str | None) -> bool:
+        """Whether ranks hold different slices of a logical axis."""
+        return self.rules.num_shards(axis, self.mesh) > 1
+
+
+WHOLE = Shard(Mesh(), Rules(), 0)
+"""One rank that holds everything."""
+
+
+def sliced_axes(params: Sequence[Param], shard: Shard) -> frozenset[str]:
+    """The axes along which source tensors are sliced before parameters are made from them; other split axes are sliced afterwards.
+
+    Args:
+        params: parameters made from the same source tensors.
+    """
+    declared = {axis_name(axis) for axes in params[0].source_axes for axis in axes}
+    common = declared.intersection(*(param.aval.axes for param in params))
+    return frozenset(axis for axis in common if axis is not None and shard.is_split(axis))
+
+
+def source_region(shape: tuple[int, ...], axes: tuple[SourceAxis, ...], shard: Shard, sliced: frozenset[str]) -> Region:
+    """What a rank reads of a source tensor.
+
+    Args:
+        sliced: the axes along which it is sliced; all others are read whole.
+
+    Raises:
+        PartitionError: a size does not divide by the number of ranks.
+    """
+    return tuple(
+        _runs(size, axis, shard) if axis_name(axis) in sliced else (slice(0, size),) for size, axis in zip(shape, axes, strict=True)
+    )
+
+
+def remaining_slice(aval: Aval, shard: Shard, sliced: frozenset[str]) -> tuple[slice, ...]:
+    """Where the rank's slice lies in a parameter whose source tensors were sliced along some axes."""
+    axes = zip(aval.shape, aval.axes, strict=True)
+    return tuple(slice(None) if axis in sliced else shard.run(size, axis) for size, axis in axes)
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    """Shape of a tensor that holds what is read."""
+    return tuple(sum(run.stop - run.start for run in runs) for runs in region)
+
+
+def boxes(region: Region) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The boxes of a region: one slice a dimension, in the source tensor and in the tensor that holds what is read."""
+    pairs = []
+    for runs in region:
+        ends = itertools.accumulate(run.stop - run.start for run in runs)
+        pairs.append([(run, slice(end - (run.stop - run.start), end)) for run, end in zip(runs, ends, strict=True)])
+    for box in itertools.product(*pairs):
+        yield tuple(source for source, _ in box), tuple(target for _, target in box)
+
+
+def block_ranges(regions: Sequence[Region], itemsize: int, block_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of dimension 0 of what is read of several tensors that together have about `block_bytes`; at least one element each."""
+    length = region_shape(regions[0])[0]
+    row_bytes = itemsize * sum(math.prod(region_shape(region)[1:]) for region in regions)
+    rows = max(1, block_bytes // max(1, row_bytes))
+    return [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
+
+
+def narrowed(region: Region, begin: int, end: int) -> Region:
+    """A range of dimension 0 of what is read; the dimension has one slice."""
+    (run,) = region[0]
+    return ((slice(run.start + begin, run.start + end),), *region[1:])
+
+
+def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
+    if not isinstance(axis, Parts):
+        return (shard.run(size, axis),)
+    runs, begin = [], 0
+    for part in axis.sizes:
+        run = shard.run(part, axis.axis)
+        runs.append(slice(begin + run.start, begin + run.stop))
+        begin += part
+    return tuple(runs)

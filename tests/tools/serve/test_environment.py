@@ -1,0 +1,37 @@
+"""tools/serve/environment.py: the plan of an artifact yields to what the user has set, and says so."""
+
+from __future__ import annotations
+
+from npucompile.graphs.types import Mesh
+from npucompile.lowering.artifact.manifest import Setting
+from npucompile.tools.build.environment import environment
+from npucompile.tools.build.targets import target
+from npucompile.tools.serve.environment import merged
+
+PLAN = {"HCCL_BUFFSIZE": Setting("901", "the window"), "PYTORCH_NPU_ALLOC_CONF": Setting("expandable_segments:True", "no gaps")}
+
+
+def test_what_is_not_set_is_set_and_what_the_user_has_set_stays():
+    result = merged(PLAN, {"HCCL_BUFFSIZE": "2000", "HOME": "/"})
+    assert result.variables == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    (note,) = result.notes
+    assert note == "HCCL_BUFFSIZE is '2000' in this environment and stays so; the artifact plans HCCL_BUFFSIZE=901: the window"
+
+
+def test_a_second_merge_finds_nothing_to_do():
+    first = merged(PLAN, {})
+    assert dict(first.variables) == {name: setting.value for name, setting in PLAN.items()}
+    second = merged(PLAN, first.variables)
+    assert (second.variables, first.notes, second.notes) == ({}, (), ())
+
+
+def test_an_allocator_that_is_configured_by_its_other_name_is_not_configured_twice():
+    result = merged(PLAN, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert set(result.variables) == {"HCCL_BUFFSIZE"}
+    assert "PYTORCH_ALLOC_CONF is 'max_split_size_mb:64' in this environment and stays so" in result.notes[0]
+
+
+def test_an_empty_value_of_the_user_is_a_value():
+    planned = environment(target("ascend-a3"), Mesh.parse("tp=2"), {"tp": 2**20})
+    result = merged(planned, dict.fromkeys(planned, ""))
+    assert (result.variables, len(result.notes)) == ({}, len(planned))

@@ -1,0 +1,208 @@
+"""tools/serve/weights.py: a rank gets its slices of the model's parameters from wherever they are, and nothing else is read or kept."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny
+
+from npucompile.graphs import tree
+from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
+from npucompile.graphs.types import Leaf, Mesh, Rules
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.models import checkpoint as checkpoints
+from npucompile.tools import progress
+from npucompile.tools.build.describe import describe
+from npucompile.tools.progress import Progress
+from npucompile.tools.serve.weights import check_checkpoint, rank_params
+
+SCHEMES = ["none", "w8a8", "w4a8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+def artifact_of(model, path, **options):
+    """An artifact without graphs, and its plan."""
+    plan = tiny.planned_device(model, **options)
+    with ArtifactWriter(path) as writer:
+        writer.publish(describe(plan, writer, tiny.QUIET))
+    return Artifact.open(path), plan
+
+
+def read(artifact, rank=0, checkpoint=None, wanted=None, shown=tiny.QUIET):
+    return dict(rank_params(artifact, rank, checkpoint=checkpoint, wanted=wanted, progress=shown))
+
+
+def altered(model, to):
+    """A copy of a checkpoint with one other number."""
+    shutil.copytree(model, to)
+    tensors = load_file(to / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("weights", ["stored", "bound", "given"])
+@pytest.mark.parametrize("quantization", SCHEMES)
+def test_every_rank_gets_its_slices(model, tmp_path, quantization, weights):
+    options = {"quantization": quantization, "weights": "stored" if weights == "stored" else "bound"}
+    artifact, plan = artifact_of(model, tmp_path / "out", **options)
+    given = shutil.copytree(model, tmp_path / "copy") if weights == "given" else None
+    check_checkpoint(artifact, given)
+    params = checkpoints.load(checkpoints.open_checkpoint(model), plan.model.params(plan.dtype))
+    whole = {f"params.{path}": tensor for path, tensor in tree.flatten(params)}
+    mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
+    for rank in range(mesh.size):
+        shard = read(artifact, rank, given)
+        assert set(shard) == set(whole)
+        for leaf in artifact.manifest.params:
+            expected = whole[leaf.name][rules.local_slice(leaf.aval, mesh, rank)]
+            assert shard[leaf.name].dtype == expected.dtype
+            assert torch.equal(shard[leaf.name], expected), leaf.name
+            assert shard[leaf.name].is_contiguous()
+
+
+@pytest.mark.parametrize("weights", ["stored", "bound"])
+def test_only_what_is_wanted_is_read_and_one_is_kept_at_a_time(model, tmp_path, monkeypatch, weights):
+    artifact, _ = artifact_of(model, tmp_path / "out", weights=weights, quantization="w8a8")
+    mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
+    wanted = {leaf.name for leaf in artifact.manifest.params if ".layers.0." in leaf.name or leaf.name == "params.embed"}
+    count, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: count.append(len(buffers[0])) or preadv(file, buffers, at))
+    before = None
+    names = set()
+    for name, tensor in rank_params(artifact, 3, checkpoint=None, wanted=wanted, progress=tiny.QUIET):
+        # Only the parameters of one group, which are made together, may be alive beside each other.
+        assert before is None or before() is None
+        before = weakref.ref(tensor)
+        names.add(name)
+        del tensor
+    assert names == wanted
+    local = sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in artifact.manifest.params if leaf.name in wanted)
+    if weights == "stored":
+        assert sum(count) == local
+    else:
+        whole = sum(entry.nbytes for entry in checkpoints.open_checkpoint(model).tensors.values())
+        assert sum(count) < whole / 3
+
+
+def test_without_weights_the_checkpoint_must_be_named(model, tmp_path):
+    artifact, _ = artifact_of(model, tmp_path / "out", weights="bound")
+    without = Artifact(artifact.path, replace(artifact.manifest, checkpoint=None, source_digest="none"), "")
+    for call in (read, lambda opened: check_checkpoint(opened, None)):
+        with pytest.raises(ArtifactError, match=r"out was built without weights: name the checkpoint with --checkpoint DIR, or build one"):
+            call(without)
+    check_checkpoint(without, model)
+    assert set(read(without, checkpoint=model)) == {leaf.name for leaf in artifact.manifest.params}
+
+
+def test_a_checkpoint_that_is_gone_is_named(model, tmp_path):
+    moved = shutil.copytree(model, tmp_path / "there")
+    artifact, _ = artifact_of(moved, tmp_path / "out", weights="bound")
+    moved.rename(tmp_path / "elsewhere")
+    for call in (read, lambda opened: check_checkpoint(opened, None)):
+        with pytest.raises(ArtifactError, match=rf"{artifact.path} takes its weights from {moved}, which is not there; .* --checkpoint"):
+            call(artifact)
+    check_checkpoint(artifact, tmp_path / "elsewhere")
+    assert read(artifact, checkpoint=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("weights", ["stored", "bound"])
+def test_another_checkpoint_is_refused_with_both_digests(model, tmp_path, weights):
+    artifact, _ = artifact_of(model, tmp_path / "out", weights=weights)
+    other = altered(model, tmp_path / "other")
+    theirs = checkpoints.digest(checkpoints.open_checkpoint(other))
+    with pytest.raises(
+        CheckpointError, match=rf"{other} has digest {theirs}; {artifact.path} was built from {artifact.manifest.source_digest}"
+    ):
+        check_checkpoint(artifact, other)
+
+
+def test_a_bound_checkpoint_that_changed_is_refused(model, tmp_path):
+    changed = shutil.copytree(model, tmp_path / "npu")
+    artifact, _ = artifact_of(changed, tmp_path / "out", weights="bound")
+    check_checkpoint(artifact, None)
+    tiny.tampered(changed / "model.safetensors")
+    with pytest.raises(CheckpointError, match="was built from"):
+        check_checkpoint(artifact, None)
+
+
+def test_stored_weights_are_used_without_the_checkpoint(model, tmp_path):
+    moved = shutil.copytree(model, tmp_path / "there")
+    artifact, _ = artifact_of(moved, tmp_path / "out", weights="stored")
+    shutil.rmtree(moved)
+    check_checkpoint(artifact, None)
+    assert len(read(artifact)) == len(artifact.manifest.params)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("params.norm"), r"holds nothing as params\.norm; the manifest says bf16\[64\]"),
+        (
+            lambda tensors: tensors.update({"params.norm": torch.zeros(3)}),
+            r"holds \(3,\) torch\.float32 as params\.norm; the manifest says",
+        ),
+        (
+            lambda tensors: tensors.update({"params.norm": torch.zeros(64)}),
+            r"holds \(64,\) torch\.float32 as params\.norm; the manifest says",
+        ),
+    ],
+)
+def test_a_file_that_is_not_what_the_manifest_says_is_refused(model, tmp_path, change, message):
+    artifact, _ = artifact_of(model, tmp_path / "out", weights="stored")
+    file = artifact.path / artifact.manifest.weights
+    tensors = load_file(file)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ArtifactTampered, match=message):
+        read(artifact)
+    file.write_bytes(b"nothing")
+    with pytest.raises(ArtifactTampered, match="truncated or corrupt"):
+        read(artifact)
+    file.unlink()
+    with pytest.raises(ArtifactTampered, match=r"no such file$"):
+        read(artifact)
+
+
+def test_parameters_of_another_npucompile_are_refused_by_name(model, tmp_path):
+    artifact, _ = artifact_of(model, tmp_path / "out", weights="bound")
+    params = artifact.manifest.params
+    for changed, message in (
+        ((Leaf("params.old", params[0].aval), *params[1:]), r"has the parameter params\.old .* where this npucompile has params\.embed"),
+        (params[:-1], r"has the parameter nothing more where this npucompile has params\.\S+ "),
+    ):
+        with pytest.raises(ArtifactStale, match=message):
+            read(Artifact(artifact.path, replace(artifact.manifest, params=changed), ""))
+
+
+def test_what_does_not_fit_is_refused_by_name(model, tmp_path):
+    """A preset has no digest to compare, but its checkpoint must have its tensors."""
+    artifact, _ = artifact_of(model, tmp_path / "out", weights="bound")
+    smaller = tiny.write_checkpoint(tmp_path / "smaller", **{**tiny.NPU_SIZES, "num_experts": 4})
+    without = Artifact(artifact.path, replace(artifact.manifest, source_digest="none"), "")
+    check_checkpoint(without, smaller)
+    with pytest.raises(CheckpointError, match="has a wrong shape"):
+        read(without, checkpoint=smaller)
+
+
+def test_many_bytes_have_a_progress_bar_over_this_ranks_share(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "BAR_BYTES", 0)
+    monkeypatch.setattr(progress, "MB", 1)
+    artifact, _ = artifact_of(model, tmp_path / "out", weights="stored")
+    lines = io.StringIO()
+    total = sum(tensor.nbytes for tensor in read(artifact, 1, shown=Progress(lines)).values())
+    steps = [line.split()[2] for line in lines.getvalue().splitlines()]
+    assert steps[-1] == f"{total}/{total}"
+    assert 1 < len(steps) <= progress.BAR_STEPS

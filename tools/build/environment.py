@@ -1,0 +1,74 @@
+"""The environment that the ranks of an artifact for NPUs run with: a plan from the target, the mesh and the sizes of its communicators.
+
+Published launch scripts set these variables by hand. Sources: CANN's reference of environment variables (hiascend.com, maintenance
+reference of CANN 9.0, envref_07_0080, _0096, _0077, _0078, _0099) and TorchNPU's (Ascend/pytorch, docs/zh/api/environment_variable).
+docs/on-hardware.md lists what is left out, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...graphs.types import DISPATCH, Mesh
+from ...lowering.artifact.manifest import Setting
+from .memory import HCCL_BUFFER_BYTES, MIB
+from .targets import Target
+
+CONNECT_TIMEOUT_S = 600
+"""How long ranks wait for each other when communicators are made; legal is 120 to 7200."""
+
+EXEC_TIMEOUT_S = 204
+"""How long a collective waits for a rank on the device; legal is up to 1091 in AIV mode."""
+
+
+def environment(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Setting]:
+    """The variables of every rank, by name; equal for all ranks and machines.
+
+    Args:
+        target: the machine that the artifact is built for.
+        mesh: of all ranks.
+        communicator_bytes: size of one buffer of each communicator by symbol of its group; empty where ranks do not communicate.
+    """
+    if target.local:
+        return {}
+    settings = {
+        "PYTORCH_NPU_ALLOC_CONF": Setting(
+            "expandable_segments:True",
+            "graphs of all sizes take their workspaces from one allocator; segments that grow leave no gaps between them",
+        )
+    }
+    return settings | _communication(target, mesh, communicator_bytes) if communicator_bytes else settings
+
+
+def _communication(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, int]) -> dict[str, Setting]:
+    settings = {
+        "HCCL_BUFFSIZE": _buffer_size(communicator_bytes),
+        "HCCL_CONNECT_TIMEOUT": Setting(
+            str(CONNECT_TIMEOUT_S), "seconds; ranks of several hosts reach the first communicator minutes apart, and the default is 120"
+        ),
+        "HCCL_EXEC_TIMEOUT": Setting(
+            str(EXEC_TIMEOUT_S),
+            "seconds; bounds the wait for a lost rank on the device (default 1091 or 1836), and is longer than a step's limit on the host, "
+            "which ends the ranks in order",
+        ),
+        "HCCL_DETERMINISTIC": Setting(
+            "false",
+            "sums of ranks may differ in the last bits from run to run; true makes them repeatable, and slower: it goes before AIV mode",
+        ),
+    }
+    # An A2 allows AIV mode for one communicator at a time (envref_07_0096); "dispatch" runs kernels of its own and no collective.
+    groups = {mesh.group(symbol, 0) for symbol in communicator_bytes if symbol != DISPATCH}
+    if target.tp_across_nodes or len(groups) <= 1:
+        settings["HCCL_OP_EXPANSION_MODE"] = Setting(
+            "AIV", "collectives run on the vector cores, without a launch by the host or by an AI CPU for each"
+        )
+    return settings
+
+
+def _buffer_size(communicator_bytes: Mapping[str, int]) -> Setting:
+    nbytes = communicator_bytes.get(DISPATCH, HCCL_BUFFER_BYTES)
+    if DISPATCH in communicator_bytes:
+        why = "MiB; the window of expert dispatch, whose kernels read this variable; other communicators are made with sizes of their own"
+    else:
+        why = "MiB; one of the two buffers of a communicator that is made without a size of its own"
+    return Setting(str(-(-nbytes // MIB)), why)

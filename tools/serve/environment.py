@@ -1,0 +1,39 @@
+"""The environment of a rank's process: what its artifact plans, where the user has not set it himself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...lowering.artifact.manifest import Setting
+
+OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+"""Variables that torch_npu also reads by another name; it ends the process when both are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF)."""
+
+
+@dataclass(frozen=True)
+class MergedEnvironment:
+    """What to do about the variables of an artifact.
+
+    Attributes:
+        variables: to set before torch_npu is imported; none of them is set yet.
+        notes: a sentence for each planned variable that keeps a value of the user's.
+    """
+
+    variables: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> MergedEnvironment:
+    """Compares the plan of an artifact (`Manifest.environment`) with a process's environment; a variable that is set keeps its value."""
+    variables, notes = {}, []
+    for name, setting in sorted(planned.items()):
+        present = next((other for other in (name, OTHER_NAMES.get(name, name)) if other in environment), None)
+        if present is None:
+            variables[name] = setting.value
+        elif (present, environment[present]) != (name, setting.value):
+            notes.append(
+                f"{present} is {environment[present]!r} in this environment and stays so; the artifact plans {name}={setting.value}: "
+                f"{setting.why}"
+            )
+    return MergedEnvironment(variables, tuple(notes))

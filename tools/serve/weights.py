@@ -1,0 +1,141 @@
+"""The weights of one rank, read a parameter at a time from the artifact or from the checkpoint that it refers to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from ...graphs import tree
+from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
+from ...graphs.types import DTYPES, Leaf, Mesh, Rules, leaf_name
+from ...lowering.artifact.artifact import Artifact
+from ...models import safetensors_files
+from ...models.checkpoint import ParamReader
+from ...models.params import avals
+from ...models.slices import Shard
+from ..progress import Progress
+from ..verify.small_model import full_model
+
+NO_DIGEST = "none"
+"""`Manifest.source_digest` of an artifact that was built without a checkpoint."""
+
+
+def rank_params(
+    artifact: Artifact, rank: int, *, checkpoint: Path | None, wanted: Collection[str] | None, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (operand name, a rank's shard of the parameter), contiguous, on the CPU.
+
+    They come from `checkpoint` where it is given, else from the artifact's own file or from the checkpoint it refers to. Of tensors that
+    are split over the ranks only this rank's part is read. Nothing is mapped, and a parameter that the caller keeps no reference to is
+    freed before the next is read.
+
+    Args:
+        checkpoint: a directory that takes the place of the artifact's own; whether it is the right one only `check_checkpoint` says.
+        wanted: names of the operands that are read; None reads all.
+
+    Raises:
+        ArtifactError: there are no weights, or the checkpoint that the artifact refers to is gone.
+        ArtifactTampered: the artifact's file differs from its manifest.
+        ArtifactStale: the artifact's parameters are not those of this npucompile.
+        CheckpointError: naming the tensor that is missing, misshapen, quantised or unreadable.
+    """
+    leaves = tuple(leaf for leaf in artifact.manifest.params if wanted is None or leaf.name in wanted)
+    mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
+    shard, source = Shard(mesh, rules, rank), checkpoint_of(artifact, checkpoint)
+    pairs = _stored(artifact, leaves, shard) if source is None else _from_checkpoint(artifact, source, leaves, shard)
+    with progress.byte_bar("read weights", sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in leaves)) as bar:
+        for name, tensor in pairs:
+            nbytes = tensor.nbytes
+            yield name, tensor
+            bar.add(nbytes)
+            del tensor  # frees it before the next one is read
+
+
+def checkpoint_of(artifact: Artifact, checkpoint: Path | None) -> Path | None:
+    """The directory that weights are read from; None where they are read from the artifact.
+
+    Args:
+        checkpoint: the one that the user named, or None.
+
+    Raises:
+        ArtifactError: there are no weights, or the directory that the artifact refers to is gone.
+    """
+    if checkpoint is not None:
+        return checkpoint
+    if artifact.manifest.weights is not None:
+        return None
+    if artifact.manifest.checkpoint is None:
+        raise ArtifactError(f"{artifact.path} was built without weights: name the checkpoint with --checkpoint DIR, or build one")
+    bound = Path(artifact.manifest.checkpoint)
+    if not bound.is_dir():
+        raise ArtifactError(
+            f"{artifact.path} takes its weights from {bound}, which is not there; where the checkpoint moved, name it with --checkpoint DIR"
+        )
+    return bound
+
+
+def check_checkpoint(artifact: Artifact, checkpoint: Path | None) -> None:
+    """Refuses a checkpoint that is not the one the artifact was built from; reads samples of its files, so one process a host is enough.
+
+    Args:
+        checkpoint: the directory that the user named; None checks the one that the artifact refers to, if it does.
+
+    Raises:
+        ArtifactError: there are no weights, or the directory that the artifact refers to is gone.
+        CheckpointError: the directory cannot be read, or has another digest.
+    """
+    directory, expected = checkpoint_of(artifact, checkpoint), artifact.manifest.source_digest
+    if directory is None or expected == NO_DIGEST:
+        return
+    digest = safetensors_files.digest(safetensors_files.open_checkpoint(directory))
+    if digest != expected:
+        raise CheckpointError(
+            f"{directory} has digest {digest}; {artifact.path} was built from {expected}: name that checkpoint, or build again"
+        )
+
+
+def _stored(artifact: Artifact, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+    """From the artifact's file, in its order."""
+    file = artifact.path / str(artifact.manifest.weights)
+    try:
+        entries = safetensors_files.entries_of(file)
+        for leaf in leaves:
+            _check_entry(file, leaf, entries.get(leaf.name))
+        for leaf in sorted(leaves, key=lambda leaf: entries[leaf.name].begin):
+            region = shard.rules.local_slice(leaf.aval, shard.mesh, shard.rank)
+            yield leaf.name, entries[leaf.name].read_slice(region)
+    except CheckpointError as error:
+        raise ArtifactTampered(str(error)) from None
+
+
+def _check_entry(file: Path, leaf: Leaf, entry: safetensors_files.TensorEntry | None) -> None:
+    dtype = safetensors_files.STORED_DTYPES.get(entry.dtype) if entry else None
+    if entry is None or entry.shape != leaf.aval.shape or dtype != leaf.aval.dtype:
+        stored = f"{entry.shape} {dtype or entry.dtype}" if entry else "nothing"
+        raise ArtifactTampered(f"{file}: holds {stored} as {leaf.name}; the manifest says {leaf.aval}")
+
+
+def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+    """From a checkpoint, in the order of the model's parameters."""
+    manifest = artifact.manifest
+    params = full_model(manifest).params(DTYPES[manifest.dtype])
+    _check_params(artifact, tree.leaves("params", avals(params)))
+    reader, names = ParamReader(safetensors_files.open_checkpoint(directory), params), {leaf.name for leaf in leaves}
+    operands = [leaf_name("params", path) for path, _ in tree.flatten(params)]
+    for group in reader.groups:
+        positions = [position for position in group if operands[position] in names]
+        for position, tensor in reader.read(positions, shard) if positions else ():
+            yield operands[position], tensor
+            del tensor
+
+
+def _check_params(artifact: Artifact, declared: tuple[Leaf, ...]) -> None:
+    """Compares the parameters that the model declares now with those that the artifact was built with."""
+    recorded = artifact.manifest.params
+    for ours, theirs in itertools.zip_longest(declared, recorded):
+        if ours != theirs:
+            here, there = (f"{leaf.name} {leaf.aval}" if leaf else "nothing more" for leaf in (ours, theirs))
+            raise ArtifactStale(f"{artifact.path} has the parameter {there} where this npucompile has {here}; build the artifact again")
