@@ -24,6 +24,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.int64: "i64",
+    torch.uint64: "u64",
     torch.int32: "i32",
     torch.int8: "i8",
     torch.uint8: "u8",

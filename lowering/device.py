@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..graphs.errors import LoweringError, SpecError
+from ..graphs.types import Leaf
 from .executable import Executable
 
 CPU, NPU, EMULATED = "cpu", "npu", "emulated"
@@ -36,8 +37,35 @@ class Event(Protocol):
         ...
 
 
+class DerivedValue(NamedTuple):
+    """An operand that is computed from parameters when they are loaded.
+
+    Attributes:
+        expression: how; equal expressions give equal values, in all executables of an artifact.
+        sources: operands that it is computed from.
+    """
+
+    expression: str
+    sources: tuple[int, ...]
+
+
 class DeviceExecutable(Executable, Protocol):
-    """An executable on a device, opened for one rank. A call queues the step and returns its outputs, which are not computed yet."""
+    """An executable on a device, opened for one rank. A call queues the step and returns its outputs, which are not computed yet.
+
+    Its operands are those of its signature, then the derived values.
+    """
+
+    def derived(self, params: Sequence[Leaf]) -> tuple[DerivedValue, ...]:
+        """The derived values, in the order of operands.
+
+        Args:
+            params: the artifact's parameters.
+        """
+        ...
+
+    def derive(self, number: int, params: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Computes one of them in host memory, from parameters in host memory; None where it is not computed from one."""
+        ...
 
     @property
     def reads(self) -> frozenset[int]:
@@ -47,6 +75,10 @@ class DeviceExecutable(Executable, Protocol):
     @property
     def nz_operands(self) -> frozenset[int]:
         """Operands that this graph wants in the tiled format NZ; all others are row-major (ND)."""
+        ...
+
+    def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
+        """Queues one step; its operands are those that it was compiled for."""
         ...
 
     def compile(self, operands: Sequence[torch.Tensor | None], cache_dir: Path | None = None) -> bool:
@@ -96,17 +128,6 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """An event behind everything queued so far."""
-        ...
-
-    def group_maker(self, buffer_bytes: Mapping[str, int]) -> Any:
-        """What makes process groups that this device communicates with (`runtime.distributed.process_groups.MakeGroup`).
-
-        Args:
-            buffer_bytes: size of one buffer of a communicator, by its symbol.
-
-        Returns:
-            None where those are groups of gloo.
-        """
         ...
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..graphs.errors import ArtifactError, ArtifactTampered, LoweringError
+from ..graphs.errors import ArtifactError, LoweringError
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
+from .device_params import DeviceParams, LoadParams
 from .executor import Inputs, Outputs, check_serving, check_step, compile_evidence
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
-
-LoadParams = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
-"""Names of parameters -> each of them once: its name and this rank's shard, contiguous, in host memory."""
 
 Report = Callable[[Bucket, float, str], None]
 """Called after each bucket: the seconds that compiling it took, and "compiled", "cached" or why it cannot run."""
@@ -98,13 +96,16 @@ class DeviceExecutor:
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
-        params = _place_params(device, local_leaves(manifest.params, mesh, rules), list(executables.values()), load_params)
+        leaves = local_leaves(manifest.params, mesh, rules)
         pools = local_leaves(manifest.state, mesh, rules)
         state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
         self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
         self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead)
         self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
-        self._operands = {bucket: [*params, *state, *self._inputs.arrays[bucket].values()] for bucket in executables}
+        others = {bucket: [*state, *self._inputs.arrays[bucket].values()] for bucket in executables}
+        params = DeviceParams(device, leaves, executables, {bucket: len(leaves) + len(others[bucket]) for bucket in executables})
+        params.load(load_params)
+        self._operands = {bucket: params.operands(bucket, others[bucket]) for bucket in executables}
         self.missing: dict[Bucket, str] = {}
         self._executables = self._compile(executables, cache_dir, report)
         self._compiles_before_ready = compile_evidence()
@@ -179,27 +180,6 @@ def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, comm
     if entry.compiled is None:
         raise ArtifactError(f"{entry.bucket.name} has no executable for {device.name}; legal is an artifact built for it")
     return device.open(artifact.path / entry.compiled.file, rank, communicators)
-
-
-def _place_params(
-    device: Device, leaves: Sequence[Leaf], executables: Sequence[DeviceExecutable], load_params: LoadParams
-) -> list[torch.Tensor | None]:
-    """The parameters that an executable reads, in device memory and in the format that all of its readers want; None for others."""
-    readers = [[executable for executable in executables if position in executable.reads] for position in range(len(leaves))]
-    positions = {leaf.name: position for position, leaf in enumerate(leaves) if readers[position]}
-    placed: list[torch.Tensor | None] = [None] * len(leaves)
-    for name, tensor in load_params(tuple(positions)):
-        position, aval = positions[name], leaves[positions[name]].aval
-        if (tuple(tensor.shape), tensor.dtype) != (aval.shape, aval.dtype):
-            raise ArtifactTampered(f"{name} is {tuple(tensor.shape)} {tensor.dtype} where it was read; this rank needs {aval}")
-        memory = device.empty(aval.shape, aval.dtype)
-        memory.copy_(tensor)
-        in_nz = all(position in executable.nz_operands for executable in readers[position])
-        placed[position] = device.to_nz(memory) if in_nz else memory
-        del tensor, memory  # frees both before the next one is read
-    if absent := [name for name, position in positions.items() if placed[position] is None]:
-        raise ArtifactTampered(f"{len(absent)} parameters were not read, {absent[0]} among them")
-    return placed
 
 
 def _layout(leaves: Sequence[Leaf]) -> PackedLayout:

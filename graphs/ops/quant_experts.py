@@ -145,7 +145,8 @@ def grouped_experts_w4a8_ge(args: ExpertsW4A8) -> Tensor:
         [hidden],
         [args.down],
         bias=[args.down_assist],
-        scale=[args.down_scale],
+        # The kernel's own dtype. For int64, torchair adds a cast that would run in every step.
+        scale=[args.down_scale.view(torch.uint64)],
         per_token_scale=[hidden_scale],
         group_list=args.counts,
         output_dtype=args.dtype,

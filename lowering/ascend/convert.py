@@ -14,21 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from .collectives import register
-from .ge_file import GROUP, GROUPS, RANK, parse
+from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import follow_memory
 from .toolchain.harness import Torchair
 
-GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
-    torch.float32: ("DT_FLOAT", 0),
-    torch.float16: ("DT_FLOAT16", 1),
-    torch.bfloat16: ("DT_BF16", 27),
-    torch.int8: ("DT_INT8", 2),
-    torch.uint8: ("DT_UINT8", 4),
-    torch.int32: ("DT_INT32", 3),
-    torch.int64: ("DT_INT64", 9),
-    torch.bool: ("DT_BOOL", 12),
-}
-"""Name of a dtype in GE's protobuf messages, and its number in GE's own enumeration, which differs from the message's."""
 # Options that list operands or results one by one; the linker writes them for the whole graph.
 POSITIONAL = (
     "ge.exec.outputReuseMemIndexes",

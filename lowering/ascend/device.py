@@ -19,8 +19,11 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .convert import GE_DTYPES, shape_of
-from .ge_file import GeFile, decode, messages, parse, patched
+from ...graphs.types import Leaf
+from ..device import DerivedValue
+from . import fold
+from .convert import shape_of
+from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
@@ -79,7 +82,7 @@ def engine(torchair: Torchair) -> GeEngine:
 
 
 class GeExecutable:
-    """One step of one bucket on the process's current NPU.
+    """One step of one bucket on the process's current NPU. Its operands are those of the program, then the derived values (fold.py).
 
     GE compiles once, when the storage formats of the operands are known; the formats must not change.
 
@@ -114,6 +117,15 @@ class GeExecutable:
     def reads(self) -> frozenset[int]:
         """Operands that the graph takes."""
         return frozenset(self.ge_file.data)
+
+    def derived(self, params: Sequence[Leaf]) -> tuple[DerivedValue, ...]:
+        """Values that are computed from parameters when they are loaded, see fold.py."""
+        return tuple(map(DerivedValue, fold.expressions(self.ge_file, params), fold.sources(self.ge_file)))
+
+    def derive(self, number: int, params: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Computes one of them on the CPU."""
+        (value,) = fold.evaluate(self.ge_file, params, (number,))
+        return value
 
     @functools.cached_property
     def nz_operands(self) -> frozenset[int]:
@@ -152,7 +164,7 @@ class GeExecutable:
         self._compiled = True
         return not cached
 
-    def __call__(self, operands: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+    def __call__(self, operands: Sequence[torch.Tensor | None], /) -> list[torch.Tensor]:
         """Runs one step.
 
         Raises:
@@ -174,8 +186,9 @@ class GeExecutable:
         return list(results[: self.ge_file.outputs])
 
     def _fed(self, operands: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        if len(operands) != self.ge_file.inputs:
-            raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs}")
+        if len(operands) != self.ge_file.operands:
+            derived = self.ge_file.operands - self.ge_file.inputs
+            raise LoweringError(f"{len(operands)} operands, the graph has {self.ge_file.inputs} and {derived} derived values")
         fed = [operand for index in self.ge_file.data if (operand := operands[index]) is not None]
         if len(fed) != len(self.ge_file.data):
             absent = [index for index in self.ge_file.data if operands[index] is None]
@@ -234,7 +247,8 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
 
 
 def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
-    """Operands worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile needs padding."""
+    """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
+    needs padding."""
     graph = parse(ge_file.graph).graph[0]
     readers: dict[str, list[bool]] = {}
     for op in graph.op:

@@ -10,17 +10,45 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
+import torch
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DISPATCH, WORLD
 from .toolchain.stubs import wheel_path
 
-FORMAT = "npucompile.ge/1"
+FORMAT = "npucompile.ge/2"
 RANK, GROUP = "ep_rank", "group"
 """Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
 GROUPS = ("tp", "dp", WORLD, DISPATCH)
 """Symbols of groups that a graph may name. "dispatch" has the ranks of "world" and a communicator of its own: expert dispatch and combine
 allow no other operator in theirs (aclnnMoeDistributeDispatchV2, constraints)."""
+GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {
+    torch.float32: ("DT_FLOAT", 0),
+    torch.float16: ("DT_FLOAT16", 1),
+    torch.bfloat16: ("DT_BF16", 27),
+    torch.int8: ("DT_INT8", 2),
+    torch.uint8: ("DT_UINT8", 4),
+    torch.int32: ("DT_INT32", 3),
+    torch.int64: ("DT_INT64", 9),
+    torch.uint64: ("DT_UINT64", 10),
+    torch.bool: ("DT_BOOL", 12),
+}
+"""Name of a dtype in GE's protobuf messages, and its number in GE's own enumeration, which differs from the message's."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What is computed of a rank's parameters once, when they are loaded (fold.py): functional, and without collectives.
+
+    Attributes:
+        graph: a flat graph of aten operators (artifact/graph_io.py): parameters -> derived values, each contiguous.
+        params: operand of each of its placeholders.
+        values: number of derived values.
+    """
+
+    graph: bytes
+    params: tuple[int, ...]
+    values: int
 
 
 @dataclass(frozen=True)
@@ -34,12 +62,13 @@ class GeFile:
         options: compile options of this graph ("local" in torchair's terms).
         donations: (GE output, operand) pairs: GE writes that output into that operand's memory.
         bound: operands that operators of the graph write in place; they need nothing at run time.
-        inputs: number of operands.
+        inputs: number of operands of the program; derived values are numbered from there on.
         outputs: number of results.
         patches: (operator name, attribute name, kind) for what differs between ranks; a "group" attribute holds the
             symbolic name until then, one of `GROUPS`.
-        feeds: operand of each `Data` op by its index, where conversion dropped unread operands; None: all, in order.
+        feeds: operand, or `inputs` plus the number of a derived value, of each `Data` op by its index; None: all operands, in order.
         engine: options of the engine, equal for all graphs of one process ("global" in torchair's terms).
+        folded: computes the derived values; None where there are none.
     """
 
     graph: bytes
@@ -51,10 +80,16 @@ class GeFile:
     patches: tuple[tuple[str, str, str], ...]
     feeds: tuple[int, ...] | None = None
     engine: Mapping[str, str] = field(default_factory=dict)
+    folded: Folded | None = None
+
+    @property
+    def operands(self) -> int:
+        """Number of operands of the graph: those of the program, then the derived values."""
+        return self.inputs + (self.folded.values if self.folded else 0)
 
     @property
     def data(self) -> tuple[int, ...]:
-        """Operand of each `Data` op, by its index."""
+        """Operand or derived value of each `Data` op, by its index."""
         return tuple(range(self.inputs)) if self.feeds is None else self.feeds
 
 
@@ -78,6 +113,7 @@ def encode(ge_file: GeFile) -> bytes:
                 "outputs": ge_file.outputs,
                 "patches": sorted(ge_file.patches),
                 "feeds": ge_file.feeds,
+                "folded": ge_file.folded and [ge_file.folded.graph, ge_file.folded.params, ge_file.folded.values],
             }
         )
     )
@@ -104,6 +140,7 @@ def decode(data: bytes) -> GeFile:
             patches=tuple((op, attribute, kind) for op, attribute, kind in fields["patches"]),
             feeds=None if fields["feeds"] is None else tuple(fields["feeds"]),
             engine=fields["engine"],
+            folded=None if fields["folded"] is None else _folded(*fields["folded"]),
         )
     except (msgpack.UnpackException, ValueError, KeyError, TypeError) as error:
         raise LoweringError(f"this is not a GE file: {error!r}") from None
@@ -193,10 +230,18 @@ def _communicator(symbol: str, where: str, groups: Mapping[str, str]) -> str:
     return groups[symbol]
 
 
+def _folded(graph: bytes, params: list[int], values: int) -> Folded:
+    return Folded(graph, tuple(params), values)
+
+
 def _check(ge_file: GeFile) -> None:
     feeds = ge_file.data
-    if [operand for operand in feeds if not 0 <= operand < ge_file.inputs] or len(set(feeds)) != len(feeds):
-        raise LoweringError(f"a GE file of {ge_file.inputs} operands feeds {feeds}; legal is each of them at most once")
+    if [operand for operand in feeds if not 0 <= operand < ge_file.operands] or len(set(feeds)) != len(feeds):
+        raise LoweringError(f"a GE file of {ge_file.operands} operands feeds {feeds}; legal is each of them at most once")
+    if ge_file.folded and (unknown := [operand for operand in ge_file.folded.params if not 0 <= operand < ge_file.inputs]):
+        raise LoweringError(f"a GE file of {ge_file.inputs} operands folds operands {unknown}; legal are 0 to {ge_file.inputs - 1}")
+    if ge_file.folded and (unfed := sorted(set(range(ge_file.inputs, ge_file.operands)) - set(feeds))):
+        raise LoweringError(f"a GE file computes derived values {unfed}, which its graph does not take; it takes {feeds}")
     for action, operands in (("donates", [operand for _, operand in ge_file.donations]), ("writes in place", list(ge_file.bound))):
         if unfed := sorted(set(operands) - set(feeds)):
             raise LoweringError(f"a GE file {action} operands {unfed}, which its graph does not take; it takes {feeds}")

@@ -40,6 +40,7 @@ _DTYPES = {
     "DT_UINT8": "u8",
     "DT_INT32": "i32",
     "DT_INT64": "i64",
+    "DT_UINT64": "u64",
     "DT_BOOL": "bool",
 }
 _HIDDEN = re.compile(r"_(in|out)put_name_(key|value)|_readable_value|value|index")

@@ -14,8 +14,10 @@ from torch import fx
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
-from .convert import GE_DTYPES, Body, Port, convert_body, shape_of
-from .ge_file import GeFile, messages
+from ..artifact import graph_io
+from .convert import Body, Port, convert_body, shape_of
+from .fold import FOLDED
+from .ge_file import GE_DTYPES, Folded, GeFile, messages
 from .toolchain.harness import Torchair
 
 _LAYER = re.compile(r"\w+\.(?:(.+)\.)?layers\.(\d+)\.")
@@ -60,7 +62,7 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
 
     Args:
         graph: placeholders are `signature.operands`; then calls of bodies and getitem; results are `signature.outputs`, with or
-            without the state operands behind them.
+            without the state operands behind them. A call of `fold.FOLDED` is not converted: its results are operands of the GE graph.
         signature: of the program; bodies may write its state.
         ta: torchair, loaded.
         name: of the GE graph.
@@ -71,15 +73,18 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     builder = _Builder(messages().ModelDef())
     builder.model.graph.add().name = name
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
+    calls = [node for node in graph.graph.nodes if node.op == "call_module" and node.target != FOLDED]
     if len(placeholders) != len(signature.operands):
         raise LoweringError(f"the graph has {len(placeholders)} operands, its signature {len(signature.operands)}")
     state = set(placeholders[len(signature.params) : len(signature.params) + len(signature.state)])
     results = _results(graph, signature, placeholders)
     bodies = _bodies(graph, calls, ta)
     read = {node.args[operand] for node in calls for operand in bodies[node].feeds.values()}
-    feeds = _data(builder, placeholders, read | set(results))
+    folded, derived = _folded(graph, placeholders)
+    feeds = _data(builder, [*placeholders, *derived], read | set(results))
     for node in graph.graph.nodes:
+        if node in derived or node.target == FOLDED:
+            continue
         if node.op == "call_module":
             _call(builder, node, bodies[node], state)
         elif node.op == "call_function" and node.target is operator.getitem:
@@ -92,15 +97,28 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     _attributes(builder, len(feeds))
     return GeFile(
         graph=builder.model.SerializeToString(deterministic=True),
-        options=_options(builder, [placeholders[i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds),
+        options=_options(
+            builder, [[*placeholders, *derived][i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds
+        ),
         donations=donations,
         bound=tuple(sorted(builder.operand[node] for node, carry in builder.written.items() if not carry)),
         inputs=len(placeholders),
         outputs=len(results),
         patches=tuple(builder.patches),
-        feeds=None if feeds == [*range(len(placeholders))] else tuple(feeds),
+        feeds=None if feeds == [*range(len(placeholders) + len(derived))] else tuple(feeds),
         engine=builder.engine,
+        folded=folded,
     )
+
+
+def _folded(graph: fx.GraphModule, placeholders: list[fx.Node]) -> tuple[Folded | None, list[fx.Node]]:
+    """The graph of derived values, and their nodes by number."""
+    call = next((node for node in graph.graph.nodes if node.op == "call_module" and node.target == FOLDED), None)
+    if call is None:
+        return None, []
+    derived = sorted(call.users, key=lambda node: int(str(node.args[1])))
+    module: Any = graph.get_submodule(FOLDED)
+    return Folded(graph_io.encode(module), tuple(placeholders.index(param) for param in call.args), len(derived)), derived
 
 
 def _results(graph: fx.GraphModule, signature: Signature, placeholders: list[fx.Node]) -> list[fx.Node]:

@@ -20,6 +20,7 @@ from ...graphs.primitive import of_target
 from ...graphs.types import Signature
 from ..lower import Lowered
 from .donation import Donated, Donations, donations
+from .hoist import hoist
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -37,7 +38,8 @@ def lower(partitioned: Partitioned) -> Lowered:
     graph, signature = outline(partitioned.graph), partitioned.signature
     donated = donations(graph, signature)
     lowered = {name: _lower_body(body, donated.bodies[name]) for name, body in bodies(graph).items()}
-    return Lowered(partitioned.program.bucket, BACKEND, _calls(graph, signature, donated, lowered), signature)
+    calls = hoist(_calls(graph, signature, donated, lowered), signature)
+    return Lowered(partitioned.program.bucket, BACKEND, calls, signature)
 
 
 class _NpuInliner(Interpreter):

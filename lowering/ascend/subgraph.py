@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,7 +72,13 @@ class WholeGraph:
                 bodies.setdefault(prefix, []).append(name)
         return bodies
 
-    def cut(self, names: Collection[str], values: Mapping[str, torch.Tensor], results: Sequence[str] | None = None) -> Subgraph:
+    def cut(
+        self,
+        names: Collection[str],
+        values: Mapping[str, torch.Tensor],
+        results: Sequence[str] | None = None,
+        rewired: Mapping[str, str] = MappingProxyType({}),
+    ) -> Subgraph:
         """The operators of these names as a graph.
 
         Constants that they read come with them, and so does what computes tensors that cannot be operands (int4, uint64).
@@ -80,12 +87,14 @@ class WholeGraph:
             names: of operators that are neither `Data`, `Const` nor `NetOutput`.
             values: tensor -> a value with its dtype and shape, at least for all operands.
             results: tensors to return; None returns those that other operators of the whole graph read.
+            rewired: tensor -> another of the same kind to read in its place.
 
         Raises:
             LoweringError: `values` lacks an operand.
         """
         inner = self._with_sources(names, values)
-        operands = list(dict.fromkeys(t for name in inner for t in self._inputs(name) if t.rpartition(":")[0] not in inner))
+        read = [rewired.get(t, t) for name in inner for t in self._inputs(name)]
+        operands = list(dict.fromkeys(t for t in read if t.rpartition(":")[0] not in inner))
         if missing := [tensor for tensor in operands if tensor not in values]:
             raise LoweringError(f"nothing is known of {missing[0]}, which {len(names)} operators of a part read")
         model = messages().ModelDef()
@@ -93,7 +102,7 @@ class WholeGraph:
         ops = model.graph[0].op
         for i, tensor in enumerate(operands):
             _add_data(ops, i, values[tensor])
-        renamed = {tensor: f"operand{i}:0" for i, tensor in enumerate(operands)}
+        renamed = {**rewired, **{tensor: f"operand{i}:0" for i, tensor in enumerate(operands)}}
         for name in inner:
             _copy(ops.add(), self.ops[name], renamed, inner)
         flow = follow_memory(_writing(ops), {f"operand{i}:0": i for i in range(len(operands))})

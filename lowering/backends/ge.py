@@ -57,13 +57,15 @@ class Ge(Backend):
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
-        """Checks that pools are written in place, no length is baked in, and collectives are those of the partitioned graph in order."""
+        """Checks that pools are written in place, no length is baked in, no step repeats work on weights, and collectives are those of the
+        partitioned graph in order."""
         from .. import collectives_check
-        from ..ascend import inspect_ge
+        from ..ascend import inspect_ge, inspect_weights
         from ..ascend.ge_file import decode
 
         ge_file = decode(compiled.data)
         inspect_ge.check(ge_file, partitioned.signature)
+        inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
 
     def open(self, path: Path, place: Place) -> Executable:

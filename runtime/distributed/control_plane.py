@@ -94,9 +94,9 @@ class ControlPlane:
             RankError: when the ranks fail meanwhile, a rank sends another message, or the time is over.
         """
         messages: dict[int, RankMessage] = {}
-        for answer in [early for early in self._early if early[1].fields.get("step") == step]:
-            self._early.remove(answer)
-            messages[answer[0]] = answer[1]
+        for early in [early for early in self._early if early[1].fields.get("step") == step]:
+            self._early.remove(early)
+            messages[early[0]] = early[1]
         while missing := [rank for rank in ranks if rank not in messages]:
             self.check()
             try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,44 @@ def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Any, timeout_s: fl
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
+
+
+class Machine:
+    """A GE file on emulated devices, one a rank: a machine of `fleets.Fleet`, whose host tensors are copied there and back each step.
+
+    Args:
+        path: a directory.
+        ge_file: of all ranks.
+    """
+
+    def __init__(self, path: Path, ge_file: GeFile, mesh: Mesh) -> None:
+        self.path, self.ge_file = path, ge_file
+        self.operands: list[list[torch.Tensor]] = []
+        self.devices = [open_device(rank) for rank in range(mesh.size)]
+        names = on_ranks(mesh, lambda rank, groups: self.devices[rank].communicators(groups, rank))
+        self.executables = [opened(self.devices[rank], ge_file, path, rank, own) for rank, own in enumerate(names)]
+
+    def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if not self.operands:
+            ranks = zip(self.devices, operands_per_rank, strict=True)
+            self.operands = [[device.empty(x.shape, x.dtype) for x in operands] for device, operands in ranks]
+        for there, operands in zip(self.operands, operands_per_rank, strict=True):
+            for target, source in zip(there, operands, strict=True):
+                target.copy_(source)
+        for executable, there in zip(self.executables, self.operands, strict=True):
+            if not executable._compiled:
+                executable.compile(there)
+        results = [executable(there) for executable, there in zip(self.executables, self.operands, strict=True)]
+        for device in self.devices:
+            device.record().wait(WAIT_S)
+        for there, operands in zip(self.operands, operands_per_rank, strict=True):
+            for i in {*self.ge_file.bound, *(operand for _, operand in self.ge_file.donations)}:
+                operands[i].copy_(there[i])
+        return [[result.cpu() for result in own] for own in results]
+
+    def close(self) -> None:
+        for device in self.devices:
+            device.close()
 
 
 def on_devices(mesh: Mesh, work: Callable[[EmulatedDevice, int, Mapping[str, str]], Any], timeout_s: float = WAIT_S) -> list[Any]:

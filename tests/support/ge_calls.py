@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from support import ge_bodies as gb
 
-from npucompile.lowering.ascend.convert import GE_DTYPES
 from npucompile.lowering.ascend.emulator.ge_ops_common import Call, GeOp, Value, read
 from npucompile.lowering.ascend.emulator.ge_program import FUNCTIONS
-from npucompile.lowering.ascend.ge_file import GeFile, messages
+from npucompile.lowering.ascend.ge_file import GE_DTYPES, GeFile, messages
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.toolchain.harness import Torchair
 

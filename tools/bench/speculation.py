@@ -133,7 +133,7 @@ def _through_engines(sides: dict[str, Artifact], load: TextLoad, rounds: int) ->
 
 def _served(artifact: Artifact, load: TextLoad) -> Run:
     """A round through a server of its own; two servers at once would have more worker threads than cores."""
-    running = services.start_service(artifact)
+    running = services.start_service(artifact, lambda: CpuExecutor(artifact))
     try:
         with serving(running.service) as url:
             # A short warm-up request.

@@ -268,7 +268,7 @@ def streams(artifact: Artifact, loads: Sequence[Load], rounds: int, progress: Pr
 
         with ThreadPoolExecutor(1) as thread:
             thread.submit(engine_rounds).result()
-        running = services.start_service(artifact)
+        running = services.start_service(artifact, lambda: CpuExecutor(artifact))
         try:
             with serving(running.service) as url:
                 for load in loads:

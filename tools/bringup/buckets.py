@@ -19,7 +19,7 @@ from ...runtime.executor import Executor, Outputs
 from ..progress import Bar
 from ..verify.compare import is_paged, is_request_slots
 from .comparison import INTEGERS, Deviations
-from .parameters import LoadParams
+from ..serve.random_weights import LoadParams
 from .recording import BucketGraph
 from .results import Failure, Timing
 from .steps import PlannedStep, Slots, StepPlanner, tensors_of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -63,16 +64,24 @@ class DeviceGraph:
     Args:
         operands: initial values, in the order of the graph's operands; those that a matrix product takes as its weight are stored in NZ
             as in serving, and can not be fed again.
+        rank, communicators: of this process, for graphs that communicate.
 
     Raises:
         LoweringError: the device's compiler refuses the graph.
     """
 
-    def __init__(self, host: Host, ge_file: GeFile, operands: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        ge_file: GeFile,
+        operands: Sequence[torch.Tensor],
+        rank: int = 0,
+        communicators: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._host, path = host, host.path()
         path.write_bytes(encode(ge_file))
         try:
-            self._executable = host.device.open(path, 0, {})
+            self._executable = host.device.open(path, rank, communicators)
         finally:
             path.unlink()
         self.nz_operands = self._executable.nz_operands - {operand for _, operand in ge_file.donations} - set(ge_file.bound)

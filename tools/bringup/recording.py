@@ -18,7 +18,7 @@ from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from ...lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
 from ...lowering.ascend.ge_file import decode, messages
 from ...lowering.ascend.subgraph import WholeGraph
-from .parameters import LoadParams
+from ..serve.random_weights import LoadParams
 from .steps import PlannedStep, tensors_of
 
 Values = dict[str, torch.Tensor]

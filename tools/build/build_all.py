@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...lowering.backend import backend
 from ..notation import format_buckets
 from ..progress import Progress
 from . import plan as planning
@@ -38,8 +39,17 @@ def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifact
             path = path.with_name(f"{path.name}-{plan.phase}")
         report = build(plan, path, cache, progress, jobs=jobs, nice=nice)
         progress.say(f"built in {report.seconds:.1f} s: {len(report.compiled)} compiled, {len(report.reused)} up to date")
+        if note := first_start(plan):
+            progress.say(note)
         paths.append(report.path)
     return paths
+
+
+def first_start(plan: planning.Plan) -> str | None:
+    """What the first start on the target still has to do, where this machine cannot do it; None where nothing is left."""
+    if plan.target.local or not (reason := backend(plan.backend).runs_here()):
+        return None
+    return f"not compiled for the device yet: {reason}; the first start there compiles each bucket, and later ones find it compiled"
 
 
 def plan_lines(plan: planning.Plan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def write_reduced(model: str, directory: Path, seed: int = 0) -> Path:
     assert bundled.checkpoint_dir is not None
     config = reduced_config(json.loads(source.text), json.loads(bundled.text))
     small = registry.from_config(f"{source.name}-reduced", config)
-    params = small.params(torch.bfloat16)
+    params = replace(small, drafting=small.has_draft_head).params(torch.bfloat16)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES:

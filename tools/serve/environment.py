@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Setting
+from ...lowering.device import CPU
+from ..cli import Home
+from ..progress import Progress
+from .rank_settings import RankSettings
 
 OTHER_NAMES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 """Variables that torch_npu also reads by another name; it ends the process when both are set (TorchNPU, PYTORCH_NPU_ALLOC_CONF)."""
@@ -37,3 +42,13 @@ def merged(planned: Mapping[str, Setting], environment: Mapping[str, str]) -> Me
                 f"{setting.why}"
             )
     return MergedEnvironment(variables, tuple(notes))
+
+
+def applied(home: Home, artifact: Artifact, settings: RankSettings, progress: Progress) -> Home:
+    """Sets the variables of an artifact for NPUs in this process, and for those that it starts; says which ones keep the user's value."""
+    if settings.device == CPU:
+        return home
+    environment = merged(artifact.manifest.environment, home.environment)
+    for note in environment.notes:
+        progress.say(note)
+    return home.with_variables(environment.variables)

@@ -14,11 +14,12 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import DeviceExecutor
-from ...runtime.distributed.process_groups import ProcessGroups, gloo
+from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
-from .compile_cache import cache_directory
+from .compile_cache import cache_directory, opened
+from .device_groups import group_maker
 from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
 
@@ -125,7 +126,7 @@ def load_executor(
         lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
         rank=rank,
         communicators=communicators,
-        cache_dir=cache_directory(artifact, device.version, settings.cache) if settings.cache else None,
+        cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
         step_timeout_s=settings.step_timeout_s,
         report=_CompileReport(progress, len(artifact.manifest.graphs)),
     )
@@ -156,7 +157,7 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
         place.address,
         settings.step_timeout_s,
         symbols=symbols,
-        make_group=device.group_maker(manifest.communicator_bytes) or gloo,
+        make_group=group_maker(device, manifest.communicator_bytes),
     )
     return device.communicators(stack.enter_context(groups).groups, place.rank)
 

@@ -13,7 +13,7 @@ from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature
-from ...lowering.ascend import inspect_ge
+from ...lowering.ascend import inspect_ge, inspect_weights
 from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
@@ -76,6 +76,7 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         ge_file = ge_file_of(artifact, entry)
         signature = local_signature(artifact.manifest, entry)
         inspect_ge.check(ge_file, signature)
+        inspect_weights.check_folded(ge_file, len(signature.params))
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file))
     except NpucompileError as error:
         raise VerifyError(f"{entry.bucket.name} shipped: {error}") from None

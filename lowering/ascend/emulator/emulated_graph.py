@@ -222,10 +222,10 @@ class EmulatedGraph:
         order = [int(op.attrs["index"]) for op in program.data]
         try:
             values = program.run([[fed[i].held for i in order]], self._exchange)[0]
-        except LoweringError:
-            raise
+        # An index out of range or a shape that does not fit ends a device's step as well; which operator it was is known here alone.
         except Exception as error:
-            raise LoweringError(f"{program.current}: {type(error).__name__}: {error}") from error
+            kind = "" if isinstance(error, LoweringError) else f"{type(error).__name__}: "
+            raise LoweringError(f"operator {program.current}: {kind}{error}") from error
         # Clone before writing: an output may be a view of another's operand.
         donated = [(i, values[i].clone()) for i in self._donations if values[i] is not fed[self._donations[i]].held]
         for i, (value, output) in enumerate(zip(values, outputs, strict=True)):

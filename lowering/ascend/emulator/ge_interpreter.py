@@ -10,6 +10,7 @@ import torch
 from ....graphs.errors import LoweringError
 from ....graphs.types import Mesh
 from ..convert import shape_of
+from ..fold import evaluate
 from ..ge_file import GROUPS, GeFile, parse
 from ..inspect_ge import follow_memory
 from .ge_ops_common import Call, GeOp, Results
@@ -40,7 +41,8 @@ class GeInterpreter:
         """Runs one step. State is updated in the operands of each rank; ranks must not share a tensor that the graph writes.
 
         Args:
-            operands_per_rank: for each rank the operands, in the order of the program's signature.
+            operands_per_rank: for each rank the operands, in the order of the program's signature; behind them the derived values,
+                which are computed here where they are left out.
 
         Returns:
             for each rank the graph's results.
@@ -57,8 +59,10 @@ class GeInterpreter:
         return [self._finish(values, operands) for values, operands in zip(outputs, operands_per_rank, strict=True)]
 
     def _fed(self, rank: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if len(operands) != self._ge_file.inputs:
+        if len(operands) not in (self._ge_file.inputs, self._ge_file.operands):
             raise LoweringError(f"rank {rank} has {len(operands)} operands, the graph takes {self._ge_file.inputs}")
+        if len(operands) < self._ge_file.operands:
+            operands = [*operands, *evaluate(self._ge_file, operands)]
         fed = []
         for op in self._program.data:
             operand = operands[self._ge_file.data[op.attrs["index"]]]
@@ -104,13 +108,13 @@ def _check_writes(messages: Sequence[Any], ge_file: GeFile) -> None:
     """Refuses graphs whose operators write other operands than the GE file declares, or constants."""
     memory = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in messages if op.type == "Data"}
     constants = [f"{op.name}:0" for op in messages if op.type == "Const"]
-    memory |= {tensor: ge_file.inputs + i for i, tensor in enumerate(constants)}
+    memory |= {tensor: ge_file.operands + i for i, tensor in enumerate(constants)}
     flow = follow_memory([_bare(op) for op in messages if op.type not in BORDER], memory)
     written = {
         *flow.writers,
         *(flow.operand[op.input[0]] for op in map(_bare, messages) if op.type == "Assign" and op.input[0] in flow.operand),
     }
-    breaches = [f"an operator writes the constant {constants[i - ge_file.inputs]}" for i in sorted(written) if i >= ge_file.inputs]
+    breaches = [f"an operator writes the constant {constants[i - ge_file.operands]}" for i in sorted(written) if i >= ge_file.operands]
     donated = {operand for _, operand in ge_file.donations}
     if written - donated != set(ge_file.bound) - donated:
         declared = f"{sorted(ge_file.bound)} bound and {sorted(donated)} donated"

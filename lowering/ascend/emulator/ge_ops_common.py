@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
-from ..convert import GE_DTYPES
-from ..ge_file import messages
+from ..ge_file import GE_DTYPES, messages
 
 INT4 = 29
 """Number of int4 in GE; torch has no such dtype."""
-_MORE_DTYPES: dict[torch.dtype, tuple[str, int]] = {torch.uint64: ("DT_UINT64", 10), torch.float64: ("DT_DOUBLE", 11)}
+_MORE_DTYPES: dict[torch.dtype, tuple[str, int]] = {torch.float64: ("DT_DOUBLE", 11)}
 DTYPES: Mapping[int, torch.dtype] = {number: dtype for dtype, (_, number) in (GE_DTYPES | _MORE_DTYPES).items()}
 """Torch dtype by the number that GE's attributes have for it."""
 

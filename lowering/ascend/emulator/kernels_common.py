@@ -99,8 +99,9 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def float_scale(scale: torch.Tensor) -> torch.Tensor:
-    """A scale as f32; int64 holds the bits of an f32, extended by zeros."""
-    return scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale.float()
+    """A scale as f32; int64 and uint64 hold the bits of an f32, extended by zeros."""
+    bits = scale.view(torch.int64) if scale.dtype == torch.uint64 else scale
+    return bits.to(torch.int32).view(torch.float32) if bits.dtype == torch.int64 else scale.float()
 
 
 def group_bounds(op: str, group_list: torch.Tensor | None, kind: int, groups: int, rows: int) -> list[tuple[int, int]]:

@@ -129,7 +129,7 @@ def npu_grouped_matmul(
     """One product per expert over its rows: x [M, K] by weight [E, K, N] -> [M, N]; rows beyond the groups are undefined.
 
     bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias);
-    w4a8 (weight int32 [E, K, N/8], scale int64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
+    w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
     The last form destroys its x, as the device does: x is undefined afterwards.
     """
     op = "npu_grouped_matmul"
@@ -173,7 +173,7 @@ def _quantised_groups(
     w = unpack_int4(weight) if packed else require(op, "weight", weight, (torch.int8,))
     E, N = w.shape[0], w.shape[2]
     require_shape(op, "weight", w, (E, x.shape[1], N))
-    legal = (torch.int64, torch.float32) if packed else (torch.float32, torch.bfloat16)
+    legal = (torch.int64, torch.uint64, torch.float32) if packed else (torch.float32, torch.bfloat16)
     wide = float_scale(require(op, "scale", scale, legal, (2, 3) if packed else (2,))).double()
     wide = wide[:, None] if wide.dim() == 2 else wide
     require_shape(op, "scale", wide, (E, wide.shape[1], N))

@@ -13,8 +13,8 @@ from support import ge_bodies as gb
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.convert import GE_DTYPES, POSITIONAL, Body, convert_body, shape_of
-from npucompile.lowering.ascend.ge_file import GROUP, RANK
+from npucompile.lowering.ascend.convert import POSITIONAL, Body, convert_body, shape_of
+from npucompile.lowering.ascend.ge_file import GE_DTYPES, GROUP, RANK
 from npucompile.lowering.ascend.inspect_ge import IN_PLACE
 
 X, POOL = ((8, 4), gb.BF16), ((16, 4), gb.F32)

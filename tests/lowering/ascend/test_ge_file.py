@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.ge_file import FORMAT, GeFile, canonical, decode, encode, messages, operators, parse, patched
+from npucompile.lowering.ascend.ge_file import FORMAT, Folded, GeFile, canonical, decode, encode, messages, operators, parse, patched
 
 
 def model(attributes=("group", "rank", "a", "b", "c", "d", "e")) -> bytes:
@@ -53,6 +53,19 @@ def test_bytes_give_the_container_back(ge_file):
     assert parse(again.graph) == parse(ge_file.graph)
     assert decode(encode(replace(ge_file, feeds=None))).data == (0, 1, 2, 3)
     assert again.data == (0, 1, 2)
+
+
+def test_derived_values_are_operands_behind_those_of_the_program(ge_file):
+    folded = replace(ge_file, folded=Folded(b"graph", (3,), 2), feeds=(0, 1, 2, 4, 5))
+    assert replace(decode(encode(folded)), graph=b"") == replace(folded, graph=b"")
+    assert (folded.operands, ge_file.operands) == (6, 4)
+    for feeds, params, message in (
+        ((0, 1, 2, 4, 5, 6), (3,), "a GE file of 6 operands feeds"),
+        ((0, 1, 2, 4), (3,), r"computes derived values \[5\], which its graph does not take"),
+        ((0, 1, 2, 4, 5), (4,), r"folds operands \[4\]; legal are 0 to 3"),
+    ):
+        with pytest.raises(LoweringError, match=message):
+            encode(replace(folded, feeds=feeds, folded=replace(folded.folded, params=params)))
 
 
 def test_order_of_maps_does_not_show(ge_file):

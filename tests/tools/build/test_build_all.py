@@ -70,3 +70,11 @@ def test_lines_say_mesh_scheme_and_drafts(built: list[tuple[Any, Path]], tmp_pat
 def test_a_phase_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="legal are prefill, decode"):
         build_all.build_all("qwen3.5-397b", {"deployment": SPLIT, "phase": "mixed"}, None, tmp_path, tmp_path, 1, 0)
+
+
+def test_a_build_without_the_devices_compiler_says_what_the_first_start_does(built: list[tuple[Any, Path]], tmp_path: Path) -> None:
+    build_all.build_all("qwen3.5-tiny", {"target": "ascend-a3", "buckets": (2,)}, tmp_path / "npu", tmp_path, tmp_path, 1, 0)
+    build_all.build_all("qwen3.5-tiny", {"buckets": (2,), "backend": "eager"}, tmp_path / "cpu", tmp_path, tmp_path, 1, 0)
+    notes = [build_all.first_start(plan) for plan, _ in built]
+    assert "no CANN; the first start there compiles each bucket" in str(notes[0])
+    assert notes[1] is None

@@ -17,7 +17,14 @@ from npucompile.tools.build import deployments
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.reduce import reduced_config, write_reduced
 
-SAME = ("layer_types", "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "mtp_num_hidden_layers")
+SAME = (
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mtp_num_hidden_layers",
+)
 
 
 def small(name):
@@ -52,6 +59,7 @@ def test_what_is_written_can_be_built_from(tmp_path):
     assert source.tokenizer is not None
     assert source.eos_ids == registry.find("qwen3.5-tiny").eos_ids
     written = load_file(directory / "model.safetensors")
+    assert any(name.startswith("mtp.") for name in written)
     assert all(torch.isfinite(tensor).all() for tensor in written.values())
     again = load_file(write_reduced("qwen3.5-tiny", tmp_path / "again", seed=1) / "model.safetensors")
     other = load_file(write_reduced("qwen3.5-tiny", tmp_path / "other", seed=2) / "model.safetensors")

@@ -20,8 +20,12 @@ def test_the_second_time_it_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "graph", "formats", "named"),
-    [("1", b"other", [2], "graph differ"), ("1", b"graph", [29], r"formats differ, found \[\[2\]\], compiled \[\[29\]\]"), ("2", b"graph", [2], "version")],
-)  # fmt: skip
+    [
+        ("1", b"other", [2], "graph differ"),
+        ("1", b"graph", [29], r"formats differ, found \[\[2\]\], compiled \[\[29\]\]"),
+        ("2", b"graph", [2], "version"),
+    ],
+)
 def test_another_graph_under_the_same_key_is_refused(tmp_path: Path, version: str, graph: bytes, formats: list[int], named: str) -> None:
     options = {DIRECTORY: str(tmp_path), KEY: "abc"}
     CompileCache.of(options, "1").compiled(b"graph", [2])

@@ -1,4 +1,4 @@
-"""Parameters for a bring-up: those of the artifact, or random ones of the shapes in its manifest."""
+"""Random parameters of the shapes in a manifest, for artifacts that are run without weights."""
 
 from __future__ import annotations
 

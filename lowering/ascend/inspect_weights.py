@@ -1,0 +1,97 @@
+"""Finds operators of a GE graph that depend on parameters alone: what they compute in every step could be computed once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...graphs.errors import LoweringError
+from .ge_file import GE_DTYPES, GeFile, messages, parse
+from .inspect_ge import VIEWS, shape
+
+LARGE_BYTES = 2**20
+"""A value derived from parameters that is larger is not kept beside the parameters that it is derived from."""
+_CASTS = {"Cast": "dst_type", "Bitcast": "type"}
+
+
+def work_on_weights(ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
+    """Operators that read parameters, derived values (fold.py) and constants alone, and at least one that is no constant.
+
+    Operators on constants alone are not counted: GE computes them when it compiles the graph.
+
+    Args:
+        params: number of parameters; they are the first operands.
+
+    Returns:
+        by the operator's name, the operands and derived values that it depends on.
+
+    Raises:
+        LoweringError: the graph is no GE model.
+    """
+    return _work_on_weights(parse(ge_file.graph).graph[0].op, ge_file, params)
+
+
+def check_folded(ge_file: GeFile, params: int) -> None:
+    """Proves that no step repeats work on weights, but for two kinds of operators.
+
+    Legal are casts to a dtype that no operand can have, which a converter adds to what it converts; and values of more than `LARGE_BYTES`
+    that are computed from a parameter which other operators read as well, since both would have to be held.
+
+    Args:
+        params: number of parameters; they are the first operands.
+
+    Raises:
+        LoweringError: naming the operators that are neither.
+    """
+    ops = parse(ge_file.graph).graph[0].op
+    work = _work_on_weights(ops, ge_file, params)
+    data = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in ops if op.type == "Data"}
+    read = {data[tensor] for op in ops if op.name not in work for tensor in op.input if tensor in data}
+    sizes: dict[str, int] = {}
+    breaches = []
+    for op in ops:
+        sizes[f"{op.name}:0"] = max(_nbytes(op), sizes.get(op.input[0], 0) if op.type in VIEWS else 0)
+        large = sizes[f"{op.name}:0"] > LARGE_BYTES and work.get(op.name, frozenset()) & read
+        if op.name in work and not large and not _is_cast_to_no_operand(op):
+            breaches.append(op.name)
+    if breaches:
+        names = ", ".join(breaches[:8]) + (", ..." if len(breaches) > 8 else "")
+        raise LoweringError(
+            f"{len(breaches)} operators depend on parameters alone and run in every step: {names}; legal are casts to a dtype that no "
+            f"operand can have, and values of more than {LARGE_BYTES} bytes whose parameter others read too. hoist.py folds the rest"
+        )
+
+
+def _work_on_weights(ops: Sequence[Any], ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
+    sources: dict[str, frozenset[int]] = {}
+    work: dict[str, frozenset[int]] = {}
+    for op in ops:
+        inputs = [tensor.rpartition(":")[0] for tensor in op.input if tensor]
+        if op.type == "Data":
+            operand = ge_file.data[op.attr["index"].i]
+            if operand < params or operand >= ge_file.inputs:
+                sources[op.name] = frozenset({operand})
+        elif op.type == "Const":
+            sources[op.name] = frozenset()
+        elif inputs and op.type != "NetOutput" and all(name in sources for name in inputs):
+            sources[op.name] = frozenset[int]().union(*(sources[name] for name in inputs))
+            if sources[op.name]:
+                work[op.name] = sources[op.name]
+    return work
+
+
+def _is_cast_to_no_operand(op: Any) -> bool:
+    if op.type not in _CASTS:
+        return False
+    attr = op.attr[_CASTS[op.type]]
+    if attr.WhichOneof("value") == "dt":
+        return attr.dt not in {messages().DataType.Value(name) for name, _ in GE_DTYPES.values()}
+    return attr.i not in {number for _, number in GE_DTYPES.values()}
+
+
+def _nbytes(op: Any) -> int:
+    """Bytes of the largest result whose sizes the graph declares."""
+    matches = [re.fullmatch(r"[a-z]+(\d*)\[([\d,]*)\]", shape(desc)) for desc in op.output_desc]
+    return max((math.prod(map(int, filter(None, m[2].split(",")))) * int(m[1] or 8) // 8 for m in matches if m), default=0)

@@ -1,0 +1,307 @@
+"""lowering/ascend/emulator/emulated_graph.py: each fault that a device would punish, put into a step, is refused and named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import ge_calls as gc
+from support.emulated import WAIT_S, DeviceGraph, on_device, on_devices, opened
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
+from npucompile.lowering.ascend.emulator.emulated_graph import DONATIONS, FROZEN
+from npucompile.lowering.ascend.ge_file import GeFile
+
+X, TABLE, POOL, BUFFER, ROWS, GAIN = range(6)
+SHAPES = ("f32[2,4]", "bf16[64,32]", "f32[5,4]", "f32[2,4]", "i32[2,1]", "f32[2,4]")
+NAMES = ("inputs.x", "params.weight", "state.pool", "state.buffer", "inputs.rows", "params.gain")
+
+
+def step() -> GeFile:
+    """x * gain goes into the pool's rows and is the result, the old x + buffer into the buffer; a product takes the weight."""
+    hand = DeviceGraph()
+    x, weight, pool, buffer, rows, gain = (hand.operand(i, meta, NAMES[i]) for i, meta in enumerate(SHAPES))
+    scaled = hand.op("Mul", {"x1": x, "x2": gain}, "scaled", ["f32[2,4]"])
+    hand.op("ScatterNdUpdate", {"var": pool, "indices": rows, "updates": scaled}, "write", ["f32[5,4]"])
+    size = hand.op("Shape", {"x": "write:0"}, "size", ["i32[2]"], dtype=3)
+    total = hand.op("Add", {"x1": x, "x2": buffer}, "total", ["f32[2,4]"])
+    axes = hand.op("Const", {}, "perm", value=gc.i64(1, 0))
+    square = hand.op("MatMul", {"x1": hand.op("Transpose", {"x": weight, "perm": axes}, "moved"), "x2": weight}, "square", ["bf16[32,32]"])
+    return hand.file(scaled, size, square, total, inputs=6, donations=[(3, BUFFER)], bound=[POOL])
+
+
+def values() -> list[torch.Tensor]:
+    weight = gc.draw(64, 32, dtype=torch.bfloat16)
+    return [gc.draw(2, 4), weight, torch.zeros(5, 4), torch.ones(2, 4), gc.i32([3], [0]), torch.full((2, 4), 2.0)]
+
+
+class Running:
+    """The step, compiled on a device."""
+
+    def __init__(self, device: EmulatedDevice, path: Path, change: Callable[[GeFile], GeFile] = lambda ge_file: ge_file) -> None:
+        self.device = device
+        self.operands = [on_device(device, value) for value in values()]
+        self.executable = opened(device, change(step()), path)
+        self.executable.compile(self.operands)
+
+    def run(self, **changed: torch.Tensor) -> list[torch.Tensor]:
+        operands = [changed.get(name.rpartition(".")[2], operand) for name, operand in zip(NAMES, self.operands, strict=True)]
+        results: list[torch.Tensor] = self.executable(operands)
+        return results
+
+
+@pytest.fixture
+def device():
+    device = open_device(0)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def running(device: EmulatedDevice, tmp_path: Path) -> Running:
+    return Running(device, tmp_path)
+
+
+def test_a_step_is_queued_and_writes_its_state(running: Running) -> None:
+    x, weight, _, _, _, _ = values()
+    gate = threading.Event()
+    running.device._state.stream.launch("hold", lambda: gate.wait(30))
+    scaled, size, square = running.run()
+    assert not running.device.record().passed()
+    gate.set()
+    running.device.record().wait(WAIT_S)
+    assert torch.equal(scaled.cpu(), x * 2)
+    assert size.cpu().tolist() == [5, 4]
+    assert torch.equal(square.cpu(), (weight.t().float() @ weight.float()).bfloat16())
+    pool = running.operands[POOL].cpu()
+    assert torch.equal(pool[[3, 0]], x * 2)
+    assert not pool[[1, 2, 4]].any()
+    running.run()
+    running.device.record().wait(WAIT_S)
+    assert torch.equal(running.operands[BUFFER].cpu(), 1 + x + x)
+
+
+def test_memory_that_may_move_may_move(running: Running) -> None:
+    scaled = running.run(x=on_device(running.device, torch.ones(2, 4)))[0]
+    running.device.record().wait(WAIT_S)
+    assert scaled.cpu().tolist() == [[2.0] * 4] * 2
+
+
+FED: dict[str, tuple[Callable[[Running], dict[str, torch.Tensor]], str]] = {
+    "host tensor": (
+        lambda r: {"x": torch.zeros(2, 4)},
+        r"operand inputs.x of npucompile_\d+ is a tensor of the host \(cpu\); legal is emulated:0",
+    ),
+    "shape": (
+        lambda r: {"x": on_device(r.device, torch.zeros(4, 2))},
+        r"operand inputs.x of \S+ is f32\[4,2\]; the graph takes f32\[2,4\]",
+    ),
+    "dtype": (
+        lambda r: {"rows": on_device(r.device, torch.zeros(2, 1, dtype=torch.int64))},
+        r"inputs.rows .* is i64\[2,1\]; .* i32\[2,1\]",
+    ),
+    "strides": (lambda r: {"x": on_device(r.device, torch.zeros(2, 8))[:, :4]}, r"operand inputs.x of \S+ has strides \(8, 1\)"),
+    "moved pool": (
+        lambda r: {"pool": on_device(r.device, torch.zeros(5, 4))},
+        "operand state.pool of .* moved from 0x.* to 0x.*; legal is the same",
+    ),
+    "moved buffer": (lambda r: {"buffer": on_device(r.device, torch.ones(2, 4))}, "operand state.buffer of .* moved"),
+    "moved parameter": (lambda r: {"gain": on_device(r.device, torch.ones(2, 4))}, "operand params.gain of .* moved"),
+    "format": (
+        lambda r: {"weight": r.device.to_nz(r.operands[TABLE])},
+        "operand params.weight of .* is in NZ; the graph was compiled for ND",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FED)
+def test_operands_that_are_not_what_was_compiled_are_refused(running: Running, fault: str) -> None:
+    change, message = FED[fault]
+    changed = change(running)
+    with pytest.raises(LoweringError, match=message):
+        running.run(**changed)
+    running.run()
+    running.device.record().wait(WAIT_S)
+
+
+def test_operands_of_another_device_are_refused(running: Running) -> None:
+    other = open_device(1)
+    with pytest.raises(LoweringError, match=r"operand inputs.x of \S+ is on emulated:1; legal is emulated:0"):
+        running.run(x=on_device(other, torch.zeros(2, 4)))
+    other.close()
+
+
+def test_inputs_may_be_frozen(device: EmulatedDevice, tmp_path: Path) -> None:
+    frozen = Running(device, tmp_path, lambda f: replace(f, options={**f.options, FROZEN: "1,0,0,0,0,0"}))
+    with pytest.raises(LoweringError, match=r"operand inputs.x of .* moved"):
+        frozen.run(x=on_device(device, torch.zeros(2, 4)))
+
+
+def test_memory_that_nothing_wrote_is_not_read(running: Running) -> None:
+    x = running.device.empty((2, 4), torch.float32)
+    x[0].zero_()
+    running.run(x=x)
+    with pytest.raises(LoweringError, match=r"step 1 of .*operand inputs.x: nothing was written to its bytes 16 to 31; legal is all"):
+        running.device.record().wait(WAIT_S)
+    with pytest.raises(LoweringError, match="emulated:0 has failed before: step 1 of"):
+        running.run()
+
+
+def test_other_memory_for_a_donated_output_is_refused(running: Running) -> None:
+    graph, fed = running.executable._graph, running.operands
+    other = on_device(running.device, torch.zeros(2, 4))
+    with pytest.raises(LoweringError, match=r"output 3 is given memory at 0x\w+; it was compiled for that of operand state.buffer, at 0x"):
+        graph.run(fed, [None, None, None, other])
+    with pytest.raises(LoweringError, match=r"memory is given for outputs \[0\]; the graph was compiled for outputs \[3\]"):
+        graph.run(fed, [other, None, None, None])
+    with pytest.raises(LoweringError, match=r"memory is given for outputs \[\]"):
+        graph.run(fed)
+    with pytest.raises(LoweringError, match="is fed 5 operands; it takes 6"):
+        graph.run(fed[:-1], [None, None, None, fed[BUFFER]])
+    with pytest.raises(LoweringError, match="is fed operand number 6; it takes 6"):
+        graph.run([*fed, other], [None, None, None, fed[BUFFER]])
+    with pytest.raises(LoweringError, match="stream is 7; legal is None"):
+        graph.run(fed, [None, None, None, fed[BUFFER]], stream=7)
+
+
+def test_an_operator_that_fails_ends_the_device_and_is_named(running: Running) -> None:
+    running.run(rows=on_device(running.device, gc.i32([9], [0])))
+    with pytest.raises(LoweringError, match=r"step 1 of npucompile_\d+: operator write \(ScatterNdUpdate\): \S+"):
+        running.device.record().wait(WAIT_S)
+
+
+def test_load_and_compile_come_first(device: EmulatedDevice, tmp_path: Path) -> None:
+    graph = opened(device, step(), tmp_path)._graph
+    with pytest.raises(LoweringError, match="is run before it is compiled; legal is load, compile, run"):
+        graph.run([])
+    with pytest.raises(LoweringError, match="is compiled before it is loaded"):
+        graph.compile()
+    with pytest.raises(LoweringError, match="create_pg is True"):
+        graph.load({}, create_pg=True)
+    graph.load(dict(step().options))
+    with pytest.raises(LoweringError, match=r"inputs\.x has no storage format"):
+        graph.compile()
+
+
+def test_an_output_without_sizes_is_refused(device: EmulatedDevice, tmp_path: Path) -> None:
+    hand = DeviceGraph()
+    ge_file = hand.file(hand.op("Neg", {"x": hand.operand(0, "f32[2]")}, "neg", [""]))
+    with pytest.raises(LoweringError, match="declares no sizes of its output neg:0"):
+        opened(device, ge_file, tmp_path).compile([on_device(device, torch.zeros(2))])
+
+
+def test_a_host_tensor_is_refused_when_compiling(device: EmulatedDevice, tmp_path: Path) -> None:
+    with pytest.raises(LoweringError, match=r"operand inputs\.x is on cpu; legal is emulated:0"):
+        opened(device, step(), tmp_path).compile(values())
+
+
+def test_a_weight_in_nz_is_taken_where_its_readers_take_it(device: EmulatedDevice, tmp_path: Path) -> None:
+    hand = DeviceGraph()
+    x, weight = hand.operand(0, "bf16[4,64]", "inputs.x"), hand.operand(1, "bf16[64,32]", "params.weight")
+    ge_file = hand.file(hand.op("MatMul", {"x1": x, "x2": weight}, "product", ["bf16[4,32]"]), inputs=2)
+    executable = opened(device, ge_file, tmp_path)
+    assert executable.nz_operands == {1}
+    host = [gc.draw(4, 64, dtype=torch.bfloat16), gc.draw(64, 32, dtype=torch.bfloat16)]
+    operands = [on_device(device, value) for value in host]
+    tiled = [operands[0], device.to_nz(operands[1])]
+    executable.compile(tiled)
+    (result,) = executable(tiled)
+    device.record().wait(WAIT_S)
+    assert torch.equal(result.cpu(), (host[0].float() @ host[1].float()).bfloat16())
+    running = opened(device, step(), tmp_path)
+    moved = [on_device(device, value) for value in values()]
+    moved[TABLE] = device.to_nz(moved[TABLE])
+    with pytest.raises(LoweringError, match=r"moved \(Transpose\) takes params.weight:0, which is in NZ, as x"):
+        running.compile(moved)
+
+
+# --- ranks ---
+
+
+def talk(kind: str = "HcomAllReduce", group: str = "tp", meta: str = "f32[3]", name: str = "talk", **attrs: Any) -> GeFile:
+    hand = DeviceGraph()
+    hand.op(kind, {"x": hand.operand(0, meta)}, name, [meta], group=group, **attrs)
+    return hand.file(f"{name}:0", patches=[(name, "group", "group")] if group in ("tp", "world") else ())
+
+
+def on_pair(path: Path, files: Sequence[GeFile], wait_s: float = WAIT_S, timeout_s: float = WAIT_S) -> list[Any]:
+    """Runs a file on each of two ranks; returns the result or the error of each."""
+
+    def work(device: EmulatedDevice, rank: int, communicators: Any) -> Any:
+        if len(files) <= rank:
+            done.wait(WAIT_S)
+            return None
+        try:
+            executable = opened(device, files[rank], path, rank, communicators)
+            operands = [on_device(device, torch.full((3,), rank + 1.0))]
+            executable.compile(operands)
+            (result,) = executable(operands)
+            device.record().wait(wait_s)
+            return result.cpu()
+        finally:
+            done.set()
+
+    done = threading.Event()
+    return on_devices(Mesh.parse("tp=2"), work, timeout_s)
+
+
+def test_ranks_of_a_group_run_an_operator_together(tmp_path: Path) -> None:
+    results = on_pair(tmp_path, [talk(reduction="sum")] * 2)
+    assert [result.tolist() for result in results] == [[3.0] * 3] * 2
+
+
+def test_ranks_that_run_something_else_are_refused(tmp_path: Path) -> None:
+    errors = on_pair(tmp_path, [talk(reduction="sum"), talk(reduction="sum", name="other")])
+    for rank, error in enumerate(errors):
+        assert isinstance(error, LoweringError)
+        assert f"rank {rank} runs exchange 1" in str(error)
+        assert "talk (HcomAllReduce) of f32[3]" in str(error)
+        assert "other (HcomAllReduce) of f32[3]" in str(error)
+
+
+def test_a_wait_for_a_rank_that_does_not_come_says_so(tmp_path: Path) -> None:
+    error, _ = on_pair(tmp_path, [talk(reduction="sum")], wait_s=0.5, timeout_s=2)
+    assert isinstance(error, LoweringError)
+    assert "it runs step 1 of npucompile_" in str(error)
+    assert "operator talk (HcomAllReduce)" in str(error)
+    assert "on communicator 'emulated/tp/0' waits for ranks [1] of [0, 1]" in str(error)
+
+
+def test_a_group_that_times_out_fails_the_step(tmp_path: Path) -> None:
+    error, _ = on_pair(tmp_path, [talk(reduction="sum")], timeout_s=1)
+    assert isinstance(error, LoweringError)
+    assert "talk (HcomAllReduce) on communicator 'emulated/tp/0' waits for ranks [1] of [0, 1]; rank 1 did not answer" in str(error)
+
+
+def test_attributes_of_another_rank_are_refused(tmp_path: Path) -> None:
+    unpatched = replace(talk(reduction="sum"), patches=())
+    foreign = talk(reduction="sum", group="emulated/tp/1")
+    errors = on_pair(tmp_path, [unpatched, foreign])
+    assert "communicates over the symbol 'tp', which was not replaced" in str(errors[0])
+    assert "over 'emulated/tp/1'; this process (rank 1) has emulated/dp/1, emulated/tp/0, emulated/world/0" in str(errors[1])
+
+
+def test_the_graphs_of_a_device_keep_expert_exchange_apart(device: EmulatedDevice, tmp_path: Path) -> None:
+    communicators = device.communicators({"world": None}, 0)
+    experts = {"expert_ids": "i32[2,1]", "assist_info_for_combine": "i32[256]", "ep_send_counts": "i32[1]", "expert_scales": "f32[2,1]"}
+    hand = DeviceGraph()
+    slots = {"expand_x": "f32[2,4]", **experts}
+    operands = {slot: hand.operand(i, meta) for i, (slot, meta) in enumerate(slots.items())}
+    attrs: dict[str, Any] = {"group_ep": "world", "ep_rank_id": 0, "ep_world_size": 1, "moe_expert_num": 1}
+    hand.op("MoeDistributeCombineV2", operands, "combine", ["f32[2,4]"], **attrs)
+    combine = hand.file("combine:0", inputs=5, patches=[("combine", "group_ep", "group"), ("combine", "ep_rank_id", "ep_rank")])
+    opened(device, talk(group="world", reduction="sum"), tmp_path, 0, communicators).compile([on_device(device, torch.zeros(3))])
+    tensors = [torch.zeros(2, 4), torch.zeros(2, 1).int(), torch.zeros(256).int(), torch.zeros(1).int(), torch.zeros(2, 1)]
+    with pytest.raises(LoweringError, match=r"'emulated/world/0' is used by npucompile_\d+/talk .* and by npucompile_\d+/combine"):
+        opened(device, combine, tmp_path, 0, communicators).compile([on_device(device, tensor) for tensor in tensors])
+
+
+def test_the_option_of_donations_is_that_of_ge() -> None:
+    assert step().options[DONATIONS] == f"{BUFFER},3"
