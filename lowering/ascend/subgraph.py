@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
-from .convert import GE_DTYPES, POSITIONAL, shape_of
-from .ge_file import GeFile, messages, parse
+from .convert import POSITIONAL, shape_of
+from .ge_file import GE_DTYPES, GeFile, messages, parse
 from .inspect_ge import MemoryFlow, follow_memory
 
 _NOT_EMPTY = "ge.exec.allTensorNotEmpty"
@@ -122,6 +122,7 @@ class WholeGraph:
             outputs=len(returned),
             patches=tuple(patch for patch in self.ge_file.patches if patch[0] in inner),
             feeds=None,
+            folded=None,
         )
         return Subgraph(ge_file, tuple(operands), tuple(returned))
 

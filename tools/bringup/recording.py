@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 
-from ...graphs.types import COORDS, Bucket, Leaf, Mesh, Signature
+from ...graphs.types import Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.artifact.shards import local_signature
 from ...lowering.ascend.emulator.ge_ops_common import INT4, Call, GeOp, Results, read
 from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from ...lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
+from ...lowering.ascend.fold import evaluate, sources
 from ...lowering.ascend.ge_file import decode, messages
 from ...lowering.ascend.subgraph import WholeGraph
 from ..serve.random_weights import LoadParams
 from .steps import PlannedStep, tensors_of
 
 Values = dict[str, torch.Tensor]
+DERIVED = "derived"
+"""Part of the names of values that are derived from parameters when these are loaded."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,15 @@ class BucketGraph:
         """Leaf of each tensor that is an operand."""
         data = self.whole.ge_file.data
         ops = (op for op in self.whole.ops.values() if op.type == "Data")
-        return {f"{op.name}:0": self.signature.operands[data[op.attr["index"].i]] for op in ops}
+        return {f"{op.name}:0": self._leaf(f"{op.name}:0", data[op.attr["index"].i]) for op in ops}
+
+    def _leaf(self, tensor: str, operand: int) -> Leaf:
+        """An operand of the program, or a value that is derived from parameters, as `derived.0`."""
+        if operand < len(self.signature.operands):
+            return self.signature.operands[operand]
+        kind = parsed_shape(self.declared(tensor))
+        assert kind is not None
+        return Leaf(leaf_name(DERIVED, str(operand - len(self.signature.operands))), Aval(kind[1], kind[0]))
 
     def declared(self, tensor: str) -> str:
         """Dtype and sizes of a tensor as the graph declares them, or "" where it does not."""
@@ -125,9 +136,9 @@ class Recorder:
         self._fed = [f"{op.name}:0" for op in self._program.data]
         self._leaves = {tensor: leaf for tensor, leaf in graph.operand.items() if tensor in self._fed}
         communicates = any(op.type in GROUP_FUNCTIONS for op in self._program.operators)
-        names = [leaf.name for leaf in self._leaves.values() if leaf.part == "params"]
+        pools = {leaf.name: pool for leaf, pool in zip(graph.signature.state, state, strict=True)}
         self._ranks = [
-            {**dict(load_params(rank)(names)), **{leaf.name: pool.clone() for leaf, pool in zip(graph.signature.state, state, strict=True)}}
+            {**self._params(load_params(rank)), **{name: pool.clone() for name, pool in pools.items()}}
             for rank in range(mesh.size if communicates else 1)
         ]
         self._constants = {f"{op.name}:0": read(op).attrs["value"] for op in graph.whole.ops.values() if op.type == "Const"}
@@ -146,6 +157,17 @@ class Recorder:
             self._donate(memory, dict(zip(self._program.results, of_rank, strict=True)))
         first = {self._drawn.get(tensor, tensor): value for tensor, value in zip(self._fed, fed[0], strict=True)}
         return {**self._constants, **first, **dict(zip(self._program.results, results[0], strict=True))}
+
+    def _params(self, load_params: LoadParams) -> Values:
+        """The parameters of a rank that the recording reads, and the values that are derived from them."""
+        ge_file, leaves = self._graph.whole.ge_file, self._graph.signature.params
+        names = {leaf.name for leaf in self._leaves.values() if leaf.part == "params"}
+        derived = sorted(int(leaf.path) for leaf in self._leaves.values() if leaf.part == DERIVED)
+        of_derived = sources(ge_file) if derived else ()
+        names |= {leaves[source].name for number in derived for source in of_derived[number]}
+        values: Values = dict(load_params([leaf.name for leaf in leaves if leaf.name in names]))
+        computed = evaluate(ge_file, [values.get(leaf.name) for leaf in leaves], derived) if derived else []
+        return {**values, **{leaf_name(DERIVED, str(number)): value for number, value in zip(derived, computed, strict=True)}}
 
     def _donate(self, memory: Mapping[str, torch.Tensor], values: Values) -> None:
         for output, operand in self._graph.whole.ge_file.donations:
