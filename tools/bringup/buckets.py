@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...runtime.executor import Executor, Outputs
 from ..progress import Bar
+from ..commands.doctor import available_bytes
 from ..verify.compare import is_paged, is_request_slots
 from .comparison import INTEGERS, Deviations
-from ..serve.random_weights import LoadParams
+from ...runtime.device_params import LoadParams
 from .recording import BucketGraph
 from .results import Failure, Timing
 from .steps import PlannedStep, Slots, StepPlanner, tensors_of
@@ -71,6 +73,11 @@ def oracle_bytes(artifact: Artifact) -> int:
     manifest = artifact.manifest
     memory = manifest.graphs[0].memory
     return (memory["params_bytes"] + memory["state_bytes"]) * Mesh.parse(manifest.mesh).size
+
+
+def free_bytes() -> int:
+    """Memory of this machine that is available."""
+    return available_bytes(Path("/proc/meminfo").read_text())
 
 
 @dataclass
@@ -139,7 +146,9 @@ def _owned(leaf: Leaf, rows: Sequence[Slots]) -> list[int]:
     return [slot for row in rows for slot in row.state_slots]
 
 
-def one_after_another(planner: StepPlanner, buckets: Sequence[Bucket], count: int = STEPS) -> Iterator[tuple[Bucket, list[PlannedStep], bool]]:
+def one_after_another(
+    planner: StepPlanner, buckets: Sequence[Bucket], count: int = STEPS
+) -> Iterator[tuple[Bucket, list[PlannedStep], bool]]:
     """For every bucket its steps and, where it decodes, first those that prefill its requests (False)."""
     smallest = min(bucket for bucket in buckets if bucket.kind == "prefill")
     for bucket in sorted(buckets, key=lambda bucket: (bucket.kind == "decode", bucket.tokens)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS
 from ...lowering.ascend.emulator.ge_program import parsed_shape
 from ...lowering.ascend.subgraph import Subgraph
 from ...lowering.device import Device
+from ..serve.rank_settings import BeforeLoading
 from .comparison import mismatch
 from .device_graph import DeviceGraph, Host
 from .recording import BucketGraph, bucket_graphs
@@ -124,7 +127,9 @@ def _case(graph: BucketGraph, op: GeOp) -> CollectiveCase | None:
         part = part_of.cut(names, values, [f"{op.name}:{port}" for port in range(len(op.results))], rewired)
     except LoweringError:
         return None
-    slots = {t: slot for name in reversed(names) for slot, t in zip(read(part_of.ops[name]).slots, read(part_of.ops[name]).inputs, strict=True)}
+    slots = {
+        t: slot for name in reversed(names) for slot, t in zip(read(part_of.ops[name]).slots, read(part_of.ops[name]).inputs, strict=True)
+    }
     kinds = tuple((values[t].dtype, tuple(values[t].shape)) for t in part.operands)
     loads = LOADS if op.type in (DISPATCH, COMBINE) else ("",)
     return CollectiveCase(graph.bucket, op, part, kinds, tuple(slots[t] for t in part.operands), loads)
@@ -192,16 +197,28 @@ def in_order(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts) if parts else rows[:0]
 
 
-def require_collectives(artifact: Artifact, device: Device, mesh: Mesh, rank: int, communicators: Mapping[str, str]) -> list[str]:
-    """Runs all collectives of an artifact on this rank; returns what was left out.
+def collectives_check(artifact: Artifact, report: Callable[[int, float, list[str]], None] = lambda *_: None) -> BeforeLoading:
+    """What a rank does before it loads anything (`RankSettings.before_loading`): it runs all collectives with the other ranks.
 
-    Raises:
-        CollectiveError: naming the collective, the rank and both values, and beginning with `FOUND`.
+    It raises `CollectiveError`, naming the collective, the rank and both values.
+
+    Args:
+        report: called at the end with the number of collectives, the seconds, and what was left out.
     """
-    cases, left_out = collective_cases(bucket_graphs(artifact), mesh)
-    with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
-        failures = run_collectives(Host(device, Path(scratch)), cases, mesh, rank, communicators)
-    if failures:
-        failure = failures[0]
-        raise CollectiveError(f"{FOUND}[{failure.assumption}] {failure.what}: {failure.message}")
-    return left_out
+
+    def check(device: Device, rank: int, communicators: Mapping[str, str]) -> None:
+        began, mesh = time.monotonic(), Mesh.parse(artifact.manifest.mesh)
+        cases, left_out = collective_cases(bucket_graphs(artifact), mesh)
+        with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
+            failures = run_collectives(Host(device, Path(scratch)), cases, mesh, rank, communicators)
+        report(len(cases), time.monotonic() - began, left_out)
+        if failures:
+            raise CollectiveError(f"{FOUND}[{failures[0].assumption}] {failures[0].what}: {failures[0].message}")
+
+    return check
+
+
+def failure_in(message: str) -> Failure | None:
+    """The failure that a `CollectiveError` of any rank tells of; None for another error."""
+    match = re.search(re.escape(FOUND) + r"\[([\w-]+)\] (.*?): (rank .*)", message, re.DOTALL)
+    return Failure(match[1], match[2], match[3]) if match else None

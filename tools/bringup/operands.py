@@ -95,9 +95,7 @@ def special_cases(op: GeOp, recorded: Tensors) -> Iterator[tuple[str, dict[str, 
         yield "every row goes on from its first token", {"num_accepted_tokens": torch.ones_like(accepted)}
 
 
-def _drawn(
-    op: GeOp, slot: str, value: torch.Tensor, recorded: Tensors, draw: Draw, generator: torch.Generator
-) -> torch.Tensor:
+def _drawn(op: GeOp, slot: str, value: torch.Tensor, recorded: Tensors, draw: Draw, generator: torch.Generator) -> torch.Tensor:
     shape = tuple(value.shape)
     if value.dtype.is_floating_point:
         return _floats(op, slot, value, draw, generator)
@@ -114,7 +112,21 @@ def _drawn(
     return value
 
 
-_SIZES = {"shape", "axes", "axis", "perm", "begin", "end", "strides", "size_splits", "split_dim", "concat_dim", "multiples", "paddings", "dims"}
+_SIZES = {
+    "shape",
+    "axes",
+    "axis",
+    "perm",
+    "begin",
+    "end",
+    "strides",
+    "size_splits",
+    "split_dim",
+    "concat_dim",
+    "multiples",
+    "paddings",
+    "dims",
+}
 
 
 def _floats(op: GeOp, slot: str, value: torch.Tensor, draw: Draw, generator: torch.Generator) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ...lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_sha
 from ...lowering.ascend.fold import evaluate, sources
 from ...lowering.ascend.ge_file import decode, messages
 from ...lowering.ascend.subgraph import WholeGraph
-from ..serve.random_weights import LoadParams
+from ...runtime.device_params import LoadParams
 from .steps import PlannedStep, tensors_of
 
 Values = dict[str, torch.Tensor]

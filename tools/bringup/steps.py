@@ -84,7 +84,14 @@ class StepPlanner:
         for _ in range(self.groups):
             chunks = [
                 PrefillRow(
-                    self._tokens(count), start, row.pages, row.state_slots[0], row.request_slot, -1, _sampling(i), float(self.generator.random())
+                    self._tokens(count),
+                    start,
+                    row.pages,
+                    row.state_slots[0],
+                    row.request_slot,
+                    -1,
+                    _sampling(i),
+                    float(self.generator.random()),
                 )
                 for i, row in enumerate(rows)
             ]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 
 from ...graphs.types import Aval, Leaf, Mesh, Rules
 from ...lowering.artifact.artifact import Artifact
-
-LoadParams = Callable[[Collection[str]], Any]
-"""Names of parameters -> pairs of name and this rank's shard, contiguous, in host memory."""
+from ...runtime.device_params import LoadParams
 
 
 def random_params(artifact: Artifact, rank: int, seed: int = 0) -> LoadParams:
