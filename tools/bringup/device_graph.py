@@ -65,6 +65,7 @@ class DeviceGraph:
         operands: initial values, in the order of the graph's operands; those that a matrix product takes as its weight are stored in NZ
             as in serving, and can not be fed again.
         rank, communicators: of this process, for graphs that communicate.
+        weights_in_nz: False leaves all operands row-major.
 
     Raises:
         LoweringError: the device's compiler refuses the graph.
@@ -77,6 +78,8 @@ class DeviceGraph:
         operands: Sequence[torch.Tensor],
         rank: int = 0,
         communicators: Mapping[str, str] = MappingProxyType({}),
+        *,
+        weights_in_nz: bool = True,
     ) -> None:
         self._host, path = host, host.path()
         path.write_bytes(encode(ge_file))
@@ -84,7 +87,7 @@ class DeviceGraph:
             self._executable = host.device.open(path, rank, communicators)
         finally:
             path.unlink()
-        self.nz_operands = self._executable.nz_operands - {operand for _, operand in ge_file.donations} - set(ge_file.bound)
+        self.nz_operands = self._executable.nz_operands if weights_in_nz else frozenset()
         self._memory = [self._place(i, operand) for i, operand in enumerate(operands)]
         began = time.perf_counter()
         self._executable.compile(self._memory)

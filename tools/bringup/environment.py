@@ -50,7 +50,7 @@ def check_environment(artifact: Artifact, host: Host, environment: Mapping[str, 
     try:
         failures += _memory(host)
     except LoweringError as error:
-        failures.append(Failure("kernels", "copies", str(error)))
+        failures.append(Failure("device", "copies", str(error)))
     return failures, facts
 
 
@@ -62,7 +62,7 @@ def _memory(host: Host) -> list[Failure]:
     zeros = host.read(host.device.zeros((16,), torch.float32))
     if torch.equal(host.read(memory), value) and not bool(zeros.any()):
         return []
-    return [Failure("kernels", "copies", "what was copied to the device came back as something else")]
+    return [Failure("device", "copies", "what was copied to the device came back as something else")]
 
 
 def driver_version(path: Path) -> str:

@@ -12,7 +12,9 @@ ASSUMPTIONS: Mapping[str, str] = {
     "measurements": "no number has been measured",
     "memory": "memory plans are estimates",
     "communicators": "HCCL has joined no communicator for us",
+    "device": "the device itself",
     "nz-weights": "NZ weights",
+    "aiv-mode": "AIV mode in a graph",
     "toolchain": "the stub answers",
     "architecture": "aarch64",
     "attention-width": "Attention heads of width 256.",
@@ -81,6 +83,6 @@ def of_wrong_result(op: GeOp, in_nz: bool) -> str:
     """The assumption that is wrong where an operator computes other values than its CPU kernel.
 
     Args:
-        in_nz: one of its operands is stored in NZ.
+        in_nz: it is wrong only with its weight in NZ.
     """
     return "nz-weights" if in_nz else _BY_TYPE.get(op.type, "kernels")

@@ -59,6 +59,9 @@ def complete(
         engine.submit(Request(str(i), tuple(prompt), max_tokens, sampling, stop_token_ids, logprobs, speculative_tokens), sink)
     while not all(sink.finish for sink in collectors):
         engine.step()
+    # A step that was launched ahead is finished too: the next caller's first step would get the answers that ranks send for it.
+    while engine.step():
+        pass
     return [sink.result() for sink in collectors]
 
 
