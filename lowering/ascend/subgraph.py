@@ -108,7 +108,7 @@ class WholeGraph:
         flow = follow_memory(_writing(ops), {f"operand{i}:0": i for i in range(len(operands))})
         donated = self._donations(inner, operands, flow, ops)
         wanted = self._read_outside(inner, names) if results is None else results
-        returned = [t for t in dict.fromkeys(wanted) if t in renamed or flow.version.get(t, 0) == 0 and t not in donated.values()]
+        returned = [t for t in dict.fromkeys(wanted) if t in renamed or (flow.version.get(t, 0) == 0 and t not in donated.values())]
         _add_output(ops, [*returned, *donated.values()], values, self._controls(inner))
         options = self._options([values[tensor] for tensor in operands], len(returned), list(donated))
         _set_attributes(model.graph[0].attr, len(operands), [values[t] for t in (*returned, *donated.values())])

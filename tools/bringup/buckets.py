@@ -16,12 +16,12 @@ from ...graphs.types import Bucket, Leaf, Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from ...runtime.device_params import LoadParams
 from ...runtime.executor import Executor, Outputs
-from ..progress import Bar
 from ..commands.doctor import available_bytes
+from ..progress import Bar
 from ..verify.compare import is_paged, is_request_slots
 from .comparison import INTEGERS, Deviations
-from ...runtime.device_params import LoadParams
 from .recording import BucketGraph
 from .results import Failure, Timing
 from .steps import PlannedStep, Slots, StepPlanner, tensors_of

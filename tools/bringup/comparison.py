@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,19 +114,19 @@ class Deviation:
             self.wrong, self.of = self.wrong + int((a != b).sum()), self.of + len(a)
 
     @property
+    def relative(self) -> float:
+        """Root mean square of the differences over that of the values."""
+        return math.sqrt(self.difference / max(self.size, 1e-30))
+
+    @property
     def error(self) -> float:
         """Over what is allowed."""
-        if self.of:
-            return self.wrong / self.of / INTEGERS
-        relative = (self.difference / max(self.size, 1e-30)) ** 0.5
-        return relative / DEVIATION.get(self.dtype, DEVIATION[torch.bfloat16])
+        return self.wrong / self.of / INTEGERS if self.of else self.relative / DEVIATION.get(self.dtype, 1.0)
 
     def __str__(self) -> str:
         if self.of:
             return f"{self.wrong} of {self.of} integers differ; legal are at most {INTEGERS:.0%}"
-        limit = DEVIATION.get(self.dtype, DEVIATION[torch.bfloat16])
-        relative = (self.difference / max(self.size, 1e-30)) ** 0.5
-        return f"values differ by {relative:.3g} of their root mean square; legal is at most {limit:g}"
+        return f"values differ by {self.relative:.3g} of their root mean square; legal is at most {DEVIATION.get(self.dtype, 1.0):g}"
 
 
 class Deviations:

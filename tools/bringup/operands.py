@@ -17,10 +17,11 @@ DIVISORS = {"RealDiv": ("x2",), "FloorDiv": ("x2",), "FloorMod": ("x2",), "Recip
 ORDERED = {"Sort": -1, "TopKV2": -1, "ArgMaxV2": -1, "ArgMaxWithValue": -1, "MoeGatingTopK": -1}
 """Operators whose integer results depend on the order of floats: among equal values a device may choose any."""
 ELEMENTWISE = {
-    "Abs", "Neg", "Sign", "Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Equal", "NotEqual", "Less", "LessEqual",
-    "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "LogicalNot", "Cast", "SelectV2", "MaskedFill", "Identity", "TensorMove", "Reshape",
-    "Squeeze", "Unsqueeze", "Transpose", "BroadcastTo", "ConcatV2", "Concat", "Pack", "Unpack", "Split", "SplitV", "StridedSliceV2", "PadV3",
-    "ReduceSum", "ReduceMax", "ReduceMin", "ReduceAny", "ReduceAll", "Cumsum", "ClipByValueV2", "Tile", "ZerosLike", "OnesLike",
+    "Abs", "Neg", "Sign", "Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Equal", "NotEqual", "Less",
+    "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "LogicalNot", "Cast", "SelectV2", "MaskedFill", "Identity",
+    "TensorMove", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "BroadcastTo", "ConcatV2", "Concat", "Pack", "Unpack", "Split",
+    "SplitV", "StridedSliceV2", "PadV3", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceAny", "ReduceAll", "Cumsum", "ClipByValueV2",
+    "Tile", "ZerosLike", "OnesLike",
 }  # fmt: skip
 """Operators that take any integers as data, besides sizes and axes, which are constants."""
 

@@ -55,7 +55,7 @@ class OperatorCase:
 
 
 def distinct_operators(bucket: Bucket, whole: WholeGraph, values: Values) -> dict[tuple[str, ...], OperatorCase]:
-    """The operators of a graph that differ in type, attributes, dtypes or shapes, without those that communicate or read constants alone."""
+    """The operators of a graph that differ in type, attributes, dtypes or shapes, but no collectives and none of constants alone."""
     cases: dict[tuple[str, ...], OperatorCase] = {}
     for message in whole.ops.values():
         if message.type in BORDER or message.type in GROUP_FUNCTIONS or not _recorded(message, values):

@@ -75,7 +75,7 @@ def bucket_graphs(artifact: Artifact) -> list[BucketGraph]:
 
 
 def distinct_bodies(graph: BucketGraph) -> dict[str, list[str]]:
-    """The first call of each body, by its prefix, with its operators; calls with equal operators, shapes and constants are the same body."""
+    """The first call of each body, by its prefix, with its operators; equal operators, shapes and constants make the same body."""
     distinct: dict[bytes, str] = {}
     bodies = graph.whole.bodies()
     for prefix, names in bodies.items():

@@ -136,7 +136,7 @@ class StepPlanner:
         return min(self.limits.page_size + 3, self.limits.max_model_len // 4)
 
     def initial_state(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-        """Pools in which every request is behind a prompt of `first_decode` tokens: random values, as if another instance had filled them."""
+        """Pools in which every request is behind a prompt of `first_decode` tokens: random values, as if computed elsewhere."""
         generator, pools = torch.Generator().manual_seed(self.seed), []
         for leaf in leaves:
             if leaf.aval.axes and leaf.aval.axes[0] == "request_slots":

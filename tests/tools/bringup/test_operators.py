@@ -52,7 +52,8 @@ def test_a_wrong_operator_is_named_with_the_assumption_that_it_refutes(cases, tm
     fault, assumption, message = FAULTS[kind]
     failures, timings = run(FaultyDevice(fault), of_type(cases, kind)[:1], tmp_path)
     assert [failure.assumption for failure in failures] == [assumption]
-    assert kind in failures[0].what and message in failures[0].message
+    assert kind in failures[0].what
+    assert message in failures[0].message
     assert len(timings) == 1
 
 
@@ -95,5 +96,6 @@ def test_of_too_many_the_smallest_and_the_largest_of_each_kind_are_kept_in_order
     assert kept[0].op.type == "FusedInferAttentionScore"
     for case in left_out:
         family = [other.elements for other in kept if other.family == case.family]
-        assert len(family) == 2 and min(family) <= case.elements <= max(family)
+        assert len(family) == 2
+        assert min(family) <= case.elements <= max(family)
     assert chosen(cases)[1] == []

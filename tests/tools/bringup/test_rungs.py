@@ -59,8 +59,11 @@ def test_a_device_without_a_fault_passes_every_rung_with_times_beside_estimates(
     assert by_name["operators"].facts["run"] + len(by_name["operators"].left_out) == by_name["operators"].facts["distinct"]
     assert all(timing.estimate_s and timing.seconds > 0 for name in ("operators", "layers", "buckets") for timing in by_name[name].timings)
     assert {timing.what for timing in by_name["buckets"].timings} == {"prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"}
-    assert by_name["buckets"].facts["rows"] > 10 and by_name["alternation"].facts["rows"] > 10
-    assert by_name["buckets"].facts["other_tokens"] == by_name["alternation"].facts["other_tokens"] == by_name["serve"].facts["compiles"] == 0
+    assert by_name["buckets"].facts["rows"] > 10
+    assert by_name["alternation"].facts["rows"] > 10
+    assert (
+        by_name["buckets"].facts["other_tokens"] == by_name["alternation"].facts["other_tokens"] == by_name["serve"].facts["compiles"] == 0
+    )
 
 
 @pytest.mark.parametrize(
