@@ -102,7 +102,7 @@ def test_a_variable_that_is_not_set_fails_the_environment(npu_artifact):
     made = Bringup(npu_artifact, RankSettings(device="emulated"), {}, tiny.QUIET, wanted=("environment",))
     (result,) = made.run()
     assert result.failures[0].assumption == "toolchain"
-    assert "HCCL_OP_EXPANSION_MODE=AIV" in result.failures[0].message
+    assert "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True" in result.failures[0].message
 
 
 def test_ranks_of_several_devices_run_the_collectives_before_whole_buckets(tmp_path, monkeypatch):
