@@ -69,7 +69,7 @@ class Ge(Backend):
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
 
     def open(self, path: Path, place: Place) -> Executable:
-        """Loads the graph, patched for a rank; GE compiles it at its first step."""
+        """Loads the graph, patched for a rank; `GeExecutable.compile` compiles it, once its operands are on the device."""
         from ..ascend.device import load
 
         return load(path, self._torchair(), place.rank, place.groups)

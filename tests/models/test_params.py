@@ -37,3 +37,12 @@ def test_one_seed_gives_one_model():
     other = initialise(PARAMS, torch.Generator().manual_seed(6))
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tree.flatten(first), tree.flatten(second), strict=True))
     assert not torch.equal(first["a"][0], other["a"][0])
+
+
+def test_source_axes_are_declared_or_those_of_the_parameter_that_is_its_source() -> None:
+    aval = Aval((4, 6), torch.float32, ("rows", None))
+    assert Param(aval, Source(("w",), ((4, 6),))).source_axes == (("rows", None),)
+    assert Param(aval, Source(("w",), ((6, 4),), torch.t)).source_axes == ((None, None),)
+    assert Param(aval, Source(("w",), ((6, 4),), torch.t, axes=((None, "rows"),))).source_axes == ((None, "rows"),)
+    # The same elements in another shape: its dimensions are not the parameter's.
+    assert Param(aval, Source(("w",), ((4, 3, 2),))).source_axes == ((None, None, None),)

@@ -13,9 +13,10 @@ from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Mesh, Rules
-from npucompile.models import checkpoint, registry, sharding_rules
+from npucompile.models import checkpoint, quant, registry, sharding_rules
 from npucompile.models.checkpoint import ParamReader, open_checkpoint
 from npucompile.models.params import Param, Parts, Source
+from npucompile.models.safetensors_files import TensorEntry
 from npucompile.models.slices import Shard, boxes, region_shape, source_region
 from npucompile.models.variant import Variant
 
@@ -118,6 +119,32 @@ def test_experts_that_are_split_instead_of_spread_are_read_by_slices_too(directo
             aval = tree.flatten(params)[position][1].aval
             assert torch.equal(tensor, whole[position][rules.local_slice(aval, mesh, 3)])
     assert sum(read) == expected_bytes(params, mesh, rules, 1)
+
+
+@pytest.mark.parametrize("layout", ["fused", "apart"])
+def test_experts_are_read_and_quantised_once_and_in_blocks(directories, monkeypatch, layout):
+    directory, mesh = directories["moe", 2, layout], Mesh.parse("tp=2")
+    params = model_of(directory, mesh, "w4a8").params(torch.bfloat16)
+    rules, block_bytes, sizes, calls = sharding_rules.rules(mesh, experts=8), 40_000, {}, []
+    read_into, quantise_w4 = TensorEntry.read_into, quant.quantise_w4
+
+    def counted(entry, target, region=None):
+        if ".experts" in entry.name:
+            storage = target.untyped_storage().nbytes()
+            sizes[entry.name] = max(sizes.get(entry.name, 0), storage)
+        read_into(entry, target, region)
+
+    monkeypatch.setattr(TensorEntry, "read_into", counted)
+    monkeypatch.setattr(quant, "quantise_w4", lambda weight: calls.append(weight.shape[0]) or quantise_w4(weight))
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
+    reader = ParamReader(open_checkpoint(directory), params)
+    for group in reader.groups:
+        for _ in reader.read(group, Shard(mesh, rules, 1)):
+            pass
+    # Four layers, two matrices of each; a rank's four experts in blocks of two, and of four for the smaller matrix.
+    assert 0 < max(sizes.values()) <= block_bytes
+    assert sum(calls) == 4 * 2 * 4
+    assert set(calls) == {2, 4}
 
 
 def test_an_axis_that_the_sources_do_not_have_is_sliced_after_the_join(tmp_path):

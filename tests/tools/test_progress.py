@@ -2,7 +2,7 @@
 
 import io
 
-from npucompile.tools.progress import Progress
+from npucompile.tools.progress import BAR_BYTES, BAR_STEPS, MB, Progress
 
 
 class Terminal(io.StringIO):
@@ -42,3 +42,15 @@ def test_quiet_says_nothing() -> None:
     with progress.bar("y", 1) as bar:
         bar.step("z")
     assert out.getvalue() == ""
+
+
+def test_bytes_advance_a_bar_in_twentieths_and_few_have_none() -> None:
+    out = io.StringIO()
+    with Progress(out).byte_bar("read", 300 * MB) as bar:
+        for _ in range(100):
+            bar.add(3 * MB)
+    lines = out.getvalue().splitlines()
+    assert (lines[0], lines[-1], len(lines)) == ("read 15/300 MB", "read 300/300 MB", BAR_STEPS)
+    with Progress(out).byte_bar("few", BAR_BYTES - 1) as bar:
+        bar.add(BAR_BYTES - 1)
+    assert "few" not in out.getvalue()

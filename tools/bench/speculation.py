@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact
+from ...runtime.cpu_executor import CpuExecutor
 from ...server.run import serving
 from ...server.tokenizer import TextTokenizer
 from ..progress import Progress

@@ -15,6 +15,8 @@ ASSUMPTIONS: Mapping[str, str] = {
     "device": "the device itself",
     "nz-weights": "NZ weights",
     "aiv-mode": "AIV mode in a graph",
+    "ge-cache": "GE's cache",
+    "derived-values": "derived values",
     "toolchain": "the stub answers",
     "architecture": "aarch64",
     "attention-width": "Attention heads of width 256.",

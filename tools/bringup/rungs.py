@@ -114,7 +114,7 @@ class Bringup:
         device = open_device(self.settings.device, self.config.local_rank if self.config and self.config.local_rank is not None else 0)
         try:
             with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
-                host = Host(device, Path(scratch), self.settings.step_timeout_s)
+                host = Host(device, Path(scratch), self.settings.step_limit_s)
                 with self._rung(ENVIRONMENT) as result:
                     if result:
                         result.failures, result.facts = check_environment(self.artifact, host, self.environment)
@@ -190,7 +190,7 @@ class Bringup:
             self._whole_steps(executor)
 
     def _whole_steps(self, executor: Executor) -> None:
-        read_state, planner = state_reader(executor, self.settings.step_timeout_s), self._planner()
+        read_state, planner = state_reader(executor, self.settings.step_limit_s), self._planner()
         comparison, notes = self._comparison(executor)
         with self._rung(BUCKETS) as result:
             if result:

@@ -37,7 +37,7 @@ HOST, PORT = "127.0.0.1", 8000
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port; 0 takes a free one.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step on each rank.  [default: all cores, divided among ranks]")
 @click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
-@click.option("--step-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds a step waits for a rank.")
+@click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
 @device_options
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
@@ -49,7 +49,7 @@ def command(
     port: int,
     threads: int | None,
     join_timeout: float,
-    step_timeout: float,
+    step_timeout: float | None,
     device: str,
     checkpoint: Path | None,
     no_build: bool,

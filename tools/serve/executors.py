@@ -114,7 +114,7 @@ def load_executor(
     rank, local_rank = (place.rank, place.local_rank) if place else (0, 0)
     if settings.device == CPU:
         if place:
-            stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_timeout_s))
+            stack.enter_context(ProcessGroups(place.mesh, rank, place.store, place.address, settings.step_limit_s))
         return CpuExecutor(artifact, rank=rank if place else None)
     device = open_device(settings.device, local_rank)
     stack.callback(device.close)
@@ -131,7 +131,7 @@ def load_executor(
         rank=rank,
         communicators=communicators,
         cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
-        step_timeout_s=settings.step_timeout_s,
+        step_timeout_s=settings.step_limit_s,
         report=_CompileReport(progress, len(artifact.manifest.graphs)),
     )
 
@@ -166,7 +166,7 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
         place.rank,
         place.store,
         place.address,
-        settings.step_timeout_s,
+        settings.step_limit_s,
         symbols=symbols,
         make_group=group_maker(device, manifest.communicator_bytes),
     )

@@ -108,7 +108,7 @@ class Cluster:
         except Exception as error:
             self.control_plane.fail(0, f"getting ready: {error}", lost=False)
             raise
-        return ShardedExecutor(local, self.control_plane, step_timeout_s=self.settings.step_timeout_s)
+        return ShardedExecutor(local, self.control_plane, step_timeout_s=self.settings.step_limit_s)
 
 
 @contextmanager

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...lowering.device import CPU, Device
+from ...lowering.device import CPU, EMULATED, NPU, Device
 
 SILENCE_MARGIN_S = 10.0
+STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
+"""By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
 BeforeLoading = Callable[[Device, int, Mapping[str, str]], object]
 """Called with a rank's device, its number and its communicators by symbol."""
 
@@ -20,7 +22,7 @@ class RankSettings:
     Attributes:
         threads: CPU threads of each rank; None divides the cores of this machine.
         join_timeout_s: how long ranks wait for each other at the start.
-        step_timeout_s: how long a rank waits for the slowest one within a step, and for its device.
+        step_timeout_s: how long a rank waits for the slowest one within a step, and for its device; None is as long as the device needs.
         device: "cpu", "npu" or "emulated".
         checkpoint: directory to read weights from in place of the one that the artifact names.
         cache: directory of compiled graphs, which outlives the process; None keeps none.
@@ -31,7 +33,7 @@ class RankSettings:
 
     threads: int | None = None
     join_timeout_s: float = 60.0
-    step_timeout_s: float = 60.0
+    step_timeout_s: float | None = None
     device: str = CPU
     checkpoint: Path | None = None
     cache: Path | None = None
@@ -39,16 +41,21 @@ class RankSettings:
     before_loading: BeforeLoading | None = None
 
     @property
+    def step_limit_s(self) -> float:
+        """`step_timeout_s`, or the default of the device."""
+        return STEP_TIMEOUT_S[self.device] if self.step_timeout_s is None else self.step_timeout_s
+
+    @property
     def silence_s(self) -> float:
         """How long a rank may be silent. Compiled code holds the GIL while it waits in a collective, so no heartbeat is sent."""
-        return self.step_timeout_s + SILENCE_MARGIN_S
+        return self.step_limit_s + SILENCE_MARGIN_S
 
     def as_arguments(self, threads: int) -> list[str]:
         """Options of `tools/serve/rank.py` that give these settings, with that many threads."""
         options: dict[str, object] = {
             "threads": threads,
             "join-timeout": self.join_timeout_s,
-            "step-timeout": self.step_timeout_s,
+            "step-timeout": self.step_limit_s,
             "device": self.device,
             "checkpoint": self.checkpoint,
             "cache": self.cache,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +16,22 @@ from .ge_ops_common import GeOp
 _HEADER = struct.Struct("<8sQQ16s472s")
 """Mark, number of the exchange, bytes of the inputs, fingerprint of the graph, operator and inputs as text."""
 _MARK = b"npucomm1"
-SLOT_BYTES = 4096
-"""Size of the first message of an exchange: the header, and as much of the inputs as fits behind it."""
+ROOM_BYTES = 256 << 10
+"""How much of the inputs goes with the header; the rest follows when the headers agree, since gloo ends a process that is sent too much."""
 _TAG = 1
+_HUB = 0
 
 
 @dataclass
 class _Pending:
-    """An exchange that is not over: the first messages, by member, stay zero until they come."""
+    """An exchange that is not over: the messages that this member waits for, by member; their first byte is zero until they come."""
 
     op: str
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    messages: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Communicator:
-    """One group of ranks, as this member sees it.
+    """One group of ranks, as this member sees it. The first member collects the inputs and sends them to all.
 
     Attributes:
         name: as graphs name it.
@@ -52,12 +53,16 @@ class Communicator:
         size = 1 if group is None else int(group.size())
         self._gloo = group._get_backend(torch.device("cpu")) if size > 1 else None
         self.ranks: tuple[int, ...] = tuple(range(size))
-        if size > 1:
-            numbers = self._swap({i: torch.empty(8, dtype=torch.uint8) for i in self._peers()}, _bytes(struct.pack("<Q", rank)), "a rank")
-            known = {i: struct.unpack("<Q", bytes(number.tolist()))[0] for i, number in numbers.items()} | {self.index: rank}
-            self.ranks = tuple(known[i] for i in range(size))
-        else:
+        first = _HEADER.size + ROOM_BYTES
+        if size == 1:
             self.ranks = (rank,)
+        elif self.index == _HUB:
+            self._received = {i: torch.empty(first, dtype=torch.uint8) for i in range(size) if i != _HUB}
+        else:
+            self._received = {_HUB: torch.empty(size * first, dtype=torch.uint8)}
+        if size > 1:
+            numbers = self._collected(_bytes(struct.pack("<Q", rank)), 8, "the numbers of its ranks")
+            self.ranks = struct.unpack(f"<{size}Q", bytes(numbers.tolist()))
 
     @property
     def size(self) -> int:
@@ -82,21 +87,16 @@ class Communicator:
         self._count += 1
         packed = _packed(mine)
         header = _header(self._count, packed.numel(), fingerprint, op, mine)
-        room = SLOT_BYTES - _HEADER.size
-        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-        slot[: _HEADER.size] = header
-        slot[_HEADER.size : _HEADER.size + min(room, packed.numel())] = packed[:room]
-        pending = _Pending(str(op), {i: torch.zeros(SLOT_BYTES, dtype=torch.uint8) for i in self._peers()})
-        self._pending = pending
-        received = self._swap(pending.slots, slot, str(op))
-        for i, other in received.items():
-            self._check(op, header, other[: _HEADER.size], i)
-        payloads = {i: other[_HEADER.size : _HEADER.size + min(room, packed.numel())] for i, other in received.items()}
-        if packed.numel() > room:
-            rest = packed[room:].contiguous()
-            more = self._swap({i: torch.empty_like(rest) for i in self._peers()}, rest, str(op))
-            payloads = {i: torch.cat((payloads[i], more[i])) for i in payloads}
+        self._pending = _Pending(str(op), self._received)
+        for message in self._received.values():
+            message[0] = 0
+        parts = [self._first(header, packed[:ROOM_BYTES], op)]
+        self._pending.messages = {}
+        if packed.numel() > ROOM_BYTES:
+            rest = packed[ROOM_BYTES:]
+            parts.append(self._collected(rest, rest.numel(), str(op)).view(self.size, -1))
         self._pending = None
+        payloads = torch.cat(parts, 1)
         return [mine if i == self.index else _unpacked(payloads[i], mine) for i in range(self.size)]
 
     def waiting(self) -> str | None:
@@ -104,29 +104,60 @@ class Communicator:
         pending = self._pending
         if pending is None:
             return None
-        absent = [self.ranks[i] for i, slot in pending.slots.items() if not slot[0]]
-        ranks = f"ranks {absent} of {list(self.ranks)}" if absent else f"the inputs of ranks {list(self.ranks)}"
-        return f"{pending.op} on communicator {self.name!r} waits for {ranks}"
+        absent = [self.ranks[i] for i, message in pending.messages.items() if not message[0]]
+        if not absent:
+            whom = f"the inputs of ranks {list(self.ranks)}"
+        elif self.index == _HUB or self.size == 2:
+            whom = f"ranks {absent} of {list(self.ranks)}"
+        else:
+            whom = f"rank {absent[0]}, which collects the inputs of ranks {list(self.ranks)}"
+        return f"{pending.op} on communicator {self.name!r} waits for {whom}"
 
-    def _peers(self) -> list[int]:
-        return [i for i in range(self.size) if i != self.index]
+    def _first(self, header: torch.Tensor, payload: torch.Tensor, op: GeOp) -> torch.Tensor:
+        """Exchanges headers and the first part of the inputs; returns these parts [members, bytes] once all headers are the same."""
+        sent, what, length = torch.cat((header, payload)), str(op), _HEADER.size
+        if self.index != _HUB:
+            self._transfer(sends={_HUB: sent}, receives=self._received, what=what)
+            answer = self._received[_HUB]
+        else:
+            self._transfer(sends={}, receives=self._received, what=what)
+            messages = [sent, *self._received.values()]
+            agreed = all(torch.equal(message[:length], header) for message in messages)
+            stop = length + payload.numel() if agreed else length
+            answer = torch.cat([*(message[:length] for message in messages), *(message[length:stop] for message in messages)])
+            self._transfer(sends=dict.fromkeys(self._received, answer), receives={}, what=what)
+        for i in range(self.size):
+            self._check(header, answer[i * length : (i + 1) * length], i)
+        start = self.size * length
+        return answer[start : start + self.size * payload.numel()].view(self.size, -1)
 
-    def _swap(self, received: dict[int, torch.Tensor], sent: torch.Tensor, what: str) -> dict[int, torch.Tensor]:
+    def _collected(self, sent: torch.Tensor, nbytes: int, what: str) -> torch.Tensor:
+        """The bytes of all members side by side, so many of each."""
+        whole = torch.empty(self.size * nbytes, dtype=torch.uint8)
+        if self.index != _HUB:
+            self._transfer(sends={_HUB: sent}, receives={_HUB: whole}, what=what)
+            return whole
+        parts = list(whole.split(nbytes))
+        parts[_HUB].copy_(sent)
+        self._transfer(sends={}, receives={i: parts[i] for i in range(1, self.size)}, what=what)
+        self._transfer(sends=dict.fromkeys(range(1, self.size), whole), receives={}, what=what)
+        return whole
+
+    def _transfer(self, *, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str) -> None:
         assert self._gloo is not None
         current: int | None = None
         try:
-            receives = [(i, self._gloo.recv([buffer], i, _TAG)) for i, buffer in received.items()]
-            sends = [(i, self._gloo.send([sent], i, _TAG)) for i in received]
-            for member, work in (*receives, *sends):
+            works = [(i, self._gloo.recv([buffer], i, _TAG)) for i, buffer in receives.items()]
+            works += [(i, self._gloo.send([data], i, _TAG)) for i, data in sends.items()]
+            for member, work in works:
                 current = member
                 work.wait()
         except RuntimeError as error:
             ranks = f"rank {self.ranks[current]}" if current is not None else f"ranks {list(self.ranks)}"
-            state = self.waiting() or f"{what} on communicator {self.name!r}"
+            state = self.waiting() or f"communicator {self.name!r} waits for {what}"
             raise LoweringError(f"{state}; {ranks} did not answer: {error}") from error
-        return received
 
-    def _check(self, op: GeOp, header: torch.Tensor, other: torch.Tensor, member: int) -> None:
+    def _check(self, header: torch.Tensor, other: torch.Tensor, member: int) -> None:
         if torch.equal(header, other):
             return
         mine, theirs = _read(header), _read(other)

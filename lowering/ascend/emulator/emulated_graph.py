@@ -250,7 +250,7 @@ class EmulatedGraph:
         for i, received in enumerate(communicator.exchange(op, inputs, self._fingerprint)):
             values = iter(received)
             members.append(call if i == communicator.index else Call(op, [None if v is None else next(values) for v in call.values]))
-        return [GROUP_FUNCTIONS[op.type](members)[communicator.index]]
+        return GROUP_FUNCTIONS[op.type](members, [communicator.index])
 
     def _progress(self) -> str:
         op = self._program.current if self._program is not None else None

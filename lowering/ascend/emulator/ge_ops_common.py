@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +40,7 @@ class GeOp:
         after: operators that must run before it although it does not read them.
         attrs: values by name; strings are decoded, constants are tensors.
         results: for each output its dtype and sizes as in `bf16[16,2]`, "" where the graph does not declare them.
+        constants: values of integer inputs that are the same in each run, by slot; filled by who knows them.
     """
 
     name: str
@@ -48,6 +50,12 @@ class GeOp:
     after: tuple[str, ...]
     attrs: Mapping[str, Any]
     results: tuple[str, ...]
+    constants: dict[str, list[int]] = field(default_factory=dict, compare=False)
+
+    @functools.cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Position of each slot among the inputs; of equal names the first."""
+        return {slot: i for i, slot in reversed([*enumerate(self.slots)])}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.type})"
@@ -118,7 +126,8 @@ class Call:
     def value(self, slot: str) -> Value | None:
         """An input, or None where it is absent."""
         self.used.add(slot)
-        return next((value for name, value in zip(self.op.slots, self.values, strict=True) if name == slot), None)
+        position = self.op.positions.get(slot)
+        return None if position is None else self.values[position]
 
     def optional(self, slot: str) -> torch.Tensor | None:
         """An input that is a tensor, or None where it is absent.
@@ -159,6 +168,9 @@ class Call:
         Raises:
             LoweringError: it is absent or not of integers.
         """
+        if (known := self.op.constants.get(slot)) is not None:
+            self.used.add(slot)
+            return [*known]
         value = self.tensor(slot)
         if value.dtype not in (torch.int32, torch.int64):
             raise LoweringError(f"{self.op}: {slot} is {value.dtype}; legal are int32 and int64")
@@ -224,8 +236,13 @@ class Call:
 Results = Value | tuple[Value, ...]
 Function = Callable[[Call], Results]
 """Computes an operator on one rank."""
-GroupFunction = Callable[[list[Call]], list[Results]]
-"""Computes an operator on all members of a group: their calls in rank order -> their results."""
+
+
+class GroupFunction(Protocol):
+    """Computes an operator on all members of a group: their calls in rank order -> the results of those wanted, or of all."""
+
+    def __call__(self, calls: list[Call], wanted: Sequence[int] | None = None) -> list[Results]:
+        """The results."""
 
 
 def same_dtype(call: Call, **tensors: torch.Tensor) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import heapq
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +29,13 @@ ORDERS = ("file", "reversed-ready")
 BORDER = ("Data", "Const", "NetOutput")
 """Types of operators that are not run: operands, constants and the list of results."""
 _WRITES: Mapping[str, Mapping[int, int]] = {**IN_PLACE, "Assign": {0: 0}}
-# Folded values stay in memory as long as the program; larger ones are computed in each step.
-_FOLDED_BYTES = 64 << 10
+# Folded values stay in memory as long as the program; larger ones than a compressed attention mask are computed in each step.
+_FOLDED_BYTES = 8 << 20
+# Graphs of many buckets have equal masks: tensors of at least so many bytes are kept once a process.
+_SHARED_BYTES = 64 << 10
+_shared: weakref.WeakValueDictionary[tuple[torch.dtype, torch.Size, bytes], torch.Tensor] = weakref.WeakValueDictionary()
+# Lists of sizes, axes and positions are short.
+_LISTED = 64
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 Exchange = Callable[[GeOp, list[Call]], Sequence[Results]]
@@ -173,7 +181,27 @@ class GeProgram:
                     for i in step.outputs:
                         self._start[i] = None
                     rest.append(step)
+        self._keep_read(rest)
         return rest
+
+    def _keep_read(self, steps: list[Step]) -> None:
+        """Drops known values that no step reads, and keeps the integers of the others, which steps ask for as lists."""
+        read = {i for step in steps for i in step.inputs} | {self._numbers[tensor] for tensor in self.results}
+        self._start = [shared(value) if i in read else None for i, value in enumerate(self._start)]
+        for step in steps:
+            for slot, i in zip(step.op.slots, step.inputs, strict=True):
+                value = self._start[i] if i >= 0 else None
+                if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.numel() <= _LISTED:
+                    step.op.constants[slot] = value.flatten().tolist()
+
+
+def shared(value: Value | None) -> Value | None:
+    """The value, or one that is equal and kept already; for values that nobody writes."""
+    if not isinstance(value, torch.Tensor) or value.nbytes < _SHARED_BYTES:
+        return value
+    value = value.contiguous()
+    data = ctypes.string_at(value.data_ptr(), value.nbytes)
+    return _shared.setdefault((value.dtype, value.shape, hashlib.blake2b(data, digest_size=16).digest()), value)
 
 
 def _nobody(op: GeOp, calls: list[Call]) -> Sequence[Results]:
@@ -293,24 +321,28 @@ def _in_memory(step: Step, call: Call, port: int, value: Value) -> Value:
     """A result in the memory that GE gives it: that of the input which it overwrites or views, or its own."""
     if not isinstance(value, torch.Tensor):
         return value
-    if (value.dtype, value.shape) != step.declared[port]:
-        _check_result(step.op, port, shape_of(value))
+    declared = step.declared[port]
+    if declared is None or value.shape != declared[1] or value.dtype != declared[0]:
+        _check_result(step.op, port, value)
     written = step.writes.get(port)
     if written is not None:
         return _tensor(step.op.inputs[written], call.values[written]).copy_(value)
     if step.view:
         return value.contiguous()
     memory = value.untyped_storage().data_ptr()
-    if any(operand is not None and _memory(operand) == memory for operand in call.values):
-        return value.clone(memory_format=torch.contiguous_format)
+    for operand in call.values:
+        if operand is not None and _memory(operand) == memory:
+            return value.clone(memory_format=torch.contiguous_format)
     return value.contiguous()
 
 
-def _check_result(op: GeOp, port: int, actual: str) -> None:
-    declared = op.results[port]
+def _check_result(op: GeOp, port: int, value: torch.Tensor) -> None:
+    if not (declared := op.results[port]):
+        return
+    actual = shape_of(value)
     # Fused operators without a float32 form on the device declare bfloat16; their CPU kernels return float32 for float32.
     widened = op.type in FUSED and actual.startswith("f32") and declared == f"b{actual}".replace("bf32", "bf16", 1)
-    if declared and actual != declared and not widened:
+    if actual != declared and not widened:
         raise LoweringError(f"output {port} of {op} is {actual}; the graph says {declared}")
 
 

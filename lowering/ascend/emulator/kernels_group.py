@@ -1,11 +1,12 @@
 """CPU kernels of collectives and expert exchange: the calls of all members of a group -> the result of each member.
 
-Semantics: torch's functional collectives; the operator documentation of Ascend/op-plugin for dispatch and combine.
+Each function computes the results of the members that are named, or of all. Semantics: torch's functional collectives; the operator
+documentation of Ascend/op-plugin for dispatch and combine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,35 +32,40 @@ def _reduced(op: str, tensors: list[torch.Tensor], how: str) -> torch.Tensor:
     raise LoweringError(f"{op}: reduction {how!r}; legal is 'sum', 'max' or 'min'")
 
 
+def _wanted(calls: list[Arguments], members: Sequence[int] | None) -> Sequence[int]:
+    return range(len(calls)) if members is None else members
+
+
 def _same_size(op: str, size: int, calls: list[Arguments]) -> None:
     if size != len(calls):
         raise LoweringError(f"{op}: the node says {size} members, the group of this mesh has {len(calls)}")
 
 
-def all_reduce(calls: list[Arguments]) -> list[torch.Tensor]:
+def all_reduce(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """(x, how, group) -> the elementwise reduction, float sums in float32, for each member."""
     total = _reduced("all_reduce", [args[0] for args, _ in calls], calls[0][0][1])
-    return [total.clone() for _ in calls]
+    return [total.clone() for _ in _wanted(calls, members)]
 
 
-def all_gather_into_tensor(calls: list[Arguments]) -> list[torch.Tensor]:
+def all_gather_into_tensor(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """(x [n, ...], size, group) -> [size * n, ...], members in order, for each member."""
     _same_size("all_gather_into_tensor", calls[0][0][1], calls)
     whole = torch.cat([args[0] for args, _ in calls])
-    return [whole.clone() for _ in calls]
+    return [whole.clone() for _ in _wanted(calls, members)]
 
 
-def reduce_scatter_tensor(calls: list[Arguments]) -> list[torch.Tensor]:
+def reduce_scatter_tensor(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """(x [size * n, ...], how, size, group) -> [n, ...], the member's part of the reduction."""
     op = "reduce_scatter_tensor"
     _same_size(op, calls[0][0][2], calls)
     total = _reduced(op, [args[0] for args, _ in calls], calls[0][0][1])
     if total.shape[0] % len(calls):
         raise LoweringError(f"{op}: the first size of {tuple(total.shape)} does not divide by the {len(calls)} members")
-    return [part.clone() for part in total.chunk(len(calls))]
+    parts = total.chunk(len(calls))
+    return [parts[rank].clone() for rank in _wanted(calls, members)]
 
 
-def all_to_all_single(calls: list[Arguments]) -> list[torch.Tensor]:
+def all_to_all_single(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """(x, rows from each member, rows to each member, group) -> member i gets part i of every member, in order."""
     op = "all_to_all_single"
     for i, (args, _) in enumerate(calls):
@@ -70,27 +76,27 @@ def all_to_all_single(calls: list[Arguments]) -> list[torch.Tensor]:
     for i, (args, _) in enumerate(calls):
         if (sent := [len(part[i]) for part in parts]) != list(args[1]):
             raise LoweringError(f"{op}: member {i} takes {list(args[1])} rows, the members send it {sent}")
-    return [torch.cat([part[i] for part in parts]) for i in range(len(calls))]
+    return [torch.cat([part[i] for part in parts]) for i in _wanted(calls, members)]
 
 
-def broadcast(calls: list[Arguments]) -> list[torch.Tensor]:
+def broadcast(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """(x, source, group) -> the source member's x for each member."""
     source = calls[0][0][1]
     if not 0 <= source < len(calls):
         raise LoweringError(f"broadcast: source {source}; legal is 0 to {len(calls) - 1}")
-    return [calls[source][0][0].clone() for _ in calls]
+    return [calls[source][0][0].clone() for _ in _wanted(calls, members)]
 
 
-def npu_moe_distribute_dispatch_v2(calls: list[Arguments]) -> list[tuple[torch.Tensor, ...]]:
+def npu_moe_distribute_dispatch_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[tuple[torch.Tensor, ...]]:
     """Sends every token to the members that own its experts; the member index is its rank, whatever ep_rank_id says.
 
     Each call: (x [T, M], expert_ids int32 [T, X], group, size, rank, experts) and options scales f32 [E, M], x_active_mask bool [T]
     (or [T, X]), expert_scales f32 [T, X], quant_mode 0 or 2, global_bs, expert_token_nums_type 0 or 1.
 
     Returns:
-        for each member rows [A, M] by local expert, then by source; f32 scales [A]; int32 assist_info [A*128]; int64 tokens of
-        each local expert; int32 running sums of rows [experts]; int32 [tp_world_size]; f32 expert scales [A] or [0]. Rows beyond
-        the received ones are undefined, so are scales without quantisation.
+        for each of `members`, or of all, rows [A, M] by local expert, then by source; f32 scales [A]; int32 assist_info [A*128];
+        int64 tokens of each local expert; int32 running sums of rows [experts]; int32 [tp_world_size]; f32 expert scales [A] or [0].
+        Rows beyond the received ones are undefined, so are scales without quantisation.
     """
     op = "npu_moe_distribute_dispatch_v2"
     size, experts = calls[0][0][3], calls[0][0][5]
@@ -98,7 +104,7 @@ def npu_moe_distribute_dispatch_v2(calls: list[Arguments]) -> list[tuple[torch.T
     if experts % size:
         raise LoweringError(f"{op}: {experts} experts do not divide by {size} members")
     sent = [_sent(op, args, kwargs, rank) for rank, (args, kwargs) in enumerate(calls)]
-    return [_received(op, calls[rank], sent, rank, experts // size) for rank in range(size)]
+    return [_received(op, calls[rank], sent, rank, experts // size) for rank in _wanted(calls, members)]
 
 
 class _Sent:
@@ -189,14 +195,14 @@ def _received(op: str, call: Arguments, sent: list[_Sent], rank: int, local: int
     return rows, padded([s.scales for s in sent]), assist, nums, ends, undefined(kwargs.get("tp_world_size", 0), dtype=torch.int32), weights
 
 
-def npu_moe_distribute_combine_v2(calls: list[Arguments]) -> list[torch.Tensor]:
+def npu_moe_distribute_combine_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
     """Sends every row back to its token: out[t] = sum over x of expert_scales[t, x] * row(t, x) + shared_expert_x, in float32.
 
     Each call: (rows [A, M], expert_ids int32 [T, X], assist_info, ep_send_counts, expert_scales f32 [T, X], group, size, rank,
     experts) with the third and fourth as dispatch gave them, and options x_active_mask and shared_expert_x [T, M].
 
     Returns:
-        [T, M] like the rows for each member; inactive tokens are undefined.
+        [T, M] like the rows for each of `members`, or of all; inactive tokens are undefined.
 
     Raises:
         LoweringError: also when a token's row does not come back exactly once.
@@ -204,7 +210,7 @@ def npu_moe_distribute_combine_v2(calls: list[Arguments]) -> list[torch.Tensor]:
     op = "npu_moe_distribute_combine_v2"
     _same_size(op, calls[0][0][6], calls)
     returned = [_returned(op, args) for args, _ in calls]
-    return [_combined(op, args, kwargs, returned, rank) for rank, (args, kwargs) in enumerate(calls)]
+    return [_combined(op, *calls[rank], returned, rank) for rank in _wanted(calls, members)]
 
 
 def _returned(op: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:

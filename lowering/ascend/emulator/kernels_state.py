@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, INDICES, refuse_options, require, require_shape, undefined
@@ -183,11 +184,24 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
     lse[live] = score.logsumexp(-1).t()
 
 
+# Masks that were found to be causal, with their version: comparing four million values takes longer than a small model's attention.
+_causal: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    if _causal.get(mask) == mask._version:
+        return True
+    if mask.shape != causal_mask().shape or not torch.equal(mask.bool(), causal_mask()):
+        return False
+    _causal[mask] = mask._version
+    return True
+
+
 def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
     if sparse_mode == 0 and mask is None:
         return
     actual = require(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), (2,))
-    if sparse_mode != 3 or actual.shape != causal_mask().shape or not torch.equal(actual.bool(), causal_mask()):
+    if sparse_mode != 3 or not _is_causal(actual):
         raise LoweringError(
             f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(actual.shape)}; legal is 0 and none, or 3 and the compressed one: "
             f"[{MASK_SIZE}, {MASK_SIZE}], true above the diagonal"

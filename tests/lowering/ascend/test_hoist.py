@@ -103,7 +103,7 @@ def test_what_is_random_or_undefined_or_a_constant_stays() -> None:
     [
         (lambda x, w: (w.t().contiguous() @ x,), [LARGE], [], ["aten.t", "aten.clone"]),
         (lambda x, w: (w.t().contiguous() @ x + w @ x,), [LARGE], ["aten.t", "aten.clone"], []),
-        (lambda x, w: ((w + 1) @ x + (w + 2) @ x,), [LARGE], ["aten.add.Tensor", "aten.add.Tensor"], []),
+        (lambda x, w: ((w + 1) @ x + (w * 2) @ x,), [LARGE], ["aten.add.Tensor", "aten.mv", "aten.mul.Tensor"], []),
         (lambda x, w: ((w * w[0].exp()) @ x,), [LARGE], [], ["aten.select.int", "aten.exp", "aten.mul.Tensor"]),
         (lambda x, w: (w @ x + w.sum(0).exp(),), [LARGE], [], ["aten.sum.dim_IntList", "aten.exp"]),
         (lambda x, g: ((1 + g).expand(SIDE, -1).contiguous() @ x,), [COLUMN], ["aten.expand", "aten.clone"], ["aten.add.Tensor"]),

@@ -59,6 +59,7 @@ def test_out_says_where(tmp_path, tiny_checkpoint):
         (("--prefill", "a"), "--prefill: buckets 'a': 'a' is neither '...' nor a whole number"),
         (("--max-model-len", "17"), "max_model_len is 17; legal for tiny on cpu is a multiple of 16 up to 256"),
         (("--buckets", "1,2", "--max-num-seqs", "1"), "max_num_seqs is 1 and the largest bucket has 2 rows"),
+        (("--weights", "bound"), "--weights bound for cpu"),
     ],
 )
 def test_what_is_not_legal_is_said_with_the_rule(tmp_path, tiny_checkpoint, arguments, error):

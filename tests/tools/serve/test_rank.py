@@ -21,7 +21,8 @@ from npucompile.runtime.distributed.control_plane import ControlPlane
 from npucompile.runtime.distributed.messages import encode
 from npucompile.runtime.distributed.process_groups import ProcessGroups
 from npucompile.runtime.distributed.rendezvous import RendezvousConfig, accept_ranks, open_store, substore
-from npucompile.tools.serve.launch import GLOO, check_world_size, rank_identity
+from npucompile.tools.serve.launch import GROUPS, check_world_size, rank_identity
+from npucompile.tools.serve.rank_settings import RankSettings
 
 DECODE = Bucket("decode", 1, 4)
 
@@ -34,12 +35,20 @@ class Rank1:
         mesh = check_world_size(self.artifact, None)
         config = RendezvousConfig(0, 2, "127.0.0.1", 0, 2, ranks.TIMEOUT_S, hosts_store=True)
         self.store = open_store(config)
-        options = {"rank": 1, "world-size": 2, "port": self.store.port, "threads": 1, "join-timeout": 60, "step-timeout": step_timeout_s}
+        options = {
+            "rank": 1,
+            "world-size": 2,
+            "port": self.store.port,
+            "threads": 1,
+            "join-timeout": 60,
+            "step-timeout": step_timeout_s,
+            "device": "cpu",
+        }
         words = [f"--{name}={value}" for name, value in options.items()]
         self.process = ranks.spawn([sys.executable, "-m", "npucompile.tools.serve.rank", path, *words], ranks.environment())
-        connections = accept_ranks(replace(config, port=self.store.port), self.store, rank_identity(self.artifact))
+        connections = accept_ranks(replace(config, port=self.store.port), self.store, rank_identity(self.artifact, RankSettings()))
         self.control_plane = ControlPlane(mesh, connections)
-        self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GLOO), "127.0.0.1", step_timeout_s)
+        self.groups = ProcessGroups(mesh, 0, substore(self.store, config, GROUPS), "127.0.0.1", step_timeout_s)
         self.control_plane.gather([1], "ready", ranks.TIMEOUT_S)
 
     def ended(self):

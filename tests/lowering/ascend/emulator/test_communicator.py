@@ -14,7 +14,7 @@ from support.emulated import on_ranks
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
-from npucompile.lowering.ascend.emulator.communicator import SLOT_BYTES, Communicator
+from npucompile.lowering.ascend.emulator.communicator import ROOM_BYTES, Communicator
 from npucompile.lowering.ascend.emulator.ge_ops_common import GeOp, read
 
 PAIR = Mesh.parse("tp=2")
@@ -35,7 +35,7 @@ def exchanged(mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]], group: str =
     return on_ranks(mesh, work)
 
 
-@pytest.mark.parametrize("elements", [3, SLOT_BYTES, 5 * SLOT_BYTES + 1])
+@pytest.mark.parametrize("elements", [3, ROOM_BYTES // 4 - 2, ROOM_BYTES + 1])
 def test_every_member_gets_the_inputs_of_all(elements: int) -> None:
     inputs = [[gc.draw(elements, seed=rank), gc.i32(rank, 7), torch.zeros(0)] for rank in range(3)]
     for ranks, rounds in exchanged(Mesh.parse("dp=3"), inputs, times=2):
@@ -64,7 +64,7 @@ FAULTS: dict[str, tuple[list[Any], str]] = {
     ),
     "another shape": ([(operator(), GRAPH, 2), (operator(), GRAPH, 3)], r"of f32\[2\], 8 bytes.* of f32\[3\], 12 bytes"),
     "another graph": ([(operator(), GRAPH, 2), (operator(), b"h" * 16, 2)], "of graph 67676767.*of graph 68686868"),
-    "another size of the second message": ([(operator(), GRAPH, 5000), (operator(), GRAPH, 2)], r"f32\[5000\].*f32\[2\]"),
+    "another size of the second message": ([(operator(), GRAPH, 500_000), (operator(), GRAPH, 2)], r"f32\[500000\].*f32\[2\]"),
 }
 
 
@@ -111,13 +111,15 @@ def test_who_does_not_come_is_named_while_waiting_and_after() -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        while "[2]" not in (state := communicator.waiting() or ""):
+        wanted = "waits for ranks [2]" if rank == 0 else "waits for rank 0"
+        while wanted not in (state := communicator.waiting() or ""):
             thread.join(0.01)
         thread.join()
         looked.set()
         return state, ends[0]
 
-    for state, end in on_ranks(Mesh.parse("dp=3"), work, timeout_s=2)[:2]:
-        assert state == "op (HcomAllGather) on communicator 'emulated/dp/0' waits for ranks [2] of [0, 1, 2]"
+    whom = ("ranks [2] of [0, 1, 2]", "rank 0, which collects the inputs of ranks [0, 1, 2]")
+    for (state, end), missing in zip(on_ranks(Mesh.parse("dp=3"), work, timeout_s=2)[:2], whom, strict=True):
+        assert state == f"op (HcomAllGather) on communicator 'emulated/dp/0' waits for {missing}"
         assert end.startswith(state)
         assert "did not answer" in end

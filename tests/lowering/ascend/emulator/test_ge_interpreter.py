@@ -18,7 +18,9 @@ from npucompile.graphs.types import Bucket, Mesh
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.lowering.ascend.emulator.ge_program import ORDERS
+from npucompile.lowering.ascend.fold import evaluate
 from npucompile.lowering.ascend.ge_file import GeFile, messages, parse
+from npucompile.lowering.ascend.hoist import hoist
 from npucompile.lowering.ascend.inspect_ge import census, check
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
@@ -117,6 +119,24 @@ def test_a_donated_output_comes_home(ta: Any) -> None:
     graph, ge_file = gc.shipped(ta, dense, [operands[0], operands[2]], states=1, calls=2)
     assert len(ge_file.donations) == 2
     agree(graph, ge_file, "", [operands], steps=3)
+
+
+def test_derived_values_are_computed_here_or_given(ta: Any) -> None:
+    """The lowered graph computes them in each step; on a device they are loaded, and what only they read is not."""
+    main = gb.Main()
+    g, x = main.operand("params.g", ((3,), gb.F32)), main.operand("inputs.x", ((2, 3), gb.F32))
+    main.body("norm", lambda x, g: (x * (1 + g),), [((2, 3), gb.F32), ((3,), gb.F32)])
+    graph, signature = main.done(*main.call("norm", x, g))
+    hoisted = hoist(graph, signature)
+    ge_file, operands = link(hoisted, signature, ta), [gc.draw(3), gc.draw(2, 3, seed=1)]
+    assert ge_file.data == (1, 2)
+    assert "Add" not in census(ge_file.graph)
+    results = agree(hoisted, ge_file, "", [operands])
+    assert equal(agree(graph, ge_file, "", [operands]), results)
+    loaded = [torch.full((3,), torch.nan), operands[1], *evaluate(ge_file, operands)]
+    assert equal(GeInterpreter(ge_file, Mesh())([loaded]), results)
+    with pytest.raises(LoweringError, match="rank 0 has 1 operands, the graph takes 2"):
+        GeInterpreter(ge_file, Mesh())([operands[:1]])
 
 
 def scatter(pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

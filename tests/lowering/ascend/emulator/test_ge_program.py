@@ -50,11 +50,24 @@ def test_what_depends_on_constants_alone_is_computed_once_unless_it_is_written()
 
 def test_large_constants_are_not_kept() -> None:
     hand = gc.Hand()
-    dims, one = hand.op("Const", {}, "dims", value=gc.i64(1 << 20)), hand.op("Const", {}, "one", value=torch.ones(()))
+    dims, one = hand.op("Const", {}, "dims", value=gc.i64(1 << 22)), hand.op("Const", {}, "one", value=torch.ones(()))
     filled = hand.op("Fill", {"dims": dims, "value": one}, "filled")
     program = GeProgram(hand.model_with(filled))
     assert [op.name for op in program.operators] == ["filled"]
-    assert program.run([[]], alone)[0][0].sum() == 1 << 20
+    assert program.run([[]], alone)[0][0].sum() == 1 << 22
+
+
+def test_equal_masks_of_many_graphs_are_kept_once() -> None:
+    def filled(value: float) -> torch.Tensor:
+        hand = gc.Hand()
+        dims, number = hand.op("Const", {}, "dims", value=gc.i64(1 << 16)), hand.op("Const", {}, "number", value=torch.tensor(value))
+        program = GeProgram(hand.model_with(hand.op("Fill", {"dims": dims, "value": number}, "filled")))
+        assert program.operators == []
+        return keep.append(program) or program.run([[]], alone)[0][0]
+
+    keep: list[Any] = []
+    assert filled(1.0) is filled(1.0)
+    assert filled(2.0).tolist()[:2] == [2.0, 2.0]
 
 
 def test_a_program_that_does_not_end_says_where_it_is() -> None:

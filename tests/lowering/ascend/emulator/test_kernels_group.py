@@ -131,6 +131,34 @@ def test_dispatch_brings_every_token_to_its_experts(dtype: torch.dtype, R: int, 
         assert sent[1].isnan().all()
 
 
+def test_one_members_results_are_those_it_has_among_all() -> None:
+    exchange = Exchange()
+    rows = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])]
+    parts = [([1, 1], [1, 1], ""), ([1, 1], [1, 1], "")]
+    dispatches: list[list[group.Arguments]] = []
+    combines: list[list[group.Arguments]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        dispatch, combine = group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2
+        patch.setattr(group, "npu_moe_distribute_dispatch_v2", lambda calls: dispatches.append(calls) or dispatch(calls))
+        patch.setattr(group, "npu_moe_distribute_combine_v2", lambda calls: combines.append(calls) or combine(calls))
+        sent = exchange.dispatch()
+        exchange.combine([received[0] for received in sent], sent)
+    for function, made in (
+        (group.all_reduce, calls(rows, "max", "tp")),
+        (group.all_gather_into_tensor, calls(rows, 2, "tp")),
+        (group.reduce_scatter_tensor, calls(rows, "sum", 2, "tp")),
+        (group.all_to_all_single, [((x, *part), {}) for x, part in zip(rows, parts, strict=True)]),
+        (group.broadcast, calls(rows, 1, "tp")),
+        (dispatch, dispatches[0]),
+        (combine, combines[0]),
+    ):
+        whole = function(made)
+        for member, mine in enumerate(whole):
+            (alone,) = function(made, [member])
+            for a, b in zip(alone, mine, strict=True):
+                assert torch.equal(a.nan_to_num(-7), b.nan_to_num(-7))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_combine_returns_the_weighted_sum(dtype: torch.dtype) -> None:
     exchange = Exchange(dtype=dtype)

@@ -56,6 +56,7 @@ def test_what_is_copied_there_comes_back_whole_and_in_parts(memory: Memory) -> N
     other = memory.empty(4, 8).copy_(there)
     there[1].zero_()
     there[2, :4].fill_(7)
+    memory.stream.record().wait(30)
     assert torch.equal(other.cpu(), NUMBERS)
     assert there[1:3, :5].cpu().tolist() == [[0] * 5, [7, 7, 7, 7, 20]]
 
