@@ -39,7 +39,8 @@ def random_leaf(leaf: Leaf, aval: Aval, seed: int) -> torch.Tensor:
     if not aval.dtype.is_floating_point:
         if aval.dtype == torch.int64:
             # The bits of a float32 in the low half: scales of packed int4 products.
-            return (0.002 * (1 + torch.rand(aval.shape, generator=generator))).view(torch.int32).to(torch.int64)
+            scale = 0.002 * (1 + torch.rand(aval.shape, generator=generator))
+            return scale.view(torch.int32).to(torch.int64)
         return torch.randint(-(2**31), 2**31, aval.shape, generator=generator, dtype=torch.int64).to(aval.dtype)
     if "scale" in last:
         return (0.002 * (1 + torch.rand(aval.shape, generator=generator))).to(aval.dtype)
@@ -47,4 +48,4 @@ def random_leaf(leaf: Leaf, aval: Aval, seed: int) -> torch.Tensor:
     if len(aval.shape) < 2:
         near_one = "norm" in last or last in ("weight", "gamma")
         return (float(near_one) + 0.2 * noise).to(aval.dtype)
-    return (noise * aval.shape[-1] ** -0.5).to(aval.dtype)
+    return (noise * float(aval.shape[-1]) ** -0.5).to(aval.dtype)
