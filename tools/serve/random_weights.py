@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Iterator
 
@@ -48,4 +49,4 @@ def random_leaf(leaf: Leaf, aval: Aval, seed: int) -> torch.Tensor:
     if len(aval.shape) < 2:
         near_one = "norm" in last or last in ("weight", "gamma")
         return (float(near_one) + 0.2 * noise).to(aval.dtype)
-    return (noise * float(aval.shape[-1]) ** -0.5).to(aval.dtype)
+    return (noise / math.sqrt(aval.shape[-1])).to(aval.dtype)
