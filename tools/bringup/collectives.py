@@ -31,6 +31,7 @@ MOST_BYTES = 2**30
 """Most bytes of a collective on all ranks together for which each rank computes what all should have."""
 FOUND = "a collective alone is wrong: "
 """Begins the message of a rank that found one, by which rank 0 knows it."""
+NOT_ALONE = "covered by whole buckets: its operands are not declared, or rows are sent in another dtype than they come back in"
 LOADS = ("even", "uneven", "one set of experts", "the last experts")
 
 
@@ -103,7 +104,7 @@ def collective_cases(graphs: Sequence[BucketGraph], mesh: Mesh) -> tuple[list[Co
             case = _case(graph, op)
             size = 0 if case is None else sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in case.kinds) * mesh.size**2
             if case is None or size > MOST_BYTES:
-                left_out.append(f"{graph.bucket.name} {op}: {'its operands are not declared' if case is None else f'{size:,} bytes'}")
+                left_out.append(f"{graph.bucket.name} {op}: {NOT_ALONE if case is None else f'{size:,} bytes'}")
             else:
                 cases[key] = case
     return list(cases.values()), left_out
