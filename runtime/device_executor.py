@@ -54,6 +54,10 @@ class DeviceExecutor:
 
     A bucket that the device's compiler refuses is left out and said to be (`missing`); larger buckets run its steps.
 
+    Attributes:
+        device: of this rank.
+        state: pools by name, in the device's memory.
+
     Args:
         artifact: opened and checked.
         device: of this rank.
@@ -86,7 +90,7 @@ class DeviceExecutor:
     ) -> None:
         manifest = artifact.manifest
         mesh, rules = Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
-        self._device, self._step_timeout_s = device, step_timeout_s
+        self.device, self._step_timeout_s = device, step_timeout_s
         self.limits: Limits = manifest.limits
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
@@ -94,7 +98,9 @@ class DeviceExecutor:
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}
         leaves = local_leaves(manifest.params, mesh, rules)
-        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in local_leaves(manifest.state, mesh, rules)]
+        pools = local_leaves(manifest.state, mesh, rules)
+        state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
+        self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
         self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead)
         self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
         others = {bucket: [*state, *self._inputs.arrays[bucket].values()] for bucket in executables}
@@ -133,7 +139,7 @@ class DeviceExecutor:
         self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})
         results = self._executables[bucket](self._operands[bucket])
         outputs = self._outputs.receive(bucket, results)
-        return LaunchedStep(self._device.record(), outputs, results, self._step_timeout_s)
+        return LaunchedStep(self.device.record(), outputs, results, self._step_timeout_s)
 
     def refresh(self) -> bool:
         """Changes nothing: a device keeps the executables that it started with."""
@@ -145,7 +151,7 @@ class DeviceExecutor:
 
     def close(self) -> None:
         """Waits for the device and frees it."""
-        self._device.close()
+        self.device.close()
 
     def _compile(
         self, executables: Mapping[Bucket, DeviceExecutable], cache_dir: Path | None, report: Report

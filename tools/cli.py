@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "Continue a prompt without a server.",
     "inspect": "Show an artifact's graphs, costs and memory.",
     "verify": "Verify again that every bucket equals the reference.",
+    "bringup": "Find the first thing that is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",
     "deployments": "List the published deployments that can be built.",
     "doctor": "Check what this machine can build and run.",

@@ -55,6 +55,9 @@ class ShardedStep:
 class ShardedExecutor:
     """All ranks of a mesh; this process is rank 0.
 
+    Attributes:
+        local: the executor of rank 0.
+
     Args:
         local: of rank 0.
         control_plane: of all other ranks; each of them loads an executor.
@@ -66,7 +69,7 @@ class ShardedExecutor:
     """
 
     def __init__(self, local: Executor, control_plane: ControlPlane, *, step_timeout_s: float, outputs: Sequence[str] = OUTPUTS) -> None:
-        self.control_plane, self._local, self._step_timeout_s, self._outputs = control_plane, local, step_timeout_s, tuple(outputs)
+        self.control_plane, self.local, self._step_timeout_s, self._outputs = control_plane, local, step_timeout_s, tuple(outputs)
         mesh = control_plane.mesh
         self.groups = mesh.axis("dp")
         self._group = {rank: mesh.coordinates(rank)["dp"] for rank in range(mesh.size)}
@@ -80,27 +83,27 @@ class ShardedExecutor:
     @property
     def limits(self) -> Limits:
         """Sizes of one dp group's pools."""
-        return self._local.limits
+        return self.local.limits
 
     @property
     def run_ahead(self) -> int:
         """That of this rank's executor."""
-        return self._local.run_ahead
+        return self.local.run_ahead
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self._local.vocab_size
+        return self.local.vocab_size
 
     @property
     def max_logprobs(self) -> int:
         """Number of most likely tokens whose log probabilities steps return; 0 if they return none."""
-        return self._local.max_logprobs
+        return self.local.max_logprobs
 
     @property
     def backends(self) -> Mapping[str, str]:
         """Backend by bucket name; the same on all ranks."""
-        return self._local.backends
+        return self.local.backends
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> ShardedStep:
         """Starts one step on all ranks.
@@ -120,7 +123,7 @@ class ShardedExecutor:
         for rank in self.control_plane.ranks:
             self.control_plane.send(rank, frames[self._group[rank]])
         try:
-            return ShardedStep(self, self._steps, bucket, self._local.launch(bucket, inputs[:1]), inputs)
+            return ShardedStep(self, self._steps, bucket, self.local.launch(bucket, inputs[:1]), inputs)
         except Exception as error:
             raise self._failure(bucket, error) from error
 
@@ -145,7 +148,7 @@ class ShardedExecutor:
 
     def compiles(self) -> int:
         """Of this process."""
-        return self._local.compiles()
+        return self.local.compiles()
 
     def _failure(self, bucket: Bucket, error: Exception) -> RankError:
         """The cause of an error in a local step: usually the end of another rank, which a collective noticed first."""

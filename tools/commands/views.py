@@ -82,7 +82,7 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
-    roof = _roofline(manifest, entry, mesh)
+    roof = roofline_of(manifest, entry, mesh)
     data = {
         "bucket": entry.bucket.name,
         "census": dict(entry.census),
@@ -173,7 +173,8 @@ def _choices(manifest: Manifest) -> int:
     return int(values.get("text_config", values).get("num_experts_per_tok") or 0)
 
 
-def _roofline(manifest: Manifest, entry: GraphEntry, mesh: Mesh) -> Roofline | None:
+def roofline_of(manifest: Manifest, entry: GraphEntry, mesh: Mesh) -> Roofline | None:
+    """The roofline of a bucket's step on the artifact's target; None where its speeds are unknown."""
     kind = target(manifest.target)
     if kind.hbm_bytes_per_s is None:
         return None

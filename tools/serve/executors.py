@@ -14,12 +14,14 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
+from ...runtime.device_params import LoadParams
 from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
 from .compile_cache import cache_directory, opened
 from .device_groups import group_maker
+from .random_weights import random_params
 from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
 
@@ -84,7 +86,7 @@ def check_weights(artifact: Artifact, settings: RankSettings) -> None:
         ArtifactError: saying where weights can come from.
     """
     manifest = artifact.manifest
-    if manifest.weights is not None or (settings.device != CPU and (settings.checkpoint or manifest.checkpoint)):
+    if manifest.weights is not None or (settings.device != CPU and (settings.checkpoint or manifest.checkpoint or settings.random_weights)):
         return
     if settings.device == CPU:
         raise ArtifactError(f"{artifact.path} was built without weights: it can be inspected, and not run; build a checkpoint directory")
@@ -117,7 +119,9 @@ def load_executor(
     device = open_device(settings.device, local_rank)
     stack.callback(device.close)
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
-    if local_rank == 0:
+    if settings.before_loading and place:
+        settings.before_loading(device, rank, communicators)
+    if local_rank == 0 and not settings.random_weights:
         # Once a machine: it reads as much as the digest covers.
         check_checkpoint(artifact, settings.checkpoint)
     with progress.bar(f"compile for {device.name}", len(artifact.manifest.graphs)) as bar:
@@ -128,13 +132,20 @@ def load_executor(
         return DeviceExecutor(
             artifact,
             device,
-            lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress),
+            params_of(artifact, settings, rank, progress),
             rank=rank,
             communicators=communicators,
             cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
             step_timeout_s=settings.step_limit_s,
             report=report,
         )
+
+
+def params_of(artifact: Artifact, settings: RankSettings, rank: int, progress: Progress) -> LoadParams:
+    """What reads the parameters of a rank, or draws them."""
+    if settings.random_weights:
+        return random_params(artifact, rank)
+    return lambda wanted: rank_params(artifact, rank, checkpoint=settings.checkpoint, wanted=wanted, progress=progress)
 
 
 def _communicators(artifact: Artifact, device: Device, settings: RankSettings, stack: ExitStack, place: RankPlace) -> Mapping[str, str]:

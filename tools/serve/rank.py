@@ -12,6 +12,7 @@ from ...graphs.errors import NpucompileError
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.device import KINDS
 from ...runtime.distributed.rendezvous import RendezvousConfig
+from ..bringup.collectives import collectives_check
 from .launch import LOCALHOST, run_rank
 from .rank_settings import RankSettings
 
@@ -27,6 +28,8 @@ from .rank_settings import RankSettings
 @click.option("--device", type=click.Choice(KINDS), required=True)
 @click.option("--checkpoint", type=click.Path(path_type=Path))
 @click.option("--cache", type=click.Path(path_type=Path))
+@click.option("--random-weights", is_flag=True)
+@click.option("--check-collectives", is_flag=True)
 def main(
     path: Path,
     rank: int,
@@ -38,6 +41,8 @@ def main(
     device: str,
     checkpoint: Path | None,
     cache: Path | None,
+    random_weights: bool,
+    check_collectives: bool,
 ) -> None:
     """Run one rank that rank 0 started on this machine."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
@@ -45,7 +50,9 @@ def main(
         # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
         config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank)
-        run_rank(artifact, config, RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache))
+        before = collectives_check(artifact) if check_collectives else None
+        settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before)
+        run_rank(artifact, config, settings)
     except NpucompileError as error:
         text = str(error)
         print(text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}", file=sys.stderr, flush=True)

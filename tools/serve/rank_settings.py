@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...lowering.device import CPU, EMULATED, NPU
+from ...lowering.device import CPU, EMULATED, NPU, Device
 
 SILENCE_MARGIN_S = 10.0
 STEP_TIMEOUT_S = {CPU: 60.0, NPU: 60.0, EMULATED: 1800.0}
 """By device. An interpreted step of a model with many layers takes minutes where many ranks share few cores."""
+BeforeLoading = Callable[[Device, int, Mapping[str, str]], object]
+"""Called with a rank's device, its number and its communicators by symbol."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class RankSettings:
         device: "cpu", "npu" or "emulated".
         checkpoint: directory to read weights from in place of the one that the artifact names.
         cache: directory of compiled graphs, which outlives the process; None keeps none.
+        random_weights: whether to draw weights in place of reading them, where the artifact has none.
+        before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded. The
+            ranks that this process starts run the collectives of the artifact alone then (tools/bringup/collectives.py).
     """
 
     threads: int | None = None
@@ -31,6 +37,8 @@ class RankSettings:
     device: str = CPU
     checkpoint: Path | None = None
     cache: Path | None = None
+    random_weights: bool = False
+    before_loading: BeforeLoading | None = None
 
     @property
     def step_limit_s(self) -> float:
@@ -52,4 +60,5 @@ class RankSettings:
             "checkpoint": self.checkpoint,
             "cache": self.cache,
         }
-        return [f"--{name}={value}" for name, value in options.items() if value is not None]
+        flags = [*["--random-weights"] * self.random_weights, *["--check-collectives"] * (self.before_loading is not None)]
+        return [*(f"--{name}={value}" for name, value in options.items() if value is not None), *flags]

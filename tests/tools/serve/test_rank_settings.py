@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from npucompile.tools.serve import rank
@@ -10,13 +10,15 @@ from npucompile.tools.serve.rank_settings import RankSettings
 
 
 def test_the_command_line_of_a_rank_carries_every_setting(monkeypatch):
-    settings = RankSettings(3, 7.5, 8.5, "emulated", Path("weights"), Path("cache"))
+    settings = RankSettings(3, 7.5, 8.5, "emulated", Path("weights"), Path("cache"), True, print)
     assert all(getattr(settings, field.name) is not None for field in fields(settings))
     received = {}
     monkeypatch.setattr(rank.Artifact, "open", lambda path, check: received.update(path=path))
     monkeypatch.setattr(rank, "run_rank", lambda artifact, config, settings: received.update(config=config, settings=settings))
     rank.main(["there", "--rank=2", "--world-size=4", "--port=9", *settings.as_arguments(3)], standalone_mode=False)
-    assert received["settings"] == settings
+    # What a rank does before it loads is a function of its own, which the option asks for.
+    assert received["settings"].before_loading is not None
+    assert replace(received["settings"], before_loading=print) == settings
     config = received["config"]
     assert (received["path"], config.rank, config.local_rank, config.world_size, config.port) == (Path("there"), 2, 2, 4, 9)
 
