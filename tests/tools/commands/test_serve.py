@@ -28,7 +28,11 @@ from npucompile.tools.commands import serve
 from npucompile.tools.commands.serve import announce, find_or_build
 from npucompile.tools.progress import Progress
 from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.rank_settings import RankSettings
 from npucompile.tools.serve.serving import incomplete
+
+
+AUTO = RankSettings(device="auto")
 
 
 class Builder:
@@ -66,7 +70,7 @@ def home_at(path):
 
 def found(path, name=None, no_build=False):
     output = io.StringIO()
-    artifact, building = find_or_build(home_at(path), name, no_build, Progress(output))
+    artifact, building = find_or_build(home_at(path), name, AUTO, no_build, Progress(output))
     return artifact, building, output.getvalue()
 
 
@@ -234,7 +238,7 @@ def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):
     path = tiny.copied(sharded("tp=2"), tmp_path / "artifacts" / "two")
     tiny.published(path, lambda manifest, _: replace(manifest, backend="stub"))
     assert incomplete(Artifact.open(path))
-    assert find_or_build(Home(tmp_path, {}), "two", False, Progress(quiet=True))[1] is None
+    assert find_or_build(Home(tmp_path, {}), "two", AUTO, False, Progress(quiet=True))[1] is None
     assert builder.latest is None
 
 
