@@ -79,6 +79,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find
 
 
+@pytest.fixture(scope="session")
+def npu_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of one random mixture of experts for NPUs by mesh, "" being one device; built once, not to be changed."""
+    root = tmp_path_factory.mktemp("npu")
+    checkpoint = tiny.write_checkpoint(root / "checkpoint", seed=7, agreeing=True, **ranks.NPU_SIZES)
+    return functools.cache(lambda mesh: ranks.build_npu(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh))
+
+
 @pytest.fixture
 def own_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
     """A copy of `tiny_artifact` that the test may change, where `npucompile` looks for artifacts if NPUCOMPILE_HOME is `tmp_path`."""
