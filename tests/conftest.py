@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
@@ -18,7 +19,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 import torch
 from support import kernels as native_kernels
-from support import ranks, tiny
+from support import ranks, servers, tiny
 from transformers.utils import import_utils
 
 # Workers of pytest-xdist share the cores; alone, a process may take two.
@@ -77,6 +78,21 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return artifacts[mesh]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def npu_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of one random mixture of experts for NPUs by mesh, "" being one device; built once, not to be changed."""
+    root = tmp_path_factory.mktemp("npu")
+    checkpoint = tiny.write_checkpoint(root / "checkpoint", seed=7, agreeing=True, **ranks.NPU_SIZES)
+    return functools.cache(lambda mesh: ranks.build_npu(checkpoint, root / "artifacts" / f"mesh-{mesh}", mesh))
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., servers.Server]]:
+    """Starts `servers.Server`s, and ends them after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(contextlib.closing(servers.Server(*arguments, **options)))
 
 
 @pytest.fixture

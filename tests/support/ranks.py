@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 from support import tiny
 
 from npucompile.runtime.distributed.messages import RankMessage, receive
+from npucompile.tools.build import driver, pool
 
 SIZES = {
     "num_key_value_heads": 2,
@@ -22,6 +24,9 @@ SIZES = {
 }
 """Head counts of the tiny model that tp=2 divides."""
 
+NPU_SIZES = tiny.NPU_SIZES | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+"""Sizes that four NPUs can share, in as few layers as have both kinds."""
+
 TIMEOUT_S = 120
 
 
@@ -29,6 +34,14 @@ def build(checkpoint: Path, out: Path, mesh: str = "") -> Path:
     """An uncompiled artifact of a checkpoint of these sizes for a mesh."""
     plan = tiny.planned(checkpoint, buckets=(1, 2), prefill=(4,), max_model_len=32, mesh=mesh)
     tiny.built(plan, out, fresh=True)
+    return out
+
+
+def build_npu(checkpoint: Path, out: Path, mesh: str = "") -> Path:
+    """An artifact for NPUs of a checkpoint of `NPU_SIZES`: decode batches 1 and 2 with one draft, prefill 4, context 128."""
+    plan = tiny.planned_device(checkpoint, mesh=mesh, buckets=(1, 2), max_model_len=128)
+    with mock.patch.object(pool, "run", tiny.compile_once):
+        driver.build(plan, out, out.parent / "cache", tiny.QUIET, jobs=1)
     return out
 
 

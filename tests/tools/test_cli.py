@@ -45,7 +45,7 @@ def test_help_lists_every_command_and_a_first_session():
 
 
 def test_commands_are_the_files_that_hold_one():
-    files = {path.stem for path in Path(cli.__file__).parent.glob("commands/*.py")} - {"__init__", "views"}
+    files = {path.stem for path in Path(cli.__file__).parent.glob("commands/*.py")} - {"__init__", "device_options", "views"}
     assert set(COMMANDS) == files
 
 
@@ -121,3 +121,13 @@ def test_home_is_where_the_environment_says(monkeypatch, tmp_path):
     assert calls[0].environment["PATH"] == os.environ["PATH"]
     assert Home(tmp_path, {}).artifacts == tmp_path / "artifacts"
     assert Home(tmp_path, {}).cache == tmp_path / "cache"
+
+
+def test_variables_reach_this_process_and_those_it_starts(monkeypatch, tmp_path):
+    """Libraries read them when they are loaded; `Home` is what processes are started with."""
+    monkeypatch.setenv("NPUCOMPILE_TEST", "before")
+    home = Home(tmp_path, {"PATH": "/bin", "NPUCOMPILE_TEST": "before"})
+    changed = home.with_variables({"NPUCOMPILE_TEST": "after"})
+    assert os.environ["NPUCOMPILE_TEST"] == "after"
+    assert changed == Home(tmp_path, {"PATH": "/bin", "NPUCOMPILE_TEST": "after"})
+    assert home.environment["NPUCOMPILE_TEST"] == "before"

@@ -10,6 +10,13 @@ from support import tiny
 from npucompile.graphs.errors import ArtifactMissing
 from npucompile.lowering.artifact.artifact import MANIFEST
 from npucompile.tools.locate import artifact_path, newest_runnable
+from npucompile.tools.serve.executors import settled
+from npucompile.tools.serve.rank_settings import RankSettings
+
+
+def check(artifact):
+    """That of `serve` and `generate`."""
+    settled(artifact, RankSettings(device="auto"))
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def test_a_directory_that_is_no_artifact_is_none(artifacts, tmp_path):
 
 
 def test_the_newest_that_can_run_is_found_and_the_others_say_why_not(artifacts):
-    artifact, skipped = newest_runnable(artifacts)
+    artifact, skipped = newest_runnable(artifacts, check)
     assert artifact.path == artifacts / "new"
     assert skipped == []
     new, middle = artifacts / "new", artifacts / "middle"
@@ -58,7 +65,7 @@ def test_the_newest_that_can_run_is_found_and_the_others_say_why_not(artifacts):
     tiny.with_compiled(new, toolchain=toolchain)
     set_age(new, 2)
     tiny.tampered(middle / artifact.manifest.weights)
-    artifact, skipped = newest_runnable(artifacts)
+    artifact, skipped = newest_runnable(artifacts, check)
     assert artifact.path == artifacts / "old"
     assert len(skipped) == 2
     assert "torch was '1.13'" in skipped[0]
@@ -69,18 +76,19 @@ def test_the_newest_that_can_run_is_found_and_the_others_say_why_not(artifacts):
 def test_what_cannot_serve_text_is_passed_over(artifacts, lacking):
     tiny.published(artifacts / "new", lambda manifest, _: tiny.replace(manifest, **{lacking: None}))
     set_age(artifacts / "new", 2)
-    artifact, skipped = newest_runnable(artifacts)
+    artifact, skipped = newest_runnable(artifacts, check)
     assert artifact.path == artifacts / "middle"
-    assert skipped == [f"{artifacts / 'new'} was built without {lacking}"]
+    (reason,) = skipped
+    assert reason.startswith(f"{artifacts / 'new'} was built without {lacking}")
 
 
 def test_where_nothing_is_built_nothing_is_found(tmp_path):
-    assert newest_runnable(tmp_path / "nowhere") == (None, [])
+    assert newest_runnable(tmp_path / "nowhere", check) == (None, [])
 
 
 def test_executables_for_a_cpu_with_more_are_not_run(artifacts):
     tiny.with_compiled(artifacts / "new", cpu_features=("avx4096",))
     set_age(artifacts / "new", 2)
-    artifact, skipped = newest_runnable(artifacts)
+    artifact, skipped = newest_runnable(artifacts, check)
     assert artifact.path == artifacts / "middle"
     assert "needs a CPU with avx4096" in skipped[0]

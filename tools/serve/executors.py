@@ -179,6 +179,6 @@ def _rehearsal(artifact: Artifact) -> str:
     # A preset's sizes are too large to interpret, and nobody has its weights on a laptop.
     build = f"build SMALL --target {manifest.target} --mesh {manifest.mesh} --quantization {manifest.quantization}"
     return (
-        f"what runs here is a small model of the same layers: `npucompile models {manifest.model['name']} --reduce SMALL`, "
+        f"what runs here is a small model of the same layers: `npucompile models {manifest.build_arguments[0]} --reduce SMALL`, "
         f"`npucompile {build}`, `npucompile serve SMALL --device emulated`"
     )

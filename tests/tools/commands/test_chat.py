@@ -18,7 +18,8 @@ from npucompile.tools.serve.serving import start_service
 
 @pytest.fixture(scope="module")
 def server(tiny_artifact):
-    running = start_service(Artifact.open(tiny_artifact))
+    artifact = Artifact.open(tiny_artifact)
+    running = start_service(artifact, lambda: CpuExecutor(artifact))
     with serving(running.service) as url:
         yield running, url
     running.engine.stop(drain=False)

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +27,10 @@ from npucompile.tools.commands import serve
 from npucompile.tools.commands.serve import announce, find_or_build
 from npucompile.tools.progress import Progress
 from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.rank_settings import RankSettings
 from npucompile.tools.serve.serving import incomplete
+
+AUTO = RankSettings(device="auto")
 
 
 class Builder:
@@ -66,7 +68,7 @@ def home_at(path):
 
 def found(path, name=None, no_build=False):
     output = io.StringIO()
-    artifact, building = find_or_build(home_at(path), name, no_build, Progress(output))
+    artifact, building = find_or_build(home_at(path), name, AUTO, no_build, Progress(output))
     return artifact, building, output.getvalue()
 
 
@@ -234,48 +236,8 @@ def test_no_build_goes_on_behind_ranks(tmp_path, sharded, builder):
     path = tiny.copied(sharded("tp=2"), tmp_path / "artifacts" / "two")
     tiny.published(path, lambda manifest, _: replace(manifest, backend="stub"))
     assert incomplete(Artifact.open(path))
-    assert find_or_build(Home(tmp_path, {}), "two", False, Progress(quiet=True))[1] is None
+    assert find_or_build(Home(tmp_path, {}), "two", AUTO, False, Progress(quiet=True))[1] is None
     assert builder.latest is None
-
-
-class Server:
-    """`npucompile serve` of an artifact for several ranks, in processes of its own."""
-
-    def __init__(self, artifact, *options):
-        self.ranks = ranks
-        self.process = ranks.spawn(ranks.command("serve", artifact, "--port", 0, "--threads", 1, *options), ranks.environment())
-        self.output = ""
-        while "talk to it" not in self.output:
-            line = self.process.stderr.readline()
-            assert line, self.output
-            self.output += line
-        self.url = re.search(r"ws://\S+", self.output).group()
-        self.others = ranks.children_of(self.process.pid)
-
-    async def ask(self, tokens):
-        async with await Client.connect(self.url) as client:
-            return (await client.create([7, 8, 9], max_output_tokens=tokens, ignore_eos=True).completion()).token_ids
-
-    def ended(self, within_s=10):
-        began = time.monotonic()
-        status, _, output = self.ranks.finished(self.process, 60)
-        assert time.monotonic() - began < within_s
-        assert "Traceback" not in output
-        return status, output
-
-
-@pytest.fixture
-def server():
-    servers = []
-
-    def start(*arguments):
-        servers.append(Server(*arguments))
-        return servers[-1]
-
-    yield start
-    for started in servers:
-        started.process.kill()
-        started.process.communicate()
 
 
 def test_ranks_are_served_and_one_that_is_killed_within_a_stream_ends_all(server, sharded):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
+from types import SimpleNamespace
+
+import pytest
+
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.artifact.manifest import Setting
 from npucompile.tools.build.environment import environment
 from npucompile.tools.build.targets import target
-from npucompile.tools.serve.environment import merged
+from npucompile.tools.cli import Home
+from npucompile.tools.progress import Progress
+from npucompile.tools.serve.environment import applied, merged
+from npucompile.tools.serve.rank_settings import RankSettings
 
 PLAN = {"HCCL_BUFFSIZE": Setting("901", "the window"), "PYTORCH_NPU_ALLOC_CONF": Setting("expandable_segments:True", "no gaps")}
 
@@ -35,3 +44,23 @@ def test_an_empty_value_of_the_user_is_a_value():
     planned = environment(target("ascend-a3"), Mesh.parse("tp=2"), {"tp": 2**20})
     result = merged(planned, dict.fromkeys(planned, ""))
     assert (result.variables, len(result.notes)) == ({}, len(planned))
+
+
+@pytest.mark.parametrize("device", ["npu", "emulated"])
+def test_an_artifact_for_npus_sets_its_plan_and_says_what_it_leaves(monkeypatch, tmp_path, device):
+    monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
+    # Set and deleted, so that what the plan sets is gone after the test.
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF")
+    artifact, output = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN)), io.StringIO()
+    home = applied(Home(tmp_path, {"HCCL_BUFFSIZE": "2000"}), artifact, RankSettings(device=device), Progress(output))
+    assert home.environment == {"HCCL_BUFFSIZE": "2000", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: os.environ[name] for name in PLAN} == home.environment
+    assert output.getvalue() == "".join(f"{note}\n" for note in merged(PLAN, {"HCCL_BUFFSIZE": "2000"}).notes)
+
+
+def test_an_artifact_for_this_cpu_changes_no_variable(tmp_path):
+    home, output = Home(tmp_path, {}), io.StringIO()
+    artifact = SimpleNamespace(manifest=SimpleNamespace(environment=PLAN))
+    assert applied(home, artifact, RankSettings(device="cpu"), Progress(output)) is home
+    assert output.getvalue() == ""

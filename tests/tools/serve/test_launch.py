@@ -140,7 +140,7 @@ def test_hosts_of_two_architectures_share_what_knows_none(monkeypatch, name, mix
     for machine, label in (("x86_64", "2.13.0+cpu"), ("aarch64", "2.13.0")):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         monkeypatch.setattr(torch, "__version__", label)
-        identities.append(rank_identity(Opened))
+        identities.append(rank_identity(Opened, RankSettings()))
     assert (identities[0] == identities[1]) == mixed
 
 

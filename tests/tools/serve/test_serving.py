@@ -23,6 +23,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.executable import open_executable
 from npucompile.models import request_slots
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
+from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.server.client import Client
 from npucompile.server.run import serving
 from npucompile.tools.build import driver
@@ -37,7 +38,7 @@ PROMPT = "In the"
 @contextmanager
 def served(artifact):
     """A running server over an artifact: the service, and the URL of its websocket."""
-    running = start_service(artifact)
+    running = start_service(artifact, lambda: CpuExecutor(artifact))
     try:
         with serving(running.service) as url:
             yield running, url
@@ -236,7 +237,7 @@ def test_the_service_describes_its_artifact(tiny_artifact):
 def test_text_needs_a_tokenizer(own_artifact):
     artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, tokenizer=None))
     with pytest.raises(ArtifactError, match=r"has no tokenizer; serving text needs a checkpoint directory with tokenizer\.json"):
-        start_service(artifact)
+        start_service(artifact, lambda: pytest.fail("an executor was loaded"))
 
 
 TARGETS = [("stub", (), True), ("stub", None, False), ("eager", (), False), ("null", (), False)]

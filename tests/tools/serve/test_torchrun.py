@@ -19,9 +19,15 @@ def test_a_process_by_itself_has_no_launcher():
 
 def test_the_configuration_of_torchrun():
     settings = RankSettings(join_timeout_s=7)
-    assert launcher_config(TORCHRUN, settings) == RendezvousConfig(1, 4, "node0", 29500, 4, 7, "npucompile//0", hosts_store=False)
+    assert launcher_config(TORCHRUN, settings) == RendezvousConfig(
+        1, 4, "node0", 29500, 4, 7, "npucompile//0", hosts_store=False, local_rank=1
+    )
     own = launcher_config(TORCHRUN | {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}, settings)
     assert (own.hosts_store, own.local_world_size) == (True, 2)
+    # Machines of two ranks each: a device is chosen by the number on the machine, which a launcher may also say itself.
+    third = TORCHRUN | {"RANK": "3", "LOCAL_WORLD_SIZE": "2"}
+    assert launcher_config(third, settings).local_rank == 1
+    assert launcher_config(third | {"LOCAL_RANK": "0"}, settings).local_rank == 0
     agent = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
     restarted = launcher_config(TORCHRUN | agent, settings)
     assert (restarted.hosts_store, restarted.prefix) == (False, "npucompile/job/2")

@@ -1,0 +1,233 @@
+"""runtime/device_executor.py: an artifact on an emulated device computes what the interpreter of its graphs computes, step after step."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from support import ranks, tiny
+
+from npucompile.graphs.errors import ArtifactError, LoweringError, SpecError
+from npucompile.graphs.types import Bucket, Mesh
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.lowering.artifact.shards import load_shard
+from npucompile.lowering.ascend.emulator.device import open_device
+from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
+from npucompile.lowering.ascend.ge_file import decode
+from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
+from npucompile.runtime.device_executor import DeviceExecutor, compile_order
+from npucompile.runtime.engine import Engine
+from npucompile.runtime.request import Sampling
+from npucompile.tools.serve import offline
+from npucompile.tools.serve.weights import rank_params
+
+PREFILL, ONE, TWO = Bucket("prefill", 1, 4), Bucket("decode", 1, 2), Bucket("decode", 2, 2)
+PROMPTS = [[1, 2, 3], [9] * 6, [200, 100]]
+NO_STOP = frozenset()
+
+
+@pytest.fixture(scope="module")
+def artifact(npu_artifact):
+    return Artifact.open(npu_artifact(""))
+
+
+def opened(artifact, device=None, **options):
+    """An executor of the artifact on an emulated device."""
+
+    def load(wanted):
+        return rank_params(artifact, 0, checkpoint=None, wanted=wanted, progress=tiny.QUIET)
+
+    device = device or open_device(0)
+    try:
+        return DeviceExecutor(artifact, device, load, **options)
+    except BaseException:
+        device.close()
+        raise
+
+
+@pytest.fixture
+def executor(artifact):
+    with closing(opened(artifact, step_timeout_s=ranks.TIMEOUT_S)) as executor:
+        yield executor
+
+
+class Interpreted:
+    """The graphs of an artifact on host tensors, over one state."""
+
+    def __init__(self, artifact):
+        manifest, params = artifact.manifest, load_shard(artifact)
+        self.entries = {entry.bucket: entry for entry in manifest.graphs}
+        files = {bucket: artifact.path / entry.compiled.file for bucket, entry in self.entries.items()}
+        self.graphs = {bucket: GeInterpreter(decode(file.read_bytes()), Mesh.parse("")) for bucket, file in files.items()}
+        self.params = [params[leaf.name] for leaf in manifest.params]
+        self.state = [torch.zeros(leaf.aval.shape, dtype=leaf.aval.dtype) for leaf in manifest.state]
+
+    def step(self, bucket, inputs):
+        inputs = {**inputs, "coords": np.zeros(2, np.int32)}
+        entry = self.entries[bucket]
+        operands = [torch.from_numpy(inputs[leaf.path]) for leaf in entry.inputs]
+        (results,) = self.graphs[bucket]([[*self.params, *self.state, *operands]])
+        return {leaf.path: value.numpy() for leaf, value in zip(entry.outputs, results, strict=True)}
+
+
+def steps(executor):
+    """Two requests: a prompt in two chunks and a short one, then steps of both, of one, of both."""
+    limits = executor.limits
+    pages = [list(range(1 + i * limits.pages_per_request, 1 + (i + 1) * limits.pages_per_request)) for i in range(2)]
+    slots = [[1, 2], [3, 4]]
+    sampled = Sampling(temperature=0.8, top_k=20)
+
+    def decode(request, base):
+        options = {"sampling": sampled, "uniforms": (0.3, 0.6, 0.9), "logprobs": True} if request else {}
+        return DecodeRow(request + 1, base, pages[request], slots[request], 1, **options)
+
+    plan = [
+        (PREFILL, [PrefillRow([5, 6, 7, 8], 0, pages[0], 1, 1, 9)]),
+        (PREFILL, [PrefillRow([9, 10], 4, pages[0], 1, 1)]),
+        (PREFILL, [PrefillRow([250], 0, pages[1], 3, 2, logprobs=True)]),
+        (ONE, [decode(0, 6)]),
+        (TWO, [decode(1, 1), decode(0, 7)]),
+        (TWO, [decode(0, 8), decode(1, 2)]),
+        (ONE, [decode(1, 3)]),
+        (TWO, [decode(1, 4)]),
+        (ONE, [decode(0, 9)]),
+    ]
+    return [(bucket, pack(bucket, rows, limits, max_logprobs=executor.max_logprobs)) for bucket, rows in plan]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_every_output_and_the_state_are_what_the_interpreter_computes(artifact, executor, ahead):
+    """Results are read `ahead` steps late, as the engine does; buckets change over the same state."""
+    interpreted, pending, accepted = Interpreted(artifact), [], []
+
+    def read():
+        expected, step = pending.pop(0)
+        (outputs,) = step.result()
+        assert outputs.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(outputs[name], value, err_msg=name)
+        accepted.extend(outputs.get("counts", np.zeros(0)).tolist())
+
+    for bucket, inputs in steps(executor):
+        step = executor.launch(bucket, [inputs])
+        pending.append((interpreted.step(bucket, inputs), step))
+        while len(pending) > ahead:
+            read()
+    while pending:
+        read()
+    first = len(artifact.manifest.params)
+    for leaf, mine, theirs in zip(artifact.manifest.state, executor._operands[ONE][first:], interpreted.state, strict=False):
+        # Page and slot 0, which padding writes to, may hold NaN.
+        np.testing.assert_array_equal(mine.cpu().float().numpy(), theirs.float().numpy(), err_msg=leaf.name)
+    assert {1, 2} <= set(accepted), "no draft was accepted, or none rejected"
+
+
+def generated(executor, monkeypatch, run_ahead, drafts, count=12):
+    monkeypatch.setattr(offline, "Engine", functools.partial(Engine, run_ahead=run_ahead))
+    return offline.complete(executor, PROMPTS, Sampling(), count, NO_STOP, speculative_tokens=drafts)
+
+
+def test_neither_running_ahead_nor_drafts_change_a_greedy_token(executor, monkeypatch):
+    outcomes = {(ahead, k): generated(executor, monkeypatch, ahead, k) for ahead in (0, 1) for k in (0, 1)}
+    expected = [completion.token_ids for completion in outcomes[0, 0]]
+    assert len(set(expected)) == len(PROMPTS)
+    assert all([completion.token_ids for completion in outcome] == expected for outcome in outcomes.values())
+    assert all(sum(c.record.accepted_per_position) for c in (outcomes[0, 1][0], outcomes[1, 1][0]))
+    assert executor.compiles() == 0
+    assert executor.refresh() is False
+    assert executor.backends == {bucket.name: "ge" for bucket in (PREFILL, ONE, TWO)}
+
+
+def test_a_set_that_can_serve_is_compiled_first():
+    names = ["decode-b8-q2", "decode-b1-q2", "prefill-b1-q64", "decode-b2-q2", "prefill-b1-q4"]
+    in_order = compile_order(Bucket(kind, int(b[1:]), int(q[1:])) for kind, b, q in (name.split("-") for name in names))
+    assert [bucket.name for bucket in in_order] == [names[i] for i in (1, 4, 3, 0, 2)]
+
+
+def outcomes(artifact, cache):
+    reports = []
+    with closing(
+        opened(artifact, cache_dir=cache, report=lambda bucket, seconds, outcome: reports.append((bucket, seconds >= 0, outcome)))
+    ):
+        return reports
+
+
+def test_a_second_start_compiles_nothing(artifact, tmp_path):
+    assert outcomes(artifact, tmp_path) == [(bucket, True, "compiled") for bucket in (ONE, PREFILL, TWO)]
+    assert outcomes(artifact, tmp_path) == [(bucket, True, "cached") for bucket in (ONE, PREFILL, TWO)]
+
+
+class Refusing:
+    """An emulated device whose compiler refuses the graphs of some buckets."""
+
+    def __init__(self, artifact, *buckets):
+        self.device = open_device(0)
+        self.refused = {artifact.path / entry.compiled.file for entry in artifact.manifest.graphs if entry.bucket in buckets}
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+    def open(self, path, rank, communicators):
+        executable = self.device.open(path, rank, communicators)
+        if path in self.refused:
+            executable._graph.compile = self.compile
+        return executable
+
+    def compile(self):
+        raise RuntimeError("E89999: no tiling")
+
+
+def test_a_bucket_that_cannot_be_compiled_runs_in_larger_ones(artifact, executor, monkeypatch, caplog):
+    expected = [completion.token_ids for completion in generated(executor, monkeypatch, 1, 1)]
+    reports = []
+    with closing(opened(artifact, Refusing(artifact, ONE), report=lambda *report: reports.append(report))) as degraded:
+        assert degraded.missing == {ONE: "GE cannot compile the graph: E89999: no tiling"}
+        assert [(bucket, outcome) for bucket, _, outcome in reports] == [
+            (ONE, degraded.missing[ONE]),
+            (PREFILL, "compiled"),
+            (TWO, "compiled"),
+        ]
+        assert degraded.buckets == (TWO, PREFILL)
+        assert "decode-b1-q2 cannot be compiled" in caplog.text
+        with pytest.raises(SpecError, match=r"no bucket decode-b1-q2; the artifact has decode-b2-q2, prefill-b1-q4"):
+            degraded.launch(ONE, [{}])
+        completions = generated(degraded, monkeypatch, 1, 1)
+        assert [completion.token_ids for completion in completions] == expected
+        assert {name for completion in completions for name, _ in completion.record.decode_steps} == {TWO.name}
+
+
+def test_what_is_left_must_serve(artifact):
+    reasons = "decode-b1-q2: GE cannot compile the graph: E89999: no tiling; decode-b2-q2: GE cannot"
+    with pytest.raises(LoweringError, match=f"no decode bucket can run, and serving needs at least one: {reasons}"):
+        opened(artifact, Refusing(artifact, ONE, TWO))
+
+
+def test_a_step_that_hangs_is_reported_with_what_the_device_runs(artifact):
+    release = threading.Event()
+    device = open_device(0)
+    with closing(opened(artifact, device, step_timeout_s=0.2)) as executor:
+        device._state.stream.launch("a job that hangs", release.wait)
+        bucket, inputs = steps(executor)[0]
+        step = executor.launch(bucket, [inputs])
+        with pytest.raises(LoweringError, match=r"emulated:0 has not come to this event in 0\.2 s: it runs a job that hangs"):
+            step.result()
+        release.set()
+
+
+def test_inputs_are_for_one_group(executor):
+    with pytest.raises(SpecError, match="inputs for 2 dp groups; the executor has 1"):
+        executor.launch(ONE, [{}, {}])
+
+
+def test_an_artifact_for_another_device_is_refused(tiny_artifact):
+    with pytest.raises(ArtifactError, match=r"prefill-b1-q4 has no executable for emulated:0; legal is an artifact built for it"):
+        opened(Artifact.open(tiny_artifact))
+
+
+def test_a_rank_that_the_mesh_lacks_is_refused(artifact):
+    with pytest.raises(SpecError):
+        opened(artifact, rank=1)

@@ -1,0 +1,61 @@
+"""tools/commands/device_options.py: every command that runs an artifact takes the same options, and they reach what loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from support import tiny
+
+from npucompile.lowering.device import KINDS
+from npucompile.tools.cli import main
+from npucompile.tools.commands import generate, serve
+from npucompile.tools.commands.device_options import DEVICES, device_options
+from npucompile.tools.serve.executors import AUTO
+
+
+@click.command()
+@device_options
+def command(device, checkpoint):
+    click.echo(f"{device} {checkpoint!r}")
+
+
+def outcome(*arguments):
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_an_artifact_runs_where_it_was_built_for_unless_told_otherwise(tmp_path):
+    assert set(DEVICES) == {AUTO, *KINDS}
+    assert outcome() == (0, "auto None\n")
+    assert outcome("--device", "emulated", "--checkpoint", tmp_path) == (0, f"emulated {Path(tmp_path)!r}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--checkpoint", "nowhere"), ("--checkpoint", __file__)])
+def test_another_device_or_no_directory_is_refused(arguments):
+    status, output = outcome(*arguments)
+    assert status == 2
+    assert f"Invalid value for '{arguments[0]}'" in output
+
+
+@pytest.mark.parametrize(("module", "arguments"), [(serve, ["--port", 0]), (generate, ["--token-ids", "1"])])
+def test_commands_pass_them_on(module, arguments, tmp_path, tiny_artifact, monkeypatch):
+    received = []
+
+    def settled(artifact, settings):
+        received.append((artifact.path, settings.device, settings.checkpoint, settings.cache))
+        raise click.ClickException("enough")
+
+    monkeypatch.setattr(module, "settled", settled)
+    name = module.command.name
+    assert tiny.cli(tmp_path, name, tiny_artifact, *arguments, "--device", "emulated", "--checkpoint", tmp_path).exit_code == 1
+    assert received == [(tiny_artifact, "emulated", tmp_path, tmp_path / "cache")]
+
+
+@pytest.mark.parametrize("name", ["serve", "generate"])
+def test_help_says_what_they_are(name):
+    text = " ".join(CliRunner().invoke(main, [name, "--help"]).stdout.split())
+    assert "--device [auto|cpu|npu|emulated]" in text
+    assert "--checkpoint DIRECTORY" in text

@@ -1,0 +1,117 @@
+"""Four emulated ranks of a mixture of experts, as processes behind a server: they answer as one device does, and failures are named."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import ranks, tiny
+
+from npucompile.graphs.errors import RequestError
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.distributed.control_plane import RankError
+from npucompile.runtime.request import Sampling
+from npucompile.server.client import Client
+from npucompile.tools.serve.launch import lead_ranks
+from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.processes import RankProcesses
+from npucompile.tools.serve.rank_settings import RankSettings
+
+MESH = "dp=2,tp=2"
+PROMPTS = [[1, 2, 3], [9] * 6, list(range(20, 31)), [0], [255, 7]]
+"""Over two groups of two rows each, so that one waits for a row and the shares are uneven."""
+
+TOKENS = 12
+STEP_TIMEOUT_S = 6
+
+
+@pytest.fixture(scope="module")
+def path(npu_artifact):
+    return npu_artifact(MESH)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Of all servers, so that the second one finds the graphs that the first one compiled."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def expected(path, tmp_path_factory):
+    """What the same checkpoint, built for this CPU alone, generates."""
+    checkpoint = Path(Artifact.open(path).manifest.build_arguments[0])
+    sizes = {"buckets": (1, 2), "prefill": (4,), "max_model_len": 128, "dtype": "bfloat16"}
+    out = tmp_path_factory.mktemp("cpu") / "artifact"
+    tiny.built(tiny.planned(checkpoint, **sizes), out)
+    completions = complete(CpuExecutor(Artifact.open(out)), PROMPTS, Sampling(), TOKENS, frozenset())
+    return [completion.token_ids for completion in completions]
+
+
+async def interrupted(server, act, tokens=100):
+    """Starts a stream for each prompt, calls `act` once all have had tokens, and returns how each stream ends, and when."""
+    async with await Client.connect(server.url) as client:
+        streams = [client.create(prompt, max_output_tokens=tokens, ignore_eos=True) for prompt in PROMPTS[:4]]
+
+        async def first(stream):
+            async for event in stream:
+                if event["type"] == "response.output_text.delta":
+                    return
+
+        await asyncio.gather(*map(first, streams))
+        act()
+        began = time.monotonic()
+        ends = await asyncio.gather(*(stream.completion() for stream in streams), return_exceptions=True)
+        return ends, time.monotonic() - began
+
+
+def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all_of_them(server, path, home, expected):
+    four = server(path, "--device", "emulated", home=home)
+    assert f"4 ranks of mesh {MESH}, a process each" in four.output
+    assert four.output.count(" s, compiled\n") == 3
+
+    async def ask_all():
+        return await asyncio.gather(*(four.ask(TOKENS, prompt) for prompt in PROMPTS))
+
+    assert asyncio.run(ask_all()) == expected
+    metrics = four.metrics()
+    assert "npucompile:compiles_after_ready_total 0\n" in metrics
+    assert f'npucompile:requests_finished_total{{reason="length"}} {len(PROMPTS)}\n' in metrics
+    assert 'npucompile:bucket_steps_total{bucket="decode-b2-q2"}' in metrics
+    victim = four.others[2]
+    ends, _ = asyncio.run(interrupted(four, lambda: os.kill(victim, signal.SIGKILL)))
+    died = f"rank 3 of mesh {MESH} died: process {victim} was killed by signal 9 (SIGKILL); all ranks end"
+    assert [type(end) for end in ends] == [RequestError] * len(ends)
+    assert all(died in str(end) for end in ends)
+    assert four.ended(15) == (1, f"Error: {died}\n")
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in four.others)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named_within_the_step_timeout(server, path, home):
+    four = server(path, "--device", "emulated", "--step-timeout", STEP_TIMEOUT_S, home=home)
+    assert four.output.count(" s, cached\n") == 3
+    ends, seconds = asyncio.run(interrupted(four, lambda: os.kill(four.others[1], signal.SIGSTOP)))
+    assert all(isinstance(end, RequestError) and f"rank 2 of mesh {MESH} was lost: it has been silent for" in str(end) for end in ends), (
+        ends
+    )
+    assert seconds < STEP_TIMEOUT_S + 5
+    status, output = four.ended(20)
+    assert status == 1
+    assert f"rank 2 of mesh {MESH} was lost" in output
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in four.others)
+
+
+def test_ranks_of_another_artifact_are_refused_with_both_digests(path, tmp_path, monkeypatch, capfd):
+    other = tiny.published(tiny.copied(path, tmp_path / "other"), lambda manifest, _: replace(manifest, source_digest="another"))
+    artifact, start = Artifact.open(path), RankProcesses.start
+    monkeypatch.setattr(RankProcesses, "start", lambda self, path, *rest: start(self, other.path, *rest))
+    settings = RankSettings(threads=1, device="emulated")
+    with pytest.raises(RankError) as caught, lead_ranks(artifact, None, settings, ranks.environment(tmp_path)):
+        pass
+    assert f"artifact is {other.digest} on rank 1 and {artifact.digest} on rank 0" in str(caught.value)
+    assert f"rank 1: {caught.value}" in capfd.readouterr().err

@@ -1,0 +1,196 @@
+"""tools/serve/executors.py: an artifact is loaded where it can run; elsewhere it says what is missing, and what runs instead."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import documents, tiny
+
+from npucompile.graphs.errors import ArtifactError, CheckpointError, LoweringError, SpecError
+from npucompile.graphs.types import Bucket
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.lowering.ascend import npu
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.runtime.device_executor import DeviceExecutor
+from npucompile.runtime.request import Sampling
+from npucompile.tools.build import plan as planning
+from npucompile.tools.build.describe import describe
+from npucompile.tools.progress import Progress
+from npucompile.tools.serve import executors as module
+from npucompile.tools.serve.executors import check_weights, choose_device, load_executor, settled
+from npucompile.tools.serve.offline import complete
+from npucompile.tools.serve.rank_settings import RankSettings
+
+NO_CANN = "running on an NPU needs CANN, and this machine has none; install it and source its set_env.sh"
+AUTO = RankSettings(device="auto")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model") / "npu", **tiny.NPU_SIZES)
+
+
+@pytest.fixture
+def described(tmp_path):
+    """An artifact of a plan, without graphs."""
+
+    def artifact(plan):
+        with ArtifactWriter(tmp_path / "out") as writer:
+            writer.publish(describe(plan, writer, tiny.QUIET))
+        return Artifact.open(tmp_path / "out")
+
+    return artifact
+
+
+@pytest.fixture
+def preset(described):
+    """An artifact of a preset, which has no weights."""
+    return described(planning.plan(planning.Options("qwen3.5-27b", target="ascend-a3", mesh="tp=2", buckets=(4,), prefill=(128,))))
+
+
+@pytest.fixture(autouse=True)
+def without_cann(monkeypatch):
+    monkeypatch.setattr(npu, "cann", lambda _: None)
+
+
+def refusal(kind, function, *arguments):
+    with pytest.raises(kind) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+# --- which device ---
+
+
+def test_what_was_built_for_this_cpu_runs_on_it(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    assert choose_device(artifact, "auto") == choose_device(artifact, "cpu") == "cpu"
+    assert settled(artifact, AUTO) == replace(AUTO, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["emulated", "npu"])
+def test_what_was_built_for_this_cpu_runs_on_nothing_else(tiny_artifact, device):
+    expected = f"--device {device}: {tiny_artifact} was built for cpu; legal are auto and cpu"
+    assert refusal(SpecError, settled, Artifact.open(tiny_artifact), RankSettings(device=device)) == expected
+
+
+def test_what_was_built_for_this_cpu_has_its_weights(tiny_artifact, tmp_path):
+    expected = f"--checkpoint is for artifacts for NPUs; {tiny_artifact} has its weights, for cpu"
+    assert refusal(SpecError, settled, Artifact.open(tiny_artifact), replace(AUTO, checkpoint=tmp_path)) == expected
+
+
+@pytest.mark.parametrize(("mesh", "machine"), [("", "1 NPU of ascend-a3"), ("dp=2,tp=2", "4 NPUs of ascend-a3")])
+@pytest.mark.parametrize("device", ["auto", "npu"])
+def test_without_cann_it_says_what_is_missing_and_what_runs_here(described, model, device, mesh, machine):
+    artifact = described(tiny.planned_device(model, mesh=mesh))
+    instead = "--device emulated runs it on this CPU by interpreting its graphs, which is meant for small models"
+    assert (
+        refusal(ArtifactError, settled, artifact, RankSettings(device=device)) == f"{artifact.path} is for {machine}: {NO_CANN}; {instead}"
+    )
+    assert settled(artifact, RankSettings(device="emulated")).device == "emulated"
+
+
+def test_with_an_npu_that_is_chosen(described, model, monkeypatch):
+    artifact = described(tiny.planned_device(model))
+    monkeypatch.setattr(npu, "missing", lambda: None)
+    assert settled(artifact, AUTO).device == "npu"
+    assert settled(artifact, RankSettings(device="emulated")).device == "emulated"
+
+
+def test_what_was_built_for_npus_does_not_run_on_the_cpu(described, model):
+    artifact = described(tiny.planned_device(model))
+    expected = f"--device cpu: {artifact.path} was built for ascend-a3; legal are auto and npu and emulated"
+    assert refusal(SpecError, settled, artifact, RankSettings(device="cpu")) == expected
+
+
+# --- which weights ---
+
+
+def test_a_preset_that_cannot_run_here_says_what_can_as_three_commands(preset):
+    instead = (
+        "what runs here is a small model of the same layers: `npucompile models qwen3.5-27b --reduce SMALL`, `npucompile build SMALL "
+        "--target ascend-a3 --mesh tp=2 --quantization none`, `npucompile serve SMALL --device emulated`"
+    )
+    assert refusal(ArtifactError, settled, preset, AUTO) == f"{preset.path} is for 2 NPUs of ascend-a3: {NO_CANN}; {instead}"
+    expected = f"{preset.path} was built without weights: name a checkpoint of the model with --checkpoint DIR; {instead}"
+    assert refusal(ArtifactError, settled, preset, RankSettings(device="emulated")) == expected
+    assert list(documents.wrong_commands(expected)) == []
+
+
+def test_a_config_without_weights_is_named_by_its_path(described, model, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
+    artifact = described(tiny.planned_device(bare))
+    assert f"`npucompile models {bare} --reduce SMALL`" in refusal(ArtifactError, settled, artifact, RankSettings(device="emulated"))
+
+
+def test_weights_may_be_stored_bound_or_given(described, model, preset, tmp_path):
+    emulated = RankSettings(device="emulated")
+    check_weights(preset, replace(emulated, checkpoint=tmp_path))
+    for weights in ("stored", "bound"):
+        check_weights(described(tiny.planned_device(model, weights=weights)), emulated)
+
+
+def test_what_is_for_this_cpu_and_has_no_weights_is_refused(own_artifact):
+    artifact = tiny.published(own_artifact, lambda manifest, _: replace(manifest, weights=None))
+    expected = f"{own_artifact} was built without weights: it can be inspected, and not run; build a checkpoint directory"
+    assert refusal(ArtifactError, settled, artifact, AUTO) == expected
+
+
+# --- loading ---
+
+
+def test_an_executor_of_this_cpu_is_loaded(tiny_artifact):
+    with ExitStack() as stack:
+        assert isinstance(load_executor(Artifact.open(tiny_artifact), RankSettings(), stack, tiny.QUIET), CpuExecutor)
+
+
+def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifact, tmp_path, monkeypatch):
+    artifact, devices = Artifact.open(npu_artifact("")), []
+    open_device = module.open_device
+    monkeypatch.setattr(module, "open_device", lambda *place: devices.append(open_device(*place)) or devices[-1])
+    settings = RankSettings(device="emulated", cache=tmp_path, step_timeout_s=60)
+    tokens = []
+    for outcome in ("compiled", "cached"):
+        output = io.StringIO()
+        with ExitStack() as stack:
+            executor = load_executor(artifact, settings, stack, Progress(output))
+            assert isinstance(executor, DeviceExecutor)
+            (completion,) = complete(executor, [[1, 2, 3]], Sampling(), 4, frozenset())
+            tokens.append(completion.token_ids)
+        lines = [line.split(" s, ") for line in output.getvalue().splitlines() if line.startswith("compile ")]
+        begun = [" ".join(line[0].split()[:3]) for line in lines]
+        assert begun == ["compile 1/3 decode-b1-q2", "compile 2/3 prefill-b1-q4", "compile 3/3 decode-b2-q2"]
+        assert {line[1] for line in lines} == {outcome}
+        assert (tmp_path / "ge" / devices[-1].version).is_dir()
+        with pytest.raises(LoweringError, match="emulated:0 is closed"):
+            devices[-1].zeros((1,), torch.int32)
+    assert tokens[0] == tokens[1]
+
+
+def test_another_checkpoint_than_it_was_built_from_is_refused_before_anything_is_read(npu_artifact, tmp_path):
+    artifact = Artifact.open(npu_artifact(""))
+    other = shutil.copytree(artifact.manifest.build_arguments[0], tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=f"{other} has digest .*; {artifact.path} was built from"):
+        load_executor(artifact, RankSettings(device="emulated", checkpoint=other), stack, tiny.QUIET)
+
+
+def test_a_bucket_that_cannot_run_is_said():
+    output = io.StringIO()
+    report = module._CompileReport(Progress(output), 2)
+    report(Bucket("decode", 4, 2), 1.25, "compiled")
+    report(Bucket("prefill", 1, 4), 0.5, "no tiling")
+    assert output.getvalue().splitlines() == [
+        "compile 1/2 decode-b4-q2 1.2 s, compiled",
+        "compile 2/2 prefill-b1-q4 0.5 s, cannot run: no tiling",
+    ]
