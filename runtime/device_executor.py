@@ -101,7 +101,7 @@ class DeviceExecutor:
         pools = local_leaves(manifest.state, mesh, rules)
         state = [device.zeros(leaf.aval.shape, leaf.aval.dtype) for leaf in pools]
         self.state: Mapping[str, torch.Tensor] = {leaf.name: pool for leaf, pool in zip(pools, state, strict=True)}
-        self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead)
+        self._inputs = InputBuffer(device, {b: _layout(s.inputs) for b, s in signatures.items()}, self.run_ahead, step_timeout_s)
         self._outputs = OutputBuffers(device, {b: _layout(s.outputs) for b, s in signatures.items()}, self.run_ahead)
         others = {bucket: [*state, *self._inputs.arrays[bucket].values()] for bucket in executables}
         params = DeviceParams(device, leaves, executables, {bucket: len(leaves) + len(others[bucket]) for bucket in executables})
@@ -133,7 +133,7 @@ class DeviceExecutor:
 
         Raises:
             SpecError: for a bucket that cannot run, or inputs for more than one dp group.
-            LoweringError: the device refuses the step, or an earlier one failed.
+            LoweringError: the device refuses the step, or an earlier one failed or hangs.
         """
         check_step(self, bucket, inputs)
         self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})

@@ -52,11 +52,12 @@ class InputBuffer:
     Args:
         layouts: of every bucket's inputs.
         ahead: how many steps may be queued behind one that is running.
+        timeout_s: how long an earlier copy may take; None waits for ever.
     """
 
-    def __init__(self, device: Device, layouts: Mapping[Bucket, PackedLayout], ahead: int) -> None:
+    def __init__(self, device: Device, layouts: Mapping[Bucket, PackedLayout], ahead: int, timeout_s: float | None = None) -> None:
         size = max(layout.nbytes for layout in layouts.values())
-        self._device, self._layouts = device, layouts
+        self._device, self._layouts, self._timeout_s = device, layouts, timeout_s
         self._buffer = device.empty((size,), torch.uint8)
         self._pinned = [device.pinned(size) for _ in range(ahead + 1)]
         self._copied: list[Event | None] = [None] * len(self._pinned)
@@ -65,10 +66,14 @@ class InputBuffer:
         self.arrays = {bucket: layout.views(self._buffer) for bucket, layout in layouts.items()}
 
     def send(self, bucket: Bucket, inputs: Inputs) -> None:
-        """Queues the copy of a step's inputs, arrays by name."""
+        """Queues the copy of a step's inputs, arrays by name.
+
+        Raises:
+            LoweringError: the copy that reads this host memory is not over in time, or something before it failed.
+        """
         turn, self._next = self._next, (self._next + 1) % len(self._pinned)
         if (copied := self._copied[turn]) is not None:
-            copied.wait()
+            copied.wait(self._timeout_s)
         for name, array in self._host[bucket][turn].items():
             array.copy_(torch.from_numpy(inputs[name]))
         size = self._layouts[bucket].nbytes

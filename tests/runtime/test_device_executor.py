@@ -212,9 +212,11 @@ def test_a_step_that_hangs_is_reported_with_what_the_device_runs(artifact):
     with closing(opened(artifact, device, step_timeout_s=0.2)) as executor:
         device._state.stream.launch("a job that hangs", release.wait)
         bucket, inputs = steps(executor)[0]
-        step = executor.launch(bucket, [inputs])
+        step, _ = (executor.launch(bucket, [inputs]) for _ in range(2))
         with pytest.raises(LoweringError, match=r"emulated:0 has not come to this event in 0\.2 s: it runs a job that hangs"):
             step.result()
+        with pytest.raises(LoweringError, match=r"it runs a job that hangs"):
+            executor.launch(bucket, [inputs])
         release.set()
 
 

@@ -19,7 +19,7 @@ class Queue:
     """A device on the CPU that copies when the test lets it, as a stream does."""
 
     def __init__(self):
-        self.waited, self.pins = [], 0
+        self.waited, self.limits, self.pins = [], set(), 0
 
     def empty(self, shape, dtype):
         return torch.full(shape, 77, dtype=dtype)
@@ -38,6 +38,7 @@ class Recorded:
 
     def wait(self, timeout_s=None):
         self.queue.waited.append(self.number)
+        self.queue.limits.add(timeout_s)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=6))
@@ -77,10 +78,11 @@ def test_inputs_of_all_buckets_arrive_in_one_buffer():
 
 def test_host_memory_is_filled_again_only_after_the_copy_that_read_it():
     queue = Queue()
-    inputs = InputBuffer(queue, layouts(), ahead=1)
+    inputs = InputBuffer(queue, layouts(), ahead=1, timeout_s=5)
     for value in range(4):
         inputs.send(SMALL, arrays(value, 1))
     assert len(queue.waited) == 2
+    assert queue.limits == {5}
 
 
 def test_a_missing_input_is_named():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -195,6 +198,25 @@ def test_what_is_no_list_of_ids_is_refused(text):
 # --- several ranks ---
 
 SHARDED = ("--token-ids", "1,2,3,4,5,6,7", "--max-tokens", 8, "--ignore-eos")
+
+
+def test_an_artifact_for_npus_runs_on_an_emulated_device_and_with_another_copy_of_its_weights(tmp_path, npu_artifact):
+    """The environment that it plans is set in this process, and is taken back after the test."""
+    path = npu_artifact("")
+    checkpoint = tiny.copied(Path(Artifact.open(path).manifest.build_arguments[0]), tmp_path / "copy")
+    with mock.patch.dict(os.environ):
+        emulated = ("--device", "emulated", "--token-ids", "1,2,3", "--max-tokens", 8, "--ignore-eos")
+        stored, read = generated(tmp_path, path, *emulated), generated(tmp_path, path, *emulated, "--checkpoint", checkpoint)
+    assert stored["token_ids"] == read["token_ids"]
+    assert len(stored["token_ids"]) == 8
+    assert stored["backends"] == {entry.bucket.name: "ge" for entry in Artifact.open(path).manifest.graphs}
+    on_cpu = generated(tmp_path, checkpoint, *emulated[2:])
+    assert stored["token_ids"] == on_cpu["token_ids"]
+
+
+def test_an_artifact_for_this_cpu_is_not_emulated(tmp_path, tiny_artifact):
+    message = tiny.refused(tmp_path, "generate", tiny_artifact, "--token-ids", "1", "--device", "emulated")
+    assert message == f"Error: --device emulated: {tiny_artifact} was built for cpu; legal are auto and cpu\n"
 
 
 def test_ranks_that_it_starts_say_what_one_device_says(tmp_path, sharded):
