@@ -16,6 +16,7 @@ from npucompile.graphs.types import DISPATCH, Mesh
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
 from npucompile.lowering.ascend.emulator.emulated_graph import DONATIONS
 from npucompile.lowering.ascend.emulator.ge_program import parsed_shape
+from npucompile.lowering.ascend.fold import evaluate
 from npucompile.lowering.ascend.ge_file import GeFile, encode, messages
 
 from . import ge_calls as gc
@@ -85,6 +86,7 @@ class Machine:
         self.executables = [opened(self.devices[rank], ge_file, path, rank, own) for rank, own in enumerate(names)]
 
     def __call__(self, operands_per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        operands_per_rank = [[*operands, *evaluate(self.ge_file, operands)] for operands in operands_per_rank]
         if not self.operands:
             ranks = zip(self.devices, operands_per_rank, strict=True)
             self.operands = [[device.empty(x.shape, x.dtype) for x in operands] for device, operands in ranks]

@@ -60,8 +60,9 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
     help="Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
 )  # fmt: skip
 @click.option(
-    "--weights", type=click.Choice(choices.WEIGHTS), default="auto", show_default=True,
-    help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.",
+    "--weights", type=click.Choice(choices.WEIGHTS),
+    help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
+    "[default: auto]",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")

@@ -33,6 +33,7 @@ class Steps:
         self.fails = fails
         self.calls: list[tuple[str, float]] = []
         self.backends: dict[str, str] = {}
+        self.missing: dict[Bucket, str] = {}
 
     def clock(self) -> float:
         return self.now

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from support import documents, tiny
 
 from npucompile.graphs.errors import ArtifactError, CheckpointError, LoweringError, SpecError
-from npucompile.graphs.types import Bucket
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.lowering.ascend import npu
+from npucompile.lowering.ascend.device import GeExecutable
+from npucompile.lowering.ascend.ge_file import decode, patched
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.request import Sampling
@@ -165,9 +166,8 @@ def test_an_executor_of_an_emulated_device_keeps_its_compiled_graphs(npu_artifac
             assert isinstance(executor, DeviceExecutor)
             (completion,) = complete(executor, [[1, 2, 3]], Sampling(), 4, frozenset())
             tokens.append(completion.token_ids)
-        lines = [line.split(" s, ") for line in output.getvalue().splitlines() if line.startswith("compile ")]
-        begun = [" ".join(line[0].split()[:3]) for line in lines]
-        assert begun == ["compile 1/3 decode-b1-q2", "compile 2/3 prefill-b1-q4", "compile 3/3 decode-b2-q2"]
+        lines = [line.removeprefix("compile for emulated:0 ").split(" s, ") for line in output.getvalue().splitlines()]
+        assert [" ".join(line[0].split()[:2]) for line in lines] == ["1/3 decode-b1-q2", "2/3 prefill-b1-q4", "3/3 decode-b2-q2"]
         assert {line[1] for line in lines} == {outcome}
         assert (tmp_path / "ge" / devices[-1].version).is_dir()
         with pytest.raises(LoweringError, match="emulated:0 is closed"):
@@ -185,12 +185,19 @@ def test_another_checkpoint_than_it_was_built_from_is_refused_before_anything_is
         load_executor(artifact, RankSettings(device="emulated", checkpoint=other), stack, tiny.QUIET)
 
 
-def test_a_bucket_that_cannot_run_is_said():
-    output = io.StringIO()
-    report = module._CompileReport(Progress(output), 2)
-    report(Bucket("decode", 4, 2), 1.25, "compiled")
-    report(Bucket("prefill", 1, 4), 0.5, "no tiling")
-    assert output.getvalue().splitlines() == [
-        "compile 1/2 decode-b4-q2 1.2 s, compiled",
-        "compile 2/2 prefill-b1-q4 0.5 s, cannot run: no tiling",
-    ]
+def test_a_bucket_that_cannot_run_is_said(npu_artifact, monkeypatch):
+    artifact, output = Artifact.open(npu_artifact("")), io.StringIO()
+    compile_it = GeExecutable.compile
+
+    def refusing(executable, operands, cache_dir=None):
+        if executable.ge_file == refused:
+            raise LoweringError("no tiling")
+        return compile_it(executable, operands, cache_dir)
+
+    entry = next(entry for entry in artifact.manifest.graphs if entry.bucket.name == "decode-b1-q2")
+    refused = patched(decode((artifact.path / entry.compiled.file).read_bytes()), 0, {})
+    monkeypatch.setattr(GeExecutable, "compile", refusing)
+    with ExitStack() as stack:
+        executor = load_executor(artifact, RankSettings(device="emulated"), stack, Progress(output))
+        assert [bucket.name for bucket in executor.missing] == ["decode-b1-q2"]
+    assert output.getvalue().splitlines()[0].endswith("s, cannot run: no tiling")

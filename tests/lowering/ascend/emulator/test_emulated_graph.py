@@ -285,7 +285,9 @@ def test_attributes_of_another_rank_are_refused(tmp_path: Path) -> None:
     foreign = talk(reduction="sum", group="emulated/tp/1")
     errors = on_pair(tmp_path, [unpatched, foreign])
     assert "communicates over the symbol 'tp', which was not replaced" in str(errors[0])
-    assert "over 'emulated/tp/1'; this process (rank 1) has emulated/dp/1, emulated/tp/0, emulated/world/0" in str(errors[1])
+    assert "over 'emulated/tp/1'; this process (rank 1) has emulated/dispatch/0, emulated/dp/1, emulated/tp/0, emulated/world/0" in str(
+        errors[1]
+    )
 
 
 def test_the_graphs_of_a_device_keep_expert_exchange_apart(device: EmulatedDevice, tmp_path: Path) -> None:
