@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,23 @@ def remaining_slice(aval: Aval, shard: Shard, sliced: frozenset[str]) -> tuple[s
     """Where the rank's slice lies in a parameter whose source tensors were sliced along some axes."""
     axes = zip(aval.shape, aval.axes, strict=True)
     return tuple(slice(None) if axis in sliced else shard.run(size, axis) for size, axis in axes)
+
+
+def source_bytes(params: Sequence[Param], shard: Shard, itemsize: int) -> int:
+    """Bytes that a rank reads of a checkpoint to make its shards of all parameters; tensors of several parameters are read once.
+
+    Args:
+        itemsize: of an element on disk.
+    """
+    groups: dict[Hashable, list[Param]] = {}
+    for param in params:
+        groups.setdefault((param.source.names, param.source_axes, param.source.block_axis), []).append(param)
+    total = 0
+    for group in groups.values():
+        sliced, source = sliced_axes(group, shard), group[0].source
+        regions = [source_region(shape, axes, shard, sliced) for shape, axes in zip(source.shapes, group[0].source_axes, strict=True)]
+        total += itemsize * sum(math.prod(region_shape(region)) for region in regions)
+    return total
 
 
 def region_shape(region: Region) -> tuple[int, ...]:

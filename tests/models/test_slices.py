@@ -17,7 +17,7 @@ from npucompile.models import checkpoint, quant, registry, sharding_rules
 from npucompile.models.checkpoint import ParamReader, open_checkpoint
 from npucompile.models.params import Param, Parts, Source
 from npucompile.models.safetensors_files import TensorEntry
-from npucompile.models.slices import Shard, boxes, region_shape, source_region
+from npucompile.models.slices import Shard, boxes, region_shape, source_bytes, source_region
 from npucompile.models.variant import Variant
 
 MESHES = ["dp=2", "tp=2", "dp=2,tp=2"]
@@ -104,6 +104,7 @@ def test_a_shard_is_the_slice_of_the_whole(directories, monkeypatch, written, qu
             assert torch.equal(shards[position], expected), path
             assert shards[position].is_contiguous()
         assert sum(read) == expected_bytes(params, mesh, rules, model.config.variant.kv_repeat)
+        assert sum(read) == source_bytes([param for _, param in tree.flatten(params)], Shard(mesh, rules, rank), 4)
 
 
 def test_experts_that_are_split_instead_of_spread_are_read_by_slices_too(directories, monkeypatch):

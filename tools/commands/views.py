@@ -8,16 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ...graphs import tree
 from ...graphs.errors import SpecError
-from ...graphs.types import Mesh
+from ...graphs.types import DTYPES, Mesh, Rules
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.collectives_check import Collective
+from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
-from ..build.memory import MIB, MemoryPlan
+from ..build.memory import GIB, MIB, MemoryPlan
 from ..build.targets import target
+from ..verify.small_model import full_model
 
 GE = "ge"
 _KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
@@ -113,7 +118,13 @@ def memory(manifest: Manifest) -> View:
         raise SpecError(
             f"an artifact for {manifest.target} has no plan of a rank's memory; those built for NPUs have, and `inspect` shows sums"
         )
-    return View(dict(manifest.memory), tuple(MemoryPlan.from_dict(manifest.memory).as_table().splitlines()))
+    model, mesh, rules = full_model(manifest), Mesh.parse(manifest.mesh), Rules.of(manifest.rules)
+    params = [param for _, param in tree.flatten(model.params(DTYPES[manifest.dtype]))]
+    bound = source_bytes(params, Shard(mesh, rules, 0), torch.bfloat16.itemsize)
+    stored = sum(rules.local_aval(leaf.aval, mesh).nbytes for leaf in manifest.params)
+    read = f"to load its weights a rank reads {stored / GIB:.2f} GiB where they are stored, {bound / GIB:.2f} GiB of a bfloat16 checkpoint"
+    data = dict(manifest.memory) | {"stored_read_bytes": stored, "checkpoint_read_bytes": bound}
+    return View(data, (*MemoryPlan.from_dict(manifest.memory).as_table().splitlines(), read))
 
 
 def environment(manifest: Manifest) -> View:
