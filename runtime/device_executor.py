@@ -16,7 +16,7 @@ from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
 from .device_params import DeviceParams, LoadParams
-from .executor import Inputs, Outputs, check_serving, check_step, compile_evidence
+from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence
 from .staging import InputBuffer, OutputBuffers, PackedLayout
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,10 @@ class LaunchedStep(NamedTuple):
 
     def result(self) -> Sequence[Outputs]:
         """Waits for the step and returns its outputs; raises what made it fail."""
-        self.event.wait(self.timeout_s)
+        try:
+            self.event.wait(self.timeout_s)
+        except LoweringError as error:
+            raise ExecutorError(str(error)) from error
         return [{name: value.numpy().copy() for name, value in self.outputs.items()}]
 
 
@@ -133,13 +136,17 @@ class DeviceExecutor:
 
         Raises:
             SpecError: for a bucket that cannot run, or inputs for more than one dp group.
-            LoweringError: the device refuses the step, or an earlier one failed or hangs.
+            ExecutorError: the device refuses the step, or an earlier one failed or hangs; it can run no more.
         """
         check_step(self, bucket, inputs)
-        self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})
-        results = self._executables[bucket](self._operands[bucket])
-        outputs = self._outputs.receive(bucket, results)
-        return LaunchedStep(self.device.record(), outputs, results, self._step_timeout_s)
+        try:
+            self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})
+            results = self._executables[bucket](self._operands[bucket])
+            outputs = self._outputs.receive(bucket, results)
+            event = self.device.record()
+        except LoweringError as error:
+            raise ExecutorError(str(error)) from error
+        return LaunchedStep(event, outputs, results, self._step_timeout_s)
 
     def refresh(self) -> bool:
         """Changes nothing: a device keeps the executables that it started with."""

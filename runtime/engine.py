@@ -19,8 +19,7 @@ from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
 from . import step_outputs
-from .distributed.control_plane import RankError
-from .executor import Executor, Pending
+from .executor import Executor, ExecutorError, Pending
 from .metrics import Metrics
 from .request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
 from .scheduler import admission, advance
@@ -46,6 +45,7 @@ class Engine:
         refresh_every_s: shortest time between two calls of `executor.refresh`; None never calls it.
         run_ahead: how many steps are launched before the results of the one before them are read: 0 or 1; None is as many as the
             executor allows.
+        on_failure: called once, by the stepping thread, when no step can run any more.
 
     Raises:
         SpecError: when the executor's limits or buckets cannot serve every legal request, or run_ahead is more than it allows.
@@ -59,12 +59,14 @@ class Engine:
         prefill_burst: int = 1,
         refresh_every_s: float | None = 1.0,
         run_ahead: int | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         limits, allowed = executor.limits, executor.run_ahead
         self._run_ahead = allowed if run_ahead is None else run_ahead
         if not 0 <= self._run_ahead <= min(allowed, 1):
             raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
-        self.executor, self._clock = executor, clock
+        self.executor, self._clock, self._on_failure = executor, clock, on_failure
+        self.failure: str | None = None
         self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
         self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
@@ -138,12 +140,12 @@ class Engine:
     def run_forever(self) -> None:
         """Steps until `stop` is called and no request is live; waits without polling while there is nothing to do.
 
-        A lost rank ends all requests as a defect of the engine does, but is not raised: the control plane reports it.
+        A lost device or rank ends all requests as a defect of the engine does, but is not raised: `on_failure` is told.
         """
         try:
             while self._step_or_wait():
                 pass
-        except RankError as error:
+        except ExecutorError as error:
             self._abandon(str(error))
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
@@ -161,8 +163,8 @@ class Engine:
         self._thread.start()
 
     @staticmethod
-    def from_loader(load_executor: Callable[[], Executor]) -> Engine:
-        """Loads an executor and serves it, both on one new thread; returns when it is ready.
+    def from_loader(load_executor: Callable[[], Executor], on_failure: Callable[[], None] = lambda: None) -> Engine:
+        """Loads an executor and serves it, both on one new thread; returns when it is ready. `failure` then says why it serves no more.
 
         All tensor work belongs on one thread: OpenMP keeps a pool of workers for every thread that ever ran a parallel region, and
         with more workers than cores they sleep between operators instead of spinning, which doubles the time of a small step.
@@ -174,7 +176,7 @@ class Engine:
 
         def run() -> None:
             try:
-                engine = Engine(load_executor())
+                engine = Engine(load_executor(), on_failure=on_failure)
                 engine._thread = threading.current_thread()
             except BaseException as error:
                 ready.put(error)
@@ -245,7 +247,7 @@ class Engine:
         try:
             if self.executor.refresh():
                 log.info("new executables were loaded")
-        except RankError:
+        except ExecutorError:
             raise
         except Exception:
             log.exception("refresh failed; the executables stay as they are")
@@ -264,7 +266,7 @@ class Engine:
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
         try:
             self._in_flight.append((step, self.executor.launch(step.bucket, inputs)))
-        except RankError:
+        except ExecutorError:
             raise
         except Exception as error:
             while self._in_flight:
@@ -276,7 +278,7 @@ class Engine:
         step, pending = self._in_flight.popleft()
         try:
             results = step_outputs.read_outputs(pending.result(), step, self._state, self.executor.vocab_size)
-        except RankError:
+        except ExecutorError:
             raise
         except Exception as error:
             self._fail(step, error)
@@ -311,7 +313,7 @@ class Engine:
         metrics = self._metrics
         rows = [row for part in step.groups for row in part.rows]
         metrics.count_step(step.bucket, len(rows), len(step.groups))
-        if wanted := smallest_fitting(step, self.executor.missing):
+        if (missing := self.executor.missing) and (wanted := smallest_fitting(step, missing)):
             metrics.count_degraded(wanted)
         for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
             if tokens is None:
@@ -353,6 +355,7 @@ class Engine:
     def _abandon(self, message: str) -> None:
         """Ends all requests after a defect of the engine itself, so that no client waits for ever."""
         with self._wake:
-            self._refusal = message
+            self._refusal = self.failure = message
         self._receive()
         self._publish(*advance.fail_all(self._state, message, self._now_ms()))
+        self._on_failure()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy.typing as npt
 
 from ..graphs import compile_count
-from ..graphs.errors import LoweringError, SpecError
+from ..graphs.errors import LoweringError, NpucompileError, SpecError
 from ..graphs.types import Bucket, Limits
 
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -21,6 +21,10 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 
 COMPILER_MODULES = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame")
 """Modules that a process imports only to compile."""
+
+
+class ExecutorError(NpucompileError):
+    """Raised when a device or a rank is lost: no step can run after that."""
 
 
 class Pending(Protocol):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...graphs.errors import NpucompileError
 from ...graphs.types import Mesh
+from ..executor import ExecutorError
 from .messages import RankMessage, encode
 from .peer import HEARTBEAT_S, SILENCE_S, Peer
 
@@ -25,7 +26,7 @@ SETTLE_S = 0.4
 STALLED_S = 5 * HEARTBEAT_S
 
 
-class RankError(NpucompileError):
+class RankError(ExecutorError):
     """Raised when the ranks do not match, or one of them is lost; no step can run after that."""
 
 

@@ -21,6 +21,7 @@ from npucompile.lowering.ascend.ge_file import decode
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, pack
 from npucompile.runtime.device_executor import DeviceExecutor, compile_order
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.executor import ExecutorError
 from npucompile.runtime.request import Sampling
 from npucompile.tools.serve import offline
 from npucompile.tools.serve.weights import rank_params
@@ -213,9 +214,9 @@ def test_a_step_that_hangs_is_reported_with_what_the_device_runs(artifact):
         device._state.stream.launch("a job that hangs", release.wait)
         bucket, inputs = steps(executor)[0]
         step, _ = (executor.launch(bucket, [inputs]) for _ in range(2))
-        with pytest.raises(LoweringError, match=r"emulated:0 has not come to this event in 0\.2 s: it runs a job that hangs"):
+        with pytest.raises(ExecutorError, match=r"emulated:0 has not come to this event in 0\.2 s: it runs a job that hangs"):
             step.result()
-        with pytest.raises(LoweringError, match=r"it runs a job that hangs"):
+        with pytest.raises(ExecutorError, match=r"it runs a job that hangs"):
             executor.launch(bucket, [inputs])
         release.set()
 

@@ -486,6 +486,7 @@ def test_a_lost_rank_ends_every_request_and_the_engine_and_is_not_raised_in_its_
     assert not served.engine._thread.is_alive()
     assert [(sink.end.reason, sink.end.message) for sink in sinks] == [("error", "rank 1 died")] * 2
     assert served.engine.stats()["num_requests_running"] == 0
+    assert served.engine.failure == "rank 1 died"
     with pytest.raises(RequestError, match="takes no new requests: rank 1 died"):
         served.engine.submit(ask("c"), toy.Collector())
     served.engine.stop()

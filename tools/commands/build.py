@@ -15,6 +15,9 @@ from ..cli import Home
 from ..notation import BUCKETS_HELP, format_buckets, parse_buckets
 from ..progress import Progress
 
+SHIPPED = "cache"
+"""Folder of an artifact's compiled graphs, named apart from the module that it describes, which loads torch; a test compares both."""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,10 +68,14 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
     "[default: auto]",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
+@click.option(
+    "--precompile", type=click.Choice(["auto", "none", "npu", "emulated"]), default="auto", show_default=True,
+    help="Also compile the GE graphs on devices of this machine, so that no start does; auto where it has NPUs.",
+)  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option("--nice", "--patience", "nice", type=click.IntRange(0, 19), default=0, show_default=True, help="Niceness of the compilers.")
 @click.pass_obj
-def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, **options: Any) -> None:
+def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: int, nice: int, **options: Any) -> None:
     """Build MODEL, a preset (see `npucompile models`) or a Hugging Face checkpoint directory, into an artifact.
 
     For this machine, the artifact can serve as soon as its graphs are traced; executables are added as they are compiled and
@@ -81,7 +88,7 @@ def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, *
               npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
     path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
-    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path)}, ROOT, [Path(model)])
+    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, [Path(model)])
     if stamp.matches(path, fingerprint):
         Progress().say(f"{path} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
         click.echo(path)
@@ -89,5 +96,8 @@ def command(home: Home, /, model: str, out: Path | None, jobs: int, nice: int, *
     # Imported late, so that a build that is up to date does not load torch.
     build_all = importlib.import_module("..build.build_all", __package__).build_all
     for path in build_all(model, options, out, home.artifacts, home.cache, jobs, nice):
-        stamp.write(path, fingerprint, [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()])
+        importlib.import_module("..serve.precompile", __package__).precompile(home, path, precompile, Progress())
+        # The device's compiler may touch the files it keeps whenever it reads them.
+        files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+        stamp.write(path, fingerprint, [file.as_posix() for file in files if file.parts[0] != SHIPPED])
         click.echo(path)

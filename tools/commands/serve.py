@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from ...graphs.errors import ArtifactMissing, ModelError
+from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
@@ -85,9 +87,16 @@ def command(
             run_rank(artifact, config, settings)
             return
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
-        running = start_service(artifact, load_executor, checkpoint)
+        running = start_service(artifact, load_executor, checkpoint, end_server)
         stack.callback(running.engine.stop, drain=False)
         serve(running.service, host, port, on_ready=announce(running, artifact, build is not None, progress))
+        if running.engine.failure:
+            raise NpucompileError(running.engine.failure)
+
+
+def end_server() -> None:
+    """Ends the server as SIGTERM would, from another thread."""
+    _thread.interrupt_main(signal.SIGTERM)
 
 
 def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:

@@ -17,6 +17,20 @@ SHIPPED = "cache"
 """Directory of an artifact that holds compiled graphs by version, where a build had CANN to compile them."""
 
 
+def shipped_directory(artifact: Path, version: str) -> Path:
+    """The directory of an artifact's own compiled graphs for one device; it need not exist.
+
+    Args:
+        version: `Device.version`: release of CANN and name of the chip.
+
+    Raises:
+        SpecError: the version is no name of a directory.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", version):
+        raise SpecError(f"the version of a device is {version!r}; legal are letters, digits, '.', '_' and '-'")
+    return artifact / SHIPPED / version
+
+
 def cache_directory(artifact: Path, home_cache: Path, version: str) -> Path:
     """The directory of compiled graphs for one device; it need not exist yet.
 
@@ -31,9 +45,7 @@ def cache_directory(artifact: Path, home_cache: Path, version: str) -> Path:
     Raises:
         SpecError: the version is no name of a directory.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", version):
-        raise SpecError(f"the version of a device is {version!r}; legal are letters, digits, '.', '_' and '-'")
-    shipped = artifact / SHIPPED / version
+    shipped = shipped_directory(artifact, version)
     return shipped if shipped.is_dir() and os.access(shipped, os.W_OK) else home_cache / "ge" / version
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
@@ -19,7 +20,7 @@ from ...runtime.distributed.process_groups import ProcessGroups
 from ...runtime.executor import Executor
 from ..build.targets import target
 from ..progress import Progress
-from .compile_cache import cache_directory, opened
+from .compile_cache import cache_directory, opened, shipped_directory
 from .device_groups import group_maker
 from .random_weights import random_params
 from .rank_settings import RankSettings
@@ -135,10 +136,16 @@ def load_executor(
             params_of(artifact, settings, rank, progress),
             rank=rank,
             communicators=communicators,
-            cache_dir=opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None,
+            cache_dir=_cache_dir(artifact, settings, device),
             step_timeout_s=settings.step_limit_s,
             report=report,
         )
+
+
+def _cache_dir(artifact: Artifact, settings: RankSettings, device: Device) -> Path | None:
+    if settings.ship_compiled:
+        return opened(shipped_directory(artifact.path, device.version))
+    return opened(cache_directory(artifact.path, settings.cache, device.version)) if settings.cache else None
 
 
 def params_of(artifact: Artifact, settings: RankSettings, rank: int, progress: Progress) -> LoadParams:

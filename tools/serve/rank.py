@@ -29,6 +29,7 @@ from .rank_settings import RankSettings
 @click.option("--checkpoint", type=click.Path(path_type=Path))
 @click.option("--cache", type=click.Path(path_type=Path))
 @click.option("--random-weights", is_flag=True)
+@click.option("--ship-compiled", is_flag=True)
 @click.option("--check-collectives", is_flag=True)
 def main(
     path: Path,
@@ -42,6 +43,7 @@ def main(
     checkpoint: Path | None,
     cache: Path | None,
     random_weights: bool,
+    ship_compiled: bool,
     check_collectives: bool,
 ) -> None:
     """Run one rank that rank 0 started on this machine."""
@@ -51,7 +53,7 @@ def main(
         artifact = Artifact.open(path, check=False)
         config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank)
         before = collectives_check(artifact) if check_collectives else None
-        settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before)
+        settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before, ship_compiled)
         run_rank(artifact, config, settings)
     except NpucompileError as error:
         text = str(error)

@@ -29,6 +29,7 @@ class RankSettings:
         random_weights: whether to draw weights in place of reading them, where the artifact has none.
         before_loading: called on each rank of several with its device, its place and its communicators, before anything is loaded. The
             ranks that this process starts run the collectives of the artifact alone then (tools/bringup/collectives.py).
+        ship_compiled: whether compiled graphs are kept in the artifact, in place of `cache`.
     """
 
     threads: int | None = None
@@ -39,6 +40,7 @@ class RankSettings:
     cache: Path | None = None
     random_weights: bool = False
     before_loading: BeforeLoading | None = None
+    ship_compiled: bool = False
 
     @property
     def step_limit_s(self) -> float:
@@ -60,5 +62,12 @@ class RankSettings:
             "checkpoint": self.checkpoint,
             "cache": self.cache,
         }
-        flags = [*["--random-weights"] * self.random_weights, *["--check-collectives"] * (self.before_loading is not None)]
-        return [*(f"--{name}={value}" for name, value in options.items() if value is not None), *flags]
+        flags = {
+            "--random-weights": self.random_weights,
+            "--check-collectives": self.before_loading is not None,
+            "--ship-compiled": self.ship_compiled,
+        }
+        return [
+            *(f"--{name}={value}" for name, value in options.items() if value is not None),
+            *(name for name, is_set in flags.items() if is_set),
+        ]

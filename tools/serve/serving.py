@@ -43,12 +43,18 @@ def tokenizer_of(artifact: Artifact, checkpoint: Path | None = None) -> TextToke
     return TextTokenizer.load(path) if path and path.is_file() else None
 
 
-def start_service(artifact: Artifact, load_executor: Callable[[], Executor], checkpoint: Path | None = None) -> RunningService:
+def start_service(
+    artifact: Artifact,
+    load_executor: Callable[[], Executor],
+    checkpoint: Path | None = None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
     Args:
         load_executor: called on the engine's thread.
         checkpoint: a directory that the user named.
+        on_failure: called when no step can run any more; `engine.failure` says why.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -60,7 +66,7 @@ def start_service(artifact: Artifact, load_executor: Callable[[], Executor], che
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
     # Modules live as long as the process. A full collection would walk over all of torch's objects, 50 ms, while loading or in a step.
     gc.freeze()
-    engine = Engine.from_loader(load_executor)
+    engine = Engine.from_loader(load_executor, on_failure)
     model = ServedModel(
         name=str(manifest.model["name"]),
         max_model_len=manifest.limits.max_model_len,

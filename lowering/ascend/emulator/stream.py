@@ -11,6 +11,7 @@ import torch
 from ....graphs.errors import LoweringError
 
 Job = Callable[[], None]
+CLOSE_S = 5.0
 
 
 class StreamEvent:
@@ -116,9 +117,9 @@ class Stream:
         return f"it runs {current}" + (f", {details()}" if details is not None else "")
 
     def close(self) -> None:
-        """Waits for what is queued and ends the thread."""
+        """Waits for what is queued and ends the thread; a job that takes longer than CLOSE_S is left to the end of the process."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
