@@ -32,21 +32,6 @@ class Compiled:
     census: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an executable runs.
-
-    Attributes:
-        rank: number among all ranks of the mesh.
-        groups: communicator name by symbolic group ("dp", "tp", "world", "dispatch"); empty for one device.
-        device: torch device of the operands, e.g. "cpu" or "npu:3".
-    """
-
-    rank: int = 0
-    groups: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-
-
 class Backend(Protocol):
     """Lowers and compiles partitioned graphs for one kind of device, and opens the executables.
 
@@ -99,13 +84,15 @@ class Backend(Protocol):
         """
         return
 
-    def open(self, path: Path, place: Place) -> Executable:
-        """Loads an executable that `compile` returned; nothing is traced or compiled.
+    def open(self, path: Path) -> Executable:
+        """Loads an executable that `compile` returned, for this machine's CPU; nothing is traced or compiled.
+
+        Executables for devices with memory of their own are opened by the device (lowering/device.py).
 
         Raises:
-            LoweringError: the file is not this backend's, or cannot run at that place.
+            LoweringError: the file is not this backend's, or does not run on a CPU.
         """
-        raise LoweringError(f"backend {self.name} has no executables: it reports cost and memory only")
+        raise LoweringError(f"backend {self.name} has no executables that run on a CPU")
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The settings that decide the compiled bytes, besides graph and toolchain; part of a graph's key."""

@@ -10,10 +10,7 @@ import torch
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import Aval, Signature
-from .backend import Place, backend
-
-HERE = Place()
-"""One process, on its CPU."""
+from .backend import backend
 
 
 class Executable(Protocol):
@@ -31,7 +28,7 @@ class Executable(Protocol):
         """Runs one step."""
 
 
-def open_executable(path: Path, name: str, place: Place = HERE) -> Executable:
+def open_executable(path: Path, name: str) -> Executable:
     """Opens an executable that backend `name` compiled; nothing is traced or compiled.
 
     Raises:
@@ -40,7 +37,7 @@ def open_executable(path: Path, name: str, place: Place = HERE) -> Executable:
     chosen = backend(name)
     if reason := chosen.runs_here():
         raise LoweringError(f"{path.name}: {reason}")
-    return chosen.open(path, place)
+    return chosen.open(path)
 
 
 def check_operands(operands: Sequence[torch.Tensor], signature: Signature) -> None:

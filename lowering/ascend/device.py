@@ -220,7 +220,7 @@ def _ge_name(dtype: torch.dtype) -> str:
     return GE_DTYPES[dtype][0] if dtype in GE_DTYPES else f"DT_{str(dtype).removeprefix('torch.').upper()}"
 
 
-def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str] | None = None) -> GeExecutable:
+def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str] | None = None, version: str = "") -> GeExecutable:
     """Loads a `.ge` file for one rank.
 
     Args:
@@ -228,11 +228,12 @@ def load(path: Path, torchair: Torchair, rank: int = 0, groups: Mapping[str, str
         torchair: loaded with CANN.
         rank: number among all ranks.
         groups: communicator name by symbolic group (`communicators`).
+        version: of the device (`lowering.device.Device`), which the key of a compiled graph covers.
 
     Raises:
         LoweringError: there is no CANN, the file is no GE file, or it needs a group that `groups` lacks.
     """
-    return GeExecutable(patched(decode(path.read_bytes()), rank, groups or {}), engine(torchair), str(torchair.cann))
+    return GeExecutable(patched(decode(path.read_bytes()), rank, groups or {}), engine(torchair), version)
 
 
 def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:

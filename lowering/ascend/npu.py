@@ -5,9 +5,11 @@ Written against the sources and the signatures of torch_npu; it has not run on a
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +24,21 @@ from .toolchain.stubs import cann
 POLL_S = 50e-6
 """How often a wait with a limit looks at its event: torch_npu's own wait has no limit, and a step takes milliseconds."""
 
+CLOSE_S = 5.0
 _DEVICE_FILES = Path("/dev")
 
 
 class NpuEvent:
-    """A place in the current stream of an NPU.
+    """A place in the current stream of an NPU; any thread may wait for it.
 
     Args:
         event: a recorded `torch.npu.Event`.
         name: of the device, for errors.
+        enter: makes the NPU the current device of the calling thread: ACL has a context for each thread, and none in a new one.
     """
 
-    def __init__(self, event: Any, name: str) -> None:
-        self._event, self._name = event, name
+    def __init__(self, event: Any, name: str, enter: Callable[[], None]) -> None:
+        self._event, self._name, self._enter = event, name, enter
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the stream has passed it.
@@ -43,6 +47,7 @@ class NpuEvent:
             LoweringError: something queued before it failed, or the time is over.
         """
         try:
+            self._enter()
             if timeout_s is None:
                 self._event.synchronize()
                 return
@@ -59,7 +64,7 @@ class NpuEvent:
 
 
 class NpuDevice:
-    """One NPU of this process. It becomes the current device of the thread that opens it; only that thread may use it.
+    """One NPU of this process. It becomes the current device of the thread that opens it, which queues everything.
 
     Args:
         torchair: loaded with CANN.
@@ -78,12 +83,19 @@ class NpuDevice:
         count = self._torch_npu.npu.device_count()
         if not 0 <= index < count:
             raise LoweringError(f"there is no {self.name}: this process sees {count} NPUs; legal is 0 to {count - 1}")
-        self._torch_npu.npu.set_device(index)
+        self._entered = threading.local()
+        self.enter()
         # Off by default, and npu_format_cast then has nothing to cast to; update_formats tells GE of each operand's format.
         self._torch_npu.npu.config.allow_internal_format = True
         release, chip = self._torch_npu.npu.utils.get_cann_version(), self._torch_npu.npu.get_device_name(index)
         # It names a directory of compiled graphs.
         self.version = re.sub(r"[^A-Za-z0-9._-]+", "-", f"cann-{release}-{chip}")
+
+    def enter(self) -> None:
+        """Makes it the current device of the calling thread."""
+        if not getattr(self._entered, "done", False):
+            self._torch_npu.npu.set_device(self._index)
+            self._entered.done = True
 
     @property
     def torch_npu(self) -> Any:
@@ -117,7 +129,7 @@ class NpuDevice:
         """An event behind everything that this thread has queued on its current stream."""
         event = self._torch_npu.npu.Event()
         event.record()
-        return NpuEvent(event, self.name)
+        return NpuEvent(event, self.name, self.enter)
 
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""
@@ -125,12 +137,13 @@ class NpuDevice:
 
     def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable:
         """Loads a `.ge` file, patched for a rank; nothing is compiled."""
-        return ge.load(path, self._torchair, rank, communicators)
+        return ge.load(path, self._torchair, rank, communicators, self.version)
 
     def close(self) -> None:
-        """Waits for the NPU and gives its free memory back."""
-        self._torch_npu.npu.synchronize(self._index)
-        self._torch_npu.npu.empty_cache()
+        """Waits for the NPU and gives its free memory back; what it has not finished in CLOSE_S is left to the end of the process."""
+        with contextlib.suppress(LoweringError):
+            self.record().wait(CLOSE_S)
+            self._torch_npu.npu.empty_cache()
 
 
 def open_device(index: int = 0) -> NpuDevice:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from ...graphs import ops as ops
 from ...graphs.errors import LoweringError
 from ..artifact.graph_io import decode, encode
-from ..backend import Backend, Compiled, Place
+from ..backend import Backend, Compiled
 from ..lower import Lowered, lower_eager
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Eager(Backend):
         """The graph itself, serialised: there is nothing to compile."""
         return Compiled(encode(lowered.graph))
 
-    def open(self, path: Path, place: Place) -> EagerExecutable:
+    def open(self, path: Path) -> EagerExecutable:
         """Reads a graph back.
 
         Raises:

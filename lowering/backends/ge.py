@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from ...graphs.errors import LoweringError
 from ..ascend.toolchain import harness
 from ..ascend.toolchain.stubs import cann
-from ..backend import Backend, Compiled, Place
+from ..backend import Backend, Compiled
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
-    from ..executable import Executable
     from ..lower import Lowered
 
 
@@ -67,12 +66,6 @@ class Ge(Backend):
         inspect_ge.check(ge_file, partitioned.signature)
         inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
-
-    def open(self, path: Path, place: Place) -> Executable:
-        """Loads the graph, patched for a rank; `GeExecutable.compile` compiles it, once its operands are on the device."""
-        from ..ascend.device import load
-
-        return load(path, self._torchair(), place.rank, place.groups)
 
     def versions(self) -> Mapping[str, str]:
         """Versions of torch_npu and the distributions that it needs."""

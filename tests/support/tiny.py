@@ -206,8 +206,8 @@ class Stub(Backend):
             raise LoweringError(f"the stub does not like {name}")
         return eager.BACKEND.compile(lowered, cache_dir=cache_dir, threads=threads)
 
-    def open(self, path: Path, place: backend_table.Place) -> Any:
-        run, stub = eager.BACKEND.open(path, place), self
+    def open(self, path: Path) -> Any:
+        run, stub = eager.BACKEND.open(path), self
 
         class Executable:
             backend = stub.name

@@ -85,7 +85,10 @@ def command(
     settings = RankSettings(device=device, checkpoint=checkpoint, cache=home.cache)
     config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
-        artifact = open_named_artifact(home, artifact_or_model) if config else stack.enter_context(opened(home, artifact_or_model, dtype))
+        if config:
+            artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
+        else:
+            artifact = stack.enter_context(opened(home, artifact_or_model, dtype))
         manifest, progress = artifact.manifest, Progress(quiet=as_json)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress)

@@ -76,7 +76,7 @@ def command(
     config = launcher_config(home.environment, settings)
     with ExitStack() as stack:
         if config:
-            artifact, build = open_named_artifact(home, artifact_or_model), None
+            artifact, build = open_named_artifact(home, artifact_or_model, config.local_rank), None
         else:
             artifact, build = find_or_build(home, artifact_or_model, settings, no_build, progress)
         if build:

@@ -55,8 +55,11 @@ def check_world_size(artifact: Artifact, config: RendezvousConfig | None) -> Mes
     return mesh
 
 
-def open_named_artifact(home: Home, name: str | None) -> Artifact:
+def open_named_artifact(home: Home, name: str | None, local_rank: int = 0) -> Artifact:
     """The artifact that a launcher started this rank for: it must exist and be named, so that all ranks open the same one.
+
+    Args:
+        local_rank: of this process; the first of a machine compares the files with the manifest, and the ranks compare manifests.
 
     Raises:
         SpecError: none is named.
@@ -64,7 +67,7 @@ def open_named_artifact(home: Home, name: str | None) -> Artifact:
     """
     if name is None:
         raise SpecError("ranks that a launcher starts are told what to run: name an artifact, as in `torchrun ... serve ARTIFACT`")
-    artifact = Artifact.open(artifact_path(home.artifacts, name))
+    artifact = Artifact.open(artifact_path(home.artifacts, name), check=local_rank == 0)
     artifact.check_runnable()
     return artifact
 

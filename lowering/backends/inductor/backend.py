@@ -13,7 +13,7 @@ import torch
 
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
-from ...backend import Backend, Compiled, Place
+from ...backend import Backend, Compiled
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -126,7 +126,7 @@ class Inductor(Backend):
             ) from error
         return Compiled(package(files))
 
-    def open(self, path: Path, place: Place) -> Executable:
+    def open(self, path: Path) -> Executable:
         """Loads a package."""
         return PackageExecutable(path)
 

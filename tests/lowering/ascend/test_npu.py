@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,6 @@ ANSWERS = {
     "npu.set_device": None,
     "npu.utils.get_cann_version": "8.5.0",
     "npu.get_device_name": "Ascend910_9391",
-    "npu.synchronize": None,
     "npu.empty_cache": None,
 }
 
@@ -117,7 +117,31 @@ def test_it_is_opened_on_its_npu_and_says_what_compiled_graphs_depend_on(device,
     assert [call for call in recorder.log if call[0] == "npu.set_device"] == [("npu.set_device", 1)]
     assert recorder.npu.config.allow_internal_format is True
     device.close()
-    assert recorder.log[-2:] == [("npu.synchronize", 1), ("npu.empty_cache",)]
+    assert recorder.log[-2:] == [("event.record",), ("npu.empty_cache",)]
+
+
+def test_a_hanging_npu_is_left_to_the_end_of_the_process(device, recorder, monkeypatch):
+    monkeypatch.setattr(npu, "CLOSE_S", 0.01)
+    record = device.record
+
+    def hanging():
+        event = record()
+        recorder.events[-1].left = 10**9
+        return event
+
+    monkeypatch.setattr(device, "record", hanging)
+    device.close()
+    assert ("npu.empty_cache",) not in recorder.log
+
+
+def test_an_event_is_waited_for_on_the_npu_of_the_device_whichever_thread_waits(device, recorder):
+    event, waiting = device.record(), []
+    thread = threading.Thread(target=lambda: waiting.append(event.wait(5)))
+    thread.start()
+    thread.join()
+    assert waiting == [None]
+    # Once by the thread that opened it, once by the one that waits.
+    assert [call for call in recorder.log if call[0] == "npu.set_device"] == [("npu.set_device", 1)] * 2
 
 
 def test_memory_is_allocated_where_the_device_is(device, monkeypatch):

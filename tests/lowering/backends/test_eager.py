@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Bucket, Signature
 from npucompile.lowering.backends.eager import BACKEND, EagerExecutable
-from npucompile.lowering.executable import HERE
 from npucompile.lowering.lower import Lowered
 
 aten = torch.ops.aten
@@ -152,7 +151,7 @@ def test_its_file_is_the_graph(tmp_path: Path) -> None:
     lowered = Lowered(Bucket("decode", 1, 1), "eager", arithmetic(), Signature((), (), (), ()))
     path.write_bytes(BACKEND.compile(lowered, cache_dir=tmp_path, threads=1).data)
     x, y = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    for got, want in zip(BACKEND.open(path, HERE)([x, y]), EagerExecutable(arithmetic())([x, y]), strict=True):
+    for got, want in zip(BACKEND.open(path)([x, y]), EagerExecutable(arithmetic())([x, y]), strict=True):
         assert torch.equal(got, want)
     assert (BACKEND.name, BACKEND.options(4)) == ("eager", {})
     assert BACKEND.compiles_here() is BACKEND.runs_here() is None
@@ -160,7 +159,7 @@ def test_its_file_is_the_graph(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match=r"missing.graph"):
-        BACKEND.open(tmp_path / "missing.graph", HERE)
+        BACKEND.open(tmp_path / "missing.graph")
     (tmp_path / "bad.graph").write_bytes(b"not a graph")
     with pytest.raises(LoweringError, match="not a serialised graph"):
-        BACKEND.open(tmp_path / "bad.graph", HERE)
+        BACKEND.open(tmp_path / "bad.graph")

@@ -22,7 +22,6 @@ from npucompile.lowering.ascend import inspect_ge
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.backend import backend
-from npucompile.lowering.executable import HERE
 
 BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
 
@@ -108,12 +107,10 @@ def test_a_process_that_is_not_prepared_says_what_to_call(prepared, partitioned,
             call()
 
 
-def test_a_file_is_not_run_where_there_is_no_cann(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "_loaded", replace(prepared._loaded, cann=None))
-    (tmp_path / "x.ge").write_bytes(prepared.compile(prepared.lower(split("")), cache_dir=tmp_path, threads=0).data)
+def test_a_file_runs_on_a_device_alone(prepared, tmp_path):
     assert "needs CANN and an NPU" in prepared.runs_here()
-    with pytest.raises(LoweringError, match="running a GE graph needs CANN and an NPU"):
-        prepared.open(tmp_path / "x.ge", HERE)
+    with pytest.raises(LoweringError, match="backend ge has no executables that run on a CPU"):
+        prepared.open(tmp_path / "x.ge")
 
 
 def test_what_converts_is_part_of_a_graphs_key():
