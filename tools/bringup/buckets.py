@@ -30,6 +30,8 @@ STEPS = 3
 """Steps of each bucket, one after another."""
 ROUNDS = 8
 """How often all buckets take turns."""
+MOST_ROWS = 4
+"""Most requests of a step: each takes a prefill first, which the CPU computes for all ranks. Other rows are padding."""
 
 ReadState = Callable[[], Mapping[str, torch.Tensor]]
 """The pools of rank 0 on the host, by name."""
@@ -155,7 +157,7 @@ def one_after_another(
         if bucket.kind == "prefill":
             yield bucket, planner.of_one_bucket(bucket, count), True
             continue
-        rows = planner.rows_of(bucket)
+        rows = planner.rows_of(bucket)[:MOST_ROWS]
         yield bucket, prefills(planner, smallest, rows), False
         base = prompt_tokens(smallest, planner)
         yield bucket, [planner.decode(bucket, rows, base + i) for i in range(count)], True
@@ -176,7 +178,7 @@ def alternation(planner: StepPlanner, buckets: Sequence[Bucket], rounds: int = R
     """All buckets in turns over the same requests; requests whose context would be full begin anew."""
     smallest = min(bucket for bucket in buckets if bucket.kind == "prefill")
     decoding = [bucket for bucket in buckets if bucket.kind == "decode"]
-    everyone = max((planner.rows_of(bucket) for bucket in decoding), key=len)
+    everyone = max((planner.rows_of(bucket)[:MOST_ROWS] for bucket in decoding), key=len)
     prompt, width = prompt_tokens(smallest, planner), planner.limits.drafts + 1
     steps_each, decoded = 0, dict.fromkeys((row.request_slot for row in everyone), 0)
     yield from prefills(planner, smallest, everyone)
@@ -191,7 +193,7 @@ def alternation(planner: StepPlanner, buckets: Sequence[Bucket], rounds: int = R
                 yield planner.prefill(bucket, anew, 0, count)
                 decoded |= {row.request_slot: count - prompt for row in anew}
                 continue
-            rows = planner.rows_of(bucket)
+            rows = planner.rows_of(bucket)[:MOST_ROWS]
             yield planner.decode(bucket, rows, max(0, prompt + min(decoded[row.request_slot] for row in rows)))
             decoded |= {row.request_slot: decoded[row.request_slot] + 1 for row in rows}
         steps_each += len(decoding)
