@@ -1,7 +1,7 @@
 """From a checkpoint to served tokens through the device path: every kind of model, mesh and quantisation, on emulated ranks.
 
 The oracle is the checkpoint's own model on one device, in the same quantised form, eager and without drafts. A served token must be the
-one that it computes wherever its margin exceeds the rounding of bfloat16.
+one that it computes wherever its margin, and that of the experts it chooses, exceed the rounding of bfloat16.
 """
 
 from __future__ import annotations

@@ -38,6 +38,13 @@ def checkpoints(root: Path) -> dict[str, Path]:
     }
 
 
+class Computed(NamedTuple):
+    """What one device computes of T tokens: logits [T, V] f32 after each, and router logits [T, E] f32 of each layer with experts."""
+
+    logits: torch.Tensor
+    routers: list[torch.Tensor]
+
+
 class OneDevice(NamedTuple):
     """A checkpoint's model on one device, in the quantised form that is served."""
 
@@ -52,8 +59,8 @@ class OneDevice(NamedTuple):
         return OneDevice(model, checkpoint.load(checkpoint.open_checkpoint(directory), model.params(dtype)))
 
     @torch.no_grad()
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits after each of these tokens, computed in one pass: [T, V] f32."""
+    def run(self, tokens: Sequence[int]) -> Computed:
+        """Runs these tokens in one pass."""
         count, dtype = -(-len(tokens) // PAGE), next(iter(tree.flatten(self.params)))[1].dtype
         limits = Limits(PAGE, 1 + count, 2, PAGE * count)
         state = tree.map_leaves(lambda aval: torch.zeros(aval.shape, dtype=aval.dtype), self.model.state(limits, dtype))
@@ -67,16 +74,16 @@ class OneDevice(NamedTuple):
             "state_slots_out": i32([[1]]),
         }
         config, family = self.model.config, self.model.family
-        hidden, _, _ = family.forward(config, self.params, state, inputs)
-        logits: torch.Tensor = family.head(config, self.params, hidden).float()
-        return logits
+        hidden, _, intermediates = family.forward(config, self.params, state, inputs)
+        return Computed(family.head(config, self.params, hidden).float(), [router.float() for router in intermediates.routers])
 
 
 class Agreement(NamedTuple):
     """How served tokens compare with one device's.
 
     Attributes:
-        decided: for each token, whether the best one's margin exceeds the rounding, so that it had to be served.
+        decided: for each token, whether the best one's margin, and that of the experts chosen for it in every layer, exceed the
+            rounding, so that it had to be served.
         wrong: (position among the served tokens, token, the one that it had to be).
     """
 
@@ -88,18 +95,28 @@ def compare(directory: Path, quantization: str, prompt: Sequence[int], served: S
     """Compares greedy tokens with one device's, each after the tokens that were served before it."""
     fine, coarse = _both(directory, quantization)
     tokens = [*prompt, *served[:-1]]
-    logits, rounded = (device.logits(tokens)[len(prompt) - 1 :] for device in (fine, coarse))
-    slack = ROUNDINGS * (logits - rounded).abs().amax(-1)
+    computed, rounded = fine.run(tokens), coarse.run(tokens)
+    logits, routed = computed.logits[len(prompt) - 1 :], _routed(fine, computed, rounded)[len(prompt) - 1 :]
+    slack = ROUNDINGS * (logits - rounded.logits[len(prompt) - 1 :]).abs().amax(-1)
     best = logits.topk(2).values
-    decided = best[:, 0] - best[:, 1] > slack
+    decided = (best[:, 0] - best[:, 1] > slack) & routed
     right = logits.argmax(-1)
     wrong = [
         (i, token, int(right[i]))
         for i, token in enumerate(served)
-        # A token within the rounding of the best is as good as the best.
-        if float(best[i, 0] - logits[i, token]) > float(slack[i])
+        # A token within the rounding of the best is as good as the best; another expert may make any other the best.
+        if routed[i] and float(best[i, 0] - logits[i, token]) > float(slack[i])
     ]
     return Agreement(tuple(decided.tolist()), tuple(wrong))
+
+
+def _routed(device: OneDevice, computed: Computed, rounded: Computed) -> torch.Tensor:
+    """Whether the experts of each token are decided beyond the rounding, in all layers: [T] bool."""
+    decided, chosen = torch.ones(len(computed.logits), dtype=torch.bool), device.model.config.num_experts_per_tok
+    for fine, coarse in zip(computed.routers, rounded.routers, strict=True):
+        best = fine.topk(chosen + 1).values
+        decided &= best[:, -2] - best[:, -1] > (fine - coarse).abs().amax(-1)
+    return decided
 
 
 @functools.lru_cache(maxsize=2)
