@@ -55,6 +55,11 @@ def _returns(count: int) -> str:
     return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
+def _facet(kind: str, needs: Iterable[str]) -> str:
+    """Name of a lowering's facet, as in `lowering:npu` or `lowering:npu+cann>=9.0`."""
+    return "+".join((f"lowering:{kind}", *sorted(needs)))
+
+
 class Primitive(Generic[Operands]):
     """One opaque operation: `torch.ops.npuc.<name>` in graphs, plain torch outside them.
 
@@ -109,6 +114,7 @@ class Primitive(Generic[Operands]):
         self.schema = f"({arguments}) -> {_returns(len(self.factors.results))}"
         self._operands = operands
         self._rules: dict[str, Rule] = {}
+        self._variants: dict[str, list[frozenset[str]]] = {}
         _LIBRARY.define(f"{name}{self.schema}")
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
         TABLE[name] = self
@@ -212,18 +218,30 @@ class Primitive(Generic[Operands]):
         self._register("cost", fn)
         return fn
 
-    def lowering(self, backend: str) -> Callable[[Callable[[Operands], Result]], Callable[[Operands], Result]]:
-        """Decorates a lowering: a torch function that a backend traces in place of the node."""
+    def lowering(self, kind: str, *, needs: tuple[str, ...] = ()) -> Callable[[Callable[[Operands], Result]], Callable[[Operands], Result]]:
+        """Decorates a lowering: a torch function that a backend traces in place of the node.
+
+        Args:
+            kind: kind of device, e.g. "inductor" or "npu".
+            needs: features that a platform must have for this variant (lowering/platform.py); of several the one that needs most is used.
+        """
 
         def register(fn: Callable[[Operands], Result]) -> Callable[[Operands], Result]:
-            self._register(f"lowering:{backend}", fn)
+            self._register(_facet(kind, needs), fn)
+            self._variants.setdefault(kind, []).append(frozenset(needs))
             return fn
 
         return register
 
-    def lower_for(self, backend: str) -> Rule:
-        """The lowering for a backend; the reference where the backend has none of its own."""
-        return self._rules.get(f"lowering:{backend}") or self.rule("reference")
+    def lower_for(self, kind: str, features: frozenset[str] = frozenset()) -> Rule:
+        """The lowering for a kind of device; the reference where there is none.
+
+        Args:
+            features: what the platform has.
+        """
+        # `sorted` keeps the order of equals: of variants that need equally many features the last one in the file is taken.
+        fitting = sorted((needs for needs in self._variants.get(kind, ()) if needs <= features), key=len)
+        return self._rules[_facet(kind, fitting[-1])] if fitting else self.rule("reference")
 
     def __call__(self, *args: Any) -> Any:
         """Calls the operator; goes through the reference where a gradient is wanted.

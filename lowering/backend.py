@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..graphs.errors import LoweringError
 from . import backends
+from .platform import CPU, Platform
 
 if TYPE_CHECKING:
     # A serving process imports this file and must not load the partitioner; only a build lowers and compiles.
@@ -50,8 +51,11 @@ class Backend(Protocol):
     host_bound: bool = True
     build_only: tuple[str, ...] = ()
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """The graph that this backend runs.
+
+        Args:
+            platform: chip, release and operator packages that it is lowered for.
 
         Raises:
             LoweringError: naming what the backend cannot express.
@@ -74,8 +78,8 @@ class Backend(Protocol):
         """
         raise LoweringError(f"backend {self.name} compiles nothing: it reports cost and memory only")
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
-        """Checks the invariants of an executable that can be checked without running it.
+    def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
+        """Checks the invariants of an executable that can be checked without running it, on the platform that it was lowered for.
 
         Executables that run on this machine are also run and compared with the reference (tools/verify).
 

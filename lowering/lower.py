@@ -20,6 +20,7 @@ from ..graphs.ir.trace import name_placeholders
 from ..graphs.primitive import Primitive, of_target
 from ..graphs.stage import Stage
 from ..graphs.types import Bucket, Signature
+from .platform import CPU, Platform
 
 if TYPE_CHECKING:
     # A serving process loads this file with its backends and must not load the partitioner.
@@ -38,6 +39,7 @@ class Lowered(Stage):
     backend: str
     graph: GraphModule
     signature: Signature
+    platform: Platform = CPU
 
     @property
     def title(self) -> str:

@@ -44,7 +44,7 @@ def accept_reference(args: Accept) -> Tensor:
     return count
 
 
-@accept.lowering("ge")
+@accept.lowering("npu")
 def _npu(args: Accept) -> Tensor:
     """All positions at once, so that the number of operators does not grow with the drafts: a draft counts if no mismatch precedes it."""
     sampled, candidates, query_lens = args

@@ -38,7 +38,7 @@ def add_rms_norm_reference(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     return rms_norm_reference(RmsNorm(total, args.weight, args.eps, args.offset)), total
 
 
-@add_rms_norm.lowering("ge")
+@add_rms_norm.lowering("npu")
 def _npu(args: AddRmsNorm) -> Any:
     gamma = npu_gamma(args.x, args.weight, args.offset)
     normed, _, total = torch.ops.npu.npu_add_rms_norm(args.x, args.residual, gamma, args.eps)

@@ -52,7 +52,7 @@ def _inplace(args: CacheWrite) -> tuple[Tensor, Tensor]:
     return k_cache, v_cache
 
 
-@cache_write.lowering("ge")
+@cache_write.lowering("npu")
 def _npu(args: CacheWrite) -> Any:
     k_cache, v_cache, k, v, slots = args
     return torch.ops.npu.npu_scatter_pa_kv_cache_functional(k, v, k_cache, v_cache, slots, cache_mode="Norm")

@@ -84,7 +84,7 @@ def causal_conv_on_cpu(args: CausalConv) -> Any:
     return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
 
 
-@causal_conv.lowering("ge")
+@causal_conv.lowering("npu")
 def _npu(args: CausalConv) -> Any:
     """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
     x, weight, state, read, write, num_computed_tokens, query_lens = args

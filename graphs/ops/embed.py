@@ -34,7 +34,7 @@ def embed_reference(args: Embed) -> Tensor:
     return torch.nn.functional.embedding(args.tokens, args.table)
 
 
-@embed.lowering("ge")
+@embed.lowering("npu")
 def _npu(args: Embed) -> Any:
     return torch.ops.aten.embedding(args.table, args.tokens)
 

@@ -224,7 +224,7 @@ NPU_CHUNK = 64
 """Tokens a chunk on the NPU: at least a tile of its matrix unit, and half the chunks, hence states in memory, of a CPU's 32."""
 
 
-@gated_delta.lowering("ge")
+@gated_delta.lowering("npu")
 def _npu(args: GatedDelta) -> Any:
     """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
 

@@ -38,7 +38,7 @@ def gated_rms_norm_reference(args: GatedRmsNorm) -> Tensor:
     return ((weight * unit).float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
 
 
-@gated_rms_norm.lowering("ge")
+@gated_rms_norm.lowering("npu")
 def _npu(args: GatedRmsNorm) -> Any:
     x, gate, weight, eps = args
     unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]

@@ -84,7 +84,7 @@ def grouped_experts_static(args: GroupedExperts) -> Tensor:
     return _run(every_group, args)
 
 
-@grouped_experts.lowering("ge")
+@grouped_experts.lowering("npu")
 def grouped_experts_ge(args: GroupedExperts) -> Tensor:
     """Two grouped products around one activation."""
     npu = torch.ops.npu

@@ -35,7 +35,7 @@ def l2_norm_reference(args: L2Norm) -> Tensor:
     return wide * (torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + args.eps) * args.scale)
 
 
-@l2_norm.lowering("ge")
+@l2_norm.lowering("npu")
 def _npu(args: L2Norm) -> Any:
     wide = args.x.float()
     inverse = torch.rsqrt((wide * wide).sum(-1, keepdim=True) + args.eps)

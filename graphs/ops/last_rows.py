@@ -37,7 +37,7 @@ def last_rows_reference(args: LastRows) -> Tensor:
     return x.index_select(0, first + (query_lens - 1).clamp(min=0))
 
 
-last_rows.lowering("ge")(last_rows_reference)
+last_rows.lowering("npu")(last_rows_reference)
 
 
 @last_rows.cost

@@ -50,7 +50,7 @@ def linear_on_cpu(args: Linear) -> Any:
     return linear_reference(args)
 
 
-@linear.lowering("ge")
+@linear.lowering("npu")
 def _npu(args: Linear) -> Any:
     """One matrix product that takes the weight as it lies, without a transposed copy."""
     return torch.ops.npu.npu_linear(args.x, args.weight)

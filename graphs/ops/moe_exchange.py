@@ -123,7 +123,7 @@ def moe_dispatch_of_group(calls: list[MoeDispatch]) -> list[Dispatched]:
     return [_received(rows, scale, ids, args) for args in calls]
 
 
-@moe_dispatch.lowering("ge")
+@moe_dispatch.lowering("npu")
 def moe_dispatch_ge(args: MoeDispatch) -> Dispatched:
     """One kernel. Its rank is an attribute, and one graph serves all ranks: 0 here, the runtime writes each device's own."""
     group, mode = _own_group(args.group), 2 if args.quantise else 0
@@ -185,7 +185,7 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
     return [total.to(args.rows.dtype) for total, args in zip(totals, calls, strict=True)]
 
 
-@moe_combine.lowering("ge")
+@moe_combine.lowering("npu")
 def moe_combine_ge(args: MoeCombine) -> Tensor:
     """One kernel; its rank attribute as in `moe_dispatch_ge`."""
     rows, ids, weights, assist, recv_counts, _, experts, group, ranks = args

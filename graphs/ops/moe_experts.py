@@ -83,7 +83,7 @@ def moe_experts_static(args: MoeExperts) -> Tensor:
     return (out.float() * share.t()[:, :, None]).sum(0).to(x.dtype)
 
 
-@moe_experts.lowering("ge")
+@moe_experts.lowering("npu")
 def moe_experts_ge(args: MoeExperts) -> Tensor:
     """Rows sorted by expert, two grouped products, rows put back; one expert more stands for those of other devices.
 

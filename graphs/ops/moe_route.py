@@ -38,7 +38,7 @@ def moe_route_reference(args: MoeRoute) -> tuple[Tensor, Tensor]:
     return weights.to(args.logits.dtype), ids.to(torch.int32)
 
 
-@moe_route.lowering("ge")
+@moe_route.lowering("npu")
 def moe_route_ge(args: MoeRoute) -> tuple[Tensor, Tensor]:
     """One kernel, in f32 as above; after a softmax it never makes the weights sum to 1."""
     weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(args.logits.float(), args.experts_per_token)

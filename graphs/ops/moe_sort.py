@@ -81,7 +81,7 @@ def moe_sort_reference(args: MoeSort) -> Sorted:
     return rows, torch.ones(flat.shape, dtype=torch.float32, device=args.x.device), counts, index
 
 
-@moe_sort.lowering("ge")
+@moe_sort.lowering("npu")
 def moe_sort_ge(args: MoeSort) -> Sorted:
     """One routing kernel, which gives counts (not their sums) and, for each choice, its row."""
     rows, index, counts, row_scale = torch.ops.npu.npu_moe_init_routing_v2(
@@ -125,7 +125,7 @@ def moe_unsort_reference(args: MoeUnsort) -> Tensor:
     return (chosen.view(*weights.shape, -1) * weights.float()[:, :, None]).sum(1).to(rows.dtype)
 
 
-@moe_unsort.lowering("ge")
+@moe_unsort.lowering("npu")
 def moe_unsort_ge(args: MoeUnsort) -> Tensor:
     """One kernel, in the mode (3) whose index may be -1: it takes rows as [E, C, M] and counts them as if they were flat."""
     rows, weights, index = args

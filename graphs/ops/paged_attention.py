@@ -93,7 +93,7 @@ NPU_LAYOUT = "TND"
 _MASK = 2048
 
 
-@paged_attention.lowering("ge")
+@paged_attention.lowering("npu")
 def _npu(args: PagedAttention) -> Any:
     """The fused kernel over the page table; lengths are operands, so one graph serves all of them.
 

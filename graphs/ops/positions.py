@@ -48,7 +48,7 @@ def positions_reference(args: Positions) -> Tensor:
     return (start[:, None] + torch.arange(args.q_len, dtype=start.dtype, device=start.device)).reshape(-1)
 
 
-positions.lowering("ge")(positions_reference)
+positions.lowering("npu")(positions_reference)
 
 
 @positions.cost
@@ -72,7 +72,7 @@ def slot_mapping_reference(args: SlotMapping) -> Tensor:
     return (page * page_size + position % page_size).reshape(-1)
 
 
-@slot_mapping.lowering("ge")
+@slot_mapping.lowering("npu")
 def _slots_npu(args: SlotMapping) -> Any:
     start, query_lens, page_table, page_size, q_len = args
     step = torch.arange(q_len, dtype=start.dtype, device=start.device)

@@ -94,7 +94,7 @@ def grouped_experts_w8a8_static(args: ExpertsW8A8) -> Tensor:
     return _run(every_group, args)
 
 
-@grouped_experts_w8a8.lowering("ge")
+@grouped_experts_w8a8.lowering("npu")
 def grouped_experts_w8a8_ge(args: ExpertsW8A8) -> Tensor:
     """Two kernels: grouped product with activation and rounding, and grouped product."""
     rows, row_scale, counts, gate_up, gate_up_scale, down, down_scale, dtype = args
@@ -127,7 +127,7 @@ def grouped_experts_w4a8_static(args: ExpertsW4A8) -> Tensor:
     return _run(every_group, _with_float_scales(args))
 
 
-@grouped_experts_w4a8.lowering("ge")
+@grouped_experts_w4a8.lowering("npu")
 def grouped_experts_w4a8_ge(args: ExpertsW4A8) -> Tensor:
     """Two kernels; the first wants one scale a channel without the group axis, the second wants the axis."""
     npu = torch.ops.npu

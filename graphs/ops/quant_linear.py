@@ -42,7 +42,7 @@ def quant_linear_reference(args: QuantLinear) -> Tensor:
     return (product(rows, args.weight) * args.scale * row_scale[:, None]).to(args.x.dtype)
 
 
-@quant_linear.lowering("ge")
+@quant_linear.lowering("npu")
 def quant_linear_ge(args: QuantLinear) -> Tensor:
     """One quantising kernel and one matrix product."""
     x, weight, scale = args

@@ -35,7 +35,7 @@ def request_slot_write_reference(args: RequestSlotWrite) -> Tensor:
     return args.pool.index_put((args.request_slots.long(),), args.values)
 
 
-@request_slot_write.lowering("ge")
+@request_slot_write.lowering("npu")
 def _npu(args: RequestSlotWrite) -> Tensor:
     """A sum over the at most one row that each slot gets, since the device's scatters take no int32. The null slot keeps its values."""
     pool, request_slots, values = args

@@ -42,7 +42,7 @@ def npu_gamma(x: Tensor, weight: Tensor, offset: float) -> Tensor:
     return (weight + offset if offset else weight).to(x.dtype)
 
 
-@rms_norm.lowering("ge")
+@rms_norm.lowering("npu")
 def _npu(args: RmsNorm) -> Any:
     return torch.ops.npu.npu_rms_norm(args.x, npu_gamma(args.x, args.weight, args.offset), args.eps)[0]
 

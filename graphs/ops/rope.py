@@ -49,7 +49,7 @@ def rope_angles_reference(args: RopeAngles) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-rope_angles.lowering("ge")(rope_angles_reference)
+rope_angles.lowering("npu")(rope_angles_reference)
 
 
 @rope_angles.cost
@@ -78,7 +78,7 @@ def rope_reference(args: Rope) -> Tensor:
     return torch.cat([rotated, x[..., 2 * half :]], -1)
 
 
-@rope.lowering("ge")
+@rope.lowering("npu")
 def _rope_npu(args: Rope) -> Any:
     """The rotated part alone goes through the kernel, whose angles are as wide as its operand and of its dtype."""
     x, cos, sin = args

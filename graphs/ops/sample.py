@@ -84,7 +84,7 @@ def _cpu(args: Sample) -> Any:
     return _greedy_or_drawn(*args)
 
 
-@sample.lowering("ge")
+@sample.lowering("npu")
 def _npu(args: Sample) -> Any:
     """Every row is computed both ways, greedy and drawn, and its temperature picks one.
 

@@ -46,7 +46,7 @@ def _cpu(args: SwigluLinear) -> Tensor:
     return gated
 
 
-@swiglu_linear.lowering("ge")
+@swiglu_linear.lowering("npu")
 def _npu(args: SwigluLinear) -> Any:
     npu = torch.ops.npu
     return npu.npu_swiglu(npu.npu_linear(args.x, args.weight.flatten(0, 1)))

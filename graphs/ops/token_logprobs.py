@@ -69,7 +69,7 @@ def _cpu(args: TokenLogprobs) -> Any:
     return _if_asked(*args)
 
 
-@token_logprobs.lowering("ge")
+@token_logprobs.lowering("npu")
 def _npu(args: TokenLogprobs) -> Three:
     """All rows, whether they asked or not."""
     chosen, ids, values = _logprobs(args.logits, args.tokens, args.most)

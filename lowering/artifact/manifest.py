@@ -16,7 +16,7 @@ import msgpack
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ...graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class Manifest:
         memory: memory plan of each device (tools/build/memory.py), where the target has a limit of its own.
         environment: variables that the processes of all ranks run with, by name, where the target needs any.
         communicator_bytes: size of one buffer of each communicator, by its symbol in GE graphs, where the target has communicators.
+        platform: fields of `lowering.platform.Platform`: what the graphs were lowered for.
     """
 
     model: Mapping[str, Any]
@@ -166,6 +167,7 @@ class Manifest:
     chat_template: str | None = None
     environment: Mapping[str, Setting] = field(default_factory=dict)
     communicator_bytes: Mapping[str, int] = field(default_factory=dict)
+    platform: Mapping[str, Any] = field(default_factory=dict)
 
     def signature(self, entry: GraphEntry) -> Signature:
         """Calling convention of one graph."""

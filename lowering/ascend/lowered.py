@@ -19,17 +19,23 @@ from ...graphs.ir.record import record
 from ...graphs.primitive import of_target
 from ...graphs.types import Signature
 from ..lower import Lowered
+from ..platform import CPU, Platform
 from .donation import Donated, Donations, donations
 from .hoist import hoist
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
 
-BACKEND = "ge"
+KIND = "npu"
+"""Kind of lowering that bodies are made of."""
 
 
-def lower(partitioned: Partitioned) -> Lowered:
+def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge") -> Lowered:
     """Lowers every body once; `npu` and `air` operators must be registered in this process.
+
+    Args:
+        platform: decides which variant of a primitive's lowering is taken.
+        backend: name of the backend that runs the graph.
 
     Raises:
         LoweringError: a state pool cannot be updated in place (donation.py).
@@ -37,28 +43,33 @@ def lower(partitioned: Partitioned) -> Lowered:
     compile_count.record("trace")
     graph, signature = outline(partitioned.graph), partitioned.signature
     donated = donations(graph, signature)
-    lowered = {name: _lower_body(body, donated.bodies[name]) for name, body in bodies(graph).items()}
+    features = platform.features(backend)
+    lowered = {name: _lower_body(body, donated.bodies[name], features) for name, body in bodies(graph).items()}
     calls = hoist(_calls(graph, signature, donated, lowered), signature)
-    return Lowered(partitioned.program.bucket, BACKEND, calls, signature)
+    return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
 
 
 class _NpuInliner(Interpreter):
-    """Runs a body on meta tensors with primitives replaced by their lowerings."""
+    """Runs a body on meta tensors with primitives replaced by their lowerings for a platform's features."""
+
+    def __init__(self, body: GraphModule, features: frozenset[str]) -> None:
+        super().__init__(body)
+        self._features = features
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         primitive = of_target(target)
         if primitive is not None:
-            return primitive.lower_for(BACKEND)(*args, **kwargs)
+            return primitive.lower_for(KIND, self._features)(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
-def _lower_body(body: GraphModule, donated: Donated) -> GraphModule:
+def _lower_body(body: GraphModule, donated: Donated, features: frozenset[str]) -> GraphModule:
     """The body in operators of the device; new values of pools are written into their operands and are no results."""
     operands = [n.meta["val"] for n in body.graph.nodes if n.op == "placeholder"]
     new_values = set(donated.values())
 
     def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = _NpuInliner(body).run(*values)
+        results = _NpuInliner(body, features).run(*values)
         for operand, result in donated.items():
             # An operator that updated the operand in place has returned the operand itself.
             if results[result] is not values[operand]:

@@ -14,6 +14,7 @@ from ...graphs.errors import LoweringError
 from ..artifact.graph_io import decode, encode
 from ..backend import Backend, Compiled
 from ..lower import Lowered, lower_eager
+from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -102,7 +103,7 @@ class Eager(Backend):
     name = "eager"
     suffix = "graph"
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """Primitives stay whole; those that update a pool write it in place."""
         return lower_eager(partitioned)
 

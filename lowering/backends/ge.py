@@ -10,6 +10,7 @@ from ...graphs.errors import LoweringError
 from ..ascend.toolchain import harness
 from ..ascend.toolchain.stubs import cann
 from ..backend import Backend, Compiled
+from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -39,12 +40,12 @@ class Ge(Backend):
         """
         self._loaded = harness.load(cache_dir)
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """Lowers to bodies of NPU operators, each kind of layer once."""
         from ..ascend.lowered import lower
 
         self._torchair()
-        return lower(partitioned)
+        return lower(partitioned, platform)
 
     def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
         """Converts to one GE graph for all ranks, in the format of lowering/ascend/ge_file.py."""
@@ -55,7 +56,7 @@ class Ge(Backend):
         ge_file = link(lowered.graph, lowered.signature, self._torchair())
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
-    def prove(self, compiled: Compiled, partitioned: Partitioned) -> None:
+    def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
         """Checks that pools are written in place, no length is baked in, no step repeats work on weights, and collectives are those of the
         partitioned graph in order."""
         from .. import collectives_check

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..backend import Backend
 from ..lower import Lowered
+from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -17,7 +18,7 @@ class Null(Backend):
     name = "null"
     suffix = None
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """The partitioned graph as it is: primitives stay whole, state stays functional."""
         return Lowered(partitioned.program.bucket, self.name, partitioned.graph, partitioned.signature)
 

@@ -100,6 +100,16 @@ def test_a_backend_takes_its_own_lowering_or_the_reference(define: Define) -> No
     assert twice.lower_for("eager")(5) == 10
 
 
+def test_the_variant_that_needs_most_of_what_a_platform_has_is_taken(define: Define) -> None:
+    twice = define("test_variants", X1, "t -> t")
+    for result, needs in ((1, ()), (2, ("cann>=9.0",)), (3, ("cann>=9.0", "aclgraph"))):
+        twice.lowering("npu", needs=needs)(lambda args, result=result: result)
+    for features, result in (((), 1), (("aclgraph",), 1), (("cann>=9.0", "ge"), 2), (("aclgraph", "cann>=9.0", "ge"), 3)):
+        assert twice.lower_for("npu", frozenset(features))(5) == result
+    twice.lowering("npu", needs=("vllm-ascend",))(lambda args: 4)
+    assert twice.lower_for("npu", frozenset({"cann>=9.0", "vllm-ascend"}))(5) == 4
+
+
 # --- donation ---
 
 

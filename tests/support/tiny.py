@@ -29,6 +29,7 @@ from npucompile.lowering.artifact.manifest import ExecutableRecord
 from npucompile.lowering.backend import Backend
 from npucompile.lowering.backends import eager
 from npucompile.lowering.lower import Lowered
+from npucompile.lowering.platform import CPU, Platform
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import initialise
 from npucompile.runtime.buckets import Row, pack
@@ -193,7 +194,7 @@ class Stub(Backend):
         monkeypatch.setitem(targets._TARGETS, "cpu", replace(here, backends=(*here.backends, self.name)))
         return self
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         return eager.BACKEND.lower(partitioned)
 
     def options(self, threads: int) -> dict[str, Any]:

@@ -7,6 +7,8 @@ DEFAULT_PREFILL = (32, 128)
 DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu", "ascend-a3", "ascend-a2")
 SCHEMES = ("none", "w8a8", "w4a8")
+CANN_RELEASES = ("8.3", "8.5", "9.0", "9.1")
+OPERATOR_PACKAGES = ("sgl-kernel-npu", "vllm-ascend")
 WEIGHTS = ("auto", "stored", "bound")
 MAX_LOGPROBS = 20
 """The most that OpenAI's API allows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import DTYPE_NAMES
 from ...lowering.artifact.artifact import ArtifactWriter, Manifest
@@ -44,6 +46,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         rules=dict(plan.rules().table),
         target=plan.target.name,
         backend=plan.backend,
+        platform=asdict(plan.platform),
         limits=plan.limits,
         params=signature.params,
         state=signature.state,

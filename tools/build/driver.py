@@ -103,6 +103,7 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
         repr(plan.rules(bucket)),
         plan.target.name,
         plan.backend,
+        repr(plan.platform),
         sorted(chosen.options(THREADS).items()),
         sorted({**toolchain(), **chosen.versions()}.items()),
     )

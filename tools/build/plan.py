@@ -11,6 +11,7 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
+from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.variant import Variant
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
@@ -41,6 +42,7 @@ class Options:
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
+        cann, operator_packages: of `lowering.platform.Platform`.
     """
 
     model: str
@@ -58,6 +60,8 @@ class Options:
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
     weights: str | None = None
+    cann: str | None = None
+    operator_packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Plan:
         published: whether the limits are the deployment's, not derived from a context and a number of requests.
         max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 for none.
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
+        platform: what the graphs are lowered for.
     """
 
     source: registry.ModelSource
@@ -89,6 +94,7 @@ class Plan:
     published: bool = False
     max_logprobs: int = 0
     weights: str = "none"
+    platform: Platform = CPU
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
@@ -114,6 +120,8 @@ class Plan:
             options |= {"phase": self.phase} if self.phase != "mixed" else {}
         if not self.target.local and self.weights != "none":
             options |= {"weights": self.weights}
+        if self.platform.chip:
+            options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
@@ -186,6 +194,7 @@ def plan(options: Options) -> Plan:
         published,
         _max_logprobs(options, source, target),
         weights,
+        _platform(options, target),
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
@@ -220,6 +229,17 @@ def _backend(options: Options, source: registry.ModelSource, instance: Instance)
     if mesh.size > 1 and chosen == "inductor":
         raise SpecError(f"--backend inductor with mesh {mesh}: ranks on this machine run uncompiled; legal are eager and null")
     return chosen
+
+
+def _platform(options: Options, target: Target) -> Platform:
+    """What graphs are lowered for.
+
+    Raises:
+        SpecError: a release or operator packages for a target without CANN, or unknown ones.
+    """
+    if target.local and (options.cann or options.operator_packages):
+        raise SpecError(f"--cann and --operator-packages are for NPUs, the target is {target.name}; legal are targets that are NPUs")
+    return Platform(target.chip, options.cann or target.cann, tuple(sorted(set(options.operator_packages))))
 
 
 def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:

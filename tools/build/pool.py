@@ -87,7 +87,8 @@ class CompileResult:
 def record_of(plan: Plan, staged: Staged) -> StagedRecord:
     """What an artifact stores of a staged bucket."""
     partitioned, texts, chosen = staged.partitioned, staged.texts, backend(plan.backend)
-    key = graph_key(texts["lowered"], chosen.name, chosen.options(THREADS), {**toolchain(), **chosen.versions()})
+    options = {**chosen.options(THREADS), "platform": repr(plan.platform)}
+    key = graph_key(texts["lowered"], chosen.name, options, {**toolchain(), **chosen.versions()})
     return StagedRecord(
         partitioned.signature.inputs,
         partitioned.signature.outputs,
@@ -122,14 +123,14 @@ def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     chosen.prepare(job.cache_dir)
     if job.lowered:
         data, signature = job.lowered
-        lowered = Lowered(job.bucket, chosen.name, decode(data), signature)
+        lowered = Lowered(job.bucket, chosen.name, decode(data), signature, job.plan.platform)
         return None, chosen.compile(lowered, cache_dir=job.cache_dir, threads=THREADS)
     staged = stage(job.plan, job.bucket)
     record = record_of(job.plan, staged)
     if chosen.suffix is None or record.key == job.known_key:
         return record, None
     compiled = chosen.compile(staged.lowered, cache_dir=job.cache_dir, threads=THREADS)
-    chosen.prove(compiled, staged.partitioned)
+    chosen.prove(compiled, staged.partitioned, job.plan.platform)
     return record, compiled
 
 

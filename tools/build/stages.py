@@ -60,7 +60,7 @@ def stage(plan: Plan, bucket: Bucket) -> Staged:
         GraphError: naming the stage or pass that failed.
     """
     traced, partitioned = partition_bucket(plan, bucket)
-    return Staged(bucket, traced, partitioned, backend(plan.backend).lower(partitioned))
+    return Staged(bucket, traced, partitioned, backend(plan.backend).lower(partitioned, plan.platform))
 
 
 def pack_texts(texts: Mapping[str, str]) -> bytes:

@@ -31,6 +31,8 @@ class Target:
         usable_hbm_bytes: the part of it that the runtime does not reserve.
         page_size: P, tokens per KV page that the attention kernel wants.
         max_model_len, prefill, max_logprobs: defaults of a build. Chunks longer than the context are cut to it.
+        chip: name of the NPU in CANN's operator definitions, "" for CPUs.
+        cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
             until the bucket has an executable and which that executable is compared with.
         shared_memory: whether all ranks share `hbm_bytes`.
@@ -56,6 +58,8 @@ class Target:
     max_model_len: int
     prefill: tuple[int, ...]
     max_logprobs: int
+    chip: str = ""
+    cann: str = ""
     local: bool = False
     shared_memory: bool = False
     dispatches: bool = True
@@ -130,6 +134,8 @@ _A3 = Target(
     prefill=(2048,),
     # Graphs are static: with log probabilities, every step would compute them for every row.
     max_logprobs=0,
+    chip="ascend910_93",
+    cann="8.5",
     hbm_bytes_per_s=_HBM_SPEED,
     bf16_flops_per_s=_BF16,
     int8_ops_per_s=_INT8,
@@ -140,7 +146,16 @@ _A3 = Target(
 # Eight NPUs a node; nodes are linked by RoCE. CANN's expert dispatch takes 2, 4 or 8 such nodes (aclnnMoeDistributeDispatchV2,
 # constraints), so eight are the most. Its operands differ from the A3's (expert_scales, another shape of counts), and the lowering
 # here does not supply them: tokens are gathered instead.
-_A2 = replace(_A3, name="ascend-a2", npus_per_node=8, max_npus=64, node_link_bytes_per_s=_ROCE, tp_across_nodes=False, dispatches=False)
+_A2 = replace(
+    _A3,
+    name="ascend-a2",
+    chip="ascend910b",
+    npus_per_node=8,
+    max_npus=64,
+    node_link_bytes_per_s=_ROCE,
+    tp_across_nodes=False,
+    dispatches=False,
+)
 
 _TARGETS = {kind.name: kind for kind in (_CPU, _A3, _A2)}
 TARGETS = tuple(_TARGETS)

@@ -31,6 +31,11 @@ def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise SpecError(f"{param.opts[0]}: {error}") from None
 
 
+def read_packages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """Reads names separated by commas."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """An option whose value is such a list."""
     help_text = f"{text}  [default: {format_buckets(default)}, or the deployment's]"
@@ -66,6 +71,11 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
     "--weights", type=click.Choice(choices.WEIGHTS),
     help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
     "[default: auto]",
+)  # fmt: skip
+@click.option("--cann", type=click.Choice(choices.CANN_RELEASES), help="For NPUs: release of CANN to lower for.  [default: the target's]")
+@click.option(
+    "--operator-packages", callback=read_packages, metavar="LIST", default="",
+    help=f"For NPUs: packages with operators of their own that are installed where it runs, of {', '.join(choices.OPERATOR_PACKAGES)}.",
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Artifact directory.  [default: ~/.npucompile/artifacts/MODEL]")
 @click.option(

@@ -26,6 +26,7 @@ from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
+from ...lowering.platform import Platform
 from ...models import step
 from ..build.targets import target
 from ..progress import Progress
@@ -186,11 +187,12 @@ class _Proof:
         model, max_logprobs = small.model_for(case, dtype), small.max_logprobs
         program = step.program(model, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=max_logprobs)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
-        lowered = ge.lower(partitioned)
+        platform = Platform.of(self.artifact.manifest.platform)
+        lowered = ge.lower(partitioned, platform)
         if not convert:
             return BuiltCase(partitioned, lowered, None)
         compiled = ge.compile(lowered, cache_dir=self.cache_dir, threads=0)
-        ge.prove(compiled, partitioned)
+        ge.prove(compiled, partitioned, platform)
         return BuiltCase(partitioned, lowered, decode(compiled.data))
 
 

@@ -14,6 +14,7 @@ import torch
 from ....graphs import compile_count
 from ....graphs.errors import LoweringError
 from ...backend import Backend, Compiled
+from ...platform import CPU, Platform
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -89,7 +90,7 @@ class Inductor(Backend):
     name = NAME
     suffix = "pt2"
 
-    def lower(self, partitioned: Partitioned) -> Lowered:
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
         """Replaces primitives by aten operators and native kernels; state is written in place."""
         from ...lower import lower_inline
 

@@ -294,7 +294,7 @@ def traced(name: str, args: tuple[Any, ...], finish: Callable[..., Any], **optio
     def run(*operands: torch.Tensor) -> Any:
         rest = iter(operands)
         values = [next(rest) if isinstance(a, torch.Tensor) else a for a in args]
-        return finish(values, flat(TABLE[name].lower_for("ge")(*values)))
+        return finish(values, flat(TABLE[name].lower_for("npu")(*values)))
 
     fakes = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in tensors(args)]
     return make_fx(run, **options)(*fakes), fakes
@@ -321,7 +321,7 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -
 
 
 def test_every_primitive_with_a_lowering_of_its_own_is_here() -> None:
-    own = {name for name, primitive in TABLE.items() if primitive.has("lowering:ge") and not name.startswith(ELSEWHERE)}
+    own = {name for name, primitive in TABLE.items() if primitive.has("lowering:npu") and not name.startswith(ELSEWHERE)}
     assert own == set(EXAMPLES)
     assert {name: set(labels) for name, labels in EXAMPLES.items()} == {name: set(labels) for name, labels in EMITS.items()}
 
@@ -392,7 +392,7 @@ def test_pools_are_written_where_they_are(example_in_ge: Callable[[str, str], An
 
 @pytest.mark.parametrize("label", ["verify", "decode", "full"])
 def test_the_other_layout_of_attention_is_the_same(torchair: harness.Torchair, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[TABLE["paged_attention"].rule("lowering:ge").__module__], "NPU_LAYOUT", "BSND")
+    monkeypatch.setattr(sys.modules[TABLE["paged_attention"].rule("lowering:npu").__module__], "NPU_LAYOUT", "BSND")
     example = EXAMPLES["paged_attention"][label](Draw(torch.float32))
     close(example.live(executed("paged_attention", example.args)), example.live(flat(paged_attention(*example.args))), 2e-5)
     assert types(converted(torchair, "paged_attention", example.args)) <= ATTENTION | MASK
@@ -410,7 +410,7 @@ def test_lengths_of_attention_are_operands(example_in_ge: Callable[[str, str], A
 def test_more_tokens_than_the_recurrent_kernel_takes_are_refused() -> None:
     example = delta(Draw(torch.float32), 9, ints(4, 4), ints(0, 0), ints([0] * 9, [0] * 9), (9, 9), 0)
     with pytest.raises(PrimitiveError, match="has 9 tokens a row; the NPU's kernel takes at most 8"):
-        gated_delta.rule("lowering:ge")(*example.args)
+        gated_delta.rule("lowering:npu")(*example.args)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])

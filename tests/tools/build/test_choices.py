@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from npucompile.lowering import platform
 from npucompile.models.variant import SCHEMES
 from npucompile.tools.build import choices, plan, targets
 
@@ -10,3 +11,5 @@ def test_choices_are_what_they_name() -> None:
     assert tuple(plan.DTYPES) == choices.DTYPES
     assert choices.TARGETS == targets.TARGETS
     assert tuple(SCHEMES) == choices.SCHEMES
+    assert choices.CANN_RELEASES == platform.CANN_RELEASES
+    assert choices.OPERATOR_PACKAGES == platform.OPERATOR_PACKAGES

@@ -1,0 +1,51 @@
+"""What graphs are lowered for: the chip, the release of CANN and the operator packages that a deployment runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..graphs.errors import SpecError
+
+CANN_RELEASES = ("8.3", "8.5", "9.0", "9.1")
+"""Releases of CANN that a build can be for, oldest first; each takes what older ones take."""
+
+OPERATOR_PACKAGES = ("sgl-kernel-npu", "vllm-ascend")
+"""Packages with operators beside CANN's own that lowerings know."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What graphs are lowered for; the default is this machine's CPU.
+
+    Attributes:
+        chip: name of the NPU in CANN's operator definitions, "ascend910_93" (Atlas A3) or "ascend910b" (Atlas A2); "" for CPUs.
+        cann: release of CANN, one of `CANN_RELEASES`; "" for CPUs.
+        packages: operator packages that are installed where the artifact runs, in alphabetical order.
+    """
+
+    chip: str = ""
+    cann: str = ""
+    packages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cann and self.cann not in CANN_RELEASES:
+            raise SpecError(f"CANN release {self.cann!r} is not known; legal are {', '.join(CANN_RELEASES)}")
+        if unknown := sorted(set(self.packages) - set(OPERATOR_PACKAGES)):
+            raise SpecError(f"operator packages {', '.join(unknown)} are not known; legal are {', '.join(OPERATOR_PACKAGES)}")
+        if list(self.packages) != sorted(set(self.packages)):
+            raise SpecError(f"operator packages are {self.packages}; legal is each once, in alphabetical order")
+
+    def features(self, backend: str) -> frozenset[str]:
+        """What a lowering may ask for: the backend's name, the chip, `cann>=` of each release up to this one, and the packages."""
+        releases = CANN_RELEASES[: CANN_RELEASES.index(self.cann) + 1] if self.cann else ()
+        return frozenset({backend, *filter(None, (self.chip,)), *(f"cann>={release}" for release in releases), *self.packages})
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Platform:
+        """The platform that a manifest names (`Manifest.platform`); the CPU where it names none."""
+        return Platform(**{**fields, "packages": tuple(fields["packages"])}) if fields else CPU
+
+
+CPU = Platform()
