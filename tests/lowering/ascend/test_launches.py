@@ -30,7 +30,7 @@ def graph(tmp_path_factory):
 def test_constants_views_and_what_depends_on_constants_alone_start_nothing(graph):
     assert {"Range", "Reshape", "Mul"} <= {op.type for op in graph.op}
     assert [op.type for op in launches(graph)] == ["Abs", "Sqrt", "Add", "StridedSliceV2", "Neg"]
-    assert {body_of(op.name) for op in launches(graph)} == {"layer00_body"}
+    assert {body_of(op.name) for op in launches(graph)} == {"body"}
 
 
 def test_a_collective_of_a_constant_runs_in_each_step(graph):
