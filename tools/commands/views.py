@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.launches import kind_of
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
@@ -25,7 +25,6 @@ from ..build.targets import target
 from ..verify.small_model import full_model
 
 GE = "ge"
-_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for prefix, counts in bodies.items():
         kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
-    heads = [f"{_label(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
+    heads = [f"{kind_of(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
     columns = [dict(counts) for counts in kinds]
     wide = max((len(kind) for kind in totals), default=0)
     lines = [f"{'':<{wide}} {'all':>6}  " + "  ".join(heads)] if totals else []
@@ -230,9 +229,3 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
         cells = "  ".join(f"{column.get(kind, ''):>{len(head)}}" for column, head in zip(columns, heads, strict=True))
         lines.append(f"{kind:<{wide}} {count:>6}  {cells}".rstrip())
     return lines
-
-
-def _label(prefix: str) -> str:
-    """The kind of a body, from the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
-    match = _KIND.fullmatch(prefix.rpartition("/")[2])
-    return match[1] if match else "main"
