@@ -46,7 +46,7 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         SpecError: the bucket has no GE graph.
     """
-    ge_file = _ge_file(artifact, entry)
+    ge_file = ge_file_of(artifact, entry)
     if ge_file is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
@@ -65,7 +65,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if ge_file := _ge_file(artifact, entry):
+    if ge_file := ge_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
@@ -82,7 +82,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's GE graph, in total and by body; its cost; and its roofline estimate."""
-    ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
+    ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
@@ -171,7 +171,8 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
     return best
 
 
-def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+    """The GE graph of a bucket; None where it has none."""
     if entry.compiled is None or entry.compiled.backend != GE:
         return None
     return decode((artifact.path / entry.compiled.file).read_bytes())
