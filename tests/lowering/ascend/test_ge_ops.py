@@ -20,6 +20,7 @@ from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.ops import gated_delta, paged_attention
 from npucompile.graphs.primitive import TABLE
+from npucompile.lowering.ascend import converters
 from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
 from npucompile.lowering.ascend.toolchain import harness
 
@@ -33,6 +34,7 @@ PLUMBING = {"Const", "Data", "NetOutput"}
 def torchair(tmp_path_factory: pytest.TempPathFactory) -> harness.Torchair:
     loaded = harness.load(tmp_path_factory.mktemp("stubs"))
     importlib.import_module("torchair.ops._npu_fused_infer_attention_score")
+    converters.register(loaded)
     return loaded
 
 
@@ -224,7 +226,7 @@ INDEX = types_of("Range Cast Add Unsqueeze Reshape Mul")
 CONV = types_of("Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate Unpack StridedSliceV2 Mul Add Swish")
 RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule")
 CHUNKED = types_of(
-    "Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less BroadcastTo Identity "
+    "Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less BroadcastTo "
     "GreaterEqual Greater Transpose Cumsum Sub ClipByValueV2 Exp BatchMatMul FloorDiv FloorMod LogicalAnd"
 )
 ATTENTION = types_of("Range Cast Mul Add Reshape FusedInferAttentionScore")
