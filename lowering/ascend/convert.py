@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
 from . import collectives, converters
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
-from .inspect_ge import follow_memory
+from .inspect_ge import IN_PLACE, follow_memory
 from .toolchain.harness import Torchair
 
 # Options that list operands or results one by one; the linker writes them for the whole graph.
@@ -25,6 +25,7 @@ POSITIONAL = (
     "ge.inputHintShape",
     "frozenInput",
 )
+_COMMUNICATING = ("Hcom", "MoeDistribute")
 _GROUP_ATTRS, _RANK_ATTR = ("group", "group_ep", "group_tp"), "ep_rank_id"
 
 
@@ -152,8 +153,8 @@ def _body(
     graph = parse(runner.graph.SerializeToString()).graph[0]
     by_index = {op.attr["index"].i: operands[op.name] for op in graph.op if op.type == "Data"}
     feeds = {f"{op.name}:0": by_index[op.attr["index"].i] for op in graph.op if op.type == "Data"}
-    ops = tuple(op for op in graph.op if op.type not in ("Data", "NetOutput"))
     outputs = next(op for op in graph.op if op.type == "NetOutput")
+    ops = _needed([op for op in graph.op if op.type not in ("Data", "NetOutput")], outputs)
     tensors = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
     flow = follow_memory(ops, feeds)
     if flow.breaches:
@@ -174,6 +175,20 @@ def _body(
         options={key: value for key, value in local.items() if key not in POSITIONAL},
         engine=dict(engine),
     )
+
+
+def _needed(ops: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+    """The operators that a result depends on, and those that write operands or communicate, with all that they read.
+
+    torchair converts each result of an aten operator, read or not: it casts the indices of a maximum of which only the value is read.
+    """
+    needed = {tensor.rpartition(":")[0] for tensor in outputs.input}
+    kept = []
+    for op in reversed(ops):
+        if op.name in needed or op.type in IN_PLACE or op.type.startswith(_COMMUNICATING):
+            kept.append(op)
+            needed |= {tensor.rpartition(":")[0] for tensor in op.input}
+    return tuple(reversed(kept))
 
 
 def _tidy(op: Any, values: Mapping[str, Any]) -> None:

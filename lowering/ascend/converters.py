@@ -13,18 +13,22 @@ from .toolchain.harness import Torchair
 
 Convert = Callable[..., Any]
 _MARK = "_npucompile"
-_DT_BOOL = 12
+_DT_BOOL, _DT_INT64 = 12, 9
+_REDUCED = (0, 1, 2, 4, 27)
+"""Numbers of the dtypes that maxima and minima are taken in."""
 _HALVES = (1, 27)
 """Numbers of float16 and bfloat16 in GE."""
 
 
 def register(ta: Torchair) -> None:
     """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
-    aten = torch.ops.aten
+    aten: Any = torch.ops.aten
     for op, converter in (
         (aten.clone.default, _clone),
         (aten.mul.Tensor, _mul),
         (aten.softplus.default, _softplus),
+        (aten.amax.default, _reduction("ReduceMax")),
+        (aten.amin.default, _reduction("ReduceMin")),
     ):
         # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
         earlier = getattr(op, "_ge_converter", None)
@@ -77,3 +81,24 @@ def _softplus(ta: Torchair, earlier: Convert | None) -> Convert:
         return ta.ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
 
     return convert
+
+
+def _reduction(kind: str) -> Callable[[Torchair, Convert | None], Convert]:
+    """torchair has the operators, and converts neither `amax` nor `amin`.
+
+    ReduceMax and ReduceMin take float16, bfloat16, float32, int8 and uint8 (their definitions in the reduce_ops.h of CANN's operator
+    prototypes); integers of other sizes are refused here, since GE would compute them on the host's CPU cores of the device.
+    """
+
+    def made(ta: Torchair, earlier: Convert | None) -> Convert:
+        def convert(x: Any, dim: Any = (), keepdim: bool = False, meta_outputs: Any = None) -> Any:
+            if x.dtype not in _REDUCED:
+                raise LoweringError(
+                    f"{kind} takes GE's dtype number {x.dtype}; legal are {_REDUCED}: float32, float16, int8, uint8, bfloat16"
+                )
+            dims = [dim] if isinstance(dim, int) else list(dim) or list(range(x.rank))
+            return getattr(ta.ge, kind)(x, ta.ge.Const(dims, dtype=_DT_INT64), keep_dims=keepdim)
+
+        return convert
+
+    return made

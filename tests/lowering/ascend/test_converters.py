@@ -70,7 +70,24 @@ def test_products_of_bools_are_refused(ta):
         types(ta, lambda x: ((x > 0) * (x < 1),), X)
 
 
+def test_what_nobody_reads_is_no_launch(ta):
+    """torchair casts the indices of a maximum to int64 also where its value alone is read."""
+    kinds, _ = types(ta, lambda x: (x.max(1)[0],), X)
+    assert kinds == ["ArgMaxWithValue"]
+
+
 def test_softplus_is_one_operator(ta):
     kinds, body = types(ta, lambda x: (torch.nn.functional.softplus(x, beta=2.0, threshold=11.0),), X)
     assert kinds == ["SoftplusV2"]
     assert (body.ops[-1].attr["beta"].f, body.ops[-1].attr["threshold"].f) == (2.0, 11.0)
+
+
+@pytest.mark.parametrize("name, kind", [("amax", "ReduceMax"), ("amin", "ReduceMin")])
+def test_extremes_are_one_operator_that_keeps_its_dtype(ta, name, kind):
+    reduce = getattr(torch.Tensor, name)
+    for fn, shape in ((lambda x: (reduce(x, 1, keepdim=True),), "bf16[8,1]"), (lambda x: (reduce(x, (0, -1)),), "bf16[]")):
+        kinds, body = types(ta, fn, X)
+        assert kinds == [kind]
+        assert body.ops[-1].output_desc[0].attr["_meta"].s.decode() == shape
+    with pytest.raises(LoweringError, match="takes GE's dtype number 3; legal are"):
+        types(ta, lambda x: (reduce(x, 0),), ROWS)
