@@ -233,15 +233,15 @@ MASK = types_of("Unsqueeze Greater PadV3")
 ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
 UNIT = types_of("Fill RmsNorm")
 DRAWN = types_of(
-    "Greater SelectV2 Unsqueeze ArgMaxWithValue Cast Sub RealDiv SoftmaxV2 Mul GreaterEqual Sort Range Less LessEqual LogicalOr "
-    "ReduceSum Cumsum LogicalAnd ClipByValueV2 GatherElements Equal StridedSliceV2 Minimum ArgMaxV2"
+    "Add Cast ClipByValueV2 Cumsum Equal Exp GatherElements GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr Minimum Mul "
+    "Range RealDiv ReduceMax ReduceMin ReduceSum Reshape SelectV2 StridedSliceV2 Sub TopKV2 Unsqueeze"
 )
 
 # GE op types of each case in bfloat16, plumbing aside; no TensorMove or Assign, which copy a pool.
 EMITS: dict[str, dict[str, frozenset[str]]] = {
     "accept": {
-        "drafts": types_of("Add Cast Cumsum Equal Greater GreaterEqual LogicalOr NotEqual Range ReduceSum StridedSliceV2 Unsqueeze"),
-        "none": types_of("Greater Cast"),
+        "drafts": types_of("Cast Minimum NotEqual Range ReduceMin SelectV2 StridedSliceV2"),
+        "none": types_of("ClipByValueV2"),
     },
     "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
     "slot_mapping": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
@@ -261,13 +261,13 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "l2_norm": dict.fromkeys(("scaled", "plain"), UNIT),
     "last_rows": {"rows": types_of("Range Cast Mul Sub ClipByValueV2 Add GatherV2")},
     "linear": {"odd": types_of("MatMul")},
-    "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION},
+    "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION - {"Range"}},
     "positions": {"rows": INDEX - {"Mul"}},
     "rms_norm": {"offset": types_of("Add RmsNorm"), "heads": types_of("RmsNorm")},
     "rope": {"partial": ROTATION | types_of("StridedSliceV2"), "whole": ROTATION},
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
-    "request_slot_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},
+    "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
     "token_logprobs": {
         "padding": types_of("ArgMaxWithValue Cast Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"),
