@@ -86,23 +86,28 @@ def causal_conv_on_cpu(args: CausalConv) -> Any:
 
 @causal_conv.lowering("npu")
 def _npu(args: CausalConv) -> Any:
-    """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
+    """One gather lays out the inputs that each token sees; the pool is written in place.
+
+    With a slot for every token (W == Q) a row starts from the slot that it reads, whatever `num_computed_tokens` is: such a row continues
+    a request, and its slot holds a state.
+    """
     x, weight, state, read, write, num_computed_tokens, query_lens = args
     B, Q, C = x.shape
     past = weight.shape[1] - 1
-    window = torch.cat([read_states(state, read, num_computed_tokens), x], 1)
-    if write.shape[1] == Q:
-        windows = torch.stack([window[:, 1 + tap : 1 + tap + Q] for tap in range(past)], 2)
+    every_token = write.shape[1] == Q
+    before = state.index_select(0, read) if every_token else read_states(state, read, num_computed_tokens)
+    inputs = torch.cat([before, x], 1).view(-1, C)
+    offset = torch.arange(past + 1, dtype=torch.int32, device=x.device)
+    row = torch.arange(B, dtype=torch.int32, device=x.device)[:, None] * (Q + past)
+    token = (row + torch.arange(Q, dtype=torch.int32, device=x.device)).view(-1, 1)
+    seen = (inputs if every_token else inputs.float()).index_select(0, (token + offset).view(-1)).view(-1, past + 1, C)
+    if every_token:
+        states = seen[:, 1:]
     else:
-        first = torch.arange(B, dtype=torch.int32, device=x.device) * (Q + past) + query_lens
-        rows = first[:, None] + torch.arange(past, dtype=torch.int32, device=x.device)
-        windows = window.view(-1, C).index_select(0, rows.view(-1))
-    write_states_npu(state, write, windows.view(-1, past, C))
-    wide, taps = window.float(), weight.float().unbind(-1)
-    total = wide[:, :Q] * taps[0]
-    for tap in range(1, past + 1):
-        total = total + wide[:, tap : tap + Q] * taps[tap]
-    return torch.nn.functional.silu(total).to(x.dtype), state
+        states = inputs.index_select(0, (row + query_lens[:, None] + offset[:past]).view(-1)).view(-1, past, C)
+    write_states_npu(state, write, states)
+    total = (seen.float() * weight.float().t()).sum(1)
+    return torch.nn.functional.silu(total).to(x.dtype).view(x.shape), state
 
 
 @causal_conv.cost

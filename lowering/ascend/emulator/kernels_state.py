@@ -128,6 +128,7 @@ def npu_fused_infer_attention_score(
     _check_mask(op, atten_mask, sparse_mode)
     tables = require(op, "block_table", block_table, (torch.int32,), (2,))
     G = num_key_value_heads or num_heads
+    _check_widths(op, key, num_heads, G, input_layout)
     keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
     flat = require(op, "query", query, (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
     out = undefined(*flat.shape[:2], values.shape[-1], dtype=query.dtype)
@@ -140,6 +141,26 @@ def npu_fused_infer_attention_score(
         k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
         _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high], lse[low:high])
     return out.reshape(*query.shape[:-1], -1), _lse_shape(lse, query, input_layout) if softmax_lse_flag else torch.empty(0)
+
+
+# Limits of the host tiling of ops-transformer@c29bc10, for a page table and no rotary part beside the query: widths of TND in
+# prompt_flash_attention_tiling.cpp (CheckInputShapeWhenLayoutIsTND); heads, groups and widths of the others there (NLIMIT, DLIMIT,
+# checkPAKeyValueDimsWhenBBH) and in incre_flash_attention_tiling_check.cpp. Its page sizes (multiples of 128, for one query of 16) are left
+# to the check of emitted graphs: graphs of small models have smaller pages.
+_TND_WIDTHS = (64, 128, 192)
+_MOST_HEADS, _LARGEST_GROUP, _WIDEST, _WIDEST_ROW = 256, 64, 512, 65535
+
+
+def _check_widths(op: str, key: torch.Tensor, H: int, G: int, layout: str) -> None:
+    row = key.shape[-1] if key.dim() == 3 else G * key.shape[-1]
+    D = row // G
+    if layout == "TND" and D not in _TND_WIDTHS:
+        raise LoweringError(f"{op}: heads of width {D} in layout TND with a block_table; legal are {_TND_WIDTHS}, or layout BSH or BSND")
+    if H % G or H > _MOST_HEADS or H // G > _LARGEST_GROUP or D > _WIDEST or row > _WIDEST_ROW:
+        raise LoweringError(
+            f"{op}: {H} query heads, {G} key heads of width {D}; legal are at most {_MOST_HEADS} heads, a multiple of the key heads, at "
+            f"most {_LARGEST_GROUP} a key head, of width at most {_WIDEST}, and key rows of at most {_WIDEST_ROW}"
+        )
 
 
 def _pages(op: str, name: str, cache: torch.Tensor, G: int, block_size: int) -> torch.Tensor:

@@ -216,7 +216,7 @@ def test_one_checkpoint_loads_in_every_variant(quantization):
     )
     key = "layers.3.mixer.kv" if quantization == "none" else "layers.3.mixer.kv.scale"
     assert sharded[key].shape[0] == 2 * whole[key].shape[0]
-    assert torch.equal(sharded["layers.0.mixer.qkvz"], whole["layers.0.mixer.qkvz"])
+    assert torch.equal(sharded["layers.0.mixer.qkvzba"], whole["layers.0.mixer.qkvzba"])
     assert min(float(tensor.float().abs().max()) for tensor in tensors.values()) > 0
     norms = [tensor for name, tensor in tensors.items() if "norm" in name]
     assert all(float(norm.std()) > 0.05 for norm in norms)

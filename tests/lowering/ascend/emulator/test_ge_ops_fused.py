@@ -29,15 +29,15 @@ def d(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def attention(layout: str, **more: Any) -> tuple[Any, ...]:
-    query = {"TND": d(6, 4, 32), "BSND": d(2, 3, 4, 32)}[layout]
+    query = {"TND": d(6, 4, 64), "BSND": d(2, 3, 4, 64)}[layout]
     options = {
         "atten_mask": causal_mask(),
         "actual_seq_lengths": torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3]),
         "actual_seq_lengths_kv": torch.tensor([21, 4]),
         "block_table": torch.tensor([[2, 0], [1, 0]], dtype=I32),
-        "num_heads": 4, "num_key_value_heads": 2, "scale": 32**-0.5, "input_layout": layout, "sparse_mode": 3, "block_size": 16,
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 64**-0.5, "input_layout": layout, "sparse_mode": 3, "block_size": 16,
     }  # fmt: skip
-    return (query, d(3, 16, 64, seed=1), d(3, 16, 64, seed=2)), options | more
+    return (query, d(3, 16, 128, seed=1), d(3, 16, 128, seed=2)), options | more
 
 
 def delta(**more: Any) -> tuple[Any, ...]:

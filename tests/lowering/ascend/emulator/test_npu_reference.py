@@ -24,7 +24,7 @@ def t(*shape: int, d: torch.dtype = bf16) -> torch.Tensor:
 
 
 def attention(layout: str, **more: Any) -> Arguments:
-    query = {"TND": t(6, 4, 32), "BSND": t(2, 3, 4, 32), "BSH": t(2, 3, 128)}[layout]
+    query = {"TND": t(6, 4, 64), "BSND": t(2, 3, 4, 64), "BSH": t(2, 3, 256)}[layout]
     ends = torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3])
     options = {
         "atten_mask": kernels_state.causal_mask(),
@@ -37,7 +37,7 @@ def attention(layout: str, **more: Any) -> Arguments:
         "sparse_mode": 3,
         "block_size": 16,
     }
-    return (query, t(3, 16, 64), t(3, 16, 64)), options | more
+    return (query, t(3, 16, 128), t(3, 16, 128)), options | more
 
 
 def delta(**more: Any) -> Arguments:

@@ -1,0 +1,79 @@
+"""torchair converters for aten operators that torchair converts into more launches than the operator needs, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...graphs.errors import LoweringError
+from .inspect_ge import IN_PLACE, VIEWS
+from .toolchain.harness import Torchair
+
+Convert = Callable[..., Any]
+_MARK = "_npucompile"
+_DT_BOOL = 12
+_HALVES = (1, 27)
+"""Numbers of float16 and bfloat16 in GE."""
+
+
+def register(ta: Torchair) -> None:
+    """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
+    aten = torch.ops.aten
+    for op, converter in (
+        (aten.clone.default, _clone),
+        (aten.mul.Tensor, _mul),
+        (aten.softplus.default, _softplus),
+    ):
+        # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
+        earlier = getattr(op, "_ge_converter", None)
+        if not getattr(earlier, _MARK, False):
+            ta.register_converter(op)(converter(ta, earlier))
+            setattr(op._ge_converter, _MARK, True)
+
+
+def _clone(ta: Torchair, earlier: Convert | None) -> Convert:
+    """GE's tensors are contiguous and, but for pools, never written: a copy of one is the tensor itself.
+
+    torchair's Identity is a launch. It stays for what lies in an operand's memory, which an operator may write before the copy is read.
+    """
+    graph = ta.torchair.ge._ge_graph
+
+    def convert(x: Any, *, memory_format: Any = None, meta_outputs: Any = None) -> Any:
+        return ta.ge.Identity(x) if _in_an_operand(x.tensor, graph.get_default_ge_graph().op) else x
+
+    return convert
+
+
+def _in_an_operand(tensor: str, ops: Any) -> bool:
+    """Whether a tensor may lie in the memory of an operand: it is one, a view of one, or its value after an update in place."""
+    name, _, port = tensor.rpartition(":")
+    producer = next(op for op in reversed(ops) if op.name == name)
+    if producer.type in VIEWS:
+        return _in_an_operand(producer.input[0], ops)
+    return producer.type == "Data" or int(port) in IN_PLACE.get(producer.type, {})
+
+
+def _mul(ta: Torchair, earlier: Convert | None) -> Convert:
+    """torchair casts every product to the dtype that it has already, because its operator Mul states none."""
+    promote = ta.torchair._ge_concrete_graph.utils.dtype_promote
+
+    def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
+        if meta_outputs.dtype == _DT_BOOL:
+            raise LoweringError("aten.mul of bools has no converter; legal are numbers, and `&` of bools")
+        if isinstance(other, float) and x.dtype in _HALVES:
+            # Muls takes the factor in float32, as torch does; a constant operand would round it to the dtype of x.
+            return ta.ge.Muls(x, value=other)
+        return ta.ge.Mul(*promote(x, other, target_dtype=meta_outputs.dtype))
+
+    return convert
+
+
+def _softplus(ta: Torchair, earlier: Convert | None) -> Convert:
+    """torchair has the operator and no converter."""
+
+    def convert(x: Any, beta: float = 1, threshold: float = 20, meta_outputs: Any = None) -> Any:
+        return ta.ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+    return convert
