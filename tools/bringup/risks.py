@@ -48,16 +48,17 @@ _BY_TYPE: Mapping[str, str] = {
     "MoeFinalizeRoutingV2": "expert-exchange",
     "MoeDistributeDispatchV2": "expert-exchange",
     "MoeDistributeCombineV2": "expert-exchange",
-    "MoeGatingTopK": "gating",
+    "MoeGatingTopKSoftmaxV2": "gating",
     "RotaryMul": "partial-rotary",
     "QuantBatchMatmulV3": "int8",
     "DynamicQuant": "int8",
     "AddRmsNormDynamicQuant": "int8",
+    "DequantSwigluQuant": "int8",
     "SwiGlu": "int8",
 }
 ORDER = (
     "FusedInferAttentionScore", "RecurrentGatedDeltaRule", "ScatterPaKvCache", "ScatterNdUpdate", "GroupedMatmul",
-    "GroupedMatmulSwigluQuantV2", "MoeGatingTopK", "MoeInitRoutingV3", "MoeFinalizeRoutingV2", "QuantBatchMatmulV3", "DynamicQuant",
+    "GroupedMatmulSwigluQuantV2", "DequantSwigluQuant", "MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "MoeFinalizeRoutingV2", "QuantBatchMatmulV3", "DynamicQuant",
     "AddRmsNormDynamicQuant",
 )  # fmt: skip
 """Types of operators in the order of risk; all others come after them."""

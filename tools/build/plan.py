@@ -13,7 +13,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant
+from ...models.variant import Variant, fewer_bytes_in_parts
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
 from .instance import Instance, resolve
 from .memory import local_bytes
@@ -336,6 +336,9 @@ def _variant_of(model: step.Model, instance: Instance) -> step.Model:
     if not instance.target.dispatches:
         # Tokens are gathered instead, which moves more bytes.
         variant = replace(variant, most_dispatched=0)
+    elif grouped and not instance.target.local:
+        in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
+        variant = replace(variant, dispatches_in_parts=in_parts)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 
