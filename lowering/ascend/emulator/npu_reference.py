@@ -8,6 +8,7 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from . import kernels_dense as dense
 from . import kernels_group as group
+from . import kernels_in_place as in_place
 from . import kernels_moe as moe
 from . import kernels_state as state
 from .kernels_group import Arguments
@@ -38,6 +39,9 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         moe.npu_grouped_matmul_swiglu_quant_v2,
         moe.npu_dequant_swiglu_quant,
         moe.npu_moe_finalize_routing,
+        in_place.npu_scatter_pa_kv_cache,
+        in_place.npu_recurrent_gated_delta_rule,
+        in_place.npu_fused_infer_attention_score,
     ),
     **_named("air", state.npu_fused_infer_attention_score),
 }
