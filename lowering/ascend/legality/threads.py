@@ -66,7 +66,7 @@ class Thread:
         answer: its essential words.
         meaning: what is illegal, in one sentence.
         way_out: what works instead.
-        refused_by: name of the rule of this build that refuses the same; None where no graph can get there.
+        refused_by: the rule of the table that refuses the same, or "types" for its columns of dtypes; None where no graph can get there.
         not_applicable: why not, where `refused_by` is None.
     """
 
@@ -107,11 +107,6 @@ def read(rows: list[dict[str, Any]]) -> tuple[Thread, ...]:
     _unique("name", [thread.id for thread in found])
     _unique("link", [link for thread in found for link in (thread.link, *thread.also)])
     return found
-
-
-def links(rule: str) -> tuple[str, ...]:
-    """Reports of devices that refused, or computed wrongly, what a rule refuses."""
-    return tuple(thread.link for thread in threads() if thread.refused_by == rule)
 
 
 def _thread(row: Mapping[str, Any]) -> Thread:
