@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .inspect_ge import VIEWS
 
 BORDER = ("Data", "Const", "NetOutput")
 """Operands, constants and the list of results: nothing runs for them."""
+
+_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 
 def launches(graph: Any) -> list[Any]:
@@ -37,6 +40,12 @@ def launches(graph: Any) -> list[Any]:
 def body_of(name: str) -> str:
     """The body that an operator belongs to: `layer00_linear_attention` of `layer00_linear_attention/MatMul`."""
     return name.rpartition("/")[0]
+
+
+def kind_of(body: str) -> str:
+    """The kind of a body: `layer07_full_attention` and `full_attention_7` are `full_attention`; operators in no body are `main`."""
+    match = _KIND.fullmatch(body.rpartition("/")[2])
+    return match[1] if match else "main"
 
 
 def _communicates(op: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
 from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.launches import kind_of
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
@@ -25,7 +25,6 @@ from ..build.targets import target
 from ..verify.small_model import full_model
 
 GE = "ge"
-_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         SpecError: the bucket has no GE graph.
     """
-    ge_file = _ge_file(artifact, entry)
+    ge_file = ge_file_of(artifact, entry)
     if ge_file is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
@@ -66,7 +65,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if ge_file := _ge_file(artifact, entry):
+    if ge_file := ge_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
@@ -83,7 +82,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's GE graph, in total and by body; its cost; and its roofline estimate."""
-    ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
+    ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
@@ -172,7 +171,8 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
     return best
 
 
-def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+    """The GE graph of a bucket; None where it has none."""
     if entry.compiled is None or entry.compiled.backend != GE:
         return None
     return decode((artifact.path / entry.compiled.file).read_bytes())
@@ -222,7 +222,7 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for prefix, counts in bodies.items():
         kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
-    heads = [f"{_label(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
+    heads = [f"{kind_of(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
     columns = [dict(counts) for counts in kinds]
     wide = max((len(kind) for kind in totals), default=0)
     lines = [f"{'':<{wide}} {'all':>6}  " + "  ".join(heads)] if totals else []
@@ -230,9 +230,3 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
         cells = "  ".join(f"{column.get(kind, ''):>{len(head)}}" for column, head in zip(columns, heads, strict=True))
         lines.append(f"{kind:<{wide}} {count:>6}  {cells}".rstrip())
     return lines
-
-
-def _label(prefix: str) -> str:
-    """The kind of a body, from the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
-    match = _KIND.fullmatch(prefix.rpartition("/")[2])
-    return match[1] if match else "main"
