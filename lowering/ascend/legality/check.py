@@ -16,6 +16,8 @@ from .node import Key, Node, key_of, node_of
 from .options import check_options
 from .rules import RULES
 from .table import FORM, RULE, Fact, Table, table
+from .thread_rules import GRAPH_RULES
+from .threads import answered
 
 STRUCTURE = frozenset({"Data", "Const", "NetOutput"})
 """Operators that are the graph's inputs, constants and results; they run nothing."""
@@ -113,6 +115,8 @@ def examine(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None =
     for op, constants in _computed(ops):
         if op.type not in STRUCTURE:
             checker.add(op, types, constants)
+    for name, rule in GRAPH_RULES.items():
+        checker.refuse(Violation(op.name, op.type, message, f"rule {name}" + answered(name, op.type)) for op, message in rule(ops))
     for option, message, source in check_options(ge_file.options, ge_file.engine):
         checker.refuse([Violation("", option, message, source)])
     return checker.checked
@@ -155,13 +159,16 @@ class _Checker:
         if not any(row.what == FORM for row in rows):
             yield Violation(node.name, node.type, _unknown(node.type, self._facts, self._platform), "operators.json")
             return
-        for message, source in (*form_of(node, rows), *attributes_of(node, rows), *types_of(node, rows)):
+        for message, source in (*form_of(node, rows), *attributes_of(node, rows)):
             yield Violation(node.name, node.type, message, source)
+        for message, source in types_of(node, rows):
+            yield Violation(node.name, node.type, message, source + answered("types", node.type))
         for row in rows:
             if row.what == RULE and _applies(row, node):
                 wrong = RULES[row.rule](node, self._options, **row.parameters)
                 if wrong:
-                    yield Violation(node.name, node.type, wrong, row.source or f"assumed: {row.assumed}", row.sizes)
+                    source = row.source or f"assumed: {row.assumed}"
+                    yield Violation(node.name, node.type, wrong, source + answered(row.rule, node.type), row.sizes)
 
 
 def _computed(ops: Iterable[Any]) -> Iterator[tuple[Any, set[str]]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..ge_types import NZ, TensorType
-from . import rules_attention, rules_experts
+from . import rules_attention, rules_experts, thread_rules
 from .node import Node
 
 Rule = Callable[..., str | None]
@@ -106,6 +106,12 @@ RULES: Mapping[str, Rule] = {
         rules_experts.experts_of_a_rank,
         rules_experts.communicator,
         rules_experts.groups_of_weights,
+        thread_rules.no_mask_over_pages,
+        thread_rules.mask_or_pages,
+        thread_rules.as_many_tensors,
+        thread_rules.one_number_an_expert,
+        thread_rules.no_empty_input,
+        thread_rules.transposed_product,
     )
 }
 """Rules by the names that the table gives them."""

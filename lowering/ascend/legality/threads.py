@@ -40,6 +40,7 @@ class Given:
         inputs: type of each input by GE's name, as `ge_types.TensorType` writes it; empty where `text` is all there is.
         attributes: by GE's names; those that are left out have their defaults.
         sources: where inputs come from, if that matters.
+        beside: types of other operators of the graph that no data orders against this one, if that matters.
         filled: which of it the thread does not say, so that the operator can be built.
     """
 
@@ -47,6 +48,7 @@ class Given:
     inputs: Mapping[str, str]
     attributes: Mapping[str, Any]
     sources: Mapping[str, Source]
+    beside: tuple[str, ...]
     filled: tuple[str, ...]
 
 
@@ -109,6 +111,12 @@ def read(rows: list[dict[str, Any]]) -> tuple[Thread, ...]:
     return found
 
 
+def answered(rule: str, operator: str) -> str:
+    """The reports of devices that a rule about a type of operator stands for, to be added to its source; "" where there is none."""
+    links = [thread.link for thread in threads() if (thread.refused_by, thread.operator) == (rule, operator)]
+    return f"; a device answered so: {', '.join(links)}" if links else ""
+
+
 def _thread(row: Mapping[str, Any]) -> Thread:
     legal = {field.name for field in fields(Thread)}
     missing = legal - {"not_applicable"} - set(row)
@@ -131,7 +139,7 @@ def _thread(row: Mapping[str, Any]) -> Thread:
 
 def _given(row: Mapping[str, Any]) -> Given:
     sources = {slot: Source(**source) for slot, source in row["sources"].items()}
-    return Given(**{**row, "sources": sources, "filled": tuple(row["filled"])})
+    return Given(**{**row, "sources": sources, "beside": tuple(row["beside"]), "filled": tuple(row["filled"])})
 
 
 def _unique(what: str, values: list[str]) -> None:
