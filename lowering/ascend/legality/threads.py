@@ -112,9 +112,9 @@ def read(rows: list[dict[str, Any]]) -> tuple[Thread, ...]:
 
 
 def answered(rule: str, operator: str) -> str:
-    """The reports of devices that a rule about a type of operator stands for, to be added to its source; "" where there is none."""
+    """The reports of devices that a rule refuses of a type of operator, to be added to its source; "" where there is none."""
     links = [thread.link for thread in threads() if (thread.refused_by, thread.operator) == (rule, operator)]
-    return f"; a device answered so: {', '.join(links)}" if links else ""
+    return f"; see what devices answered: {', '.join(links)}" if links else ""
 
 
 def _thread(row: Mapping[str, Any]) -> Thread:
