@@ -77,6 +77,9 @@ def _named(value: Any) -> Mapping[str, Any]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Values by dotted names; of a list of named records each has its own name."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "name" in item for item in value):
+        value = {item["name"]: {key: inner for key, inner in item.items() if key != "name"} for item in value}
     if not isinstance(value, Mapping) or not value:
         return {} if isinstance(value, Mapping) else {name: value}
     flat = {}
