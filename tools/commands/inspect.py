@@ -16,7 +16,7 @@ from ..build.memory import GIB
 from ..build.stages import STAGES, unpack_texts
 from ..cli import Home
 from ..locate import artifact_path
-from . import cost, flame, views
+from . import cost, flame, legality, views
 
 SHOWN = (*STAGES, views.GE)
 
@@ -30,6 +30,7 @@ SHOWN = (*STAGES, views.GE)
 @click.option("--environment", is_flag=True, help="Print the environment variables of the ranks: value and reason.")
 @click.option("--census", is_flag=True, help="Print operator counts, costs and a roofline estimate.")
 @click.option("--cost", "costs", is_flag=True, help="Print the estimated time of a step by layer, cause and operator.")
+@click.option("--assumptions", is_flag=True, help="Print what is assumed of CANN's operators without a public source.")
 @click.option("--context", type=int, metavar="N", help="Cached tokens of each request for --cost.  [default: half of the longest]")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also draw --cost as nested rectangles into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
@@ -44,6 +45,7 @@ def command(
     environment: bool,
     census: bool,
     costs: bool,
+    assumptions: bool,
     context: int | None,
     html: Path | None,
     as_json: bool,
@@ -56,7 +58,7 @@ def command(
               npucompile inspect qwen3.5-397b --bucket 32 --cost --html step.html
     """
     modes = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--environment": environment, "--census": census}
-    modes["--cost"] = costs
+    modes |= {"--cost": costs, "--assumptions": assumptions}
     if sum(modes.values()) > 1:
         together = " and ".join(name for name, is_set in modes.items() if is_set)
         raise SpecError(f"{together} are given together; legal is one of {', '.join(modes)}")
@@ -78,6 +80,8 @@ def command(
         if html:
             pictures = {entry.bucket.name: cost.step_cost(opened, entry, context) for entry in entries}
             html.write_text(flame.page(f"Time of a step: {opened.path.name}", pictures), encoding="utf-8")
+    elif assumptions:
+        show([legality.assumed(opened, entries)], as_json, one=True)
     elif memory:
         show([views.memory(manifest)], as_json, one=True)
     elif environment:
@@ -179,7 +183,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry], *, costs: bool = Fals
                 "verified": dict(entry.verified),
                 "census": dict(entry.census),
             }
-            | (cost.bucket_facts(artifact, entry) if costs else {})
+            | (cost.bucket_facts(artifact, entry) | legality.illegal(artifact, entry) if costs else {})
             for entry in entries
         ],
     }

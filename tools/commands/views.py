@@ -36,7 +36,7 @@ class View:
         lines: the same as text.
     """
 
-    data: Mapping[str, Any]
+    data: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     lines: tuple[str, ...]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from ..device import fills_tiles, is_weight
 from ..ge_file import GROUPS
+from ..legality.table import TYPES, table
 from .communicator import Communicator
 from .memory import FORMAT_NAMES, ND, NZ
 
 _INT8 = 3
 """Number of int8 in GE's messages."""
-_ONLY_NZ = "GroupedMatmulSwigluQuantV2"
 
 
 def data_formats(graph: Any) -> dict[str, int]:
@@ -34,8 +34,8 @@ def data_formats(graph: Any) -> dict[str, int]:
 def check_formats(graph: Any) -> None:
     """Refuses operands in formats that their readers do not take.
 
-    A tensor in NZ is legal where every reader is a matrix product that takes it as its weight, and where its tiles are filled. The
-    first product of experts in int8 takes no other format: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
+    A tensor in NZ is legal where every reader is a matrix product that takes it as its weight, and where its tiles are filled. Some
+    products take weights in int8 in no other format (legality/operators.json).
 
     Raises:
         LoweringError: naming operator, input and format.
@@ -51,8 +51,15 @@ def check_formats(graph: Any) -> None:
         for tensor, slot in zip(op.input, (desc.name for desc in op.input_desc), strict=False):
             if formats.get(tensor) == NZ and not is_weight(op.type, slot):
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, which is in NZ, as {slot}; legal is ND, or a product's weight")
-            if formats.get(tensor) == ND and op.type == _ONLY_NZ and is_weight(op.type, slot) and described[tensor].dtype == _INT8:
+            if formats.get(tensor) == ND and is_weight(op.type, slot) and described[tensor].dtype == _INT8 and _only_nz(op.type, slot):
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, int8 in ND, as {slot}; legal is NZ for int8 weights")
+
+
+def _only_nz(operator: str, slot: str) -> bool:
+    """Whether an operator takes int8 as that input in NZ and not in ND."""
+    columns = [column for fact in table().by_operator.get(operator, ()) if fact.what == TYPES for column in fact.columns]
+    taken = {column.get(slot, column.get(slot.rstrip("0123456789"))) for column in columns}
+    return "i8:NZ" in taken and "i8" not in taken
 
 
 def check_communication(graph: Any, communicators: Mapping[str, Communicator], rank: int) -> None:

@@ -37,9 +37,7 @@ def lengths_on_the_device(node: Node, options: Mapping[str, str], inputs: list[s
             " every step; legal is '1'"
         )
     if layout in packed:
-        return (
-            f"{' and '.join(given)} are computed in the step in layout {layout}, which has no tiling on the device; legal are BSND and BSH"
-        )
+        return f"{' and '.join(given)} are computed in the step in layout {layout}, which the device cannot tile; legal are BSND and BSH"
     return None
 
 
