@@ -90,8 +90,8 @@ class StepCost:
                     cost.type: {
                         "launches": cost.launches,
                         "parts_ms": {cause: ms for cause, ms in cost.parts_ms.items() if ms},
-                        "hbm_bytes": cost.hbm_bytes,
-                        "sent_bytes": cost.sent_bytes,
+                        "hbm_bytes": round(cost.hbm_bytes),
+                        "sent_bytes": round(cost.sent_bytes),
                     }
                     for cost in costs
                 },
@@ -105,8 +105,8 @@ class StepCost:
             "step_ms": self.step_ms,
             "floor_ms": self.floor_ms,
             "launches": self.launches,
-            "hbm_bytes": self.hbm_bytes,
-            "sent_bytes": self.sent_bytes,
+            "hbm_bytes": round(self.hbm_bytes),
+            "sent_bytes": round(self.sent_bytes),
             "parts_ms": dict(self.parts_ms),
             "kinds": kinds,
         }
