@@ -93,5 +93,5 @@ def test_programs_of_variants_declare_their_parameters() -> None:
     mlp = program.params["layers"][0]["mlp"]
     assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]
     assert mlp["gate_up"]["weight"].dtype == torch.int32
-    assert program.params["layers"][1]["mixer"]["q"]["weight"].dtype == torch.int8
+    assert program.params["layers"][1]["mixer"]["qkv"]["weight"].dtype == torch.int8
     assert program.params["layers"][1]["mixer"]["out"].dtype == torch.bfloat16, "and what no recipe quantises stays"

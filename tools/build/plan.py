@@ -13,8 +13,8 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant
-from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
+from ...models.variant import Variant, fewer_bytes_in_parts
+from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .instance import Instance, resolve
 from .memory import local_bytes
 from .targets import Target
@@ -34,7 +34,7 @@ class Options:
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
         dtype: "auto", "float32" or "bfloat16".
-        backend: "inductor", "eager", "null" or "ge".
+        backend: "inductor", "eager", "null", "ge" or "aclgraph".
         target: "cpu" or a kind of NPU node (tools/build/targets.py).
         mesh: as in "dp=8,tp=2".
         deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
@@ -217,8 +217,8 @@ def _backend(options: Options, source: registry.ModelSource, instance: Instance)
     target, mesh = instance.target, instance.mesh
     chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
     if chosen not in target.backends:
-        if chosen == "ge":
-            raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
+        if chosen in NPU_BACKENDS:
+            raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")
         raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
     if target.local and source.checkpoint_dir is None and chosen != "null":
         raise SpecError(
@@ -336,6 +336,9 @@ def _variant_of(model: step.Model, instance: Instance) -> step.Model:
     if not instance.target.dispatches:
         # Tokens are gathered instead, which moves more bytes.
         variant = replace(variant, most_dispatched=0)
+    elif grouped and not instance.target.local:
+        in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
+        variant = replace(variant, dispatches_in_parts=in_parts)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

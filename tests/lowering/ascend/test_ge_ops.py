@@ -228,8 +228,8 @@ CHUNKED = types_of(
     "Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less BroadcastTo "
     "GreaterEqual Greater Transpose Cumsum Sub ClipByValueV2 Exp BatchMatMul FloorDiv FloorMod LogicalAnd"
 )
-ATTENTION = types_of("Range Cast Add Reshape FusedInferAttentionScore")
-MASK = types_of("Unsqueeze Greater PadV3")
+ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
+MASK = types_of("Range Unsqueeze Greater PadV3")
 ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
 UNIT = types_of("Fill RmsNorm")
 DRAWN = types_of(
@@ -264,7 +264,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION},
     "positions": {"rows": INDEX - {"Mul"}},
     "rms_norm": {"offset": types_of("Add RmsNorm"), "heads": types_of("RmsNorm")},
-    "rope": {"partial": ROTATION | types_of("StridedSliceV2"), "whole": ROTATION},
+    "rope": {"partial": ROTATION | types_of("Fill"), "whole": ROTATION},
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
     "request_slot_write": {"padding": types_of("Cast Equal Greater LogicalAnd Mul Range ReduceSum SelectV2 Unsqueeze")},

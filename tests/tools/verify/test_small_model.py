@@ -214,8 +214,9 @@ def test_one_checkpoint_loads_in_every_variant(quantization):
         dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
         for model in (small.model, small.reference)
     )
-    key = "layers.3.mixer.kv" if quantization == "none" else "layers.3.mixer.kv.scale"
-    assert sharded[key].shape[0] == 2 * whole[key].shape[0]
+    key = "layers.3.mixer.qkv" if quantization == "none" else "layers.3.mixer.qkv.scale"
+    # Four query heads with their gates, and two key-value heads that are copied once.
+    assert (sharded[key].shape[0], whole[key].shape[0]) == (12 * 32, 10 * 32)
     assert torch.equal(sharded["layers.0.mixer.qkvzba"], whole["layers.0.mixer.qkvzba"])
     assert min(float(tensor.float().abs().max()) for tensor in tensors.values()) > 0
     norms = [tensor for name, tensor in tensors.items() if "norm" in name]
