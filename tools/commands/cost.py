@@ -9,7 +9,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate
-from ...lowering.ascend.cost.parameters import parameters
+from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
 from ...lowering.platform import Platform
 from ..build.targets import target
@@ -60,7 +60,7 @@ def view(artifact: Artifact, entry: GraphEntry, context: int | None) -> views.Vi
         SpecError: see `step_cost`.
     """
     cost = step_cost(artifact, entry, context)
-    data = {"bucket": entry.bucket.name, "operators": sum(entry.census.values())} | cost.as_dict()
+    data = {"bucket": entry.bucket.name, "operators": sum(entry.census.values())} | cost.as_dict() | {"parameters": sources(cost.chip)}
     return views.View(data, tuple(lines(entry.bucket.name, cost)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,6 +13,8 @@ from ...graphs.types import Leaf
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.artifact.manifest import plain_value
 from . import cost, views
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Pair = list[Any]
 """What the first artifact has, and the second; None where one has nothing of that name."""
@@ -156,8 +159,6 @@ def lines(told: Mapping[str, Any]) -> list[str]:
     if told["equal"]:
         return [f"equal: {told['a']} and {told['b']}"]
     shown = [f"a: {told['a']}", f"b: {told['b']}"]
-    for name, pairs in told["fields"].items():
-        shown += ["", name, *_pairs(pairs)]
     for name, parts in told["buckets"].items():
         if "only" in parts:
             shown += ["", f"{name}: only in {parts['only']}"]
@@ -165,12 +166,19 @@ def lines(told: Mapping[str, Any]) -> list[str]:
         shown += ["", name]
         for part, pairs in parts.items():
             shown += [f"  {part}", *(f"  {line}" for line in _pairs(pairs))]
+    for name, pairs in told["fields"].items():
+        shown += ["", name, *_pairs(pairs)]
     return shown
 
 
 def _pairs(pairs: Mapping[str, Pair]) -> list[str]:
-    width = min(max(len(name) for name in pairs), 60)
-    return [f"  {name:<{width}} {_text(a)} -> {_text(b)}{_change(a, b)}".replace("   ->", " ->") for name, (a, b) in pairs.items()]
+    """A line a difference; equal differences of numbered things, such as layers, share one."""
+    folded: dict[tuple[str, str], list[str]] = {}
+    for name, (a, b) in pairs.items():
+        folded.setdefault((_LAYER.sub("*", name), f"{_text(a)} -> {_text(b)}{_change(a, b)}"), []).append(name)
+    rows = [(names[0] if len(names) == 1 else f"{name} x {len(names)}", text) for (name, text), names in folded.items()]
+    width = min(max(len(name) for name, _ in rows), 60)
+    return [f"  {name:<{width}} {text}" for name, text in rows]
 
 
 def _text(value: Any) -> str:

@@ -19,6 +19,8 @@ from .work import Facts, Work, work_of
 
 _STREAM = "_user_stream_label"
 _MS = 1e3
+_GROUPS = ("group_list", "group_index")
+"""Inputs with the number of rows of each expert."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class StepCost:
                     cost.type: {
                         "launches": cost.launches,
                         "parts_ms": {cause: ms for cause, ms in cost.parts_ms.items() if ms},
-                        "hbm_bytes": cost.hbm_bytes,
-                        "sent_bytes": cost.sent_bytes,
+                        "hbm_bytes": round(cost.hbm_bytes),
+                        "sent_bytes": round(cost.sent_bytes),
                     }
                     for cost in costs
                 },
@@ -105,8 +107,8 @@ class StepCost:
             "step_ms": self.step_ms,
             "floor_ms": self.floor_ms,
             "launches": self.launches,
-            "hbm_bytes": self.hbm_bytes,
-            "sent_bytes": self.sent_bytes,
+            "hbm_bytes": round(self.hbm_bytes),
+            "sent_bytes": round(self.sent_bytes),
             "parts_ms": dict(self.parts_ms),
             "kinds": kinds,
         }
@@ -174,7 +176,7 @@ def _facts(graph: Any, ge_file: GeFile, types: Mapping[str, TensorType], speeds:
     rows = {}
     for op in graph.op:
         for tensor, desc in zip(op.input, op.input_desc, strict=False):
-            if desc.name == "group_list" and tensor and tensor not in rows:
+            if desc.name in _GROUPS and tensor and tensor not in rows:
                 found = routed_rows(ops, types, tensor, topology.groups.get("world", 1))
                 if found is not None:
                     rows[tensor] = found

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from .timing import CAUSES, Duration
 
+_ROUNDING = 1e-9
+
 _Interval = tuple[float, float, int]
 """Start, end and the number of the task."""
 
@@ -60,7 +62,8 @@ def schedule(tasks: Sequence[Task]) -> Timeline:
     for start, end, number in _uncovered(kernels, messages):
         exposed[number]["collectives"] = exposed[number].get("collectives", 0.0) + end - start
         covered += end - start
-    return Timeline(step, tuple(exposed), max(0.0, step - covered))
+    waiting = step - covered
+    return Timeline(step, tuple(exposed), waiting if waiting > _ROUNDING * step else 0.0)
 
 
 def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:

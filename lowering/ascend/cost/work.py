@@ -167,12 +167,10 @@ def _padded(rows: float) -> float:
 
 def _grouped(op: Any, facts: Facts) -> Work:
     """Products of the rows that are there, by the experts that have any; the busiest rank decides."""
-    x, weight = facts.types[op.input[0]], slot(op, "weight0")
+    x, stored = facts.types[op.input[0]], facts.types[slot(op, "weight0")]
     groups = slot(op, "group_list")
-    told = facts.rows.get(groups, Rows(x.shape[0], x.shape[0], facts.types[weight].shape[0], facts.types[weight].shape[0]))
-    rows = min(told.local * (facts.expert_imbalance if told.experts > told.local_experts else 1.0), x.shape[0])
+    told, rows = _rows(groups, x.shape[0], stored.shape[0], facts)
     read = experts_read(told, facts.expert_skew)
-    stored = facts.types[weight]
     columns = stored.elements * (8 if stored.dtype == "i32" else 1) / stored.shape[0] / x.shape[-1]
     sizes = _whole(facts, _read(op)) | _whole(facts, _written(op, facts))
     per_expert = {tensor for tensor in _read(op)[1:] if facts.types[tensor].shape[:1] == stored.shape[:1] and tensor != groups}
@@ -186,6 +184,23 @@ def _grouped(op: Any, facts: Facts) -> Work:
     ops = 2.0 * max(rows, read * _MATRIX_ROWS / 2) * columns * x.shape[-1]
     moved = _moved(facts, sizes)
     return replace(moved, int8_ops=ops) if x.dtype in ("i8", "i4") else replace(moved, bf16_ops=ops)
+
+
+def _rows(groups: str, padded: int, experts: int, facts: Facts) -> tuple[Rows, float]:
+    """The rows that a list of group sizes describes, and how many the busiest rank has; at most those that tensors have room for."""
+    told = facts.rows.get(groups, Rows(padded, padded, experts, experts))
+    return told, min(told.local * (facts.expert_imbalance if told.experts > told.local_experts else 1.0), padded)
+
+
+def _activation(op: Any, facts: Facts) -> Work:
+    """An activation that is told its groups does the rows that are there."""
+    whole, padded = _generic(op, facts, passes=6.0), facts.types[op.input[0]].shape[0]
+    groups = next((t for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "group_index" and t), "")
+    if not groups:
+        return whole
+    share = _rows(groups, padded, facts.types[groups].shape[0], facts)[1] / max(padded, 1)
+    scaled = {name: share * getattr(whole, name) for name in ("hbm_bytes", "cache_bytes", "vector_ops")}
+    return replace(whole, **scaled)
 
 
 def _attention(op: Any, facts: Facts) -> Work:
@@ -259,6 +274,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("GroupedMatmul", "GroupedMatmulSwigluQuantV2"), _grouped),
     **dict.fromkeys(("Sort", "TopKV2"), _sort),
     **dict.fromkeys(("RmsNorm", "AddRmsNorm", "SoftmaxV2", "SwiGlu", "DynamicQuant"), functools.partial(_generic, passes=6.0)),
+    "DequantSwigluQuant": _activation,
     "FusedInferAttentionScore": _attention,
     "RecurrentGatedDeltaRule": _delta_rule,
     **{f"MoeDistributeDispatch{v}": functools.partial(_expert_exchange, "dispatch") for v in ("V2", "V3")},

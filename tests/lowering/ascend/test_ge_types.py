@@ -93,7 +93,8 @@ def test_what_cannot_be_told_is_named(files):
 
 def test_a_contradiction_is_named(files):
     model = parse(files["many"].graph)
-    product = next(op for op in model.graph[0].op if op.type == "Mul" and "_meta" not in op.output_desc[0].attr)
-    product.input[0] = "inputs.rows:0"
-    with pytest.raises(LoweringError, match=r"Mul.*i32\[2, 1\].*legal is one dtype"):
+    total = next(op for op in model.graph[0].op if op.type == "Add")
+    total.output_desc[0].attr.clear()
+    total.input[0] = "inputs.rows:0"
+    with pytest.raises(LoweringError, match=r"Add.*i32\[2, 1\].*legal is one dtype"):
         graph_types(model.graph[0])

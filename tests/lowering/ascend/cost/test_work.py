@@ -8,11 +8,14 @@ import pytest
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.cost.experts import Rows
 from npucompile.lowering.ascend.cost.work import Facts, Work, work_of
 from npucompile.lowering.ascend.ge_types import declared_type
 
 
-def work(kind: str, inputs: dict[str, str], results: list[str], *, pools: tuple[str, ...] = (), context: int = 64, **attrs: Any) -> Work:
+def work(
+    kind: str, inputs: dict[str, str], results: list[str], *, pools: tuple[str, ...] = (), context: int = 64, rows: Any = None, **attrs: Any
+) -> Work:
     """Work of one operator whose operands all lie in HBM."""
     hand = gc.Hand()
     for i, meta in enumerate(inputs.values()):
@@ -23,7 +26,7 @@ def work(kind: str, inputs: dict[str, str], results: list[str], *, pools: tuple[
     types |= {f"op:{port}": declared_type(meta.encode()) for port, meta in enumerate(results)}
     in_place = frozenset(f"x{names.index(name)}:0" for name in pools)
     groups = {"tp": 4, "dispatch": 4}
-    return work_of(hand.model.graph[0].op[-1], Facts(types, resident, in_place, context, groups, 1e8, 0.6, 2.0))
+    return work_of(hand.model.graph[0].op[-1], Facts(types, resident, in_place, context, groups, 1e8, 0.6, 2.0, rows or {}))
 
 
 def test_products():
@@ -40,6 +43,15 @@ def test_grouped_products_read_packed_weights_of_the_experts_that_have_rows():
     assert grouped.int8_ops == pytest.approx(2 * 64 * 256 * 128, rel=0.1)
     weights = 8 * 128 * 256 / 2
     assert 0.9 * weights < grouped.hbm_bytes < weights + 64 * 128 + 8 * 256 * 8 + 100
+
+
+def test_an_activation_of_experts_does_the_rows_that_are_there():
+    """64 rows of room; a quarter of 40 rows on each of four ranks, twice as many on the busiest."""
+    operands = {"x": "bf16[64,128]", "group_index": "i64[8]"}
+    full = work("DequantSwigluQuant", operands, ["i8[64,64]", "f32[64]"])
+    share = work("DequantSwigluQuant", operands, ["i8[64,64]", "f32[64]"], rows={"x1:0": Rows(10, 40, 8, 32)})
+    assert share.hbm_bytes == pytest.approx(full.hbm_bytes * 2 * 10 / 64)
+    assert share.vector_ops == pytest.approx(full.vector_ops * 2 * 10 / 64)
 
 
 def test_attention_reads_each_request_s_context_once():
