@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -206,12 +207,23 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
 def _kinds(shipped: ShippedFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Operators of every kind of body in a graph: (type, number of them), or (type, 1) where they are not counted."""
     if isinstance(shipped, AclFile):
-        # Which values are views, and which must be copied to lie side by side, depends on sizes: a dimension of one has any stride.
-        started = {body: Counter(names) for body, names in inspect_acl.launches_by_body(shipped).items()}
-        census = {body: {name: count for name, count in names.items() if name != _CLONE} for body, names in started.items()}
+        census = _launched_kinds(shipped)
     else:
         census = inspect_ge.census_by_body(shipped.graph)
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
+
+
+def _launched_kinds(acl_file: AclFile) -> dict[str, dict[str, int]]:
+    """The most launches of each operator in a body of each kind: what all layers share is computed by the first of its kind.
+
+    Copies are left out: which values are views, and which must be copied to lie side by side, depends on sizes, as a dimension of one has
+    any stride.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for body, names in inspect_acl.launches_by_body(acl_file).items():
+        kind = re.sub(r"_\d+$", "", body)
+        kinds[kind] = kinds.get(kind, Counter()) | Counter(name for name in names if name != _CLONE)
+    return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
 def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], periods: int) -> None:
