@@ -49,6 +49,8 @@ def first_start(plan: planning.Plan) -> str | None:
     """What the first start on the target still has to do, where this machine cannot do it; None where nothing is left."""
     if plan.target.local or not (reason := backend(plan.backend).runs_here()):
         return None
+    if plan.backend == "aclgraph":
+        return f"not captured here: {reason}; each start captures its decode buckets on its devices"
     return f"not compiled for the device yet: {reason}; the first start there compiles each bucket, and later ones find it compiled"
 
 

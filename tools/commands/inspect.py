@@ -18,13 +18,17 @@ from ..cli import Home
 from ..locate import artifact_path
 from . import cost, flame, legality, views
 
-SHOWN = (*STAGES, views.GE)
+SHOWN = (*STAGES, views.GE, views.ACL)
 
 
 @click.command("inspect")
 @click.argument("artifact", required=False)
 @click.option("--bucket", help="One bucket: its name, or the batch size of a decode bucket.")
-@click.option("--stage", type=click.Choice(SHOWN), help="Print a bucket's graph at this stage; ge is the graph an NPU compiles.")
+@click.option(
+    "--stage",
+    type=click.Choice(SHOWN),
+    help="Print a bucket's graph at this stage; ge or aclgraph is the one an NPU runs.",
+)
 @click.option("--collectives", is_flag=True, help="Print the ordered collectives of each bucket and check them for deadlocks.")
 @click.option("--memory", is_flag=True, help="Print the memory plan of one rank.")
 @click.option("--environment", is_flag=True, help="Print the environment variables of the ranks: value and reason.")
@@ -102,7 +106,7 @@ def show(shown: list[views.View], as_json: bool, *, one: bool) -> None:
 
 
 def _stage(artifact: Artifact, entry: GraphEntry, stage: str) -> views.View:
-    if stage == views.GE:
+    if stage in (views.GE, views.ACL) and (entry.compiled is None or entry.compiled.backend not in {views.GE, views.ACL} - {stage}):
         return views.ge_graph(artifact, entry)
     text = stage_text(artifact, entry, stage)
     return views.View({"bucket": entry.bucket.name, "stage": stage, "text": text}, tuple(text.splitlines()))
@@ -128,7 +132,7 @@ def stage_text(artifact: Artifact, entry: GraphEntry, stage: str) -> str:
     """
     texts = unpack_texts((artifact.path / entry.stages).read_bytes())
     if stage not in texts:
-        stages = [name for name in SHOWN if name in texts or (name == views.GE and entry.compiled and entry.compiled.backend == views.GE)]
+        stages = [name for name in SHOWN if name in texts or (entry.compiled and entry.compiled.backend == name)]
         raise SpecError(f"{entry.bucket.name} has no stage {stage!r} on mesh {artifact.manifest.mesh}; it has {', '.join(stages)}")
     return texts[stage]
 

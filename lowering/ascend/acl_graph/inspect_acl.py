@@ -18,6 +18,7 @@ from ..inspect_weights import LARGE_BYTES
 from .file import GROUP_ARGUMENTS, HOST_LISTS, AclFile, graph_of
 from .in_place import FORMS
 
+_COPIES = ("aten.clone.default", "aten._to_copy.default", "aten.copy_.default")
 _FUNCTIONAL = tuple(f"npu.{form.functional}.default" for form in FORMS)
 
 
@@ -31,6 +32,23 @@ def launches(nodes: Iterable[Node]) -> list[Node]:
         nodes: of `file.graph_of`, or of a lowered graph.
     """
     return [node for node in nodes if node.op == "call_function" and not _moves_nothing(str(node.target))]
+
+
+def copied_operands(launched: Iterable[Node]) -> int:
+    """How many copies operators may launch besides themselves: one for each operand that is not contiguous.
+
+    Most of CANN's operators copy such an operand first (`l0op::Contiguous`, hicann/ops-math math/mul/op_api/aclnn_mul.cpp at c41933244c31);
+    some take it as it is, so this is the most there can be.
+
+    Args:
+        launched: what `launches` returns.
+    """
+    copied = 0
+    for node in launched:
+        if str(node.target) not in _COPIES:
+            vals = (source.meta["val"] for source in node.all_input_nodes)
+            copied += sum(isinstance(val, torch.Tensor) and not val.is_contiguous() for val in vals)
+    return copied
 
 
 def _moves_nothing(name: str) -> bool:
