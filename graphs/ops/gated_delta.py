@@ -1,6 +1,5 @@
 """Gated delta rule: the linear attention of a gated DeltaNet layer, with a pool of recurrent states."""
 
-from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_states, write_states_npu
+from .delta_products import chunked_delta
 
 
 class GatedDelta(NamedTuple):
@@ -105,10 +105,6 @@ class Chunks(NamedTuple):
     decay: Tensor  # [B, H, N, 1, 1]
 
 
-Carry = Callable[[Chunks, Tensor], tuple[Tensor, Tensor]]
-"""Passes a state [B, H, Dv, Dk] through all chunks: the outputs [B, H, Q, Dv] and the last state."""
-
-
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Chunks:
     """All chunks at once; Q is a multiple of C, shapes as in `_recurrent`."""
     row = torch.arange(chunk, device=q.device)
@@ -137,42 +133,24 @@ def _sequential(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, 2), state
 
 
-def _prefix_scan(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """All chunks in log2(N) rounds, for a machine on which a few large products are faster than many that wait for each other.
-
-    A chunk maps S to `S transition + increment`, and two such maps compose to one. Each round composes the map of every chunk with
-    that of the chunks before it, twice as many as in the round before, until it covers all of them.
-    """
-    u, w, q, k, attn, decay = chunks
-    row = torch.arange(k.shape[-1], device=k.device)
-    transition = torch.where(row[:, None] == row[None, :], decay, 0.0) - w.transpose(-1, -2) @ k
-    increment = u.transpose(-1, -2) @ k
-    state = state[:, :, None]
-    increment = torch.cat([state @ transition[:, :, :1] + increment[:, :, :1], increment[:, :, 1:]], 2)
-    span = 1
-    while span < k.shape[2]:
-        increment = torch.cat([increment[:, :, :span], increment[:, :, :-span] @ transition[:, :, span:] + increment[:, :, span:]], 2)
-        transition = torch.cat([transition[:, :, :span], transition[:, :, :-span] @ transition[:, :, span:]], 2)
-        span *= 2
-    transposed = torch.cat([state, increment[:, :, :-1]], 2).transpose(-1, -2)
-    out = q @ transposed + attn @ (u - w @ transposed)
-    return out.flatten(2, 3), increment[:, :, -1]
+def _valid(args: GatedDelta) -> GatedDelta:
+    """With zeros for tokens beyond a row's length, which must leave its state alone, whatever (NaN included) they hold."""
+    q, k, v, g, beta, *_ = args
+    valid = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)[None, :] < args.query_lens[:, None]
+    k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
+    g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
+    return args._replace(k=k, v=v, g=g, beta=beta)
 
 
-def _step(args: GatedDelta, carry: Carry = _sequential) -> tuple[Tensor, Tensor]:
+def _step(args: GatedDelta) -> tuple[Tensor, Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
-    q, k, v, g, beta, state, read, _, num_computed_tokens, query_lens, chunk = args
-    Q, H = g.shape[1:]
+    q, k, v, g, beta, state, read, _, num_computed_tokens, _, chunk = _valid(args) if args.chunk else args
+    H = g.shape[2]
     first = read_states(state, read, num_computed_tokens).float()
-    if chunk:
-        # Tokens beyond a row's length must leave its state alone, whatever (NaN included) they hold.
-        valid = torch.arange(Q, dtype=torch.int32, device=q.device)[None, :] < query_lens[:, None]
-        k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
-        g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
     q, k = _per_value_head(q.float(), H), _per_value_head(k.float(), H)
     wide, g, beta = v.float().transpose(1, 2), g.float().transpose(1, 2), beta.float().transpose(1, 2)
     if chunk:
-        out, after = carry(_chunks(q, k, wide, g, beta, chunk), first)
+        out, after = _sequential(_chunks(q, k, wide, g, beta, chunk), first)
     else:
         out, states = _recurrent(q, k, wide, g, beta, first)
         after = states.flatten(0, 1)
@@ -236,9 +214,13 @@ def _npu(args: GatedDelta) -> Any:
     """
     q, k, v, g, beta, state, read, write, _, _, chunk = args
     if chunk:
-        out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _prefix_scan)
+        # Tokens beyond a row's length hold finite numbers (causal_conv.py): without decay and with beta 0 they leave the state alone.
+        valid = torch.arange(g.shape[1], dtype=torch.int32, device=g.device)[None, :, None] < args.query_lens[:, None, None]
+        g, beta = torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
+        first = read_states(state, read, args.num_computed_tokens).float()
+        out, after = chunked_delta(q, k, v, g, beta, first, max(chunk, gcd(g.shape[1], NPU_CHUNK)))
         write_states_npu(state, write, after)
-        return out, state
+        return out.to(v.dtype), state
     B, Q, H = g.shape
     if state.dtype != v.dtype:
         raise PrimitiveError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ def _body(
     graph = parse(runner.graph.SerializeToString()).graph[0]
     by_index = {op.attr["index"].i: operands[op.name] for op in graph.op if op.type == "Data"}
     feeds = {f"{op.name}:0": by_index[op.attr["index"].i] for op in graph.op if op.type == "Data"}
-    ops = tuple(op for op in graph.op if op.type not in ("Data", "NetOutput"))
+    ops = tuple(op for op in _read(graph.op) if op.type not in ("Data", "NetOutput"))
     outputs = next(op for op in graph.op if op.type == "NetOutput")
     tensors = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
     flow = follow_memory(ops, feeds)
@@ -174,6 +174,18 @@ def _body(
         options={key: value for key, value in local.items() if key not in POSITIONAL},
         engine=dict(engine),
     )
+
+
+def _read(ops: Iterable[Any]) -> list[Any]:
+    """The operators without transpositions that nobody reads, which a product reads in another way (converters.py), and their constants."""
+    read: set[str] = set()
+    kept = []
+    for op in reversed(list(ops)):
+        if op.type in ("Transpose", "Const") and op.name not in read:
+            continue
+        read.update(tensor.rpartition(":")[0] for tensor in op.input)
+        kept.append(op)
+    return kept[::-1]
 
 
 def _tidy(op: Any, values: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ def register(ta: Torchair) -> None:
     """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
     aten = torch.ops.aten
     for op, converter in (
+        (aten.bmm.default, _bmm),
         (aten.clone.default, _clone),
         (aten.mul.Tensor, _mul),
         (aten.softplus.default, _softplus),
@@ -53,6 +54,35 @@ def _in_an_operand(tensor: str, ops: Any) -> bool:
     if producer.type in VIEWS:
         return _in_an_operand(producer.input[0], ops)
     return producer.type == "Data" or int(port) in IN_PLACE.get(producer.type, {})
+
+
+def _bmm(ta: Torchair, earlier: Convert | None) -> Convert:
+    """A product reads a transposed operand as it is, by an attribute; torchair transposes it first.
+
+    The Transpose that nobody reads then is left out of the body (convert.py).
+    """
+    graph, promote = ta.torchair.ge._ge_graph, ta.torchair._ge_concrete_graph.utils.dtype_promote
+
+    def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
+        ops = graph.get_default_ge_graph().op
+        first, second = (_transposed(operand, ops) for operand in (x, other))
+        x, other = promote(x, other, target_dtype=meta_outputs.dtype)
+        product = ta.ge.BatchMatMul(x, other, adj_x1=first is not None, adj_x2=second is not None)
+        for position, source in enumerate((first, second)):
+            if source is not None:
+                product.node.input[position] = source
+        return product
+
+    return convert
+
+
+def _transposed(x: Any, ops: Any) -> str | None:
+    """The tensor whose last two of three dimensions x is with swapped; None where x is no such thing."""
+    if x.node.type != "Transpose":
+        return None
+    order = next(op for op in reversed(ops) if op.name == x.node.input[1].rpartition(":")[0])
+    values = order.attr["_readable_value"].s.decode().strip("[]").split(",")
+    return x.node.input[0] if order.type == "Const" and [int(value) for value in values] == [0, 2, 1] else None
 
 
 def _mul(ta: Torchair, earlier: Convert | None) -> Convert:
