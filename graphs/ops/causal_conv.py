@@ -118,8 +118,8 @@ def _every_token(inputs: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 def _last_token(inputs: Tensor, taps: int, num_computed_tokens: Tensor, query_lens: Tensor) -> tuple[Tensor, Tensor]:
     """Of inputs [B, taps-1 + Q + 1, C], the last of a row zeros, what each token sees, f32, and the windows [B, taps-1, C] after the row.
 
-    What a row does not have is read from its zeros: the past of a new request, and all that a token beyond its length would see. The indices
-    depend on inputs of the step alone, and are the same in all layers.
+    What a row does not have is read from its zeros: the past of a new request, and all that a token beyond its length would see. The
+    indices depend on inputs of the step alone, and are the same in all layers.
     """
     B, length, C = inputs.shape
     past, zeros = taps - 1, length - 1

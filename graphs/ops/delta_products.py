@@ -53,8 +53,8 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
 
-    Blocks of `_WIDE` first, then that many blocks at once. With T the inverse of the diagonal blocks and E = -T (A off the blocks), which is
-    nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat, which
+    Blocks of `_WIDE` first, then that many blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which
+    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat, which
     powers of A itself, without blocks, lose all of.
     """
     C = lower.shape[-1]
@@ -104,7 +104,7 @@ def _batch(x: Tensor) -> Tensor:
 
 def _states(increment: Tensor, transition: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """States [B, N, H, Dv, Dk] before each chunk, and after the last [B, H, Dv, Dk]; a chunk maps S to `S transition + increment`."""
-    B, N = increment.shape[:2]
+    N = increment.shape[1]
     size = _GROUP if N > _SEQUENTIAL and N % _GROUP == 0 else 1
     steps = (x.unflatten(1, (N // size, size)).unbind(2) for x in (increment, transition))
     maps = []

@@ -196,7 +196,10 @@ def gated_delta_on_cpu(args: GatedDelta) -> Any:
 
 
 NPU_TOKENS = 8
-"""Tokens a row may have in one step of the NPU's recurrent kernel."""
+"""Tokens a row may have in one step of CANN's recurrent operator."""
+
+VLLM_TOKENS = 16
+"""The same of vllm-ascend's (MAX_MTP; vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_kernel)."""
 
 NPU_CHUNK = 64
 """Tokens a chunk on the NPU: at least a tile of its matrix unit, and half the chunks, hence states in memory, of a CPU's 32."""
@@ -204,43 +207,106 @@ NPU_CHUNK = 64
 
 @gated_delta.lowering("npu")
 def _npu(args: GatedDelta) -> Any:
-    """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
+    """CANN's recurrent operator token by token, plain products in chunks of at least `chunk` tokens.
 
-    The kernel starts a row from one of the slots it writes, whatever `num_computed_tokens` is: token by token, `read` must be one
+    The operator starts a row from one of the slots it writes, whatever `num_computed_tokens` is: token by token, `read` must be one
     of a row's `write` slots and hold a state.
 
     Raises:
-        PrimitiveError: a row has more tokens than the kernel takes.
+        PrimitiveError: a row has more tokens than the operator takes, or the state is of another dtype than it takes.
     """
-    q, k, v, g, beta, state, read, write, _, _, chunk = args
-    if chunk:
-        # Tokens beyond a row's length hold finite numbers (causal_conv.py): without decay and with beta 0 they leave the state alone.
-        valid = torch.arange(g.shape[1], dtype=torch.int32, device=g.device)[None, :, None] < args.query_lens[:, None, None]
-        g, beta = torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
-        first = read_states(state, read, args.num_computed_tokens).float()
-        out, after = chunked_delta(q, k, v, g, beta, first, max(chunk, gcd(g.shape[1], NPU_CHUNK)))
-        write_states_npu(state, write, after)
-        return out.to(v.dtype), state
+    return _in_products(args) if args.chunk else _by_token(args)
+
+
+@gated_delta.lowering("npu", needs=("vllm-ascend",))
+def _npu_vllm(args: GatedDelta) -> Any:
+    """vllm-ascend's recurrent operator, whose states may be float32."""
+    return _in_products(args) if args.chunk else _by_token_vllm(args)
+
+
+@gated_delta.lowering("npu", needs=("aclgraph", "cann>=9.0"))
+def _npu_chunk(args: GatedDelta) -> Any:
+    """CANN's chunked operator, which GE graphs do not take."""
+    return _in_chunks(args) if args.chunk else _by_token(args)
+
+
+@gated_delta.lowering("npu", needs=("aclgraph", "cann>=9.0", "vllm-ascend"))
+def _npu_chunk_vllm(args: GatedDelta) -> Any:
+    return _in_chunks(args) if args.chunk else _by_token_vllm(args)
+
+
+def _in_products(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = _masked(args)
+    first = read_states(args.state, args.read, args.num_computed_tokens).float()
+    out, after = chunked_delta(q, k, v, g, beta, first, max(args.chunk, gcd(g.shape[1], NPU_CHUNK)))
+    write_states_npu(args.state, args.write, after)
+    return out.to(v.dtype), args.state
+
+
+def _in_chunks(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    """All rows of the step as sequences of Q tokens: bfloat16 operands and states, heads of up to 128 (CANN 9.0; op-plugin@517f2e7
+    docs/zh/custom_APIs/torch_npu/torch_npu-npu_chunk_gated_delta_rule.md)."""
+    q, k, v, g, beta = _masked(args)
     B, Q, H = g.shape
+    half = torch.bfloat16
+    out, after = torch.ops.npu.npu_chunk_gated_delta_rule(
+        q.to(half).flatten(0, 1),
+        k.to(half).flatten(0, 1),
+        v.to(half).flatten(0, 1),
+        beta=beta.to(half).view(B * Q, H),
+        initial_state=read_states(args.state, args.read, args.num_computed_tokens).to(half),
+        actual_seq_lengths=torch.full((B,), Q, dtype=torch.int32, device=q.device),
+        scale=1.0,
+        g=g.float().view(B * Q, H),
+    )
+    write_states_npu(args.state, args.write, after)
+    return out.to(v.dtype).view(v.shape), args.state
+
+
+def _masked(args: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta; without decay and with beta 0 beyond a row's length, where q, k and v are finite (causal_conv.py), tokens leave
+    the state alone."""
+    q, k, v, g, beta, *_ = args
+    valid = torch.arange(g.shape[1], dtype=torch.int32, device=g.device)[None, :, None] < args.query_lens[:, None, None]
+    return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
+
+
+def _by_token(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    v, state = args.v, args.state
     if state.dtype != v.dtype:
         raise PrimitiveError(
-            f"gated_delta token by token has a state of {state.dtype} and values of {v.dtype}; the NPU's kernel takes equal types"
+            f"gated_delta token by token has a state of {state.dtype} and values of {v.dtype}; CANN's operator takes equal types"
         )
-    if Q > NPU_TOKENS:
-        raise PrimitiveError(f"gated_delta token by token has {Q} tokens a row; the NPU's kernel takes at most {NPU_TOKENS}")
-    out, after = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(
-        q.to(v.dtype).flatten(0, 1),
-        k.to(v.dtype).flatten(0, 1),
-        v.reshape(B * Q, H, -1),
-        state,
-        beta=beta.to(v.dtype).reshape(B * Q, H),
-        scale=1.0,
-        actual_seq_lengths=torch.full((B,), Q, dtype=torch.int32, device=q.device),
-        ssm_state_indices=write.reshape(-1),
-        num_accepted_tokens=_accepted(read, write),
-        g=g.float().reshape(B * Q, H),
-    )
+    B, Q, _ = args.g.shape
+    lengths = torch.full((B,), Q, dtype=torch.int32, device=v.device)
+    operands, options = _tokens(args, NPU_TOKENS)
+    out, after = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(*operands, state, actual_seq_lengths=lengths, **options)
     return out.to(v.dtype).view(v.shape), after
+
+
+def _by_token_vllm(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    """Its lengths are preceded by the first token of the first row (csrc/attention/recurrent_gated_delta_rule/op_kernel)."""
+    B, Q, _ = args.g.shape
+    lengths = torch.where(torch.arange(B + 1, dtype=torch.int32, device=args.g.device) == 0, 0, Q).to(torch.int32)
+    operands, options = _tokens(args, VLLM_TOKENS)
+    rule = torch.ops._C_ascend.npu_recurrent_gated_delta_rule
+    return rule(*operands, args.state, actual_seq_lengths=lengths, **options).view(args.v.shape), args.state
+
+
+def _tokens(args: GatedDelta, most: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Operands and options that both recurrent operators share; rows lie one after the other."""
+    q, k, v, g, beta, _, read, write, *_ = args
+    B, Q, H = g.shape
+    if most < Q:
+        raise PrimitiveError(f"gated_delta token by token has {Q} tokens a row; the NPU's operator takes at most {most}")
+    operands = q.to(v.dtype).flatten(0, 1), k.to(v.dtype).flatten(0, 1), v.reshape(B * Q, H, -1)
+    return operands, {
+        "beta": beta.to(v.dtype).reshape(B * Q, H),
+        "scale": 1.0,
+        "ssm_state_indices": write.reshape(-1),
+        "num_accepted_tokens": _accepted(read, write),
+        "g": g.float().reshape(B * Q, H),
+    }
 
 
 def _accepted(read: Tensor, write: Tensor) -> Tensor | None:

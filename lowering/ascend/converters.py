@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
+from . import packages
 from .inspect_ge import IN_PLACE, VIEWS
 from .toolchain.harness import Torchair
 
@@ -20,12 +21,14 @@ _HALVES = (1, 27)
 
 def register(ta: Torchair) -> None:
     """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
+    packages.declare()
     aten = torch.ops.aten
     for op, converter in (
         (aten.bmm.default, _bmm),
         (aten.clone.default, _clone),
         (aten.mul.Tensor, _mul),
         (aten.softplus.default, _softplus),
+        (torch.ops._C_ascend.npu_recurrent_gated_delta_rule.default, _recurrent_gated_delta_rule),
     ):
         # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
         earlier = getattr(op, "_ge_converter", None)
@@ -105,5 +108,19 @@ def _softplus(ta: Torchair, earlier: Convert | None) -> Convert:
 
     def convert(x: Any, beta: float = 1, threshold: float = 20, meta_outputs: Any = None) -> Any:
         return ta.ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+    return convert
+
+
+def _recurrent_gated_delta_rule(ta: Torchair, earlier: Convert | None) -> Convert:
+    """vllm-ascend's operator has the type of CANN's in GE, and stands in for it wherever the package is installed.
+
+    Source: vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_host/recurrent_gated_delta_rule_def.cpp.
+    """
+
+    def convert(query: Any, key: Any, value: Any, state: Any, *, beta: Any = None, scale: float | None = None, **rest: Any) -> Any:
+        rest.pop("meta_outputs", None)
+        lengths, slots = rest.pop("actual_seq_lengths"), rest.pop("ssm_state_indices")
+        return ta.ge.RecurrentGatedDeltaRule(query, key, value, beta, state, lengths, slots, scale=scale, **rest)[0]
 
     return convert

@@ -32,6 +32,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         state.npu_scatter_nd_update,
         state.npu_scatter_nd_update_,
         state.npu_recurrent_gated_delta_rule_functional,
+        state.npu_chunk_gated_delta_rule,
         moe.npu_moe_gating_top_k,
         moe.npu_moe_init_routing_v2,
         moe.npu_grouped_matmul,
@@ -39,6 +40,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         moe.npu_moe_finalize_routing,
     ),
     **_named("air", state.npu_fused_infer_attention_score),
+    **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 
