@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
+from . import packages
 from .inspect_ge import IN_PLACE, VIEWS
 from .toolchain.harness import Torchair
 
@@ -22,13 +23,16 @@ _HALVES = (1, 27)
 
 def register(ta: Torchair) -> None:
     """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
+    packages.declare()
     aten: Any = torch.ops.aten
     for op, converter in (
+        (aten.bmm.default, _bmm),
         (aten.clone.default, _clone),
         (aten.mul.Tensor, _mul),
         (aten.softplus.default, _softplus),
         (aten.amax.default, _reduction("ReduceMax")),
         (aten.amin.default, _reduction("ReduceMin")),
+        (torch.ops._C_ascend.npu_recurrent_gated_delta_rule.default, _recurrent_gated_delta_rule),
     ):
         # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
         earlier = getattr(op, "_ge_converter", None)
@@ -57,6 +61,35 @@ def _in_an_operand(tensor: str, ops: Any) -> bool:
     if producer.type in VIEWS:
         return _in_an_operand(producer.input[0], ops)
     return producer.type == "Data" or int(port) in IN_PLACE.get(producer.type, {})
+
+
+def _bmm(ta: Torchair, earlier: Convert | None) -> Convert:
+    """A product reads a transposed operand as it is, by an attribute; torchair transposes it first.
+
+    The Transpose that nobody reads then is left out of the body (convert.py).
+    """
+    graph, promote = ta.torchair.ge._ge_graph, ta.torchair._ge_concrete_graph.utils.dtype_promote
+
+    def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
+        ops = graph.get_default_ge_graph().op
+        first, second = (_transposed(operand, ops) for operand in (x, other))
+        x, other = promote(x, other, target_dtype=meta_outputs.dtype)
+        product = ta.ge.BatchMatMul(x, other, adj_x1=first is not None, adj_x2=second is not None)
+        for position, source in enumerate((first, second)):
+            if source is not None:
+                product.node.input[position] = source
+        return product
+
+    return convert
+
+
+def _transposed(x: Any, ops: Any) -> str | None:
+    """The tensor whose last two of three dimensions x is with swapped; None where x is no such thing."""
+    if x.node.type != "Transpose":
+        return None
+    order = next(op for op in reversed(ops) if op.name == x.node.input[1].rpartition(":")[0])
+    values = order.attr["_readable_value"].s.decode().strip("[]").split(",")
+    return x.node.input[0] if order.type == "Const" and [int(value) for value in values] == [0, 2, 1] else None
 
 
 def _mul(ta: Torchair, earlier: Convert | None) -> Convert:
@@ -102,3 +135,17 @@ def _reduction(kind: str) -> Callable[[Torchair, Convert | None], Convert]:
         return convert
 
     return made
+
+
+def _recurrent_gated_delta_rule(ta: Torchair, earlier: Convert | None) -> Convert:
+    """vllm-ascend's operator has the type of CANN's in GE, and stands in for it wherever the package is installed.
+
+    Source: vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_host/recurrent_gated_delta_rule_def.cpp.
+    """
+
+    def convert(query: Any, key: Any, value: Any, state: Any, *, beta: Any = None, scale: float | None = None, **rest: Any) -> Any:
+        rest.pop("meta_outputs", None)
+        lengths, slots = rest.pop("actual_seq_lengths"), rest.pop("ssm_state_indices")
+        return ta.ge.RecurrentGatedDeltaRule(query, key, value, beta, state, lengths, slots, scale=scale, **rest)[0]
+
+    return convert

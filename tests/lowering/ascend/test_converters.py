@@ -91,3 +91,23 @@ def test_extremes_are_one_operator_that_keeps_its_dtype(ta, name, kind):
         assert body.ops[-1].output_desc[0].attr["_meta"].s.decode() == shape
     with pytest.raises(LoweringError, match="takes GE's dtype number 3; legal are"):
         types(ta, lambda x: (reduce(x, 0),), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("product", "adjoint"),
+    [
+        (lambda x, y: torch.bmm(x.exp(), y.exp().mT), (False, True)),
+        (lambda x, y: torch.bmm(x.exp().mT, y.exp()), (True, False)),
+        (lambda x, y: torch.bmm(x.exp(), y.exp().transpose(0, 1).contiguous()), (False, False)),
+    ],
+)
+def test_a_transposed_factor_is_an_attribute_of_the_product(ta, product, adjoint):
+    kinds, body = types(ta, lambda x, y: (product(x, y),), ((6, 6, 6), gb.F32), ((6, 6, 6), gb.F32))
+    assert kinds == ["Exp", "Exp", *([] if any(adjoint) else ["Transpose"]), "BatchMatMul"]
+    attr = body.ops[-1].attr
+    assert (attr["adj_x1"].b, attr["adj_x2"].b) == adjoint
+
+
+def test_a_transposed_factor_that_is_also_a_result_stays(ta):
+    kinds, _ = types(ta, lambda x: (torch.bmm(x, x.exp().mT), x.exp().mT.contiguous() + 1), ((6, 6, 6), gb.F32))
+    assert kinds.count("Transpose") == 1

@@ -123,14 +123,22 @@ def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, qu
 def delta(
     r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int
 ) -> Example:
-    """The last row is padding; slots 0 and 8 are unwritten."""
+    """The last row is padding; slots 0 and 8 are unwritten. In chunks q, k and v are finite beyond a row's length (causal_conv)."""
     B = len(query_lens)
     tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
     tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if chunk or not length]
     pool = poison(r(9, 4, 5, 6), 0, 8)
     used = write[:2].flatten().tolist()
     return Example(
-        (*(poison(x, *tails) for x in tokens), pool, read, write, num_computed_tokens, ints(*query_lens), chunk),
+        (
+            *(poison(x, *(tails if i > 2 or not chunk else ())) for i, x in enumerate(tokens)),
+            pool,
+            read,
+            write,
+            num_computed_tokens,
+            ints(*query_lens),
+            chunk,
+        ),
         lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]],
     )
 
@@ -225,8 +233,8 @@ INDEX = types_of("Range Cast Add Unsqueeze Reshape Mul")
 CONV = types_of("Cast GatherV2 Reshape ConcatV2 ScatterNdUpdate Transpose Mul ReduceSum Swish Range Add Unsqueeze")
 RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule")
 CHUNKED = types_of(
-    "Equal Cast Fill GatherV2 Reshape SelectV2 ConcatV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less BroadcastTo "
-    "GreaterEqual Greater Transpose Cumsum Sub ClipByValueV2 Exp BatchMatMul FloorDiv FloorMod LogicalAnd"
+    "Equal Cast Fill GatherV2 Reshape SelectV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less Unpack Pack "
+    "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd"
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
 MASK = types_of("Range Unsqueeze Greater PadV3")
@@ -248,7 +256,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "cache_write": {"padding": types_of("ScatterPaKvCache")},
     "causal_conv": {
         **dict.fromkeys(("verify", "decode"), CONV | types_of("StridedSliceV2")),
-        "prefill": CONV | types_of("Equal Fill SelectV2 StridedSliceV2"),
+        "prefill": CONV | types_of("Equal Fill SelectV2 GreaterEqual Less LogicalAnd StridedSliceV2"),
     },
     "delta_decay": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul")},
     "embed": {"rows": types_of("GatherV2")},
