@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from . import collectives, converters, moe_converters
+from . import collectives, converters, moe_converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import IN_PLACE, follow_memory
 from .toolchain.harness import Torchair
@@ -164,6 +164,7 @@ def _body(
     written = {i: flow.latest[i] for i in flow.writers} | carried
     for op in ops:
         _tidy(op, values)
+    streams.label_shared_expert(ops)
     local, engine = runner._normalize_ge_option()
     return Body(
         ops=ops,
