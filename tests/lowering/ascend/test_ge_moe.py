@@ -85,7 +85,21 @@ def converted(torchair: harness.Torchair, primitive: Primitive, args: Args, feat
 
 def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args, features: frozenset[str] = frozenset()) -> list[str]:
     """Types of the GE operators of the converted lowering, without those that only reshape or fill operands."""
-    glue = {"Data", "Const", "Cast", "Fill", "NetOutput", "Reshape", "Bitcast", "Unsqueeze", "Identity", "Shape", "ConcatV2", "Mul", "Transpose"}
+    glue = {
+        "Data",
+        "Const",
+        "Cast",
+        "Fill",
+        "NetOutput",
+        "Reshape",
+        "Bitcast",
+        "Unsqueeze",
+        "Identity",
+        "Shape",
+        "ConcatV2",
+        "Mul",
+        "Transpose",
+    }
     return [op.type for op in converted(torchair, primitive, args, features) if op.type not in glue]
 
 
