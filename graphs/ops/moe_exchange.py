@@ -254,4 +254,8 @@ def _combine(args: MoeCombine, algorithm: str, shared: Tensor | None) -> Tensor:
 @moe_combine.cost
 def _combine_cost(args: MoeCombine) -> Cost:
     rows, ids, weights, assist, recv_counts, shared, *_ = args
-    return Cost(2 * rows.numel() + shared.numel(), nbytes(rows, ids, weights, assist, recv_counts, shared), ids.shape[0] * rows.shape[1] * rows.dtype.itemsize)
+    return Cost(
+        2 * rows.numel() + shared.numel(),
+        nbytes(rows, ids, weights, assist, recv_counts, shared),
+        ids.shape[0] * rows.shape[1] * rows.dtype.itemsize,
+    )
