@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from ....graphs import ops as ops
+from ....graphs import ordering
 from ....graphs.errors import LoweringError
 from ....graphs.primitive import NAMESPACE, Primitive, of_target
 from ....graphs.types import Mesh
@@ -20,7 +21,7 @@ from .npu_reference import GROUP_KERNELS, KERNELS, group_of
 Values = list[dict[Node, Any]]
 """Values of each rank, by node."""
 
-_PLAIN = ("aten", NAMESPACE)
+_PLAIN = ("aten", NAMESPACE, ordering.NAMESPACE)
 
 
 class RankEmulator:

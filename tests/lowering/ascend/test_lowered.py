@@ -60,7 +60,7 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 1, (2, 1), False),
         ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), False),
         ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 0, (2, 1), True),
-        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 1, (1, 2), True),
+        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), True),
         ("tp=2", PLAIN, False, 0, (2,), False),
         ("tp=2", PLAIN, False, 3, (2,), False),
     ],
