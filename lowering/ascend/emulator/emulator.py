@@ -139,7 +139,7 @@ def _kernel(node: Node) -> Callable[..., Any]:
     if isinstance(target, torch._ops.OpOverload) and target.namespace in _PLAIN:
         return target
     kernels = ", ".join(sorted([*KERNELS, *GROUP_KERNELS]))
-    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {' and '.join(_PLAIN)} there are {kernels}")
+    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {', '.join(_PLAIN)} there are {kernels}")
 
 
 def _identity(value: torch.Tensor) -> torch.Tensor:
