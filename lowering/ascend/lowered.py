@@ -22,6 +22,7 @@ from ..lower import Lowered
 from ..platform import CPU, Platform
 from .donation import Donated, Donations, donations
 from .hoist import hoist
+from .share import share
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -45,7 +46,9 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     donated = donations(graph, signature)
     features = platform.features(backend)
     lowered = {name: _lower_body(body, donated.bodies[name], features) for name, body in bodies(graph).items()}
-    calls = hoist(_calls(graph, signature, donated, lowered), signature)
+    calls = _calls(graph, signature, donated, lowered)
+    runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
+    calls = hoist(share(calls, signature, runs), signature)
     return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
 
 
