@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from .collectives import register
+from . import collectives, copies
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import follow_memory
 from .toolchain.harness import Torchair
@@ -80,7 +80,8 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     returned: Any = gm.graph.output_node().args[0]
     if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
         raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
-    register(ta)
+    collectives.register(ta)
+    copies.register(ta)
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         # torchair does not count a tensor that shares memory with an operand as a result of the graph.
