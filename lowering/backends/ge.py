@@ -53,19 +53,20 @@ class Ge(Backend):
         from ..ascend.ge_file import encode
         from ..ascend.link import link
 
-        ge_file = link(lowered.graph, lowered.signature, self._torchair())
+        ge_file = link(lowered.graph, lowered.signature, self._torchair(), platform=lowered.platform)
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
-        """Checks that pools are written in place, no length is baked in, no step repeats work on weights, and collectives are those of the
-        partitioned graph in order."""
+        """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice, and
+        collectives are those of the partitioned graph in order."""
         from .. import collectives_check
-        from ..ascend import inspect_ge, inspect_weights
+        from ..ascend import inspect_ge, inspect_repeats, inspect_weights
         from ..ascend.ge_file import decode
 
         ge_file = decode(compiled.data)
         inspect_ge.check(ge_file, partitioned.signature)
         inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
+        inspect_repeats.check_unrepeated(ge_file)
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
 
     def versions(self) -> Mapping[str, str]:
