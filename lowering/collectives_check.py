@@ -7,6 +7,9 @@ from typing import Any
 
 from ..graphs.errors import LoweringError
 from ..graphs.types import DISPATCH, WORLD, Mesh
+from .ascend.acl_graph.file import AclFile
+from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
+from .ascend.convert import shape_of
 from .ascend.ge_file import GeFile, parse
 from .ascend.inspect_ge import shape
 
@@ -28,6 +31,7 @@ COLLECTIVES = {
     "MoeDistributeCombineV2": "moe_combine",
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
+_ACL_COLLECTIVES = {"npu_moe_distribute_dispatch_v2": "moe_dispatch", "npu_moe_distribute_combine_v2": "moe_combine"}
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
 _EXPERTS = ("moe_dispatch", "moe_combine")
 
@@ -54,7 +58,31 @@ def of_ge_file(ge_file: GeFile, *, in_order: bool = False) -> tuple[Collective, 
         LoweringError: an operator communicates and is not in `COLLECTIVES`, or is in a called graph, whose position in the order
             is not stated anywhere; or expert dispatch shares a group with another operator.
     """
-    collectives = _read(ge_file, in_order)
+    return _as_partitioned(_read(ge_file, in_order))
+
+
+def of_acl_file(acl_file: AclFile) -> tuple[Collective, ...]:
+    """The collectives of a graph of torch operators, as `of_ge_file` gives them; one stream runs them in this order.
+
+    Raises:
+        LoweringError: expert dispatch shares a group with another operator.
+    """
+    listed = ((name.split(".")[1], group, shape_of(value)) for name, group, value in acl_collectives(acl_file))
+    return _as_partitioned([(_ACL_COLLECTIVES.get(name, name), group, kind) for name, group, kind in listed])
+
+
+def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> list[Talk]:
+    """The collectives that one rank runs.
+
+    Args:
+        members: ranks of each group of this rank, in their order, by symbol.
+    """
+    listed = ((name.split(".")[1], group, shape_of(value)) for name, group, value in acl_collectives(acl_file))
+    return [(_ACL_COLLECTIVES.get(name, name), members[group], kind) for name, group, kind in listed]
+
+
+def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    """Collectives with groups as the partitioned graph names them."""
     for name, group, _ in collectives:
         if (name in _EXPERTS) != (group == DISPATCH):
             legal = f"{DISPATCH} for {' and '.join(_EXPERTS)}, and for nothing else"

@@ -46,8 +46,11 @@ def encode(graph: GraphModule) -> bytes:
     return packed
 
 
-def decode(data: bytes) -> GraphModule:
+def decode(data: bytes, find: Callable[[str], Callable[..., Any]] | None = None) -> GraphModule:
     """Deserialises a graph, with `meta["val"]` (meta tensors) of every node and `meta["leaf"]` of placeholders.
+
+    Args:
+        find: what an operator's name stands for; None takes what is registered in this process (`find_target`).
 
     Raises:
         LoweringError: when the bytes are not a graph of this version, or name an operator that is not registered here.
@@ -62,7 +65,7 @@ def decode(data: bytes) -> GraphModule:
     decoded: list[Node] = []
     try:
         for position, entry in enumerate(nodes):
-            decoded.append(_decode_node(graph, position, entry, decoded))
+            decoded.append(_decode_node(graph, position, entry, decoded, find or find_target))
         graph.lint()
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(f"node {len(decoded)} of a serialised graph cannot be read: {error}") from error
@@ -148,7 +151,7 @@ def _encode_value(value: Any) -> Any:
     return None
 
 
-def _decode_node(graph: Graph, position: int, entry: list[Any], decoded: list[Node]) -> Node:
+def _decode_node(graph: Graph, position: int, entry: list[Any], decoded: list[Node], find: Callable[[str], Callable[..., Any]]) -> Node:
     op, target, packed, named, value, leaf = entry
     args = _decode_argument(packed, decoded)
     if op == "placeholder":
@@ -156,7 +159,7 @@ def _decode_node(graph: Graph, position: int, entry: list[Any], decoded: list[No
     elif op == "output":
         node = graph.output(args[0])
     elif op == "call_function":
-        node = graph.call_function(find_target(target), args, {key: _decode_argument(v, decoded) for key, v in named})
+        node = graph.call_function(find(target), args, {key: _decode_argument(v, decoded) for key, v in named})
     else:
         raise ValueError(f"{op!r} is no kind of node")
     node.meta["val"] = _decode_value(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,13 +19,22 @@ from ...graphs.invariants import results_of
 from ...graphs.types import Leaf
 from ..artifact import graph_io
 from .convert import shape_of
-from .ge_file import Folded, GeFile
+from .ge_file import Folded
 
 FOLDED = "folded"
 """Name of the body, in a lowered graph, that computes derived values from parameters."""
 
 
-def expressions(ge_file: GeFile, params: Sequence[Leaf]) -> tuple[str, ...]:
+class FoldedFile(Protocol):
+    """A file with derived values."""
+
+    @property
+    def folded(self) -> Folded | None:
+        """Computes them."""
+        ...
+
+
+def expressions(ge_file: FoldedFile, params: Sequence[Leaf]) -> tuple[str, ...]:
     """The expression of each derived value, as in `aten.add.Tensor(params.norm, 1.0)`.
 
     Values with equal expressions are equal, in whichever graphs of an artifact they are: on one rank a parameter has one value.
@@ -40,7 +49,7 @@ def expressions(ge_file: GeFile, params: Sequence[Leaf]) -> tuple[str, ...]:
     return tuple(expression(node, names) for node in results_of(graph))
 
 
-def sources(ge_file: GeFile) -> tuple[tuple[int, ...], ...]:
+def sources(ge_file: FoldedFile) -> tuple[tuple[int, ...], ...]:
     """The operands that each derived value is computed from, in increasing order."""
     if ge_file.folded is None:
         return ()
@@ -49,7 +58,7 @@ def sources(ge_file: GeFile) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(operands[node] for node in _needed([value]) & operands.keys())) for value in results_of(graph))
 
 
-def evaluate(ge_file: GeFile, operands: Sequence[torch.Tensor | None], which: Collection[int] | None = None) -> list[torch.Tensor]:
+def evaluate(ge_file: FoldedFile, operands: Sequence[torch.Tensor | None], which: Collection[int] | None = None) -> list[torch.Tensor]:
     """Computes derived values of one rank on the CPU.
 
     Args:

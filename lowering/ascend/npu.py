@@ -17,6 +17,9 @@ import torch
 
 from ...graphs.errors import LoweringError
 from . import device as ge
+from .acl_graph import file
+from .acl_graph.executable import AclExecutable
+from .acl_graph.npu_engine import AclMemory, NpuAclEngine
 from .toolchain import harness
 from .toolchain.harness import Torchair
 from .toolchain.stubs import cann
@@ -84,6 +87,7 @@ class NpuDevice:
         if not 0 <= index < count:
             raise LoweringError(f"there is no {self.name}: this process sees {count} NPUs; legal is 0 to {count - 1}")
         self._entered = threading.local()
+        self._acl_memory: AclMemory | None = None
         self.enter()
         # Off by default, and npu_format_cast then has nothing to cast to; update_formats tells GE of each operand's format.
         self._torch_npu.npu.config.allow_internal_format = True
@@ -135,12 +139,19 @@ class NpuDevice:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""
         return ge.communicators(groups, rank)
 
-    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable:
-        """Loads a `.ge` file, patched for a rank; nothing is compiled."""
+    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable | AclExecutable:
+        """Loads a `.ge` or `.aclgraph` file for a rank; nothing is compiled."""
+        if path.suffix == f".{file.SUFFIX}":
+            if self._acl_memory is None:
+                self._acl_memory = AclMemory.of(self._torch_npu, self.name, self.enter)
+            acl_engine = NpuAclEngine(self._torch_npu, self.name, self._acl_memory)
+            return AclExecutable(file.decode(path.read_bytes()), acl_engine, rank, communicators)
         return ge.load(path, self._torchair, rank, communicators, self.version)
 
     def close(self) -> None:
         """Waits for the NPU and gives its free memory back; what it has not finished in CLOSE_S is left to the end of the process."""
+        if self._acl_memory is not None:
+            self._acl_memory.updates.close()
         with contextlib.suppress(LoweringError):
             self.record().wait(CLOSE_S)
             self._torch_npu.npu.empty_cache()

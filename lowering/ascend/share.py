@@ -55,8 +55,21 @@ def share(graph: GraphModule, signature: Signature, runs: Collection[str]) -> Gr
     for name, body in bodies(shared).items():
         if name not in moved:
             operands = [node.meta["val"] for node in body.graph.nodes if node.op == "placeholder"]
-            setattr(shared, name, recorded(body, operands))
+            setattr(shared, name, recorded(_with_contiguous_results(body), operands))
     return shared
+
+
+def _with_contiguous_results(body: GraphModule) -> GraphModule:
+    """The body that hands over values as the bodies that read them were recorded; in GE such a copy is no operator (converters.py)."""
+    output = body.graph.output_node()
+    with body.graph.inserting_before(output):
+        results = [
+            node if node.meta["val"].is_contiguous() else body.graph.call_function(torch.ops.aten.contiguous.default, (node,))
+            for node in results_of(body)
+        ]
+    output.args = (tuple(results),)
+    body.recompile()
+    return body
 
 
 @dataclass(frozen=True)

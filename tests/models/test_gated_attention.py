@@ -128,7 +128,7 @@ def test_rows_of_the_joined_matrix_lie_by_key_head(copies):
         shard = Shard(mesh, rules, rank)
         axes = zip(tensors, param.source_axes, strict=True)
         pieces = [tensor[source_region(tensor.shape, axis, shard, sliced_axes([param], shard))[0][0]] for tensor, axis in axes]
-        assert [piece.shape[0] for piece in pieces] == [2 * per * D, D, D]
+        assert [piece.shape[0] for piece in pieces] == [2 * per * D, D, D], "a rank reads no other heads"
         assert torch.equal(param.source.join(*pieces), joined.view(G, -1, M)[rank])
 
 

@@ -13,6 +13,8 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 
 from npucompile.graphs.types import DISPATCH, Mesh
+from npucompile.lowering.ascend.acl_graph.file import AclFile
+from npucompile.lowering.ascend.acl_graph.file import encode as acl_encode
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
 from npucompile.lowering.ascend.emulator.emulated_graph import DONATIONS
 from npucompile.lowering.ascend.emulator.ge_program import parsed_shape
@@ -45,10 +47,13 @@ class DeviceGraph(gc.Hand):
         return GeFile(graph, options, tuple(donations), tuple(bound), inputs, len(results) - len(donations), tuple(patches), None, engine)
 
 
-def opened(device: EmulatedDevice, ge_file: GeFile, path: Any, rank: int = 0, communicators: Mapping[str, str] | None = None) -> Any:
-    """A GE file as the device's executable; `path` is a directory to write it to."""
-    where = path / f"rank{rank}-{time.monotonic_ns()}.ge"
-    where.write_bytes(encode(ge_file))
+def opened(
+    device: EmulatedDevice, ge_file: GeFile | AclFile, path: Any, rank: int = 0, communicators: Mapping[str, str] | None = None
+) -> Any:
+    """A file as the device's executable; `path` is a directory to write it to."""
+    captured = isinstance(ge_file, AclFile)
+    where = path / f"rank{rank}-{time.monotonic_ns()}.{'aclgraph' if captured else 'ge'}"
+    where.write_bytes(acl_encode(ge_file) if isinstance(ge_file, AclFile) else encode(ge_file))
     return device.open(where, rank, communicators or {})
 
 
@@ -71,14 +76,14 @@ def gloo(name: str, ranks: tuple[int, ...], rank: int, store: Any, timeout_s: fl
 
 
 class Machine:
-    """A GE file on emulated devices, one a rank: a machine of `fleets.Fleet`, whose host tensors are copied there and back each step.
+    """A file on emulated devices, one a rank: a machine of `fleets.Fleet`, whose host tensors are copied there and back each step.
 
     Args:
         path: a directory.
         ge_file: of all ranks.
     """
 
-    def __init__(self, path: Path, ge_file: GeFile, mesh: Mesh) -> None:
+    def __init__(self, path: Path, ge_file: GeFile | AclFile, mesh: Mesh) -> None:
         self.path, self.ge_file = path, ge_file
         self.operands: list[list[torch.Tensor]] = []
         self.devices = [open_device(rank) for rank in range(mesh.size)]
@@ -100,13 +105,17 @@ class Machine:
         for device in self.devices:
             device.record().wait(WAIT_S)
         for there, operands in zip(self.operands, operands_per_rank, strict=True):
-            for i in {*self.ge_file.bound, *(operand for _, operand in self.ge_file.donations)}:
+            for i in _written(self.ge_file):
                 operands[i].copy_(there[i])
         return [[result.cpu() for result in own] for own in results]
 
     def close(self) -> None:
         for device in self.devices:
             device.close()
+
+
+def _written(file: GeFile | AclFile) -> set[int]:
+    return {*file.written} if isinstance(file, AclFile) else {*file.bound, *(operand for _, operand in file.donations)}
 
 
 def on_devices(mesh: Mesh, work: Callable[[EmulatedDevice, int, Mapping[str, str]], Any], timeout_s: float = WAIT_S) -> list[Any]:

@@ -49,6 +49,8 @@ def first_start(plan: planning.Plan) -> str | None:
     """What the first start on the target still has to do, where this machine cannot do it; None where nothing is left."""
     if plan.target.local or not (reason := backend(plan.backend).runs_here()):
         return None
+    if plan.backend == "aclgraph":
+        return f"not captured here: {reason}; each start captures its decode buckets on its devices"
     return f"not compiled for the device yet: {reason}; the first start there compiles each bucket, and later ones find it compiled"
 
 
@@ -65,6 +67,9 @@ def plan_lines(plan: planning.Plan) -> list[str]:
     if plan.mesh.size > 1 or not plan.target.local:
         drafts = f", {plan.limits.drafts} drafts" if not plan.target.local else ""
         lines.insert(1, f"  target {plan.target.name}, mesh {plan.mesh} ({plan.mesh.size} ranks), quantization {plan.quantization}{drafts}")
+    if plan.platform.chip:
+        packages = f", operators of {', '.join(plan.platform.packages)}" if plan.platform.packages else ""
+        lines.insert(2, f"  CANN {plan.platform.cann} on {plan.platform.chip}{packages} (--cann, --operator-packages to change)")
     return lines
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...graphs.errors import SpecError
 from ...graphs.types import Limits, Mesh
 from . import deployments
-from .choices import MAX_DRAFTS
+from .choices import MAX_DRAFTS, NPU_BACKENDS
 from .targets import Target, check_mesh, target
 
 DEFAULT_DRAFTS = 3
@@ -65,7 +65,7 @@ def resolve(
         raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head (mtp_num_hidden_layers is 0); legal is 0")
     drafts = drafts if has_draft_head else 0
     row = deployments.deployment(deployment) if deployment else None
-    if row is None and target_name is None and mesh is None and backend in (None, "ge"):
+    if row is None and target_name is None and mesh is None and backend in (None, *NPU_BACKENDS):
         row = deployments.default_for(model)
     if row is None and phase:
         raise SpecError(f"--phase {phase} is one side of a deployment that splits them; name it, as in --deployment ID")

@@ -13,8 +13,8 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant
-from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS
+from ...models.variant import Variant, fewer_bytes_in_parts
+from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .instance import Instance, resolve
 from .memory import local_bytes
 from .targets import Target
@@ -34,7 +34,7 @@ class Options:
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
         dtype: "auto", "float32" or "bfloat16".
-        backend: "inductor", "eager", "null" or "ge".
+        backend: "inductor", "eager", "null", "ge" or "aclgraph".
         target: "cpu" or a kind of NPU node (tools/build/targets.py).
         mesh: as in "dp=8,tp=2".
         deployment, phase: a published deployment (tools/build/deployments.py), and one of its phases.
@@ -178,9 +178,10 @@ def plan(options: Options) -> Plan:
     batches, limits, published = _limits(options, source, instance)
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
+    platform = _platform(options, target)
     planned = Plan(
         source,
-        _variant_of(source.model, instance),
+        _variant_of(source.model, instance, platform),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -194,7 +195,7 @@ def plan(options: Options) -> Plan:
         published,
         _max_logprobs(options, source, target),
         weights,
-        _platform(options, target),
+        platform,
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
@@ -217,8 +218,8 @@ def _backend(options: Options, source: registry.ModelSource, instance: Instance)
     target, mesh = instance.target, instance.mesh
     chosen = options.backend or (target.backend if not target.local or mesh.size == 1 else "eager")
     if chosen not in target.backends:
-        if chosen == "ge":
-            raise SpecError("--backend ge is for NPUs; name a --deployment, or a --target and a --mesh")
+        if chosen in NPU_BACKENDS:
+            raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")
         raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
     if target.local and source.checkpoint_dir is None and chosen != "null":
         raise SpecError(
@@ -322,7 +323,7 @@ def _eos_note(plan: Plan) -> str | None:
     return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
 
 
-def _variant_of(model: step.Model, instance: Instance) -> step.Model:
+def _variant_of(model: step.Model, instance: Instance, platform: Platform) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
@@ -332,10 +333,15 @@ def _variant_of(model: step.Model, instance: Instance) -> step.Model:
     if max(group, heads) % min(group, heads):
         raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
     grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
-    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=instance.target.state_dtype)
+    # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
+    recurrent = torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype
+    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=recurrent)
     if not instance.target.dispatches:
         # Tokens are gathered instead, which moves more bytes.
         variant = replace(variant, most_dispatched=0)
+    elif grouped and not instance.target.local:
+        in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
+        variant = replace(variant, dispatches_in_parts=in_parts)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

@@ -126,7 +126,7 @@ _A3 = Target(
     hbm_bytes=_HBM,
     usable_hbm_bytes=_USABLE_HBM,
     page_size=128,
-    backends=("ge", "null"),
+    backends=("ge", "aclgraph", "null"),
     # The fused operators take only bfloat16, the recurrent one also for its states, whatever dtype the checkpoint states.
     dtypes=("bfloat16",),
     state_dtype=torch.bfloat16,

@@ -50,8 +50,9 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight per dp group.  [default: the largest bucket]")
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")
 @click.option(
-    "--backend", type=click.Choice(["inductor", "eager", "null", "ge"]),
-    help="inductor compiles for this CPU; eager serves uncompiled; ge lowers for NPUs; null reports cost and memory only.  "
+    "--backend", type=click.Choice(["inductor", "eager", "null", "ge", "aclgraph"]),
+    help="inductor compiles for this CPU; eager serves uncompiled; ge and aclgraph lower for NPUs, to graphs that GE compiles or that are "
+    "captured when they are loaded; null reports cost and memory only.  "
     "[default: the target's]",
 )  # fmt: skip
 @click.option("--target", type=click.Choice(choices.TARGETS), help="Machine to build for; it need not be present.  [default: cpu]")

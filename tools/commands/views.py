@@ -1,9 +1,8 @@
-"""The views of `npucompile inspect`: GE graph, collectives, operator census and memory plan."""
+"""The views of `npucompile inspect`: graph for NPUs, collectives, operator census and memory plan."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,11 @@ from ...graphs.types import DTYPES, Mesh, Rules
 from ...lowering import collectives_check
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
 from ...lowering.ascend import inspect_ge
+from ...lowering.ascend.acl_graph import inspect_acl
+from ...lowering.ascend.acl_graph.file import AclFile, graph_of
+from ...lowering.ascend.acl_graph.file import decode as decode_acl
 from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.launches import kind_of
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
@@ -24,8 +27,7 @@ from ..build.memory import GIB, MIB, MemoryPlan
 from ..build.targets import target
 from ..verify.small_model import full_model
 
-GE = "ge"
-_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
+GE, ACL = "ge", "aclgraph"
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,20 @@ class View:
         lines: the same as text.
     """
 
-    data: Mapping[str, Any]
+    data: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     lines: tuple[str, ...]
 
 
 def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
-    """The GE graph of a bucket, an operator per line.
+    """The graph that an NPU compiles or captures, an operator per line.
 
     Raises:
-        SpecError: the bucket has no GE graph.
+        SpecError: the bucket has no graph for NPUs.
     """
-    ge_file = _ge_file(artifact, entry)
+    ge_file = ge_file_of(artifact, entry)
     if ge_file is None:
+        if acl_file := _acl_file(artifact, entry):
+            return _acl_graph(entry, acl_file)
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
     text = inspect_ge.text(ge_file.graph)
@@ -66,9 +70,12 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if ge_file := _ge_file(artifact, entry):
+    if ge_file := ge_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
+    if acl_file := _acl_file(artifact, entry):
+        collectives_check.agree(entry.collectives, collectives_check.of_acl_file(acl_file))
+        proofs.append("the shipped graph has this list, on one stream")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
     data = {
         "bucket": entry.bucket.name,
@@ -82,9 +89,10 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
-    """Operator counts of a bucket's GE graph, in total and by body; its cost; and its roofline estimate."""
-    ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
-    bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else {}
+    """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
+    ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
+    acl_file = _acl_file(artifact, entry)
+    bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else inspect_acl.census_by_body(acl_file) if acl_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
     roof = roofline_of(manifest, entry, mesh)
@@ -98,7 +106,14 @@ def census(artifact: Artifact, entry: GraphEntry) -> View:
         "roofline": roof.as_dict() if roof else None,
     }
     total = sum(entry.census.values())
-    lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no GE graph, so no operators to count"]
+    lines = [f"{entry.bucket.name}: {total:,} operators" if total else f"{entry.bucket.name}: no graph for NPUs, so no operators to count"]
+    if acl_file:
+        started = inspect_acl.launches(graph_of(acl_file).graph.nodes)
+        copies = inspect_acl.copied_operands(started)
+        data |= {"launches": len(started), "copied_operands": copies, "host_reads": len(acl_file.cuts), "captured": acl_file.captured}
+        how = "captured" if acl_file.captured else "launched one by one"
+        lines.append(f"{len(started):,} launches a step, {how}, and at most {copies:,} copies of operands that are no rows side by side")
+        lines.append(f"the host reads lengths {len(acl_file.cuts)} times a step, for attention that may be queued already")
     lines += _body_table(entry.census, bodies)
     cost = entry.cost
     lines.append(
@@ -172,10 +187,23 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
     return best
 
 
-def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+    """The GE graph of a bucket; None where it has none."""
     if entry.compiled is None or entry.compiled.backend != GE:
         return None
     return decode((artifact.path / entry.compiled.file).read_bytes())
+
+
+def _acl_file(artifact: Artifact, entry: GraphEntry) -> AclFile | None:
+    if entry.compiled is None or entry.compiled.backend != ACL:
+        return None
+    return decode_acl((artifact.path / entry.compiled.file).read_bytes())
+
+
+def _acl_graph(entry: GraphEntry, acl_file: AclFile) -> View:
+    text = inspect_acl.text(acl_file)
+    fields = {name: getattr(acl_file, name) for name in ("inputs", "outputs", "written", "cuts", "captured")}
+    return View({"bucket": entry.bucket.name, "stage": ACL, "text": text, **fields}, tuple(text.splitlines()))
 
 
 def _choices(manifest: Manifest) -> int:
@@ -222,7 +250,7 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for prefix, counts in bodies.items():
         kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
-    heads = [f"{_label(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
+    heads = [f"{kind_of(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
     columns = [dict(counts) for counts in kinds]
     wide = max((len(kind) for kind in totals), default=0)
     lines = [f"{'':<{wide}} {'all':>6}  " + "  ".join(heads)] if totals else []
@@ -230,9 +258,3 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
         cells = "  ".join(f"{column.get(kind, ''):>{len(head)}}" for column, head in zip(columns, heads, strict=True))
         lines.append(f"{kind:<{wide}} {count:>6}  {cells}".rstrip())
     return lines
-
-
-def _label(prefix: str) -> str:
-    """The kind of a body, from the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
-    match = _KIND.fullmatch(prefix.rpartition("/")[2])
-    return match[1] if match else "main"

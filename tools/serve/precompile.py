@@ -47,7 +47,8 @@ def precompile(home: Home, path: Path, requested: str, progress: Progress) -> st
     if artifact.manifest.backend != "ge":
         if requested == AUTO:
             return NEVER
-        raise SpecError(f"--precompile {requested}: {path} is for {artifact.manifest.target}; legal are {AUTO} and {NEVER}")
+        what = f"{path} is for {artifact.manifest.target} and built with --backend {artifact.manifest.backend}"
+        raise SpecError(f"--precompile {requested}: {what}, whose graphs no device can store; legal are {AUTO} and {NEVER}")
     try:
         _compile(home, artifact, kind, progress)
     except NpucompileError as error:

@@ -21,6 +21,9 @@ from ...graphs.passes.optimise import optimise
 from ...graphs.spmd.partition import Partitioned, partition
 from ...graphs.types import DTYPES, Signature
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.ascend.acl_graph.file import AclFile
+from ...lowering.ascend.acl_graph.file import decode as acl_decode
+from ...lowering.ascend.emulator.acl_interpreter import AclInterpreter
 from ...lowering.ascend.emulator.emulator import RankEmulator
 from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.ge_file import GeFile, decode
@@ -31,7 +34,7 @@ from ...models import step
 from ..build.targets import target
 from ..progress import Progress
 from . import shipped as verify_shipped
-from .emulated_run import AllowedDifferences, RankOutputs, Ranks, check_against_trace, check_identical
+from .emulated_run import AllowedDifferences, RankOutputs, Ranks, Run, check_against_trace, check_identical
 from .small_model import BucketCase, SmallModel, random_checkpoint, shrink
 from .speculation import first_position
 from .step_trace import StepTrace, TraceStep, record_trace
@@ -69,12 +72,12 @@ def verify_device(artifact: Artifact, cache_dir: Path, progress: Progress, *, st
         VerifyError: naming the check, both sides and what is legal.
         LoweringError: this machine cannot lower for NPUs, saying what is missing.
     """
-    ge = backend("ge")
-    if reason := ge.compiles_here():
+    chosen = backend(artifact.manifest.backend)
+    if reason := chosen.compiles_here():
         raise LoweringError(reason)
     with _quiet():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        ge.prepare(cache_dir)
+        chosen.prepare(cache_dir)
         return _Proof(artifact, cache_dir, progress, steps, seed).run()
 
 
@@ -94,15 +97,15 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BuiltCase:
-    """A case's graph after each stage: partitioned, lowered to NPU operators, and as a GE graph read back from its file."""
+    """A case's graph after each stage: partitioned, lowered to NPU operators, and as its backend ships it, read back from its file."""
 
     partitioned: Partitioned
     lowered: Lowered
-    ge_file: GeFile | None
+    shipped: GeFile | AclFile | None
 
     @property
     def signature(self) -> Signature:
-        """Calling convention of the lowered graph and the GE graph."""
+        """Calling convention of the lowered and the shipped graph."""
         return self.lowered.signature
 
 
@@ -154,8 +157,8 @@ class _Proof:
             outputs = ranks.run(emulators(small, graphs), keep=representative_steps(trace))
             measured |= check_against_trace(ranks, outputs, allowed, "lowered f32")
         if not self.quantised:
-            with self.check("GE f32") as measured:
-                measured |= check_against_trace(ranks, ranks.run(interpreters(small, graphs)), allowed, "GE f32")
+            with self.check(f"{self.form} f32") as measured:
+                measured |= check_against_trace(ranks, ranks.run(interpreters(small, graphs)), allowed, f"{self.form} f32")
         with self.check("lowered f32, logits in shares") as measured:
             sharded = {case: self.build(small, case, F32, emit_logits=False, convert=False) for case in small.cases}
             sharded_outputs = ranks.run_steps(emulators(small, sharded), outputs.before)
@@ -167,33 +170,38 @@ class _Proof:
         """Computing dtype of the artifact."""
         return DTYPES[self.artifact.manifest.dtype]
 
+    @property
+    def form(self) -> str:
+        """What the shipped graphs are called."""
+        return "GE" if self.artifact.manifest.backend == "ge" else self.artifact.manifest.backend
+
     def check_shipped_form(self, small: SmallModel, ranks: Ranks, outputs: RankOutputs) -> None:
-        """In the form and dtype of the artifact, the GE graph does bit for bit what the lowered graph does."""
+        """In the form and dtype of the artifact, the shipped graph does bit for bit what the lowered graph does."""
         name, graphs = self.artifact.manifest.dtype, {}
         for case in small.cases:
             with self.check(f"{case.bucket.name} small") as measured:
                 graphs[case] = built = self.build(small, case, self.dtype, emit_logits=False, convert=True)
-                assert built.ge_file is not None
-                measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.ge_file)
-        with self.check(f"GE {name} as lowered") as measured:
+                assert built.shipped is not None
+                measured |= verify_shipped.check_small_bucket(self.artifact, case, built.partitioned, built.shipped)
+        with self.check(f"{self.form} {name} as lowered") as measured:
             lowered = ranks.run_steps(emulators(small, graphs), outputs.before)
             # GE respects data and control edges and no other order, so the order furthest from the file's must give the same.
             shipped = ranks.run_steps(interpreters(small, graphs, order="reversed-ready"), outputs.before)
-            measured |= check_identical(ranks, lowered, shipped, f"GE {name} against lowered {name}")
+            measured |= check_identical(ranks, lowered, shipped, f"{self.form} {name} against lowered {name}")
 
     def build(self, small: SmallModel, case: BucketCase, dtype: torch.dtype, *, emit_logits: bool, convert: bool) -> BuiltCase:
         """A case's graph through the pipeline of a build."""
-        ge = backend("ge")
+        chosen = backend(self.artifact.manifest.backend)
         model, max_logprobs = small.model_for(case, dtype), small.max_logprobs
         program = step.program(model, case.bucket, small.limits, dtype, emit_logits=emit_logits, max_logprobs=max_logprobs)
         partitioned = optimise(partition(program, small.mesh, small.rules(case)))
         platform = Platform.of(self.artifact.manifest.platform)
-        lowered = ge.lower(partitioned, platform)
+        lowered = chosen.lower(partitioned, platform)
         if not convert:
             return BuiltCase(partitioned, lowered, None)
-        compiled = ge.compile(lowered, cache_dir=self.cache_dir, threads=0)
-        ge.prove(compiled, partitioned, platform)
-        return BuiltCase(partitioned, lowered, decode(compiled.data))
+        compiled = chosen.compile(lowered, cache_dir=self.cache_dir, threads=0)
+        chosen.prove(compiled, partitioned, platform)
+        return BuiltCase(partitioned, lowered, decode(compiled.data) if chosen.name == "ge" else acl_decode(compiled.data))
 
 
 def representative_steps(trace: StepTrace) -> tuple[int, ...]:
@@ -217,12 +225,15 @@ def emulators(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase]) -> dict
     return {case: (RankEmulator(built.lowered.graph, small.mesh), built.signature) for case, built in graphs.items()}
 
 
-def interpreters(
-    small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file"
-) -> dict[BucketCase, tuple[GeInterpreter, Signature]]:
-    """Runners of each case's GE graph on all ranks, with the operators in an order that GE may choose."""
-    containers = [(case, built.ge_file, built.signature) for case, built in graphs.items() if built.ge_file]
-    return {case: (GeInterpreter(ge_file, small.mesh, order=order), signature) for case, ge_file, signature in containers}
+def interpreters(small: SmallModel, graphs: Mapping[BucketCase, BuiltCase], order: str = "file") -> dict[BucketCase, tuple[Run, Signature]]:
+    """Runners of each case's shipped graph on all ranks, with the operators of a GE graph in an order that GE may choose."""
+    runners: dict[BucketCase, tuple[Run, Signature]] = {}
+    for case, built in graphs.items():
+        if isinstance(built.shipped, AclFile):
+            runners[case] = AclInterpreter(built.shipped, small.mesh), built.signature
+        elif built.shipped is not None:
+            runners[case] = GeInterpreter(built.shipped, small.mesh, order=order), built.signature
+    return runners
 
 
 def describe(measured: Mapping[str, float]) -> str:

@@ -1,7 +1,8 @@
-"""Checks of the GE graphs of an artifact on disk: they fit the manifest, the devices and each other, without running."""
+"""Checks of the graphs for NPUs of an artifact on disk: they fit the manifest, the devices and each other, without running."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,12 +15,17 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.artifact.shards import local_signature
 from ...lowering.ascend import inspect_ge, inspect_weights
+from ...lowering.ascend.acl_graph import inspect_acl
+from ...lowering.ascend.acl_graph.file import AclFile
+from ...lowering.ascend.acl_graph.file import decode as acl_decode
 from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, patched
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
 from .small_model import BucketCase, full_model, period, rules_of, shrink_layers
 
+_CLONE = "aten.clone.default"
+ShippedFile = GeFile | AclFile
 PATCHED_BYTES = 2**26
 """Most bytes of a bucket's graphs on all ranks for which each rank's graph is patched and read: about ten seconds."""
 
@@ -73,26 +79,45 @@ def check_entry(artifact: Artifact, entry: GraphEntry) -> dict[str, float]:
         VerifyError: naming the bucket and what is wrong.
     """
     try:
-        ge_file = ge_file_of(artifact, entry)
+        shipped = shipped_file(artifact, entry)
         signature = local_signature(artifact.manifest, entry)
-        inspect_ge.check(ge_file, signature)
-        inspect_weights.check_folded(ge_file, len(signature.params))
-        collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file))
+        if isinstance(shipped, AclFile):
+            inspect_acl.check(shipped, signature)
+        else:
+            inspect_ge.check(shipped, signature)
+            inspect_weights.check_folded(shipped, len(signature.params))
+        collectives_check.agree(entry.collectives, collectives_of(shipped))
     except NpucompileError as error:
         raise VerifyError(f"{entry.bucket.name} shipped: {error}") from None
-    census = inspect_ge.census(ge_file.graph)
+    census = inspect_acl.census(shipped) if isinstance(shipped, AclFile) else inspect_ge.census(shipped.graph)
     if census != dict(entry.census):
         differ = sorted({*census.items()} ^ {*entry.census.items()})
         raise VerifyError(f"{entry.bucket.name} shipped: the graph and the manifest count other operators: {differ[:8]}")
-    if (ge_file.inputs, ge_file.outputs) != (len(signature.operands), len(signature.outputs)):
+    if (shipped.inputs, shipped.outputs) != (len(signature.operands), len(signature.outputs)):
         listed = f"{len(signature.operands)} and {len(signature.outputs)}"
-        actual = f"{ge_file.inputs} operands and {ge_file.outputs} results"
+        actual = f"{shipped.inputs} operands and {shipped.outputs} results"
         raise VerifyError(f"{entry.bucket.name} shipped: the graph has {actual}; the manifest has {listed}")
     return {
         "operators": sum(census.values()),
         "collectives": len(entry.collectives),
-        "pools": len(ge_file.donations) + len(ge_file.bound),
+        "pools": len(shipped.written) if isinstance(shipped, AclFile) else len(shipped.donations) + len(shipped.bound),
     }
+
+
+def shipped_file(artifact: Artifact, entry: GraphEntry) -> ShippedFile:
+    """Reads the graph for NPUs of a bucket from its file.
+
+    Raises:
+        VerifyError: the bucket has none.
+    """
+    if entry.compiled is not None and entry.compiled.backend == "aclgraph":
+        return acl_decode((artifact.path / entry.compiled.file).read_bytes())
+    return ge_file_of(artifact, entry)
+
+
+def collectives_of(shipped: ShippedFile) -> tuple[collectives_check.Collective, ...]:
+    """The collectives of a graph, groups as the partitioned graph names them."""
+    return collectives_check.of_acl_file(shipped) if isinstance(shipped, AclFile) else collectives_check.of_ge_file(shipped)
 
 
 def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile:
@@ -120,29 +145,32 @@ def check_patched(artifact: Artifact) -> dict[str, float]:
     """
     mesh, entries, patched_buckets = Mesh.parse(artifact.manifest.mesh), artifact.manifest.graphs, 0
     for entry in sorted(entries, key=lambda entry: (artifact.path / entry.compiled.file).stat().st_size if entry.compiled else 0):
-        ge_file = ge_file_of(artifact, entry)
+        shipped = shipped_file(artifact, entry)
         try:
             collectives_check.check_ranks(collectives_check.expand(entry.collectives, mesh))
-            if not patched_buckets or len(ge_file.graph) * mesh.size <= PATCHED_BYTES:
-                collectives_check.check_ranks(rank_collectives(ge_file, artifact.manifest))
+            if not patched_buckets or len(shipped.graph) * mesh.size <= PATCHED_BYTES:
+                collectives_check.check_ranks(rank_collectives(shipped, artifact.manifest))
                 patched_buckets += 1
         except NpucompileError as error:
             raise VerifyError(f"{entry.bucket.name} on all ranks: {error}") from None
     return {"ranks": mesh.size, "buckets": len(entries), "patched": patched_buckets}
 
 
-def rank_collectives(ge_file: GeFile, manifest: Manifest) -> list[list[collectives_check.Talk]]:
-    """Collectives of each rank, read from its patched graph."""
+def rank_collectives(shipped: ShippedFile, manifest: Manifest) -> list[list[collectives_check.Talk]]:
+    """Collectives of each rank, read from its patched graph; a graph of torch operators names groups by their symbols on all ranks."""
     collectives, mesh = [], Mesh.parse(manifest.mesh)
     for rank in range(mesh.size):
         members = {name: mesh.group(name, rank) for name in GROUPS}
+        if isinstance(shipped, AclFile):
+            collectives.append(collectives_check.of_acl_rank(shipped, members))
+            continue
         names = {name: f"{name}:{members[name][0]}" for name in GROUPS}
-        graph = patched(ge_file, rank, names)
+        graph = patched(shipped, rank, names)
         collectives.append(collectives_check.of_rank(graph, rank, {names[name]: members[name] for name in GROUPS}))
     return collectives
 
 
-def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, ge_file: GeFile) -> dict[str, float]:
+def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partitioned, small_file: ShippedFile) -> dict[str, float]:
     """Shipped graphs of a case's form have the collectives and operators of the small graph, with more and larger layers.
 
     Each kind of layer must have the same operators in the same numbers. In prefill only their types must be equal, because a longer
@@ -157,15 +185,15 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     layer_types = full_model(artifact.manifest).config.layer_types
     more = len(layer_types) - len(shrink_layers(layer_types))
     periods = more // period(layer_types) if more % period(layer_types) == 0 else more
-    collectives, small = partitioned.collectives, _kinds(ge_file, case.form.kind == "decode")
+    collectives, small = partitioned.collectives, _kinds(small_file, case.form.kind == "decode")
     try:
-        collectives_check.agree(collectives, collectives_check.of_ge_file(ge_file))
+        collectives_check.agree(collectives, collectives_of(small_file))
     except NpucompileError as error:
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
         what = f"{entry.bucket.name} shipped, {case.bucket.name} small"
         _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], periods)
-        shipped = _kinds(ge_file_of(artifact, entry), case.form.kind == "decode")
+        shipped = _kinds(shipped_file(artifact, entry), case.form.kind == "decode")
         if shipped != small:
             differ = [
                 f"{side} has {dict(sorted(kind))}"
@@ -176,10 +204,26 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     return {"buckets": len(case.stands_for), "kinds": len(small), "collectives": len(collectives)}
 
 
-def _kinds(ge_file: GeFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
+def _kinds(shipped: ShippedFile, counted: bool) -> set[frozenset[tuple[str, int]]]:
     """Operators of every kind of body in a graph: (type, number of them), or (type, 1) where they are not counted."""
-    census = inspect_ge.census_by_body(ge_file.graph)
+    if isinstance(shipped, AclFile):
+        census = _launched_kinds(shipped)
+    else:
+        census = inspect_ge.census_by_body(shipped.graph)
     return {frozenset((name, count if counted else 1) for name, count in body.items()) for prefix, body in census.items() if prefix}
+
+
+def _launched_kinds(acl_file: AclFile) -> dict[str, dict[str, int]]:
+    """The most launches of each operator in a body of each kind: what all layers share is computed by the first of its kind.
+
+    Copies are left out: which values are views, and which must be copied to lie side by side, depends on sizes, as a dimension of one has
+    any stride.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for body, names in inspect_acl.launches_by_body(acl_file).items():
+        kind = re.sub(r"_\d+$", "", body)
+        kinds[kind] = kinds.get(kind, Counter()) | Counter(name for name in names if name != _CLONE)
+    return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
 def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], periods: int) -> None:

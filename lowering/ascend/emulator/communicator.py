@@ -11,7 +11,6 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ..convert import shape_of
-from .ge_ops_common import GeOp
 
 _HEADER = struct.Struct("<8sQQ16s472s")
 """Mark, number of the exchange, bytes of the inputs, fingerprint of the graph, operator and inputs as text."""
@@ -69,7 +68,7 @@ class Communicator:
         """Number of members."""
         return len(self.ranks)
 
-    def exchange(self, op: GeOp, inputs: Sequence[torch.Tensor], fingerprint: bytes) -> list[list[torch.Tensor]]:
+    def exchange(self, op: object, inputs: Sequence[torch.Tensor], fingerprint: bytes) -> list[list[torch.Tensor]]:
         """Sends the inputs of an operator to all members and receives theirs.
 
         Args:
@@ -113,7 +112,7 @@ class Communicator:
             whom = f"rank {absent[0]}, which collects the inputs of ranks {list(self.ranks)}"
         return f"{pending.op} on communicator {self.name!r} waits for {whom}"
 
-    def _first(self, header: torch.Tensor, payload: torch.Tensor, op: GeOp) -> torch.Tensor:
+    def _first(self, header: torch.Tensor, payload: torch.Tensor, op: object) -> torch.Tensor:
         """Exchanges headers and the first part of the inputs; returns these parts [members, bytes] once all headers are the same."""
         sent, what, length = torch.cat((header, payload)), str(op), _HEADER.size
         if self.index != _HUB:
@@ -172,7 +171,7 @@ def _bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _header(count: int, nbytes: int, fingerprint: bytes, op: GeOp, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _header(count: int, nbytes: int, fingerprint: bytes, op: object, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     text = f"{op} of {', '.join(map(shape_of, inputs))}".encode()[:472]
     return _bytes(_HEADER.pack(_MARK, count, nbytes, fingerprint, text))
 

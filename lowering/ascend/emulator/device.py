@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from ..acl_graph import file
+from ..acl_graph.executable import AclExecutable
 from ..device import GeEngine, GeExecutable
 from ..ge_file import decode, messages, patched
+from .acl_engine import EmulatedAclEngine
 from .communicator import Communicator
 from .emulated_graph import DeviceState, EmulatedGraph
 from .ge_interpreter import check_declared
@@ -36,6 +39,7 @@ class EmulatedDevice:
     def __init__(self, index: int) -> None:
         self.kind, self.name, self.version = "emulated", f"emulated:{index}", VERSION
         self._state = DeviceState(self.name, Stream(self.name), PinnedMemory(), VERSION)
+        self._opened = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Row-major memory that nothing was written to; graphs and copies refuse to read it."""
@@ -74,12 +78,17 @@ class EmulatedDevice:
             self._state.communicators[communicator.name] = communicator
         return names
 
-    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> GeExecutable:
-        """Loads a `.ge` file for a rank; nothing is compiled.
+    def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> GeExecutable | AclExecutable:
+        """Loads a `.ge` or `.aclgraph` file for a rank; nothing is compiled.
 
         Raises:
-            LoweringError: the file is no GE file, contradicts itself, or needs a communicator that there is none of.
+            LoweringError: the file is neither, contradicts itself, or needs a communicator that there is none of.
         """
+        if path.suffix == f".{file.SUFFIX}":
+            acl_file = file.decode(path.read_bytes())
+            self._opened += 1
+            acl_engine = EmulatedAclEngine(self._state, communicators, acl_file.graph, f"npucompile_{self._opened}")
+            return AclExecutable(acl_file, acl_engine, rank, communicators)
         ge_file = patched(decode(path.read_bytes()), rank, communicators)
         check_declared(ge_file)
         return GeExecutable(ge_file, engine(self._state), self.version)
@@ -87,6 +96,7 @@ class EmulatedDevice:
     def close(self) -> None:
         """Waits for the stream and ends it."""
         self._state.stream.close()
+        self._state.updates.close()
 
 
 def engine(state: DeviceState) -> GeEngine:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from ..acl_graph.updates import Updates
 from ..convert import shape_of
 from ..ge_file import parse
 from ..inspect_ge import follow_memory
@@ -36,6 +37,8 @@ class DeviceState:
         rank: number of the process among all, which communicators bring.
         owners: see `graph_checks.claim`.
         options: of the engine, once it is started.
+        streams: how many captured graphs take.
+        updates: the thread that gives captured graphs the lengths of a step.
     """
 
     name: str
@@ -46,6 +49,11 @@ class DeviceState:
     communicators: dict[str, Communicator] = field(default_factory=dict)
     owners: dict[str, tuple[bool, str]] = field(default_factory=dict)
     options: dict[str, str] | None = None
+    streams: int = 0
+    updates: Updates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.name)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Graphs of torch operators for NPUs, captured once and replayed (ACL graphs)."""

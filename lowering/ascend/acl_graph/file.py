@@ -1,0 +1,159 @@
+"""The `.aclgraph` file: a flat graph of torch operators for all ranks, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from torch.fx import GraphModule
+
+from ....graphs.errors import LoweringError
+from ...artifact import graph_io
+from ..ge_file import Folded
+
+FORMAT = "npucompile.aclgraph/1"
+SUFFIX = "aclgraph"
+
+HOST_LISTS: Mapping[str, tuple[str, ...]] = {
+    "npu.npu_fused_infer_attention_score.default": ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    "npu.npu_fused_infer_attention_score_v2.default": ("actual_seq_qlen", "actual_seq_kvlen"),
+}
+"""Operators whose tiling the host computes from integers, and the arguments that hold these: SymInt[] in torch_npu's schemas. torch_npu
+captures both operators as tasks that are updated before each replay (torch_npu/npu/_npugraph_handlers/ifa_handler.py, 2.13.0)."""
+
+GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {
+    "_c10d_functional.all_reduce.default": (2, "group_name"),
+    "_c10d_functional.all_gather_into_tensor.default": (2, "group_name"),
+    "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
+    "_c10d_functional.all_to_all_single.default": (3, "group_name"),
+    "_c10d_functional.broadcast.default": (2, "group_name"),
+    "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
+    "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
+}
+"""Position and name of the group among the arguments of each operator that communicates."""
+
+RANK_ARGUMENTS: Mapping[str, int] = {
+    "npu.npu_moe_distribute_dispatch_v2.default": 4,
+    "npu.npu_moe_distribute_combine_v2.default": 7,
+}
+"""Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
+
+
+@dataclass(frozen=True)
+class AclFile:
+    """One graph for all ranks. An operator of `HOST_LISTS` has integer tensors, computed by the graph, in place of its lists.
+
+    Attributes:
+        graph: flat (artifact/graph_io.py): operands of the program, then derived values -> outputs. State operands are written in place.
+        inputs: number of operands of the program.
+        outputs: number of results.
+        written: operands that the graph writes.
+        cuts: numbers of the nodes before which the host reads integers that it must know; they divide the graph into segments.
+        captured: whether each segment is captured and replayed; else its operators are launched one by one.
+        calls: (body, number of its nodes), in the order of the nodes behind the operands; "" where a node is in no body.
+        folded: computes the derived values, from parameters or constants; None where there are none.
+    """
+
+    graph: bytes
+    inputs: int
+    outputs: int
+    written: tuple[int, ...]
+    cuts: tuple[int, ...]
+    captured: bool
+    calls: tuple[tuple[str, int], ...]
+    folded: Folded | None = None
+
+    @property
+    def operands(self) -> int:
+        """Number of operands of the graph: those of the program, then the derived values."""
+        return self.inputs + (self.folded.values if self.folded else 0)
+
+
+def encode(acl_file: AclFile) -> bytes:
+    """Bytes of a file; equal files have equal bytes.
+
+    Raises:
+        LoweringError: it contradicts itself.
+    """
+    _check(acl_file)
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "graph": acl_file.graph,
+        "inputs": acl_file.inputs,
+        "outputs": acl_file.outputs,
+        "written": acl_file.written,
+        "cuts": acl_file.cuts,
+        "captured": acl_file.captured,
+        "calls": acl_file.calls,
+        "folded": acl_file.folded and [acl_file.folded.graph, acl_file.folded.params, acl_file.folded.values],
+    }
+    return bytes(msgpack.packb(fields))
+
+
+def decode(data: bytes) -> AclFile:
+    """Reads what `encode` wrote.
+
+    Raises:
+        LoweringError: the bytes are something else, or of another format.
+    """
+    try:
+        fields = msgpack.unpackb(data)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            built_format = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+            raise LoweringError(f"this is not a file of format {FORMAT!r} but {built_format!r}; build the artifact again")
+        folded = fields["folded"]
+        acl_file = AclFile(
+            graph=fields["graph"],
+            inputs=fields["inputs"],
+            outputs=fields["outputs"],
+            written=tuple(fields["written"]),
+            cuts=tuple(fields["cuts"]),
+            captured=fields["captured"],
+            calls=tuple((body, nodes) for body, nodes in fields["calls"]),
+            folded=None if folded is None else Folded(folded[0], tuple(folded[1]), folded[2]),
+        )
+    except (msgpack.UnpackException, ValueError, KeyError, TypeError, IndexError) as error:
+        raise LoweringError(f"this is not a file of format {FORMAT!r}: {error!r}") from None
+    _check(acl_file)
+    return acl_file
+
+
+@dataclass(frozen=True)
+class NamedOperator:
+    """An operator that need not be registered in this process; its text is its name."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.split(".")[1]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises:
+        LoweringError: always; a program gives it a kernel.
+        """
+        raise LoweringError(f"{self.name} has no kernel in this process")
+
+
+def graph_of(acl_file: AclFile) -> GraphModule:
+    """The graph, with a `NamedOperator` as the target of each operator.
+
+    Raises:
+        LoweringError: the bytes are no graph.
+    """
+    return graph_io.decode(acl_file.graph, NamedOperator)
+
+
+def _check(acl_file: AclFile) -> None:
+    if wrong := [operand for operand in acl_file.written if not 0 <= operand < acl_file.inputs]:
+        raise LoweringError(f"a file of {acl_file.inputs} operands writes operands {wrong}; legal are 0 to {acl_file.inputs - 1}")
+    first, last = acl_file.operands, acl_file.operands + sum(nodes for _, nodes in acl_file.calls)
+    if list(acl_file.cuts) != sorted(set(acl_file.cuts)) or not all(first <= cut <= last for cut in acl_file.cuts):
+        raise LoweringError(f"a file of nodes {first} to {last} is cut before {acl_file.cuts}; legal are increasing numbers of these")
+    if acl_file.folded and (wrong := [operand for operand in acl_file.folded.params if not 0 <= operand < acl_file.inputs]):
+        raise LoweringError(f"a file of {acl_file.inputs} operands folds operands {wrong}; legal are 0 to {acl_file.inputs - 1}")

@@ -1,0 +1,58 @@
+"""Which operands of a graph of torch operators are stored in the tiled format NZ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .file import AclFile, graph_of
+
+_WEIGHTS: dict[str, tuple[int, str]] = {
+    "aten.mm.default": (1, "mat2"),
+    "npu.npu_linear.default": (1, "weight"),
+    "npu.npu_quant_matmul.default": (1, "x2"),
+    "npu.npu_grouped_matmul.default": (1, "weight"),
+    "npu.npu_grouped_matmul_swiglu_quant_v2.default": (1, "weight"),
+}
+"""Position and name of the weight of each matrix product that takes it in NZ (documentation of Ascend/op-plugin)."""
+_TILE_BYTES, _TILE_ROWS = 32, 16
+
+
+def weight_operands(acl_file: AclFile) -> tuple[int, ...]:
+    """Operands and derived values worth storing in NZ: all readers take them as the weight of a product, and no tile needs padding."""
+    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "placeholder"]
+    return tuple(
+        i for i, node in enumerate(nodes) if node.users and fills_tiles(node.meta["val"]) and all(map(_weight_of(node), node.users))
+    )
+
+
+def _weight_of(weight: Node) -> Any:
+    return lambda reader: list(_as_weight(reader)) == [weight] and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
+
+
+def weights_of(node: Node) -> list[Node]:
+    """The nodes that an operator takes as weights."""
+    return list(_as_weight(node))
+
+
+def _as_weight(node: Node) -> Iterator[Node]:
+    if str(node.target) in _WEIGHTS:
+        position, name = _WEIGHTS[str(node.target)]
+        yield from _nodes([node.args[position] if len(node.args) > position else node.kwargs.get(name)])
+
+
+def _nodes(values: Any) -> Iterator[Node]:
+    for value in values:
+        if isinstance(value, Node):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _nodes(value)
+
+
+def fills_tiles(value: torch.Tensor) -> bool:
+    """Whether a tensor divides into tiles of 16 rows of 32 bytes of one- or two-byte values."""
+    size = value.dtype.itemsize
+    return value.dim() > 1 and size <= 2 and value.shape[-2] % _TILE_ROWS == 0 and value.shape[-1] % (_TILE_BYTES // size) == 0

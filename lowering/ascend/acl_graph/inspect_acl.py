@@ -1,0 +1,152 @@
+"""Inspects `.aclgraph` files: operator counts, launches, text, and a proof that pools are written in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ....graphs.errors import LoweringError
+from ....graphs.ir.alias import is_view
+from ....graphs.primitive import nbytes
+from ....graphs.types import DTYPE_NAMES, Signature
+from ...artifact import graph_io
+from ..inspect_weights import LARGE_BYTES
+from .file import GROUP_ARGUMENTS, HOST_LISTS, AclFile, graph_of
+from .in_place import FORMS
+
+_COPIES = ("aten.clone.default", "aten._to_copy.default", "aten.copy_.default")
+_FUNCTIONAL = tuple(f"npu.{form.functional}.default" for form in FORMS)
+
+
+def launches(nodes: Iterable[Node]) -> list[Node]:
+    """Operators that start a kernel in each step, in order: neither views, nor unpackings, nor waits for a collective.
+
+    A graph of this backend computes nothing from constants alone. A slice or a transposition is a view here, where GE copies; a reader
+    that needs its values side by side has a `clone` in front of it, which counts.
+
+    Args:
+        nodes: of `file.graph_of`, or of a lowered graph.
+    """
+    return [node for node in nodes if node.op == "call_function" and not _moves_nothing(str(node.target))]
+
+
+def copied_operands(launched: Iterable[Node]) -> int:
+    """How many copies operators may launch besides themselves: one for each operand that is not contiguous.
+
+    Most of CANN's operators copy such an operand first (`l0op::Contiguous`, hicann/ops-math math/mul/op_api/aclnn_mul.cpp at c41933244c31);
+    some take it as it is, so this is the most there can be.
+
+    Args:
+        launched: what `launches` returns.
+    """
+    copied = 0
+    for node in launched:
+        if str(node.target) not in _COPIES:
+            vals = (source.meta["val"] for source in node.all_input_nodes)
+            copied += sum(isinstance(val, torch.Tensor) and not val.is_contiguous() for val in vals)
+    return copied
+
+
+def _moves_nothing(name: str) -> bool:
+    if name.startswith(("operator.getitem", "<built-in function getitem", "_c10d_functional.wait_tensor")):
+        return True
+    return name.startswith("aten.") and is_view(graph_io.find_target(name))
+
+
+def launches_by_body(acl_file: AclFile) -> dict[str, list[str]]:
+    """Names of the operators that `launches` counts, of each body, in the order of the bodies' first operators."""
+    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "call_function"]
+    started, by_body = set(launches(nodes)), dict[str, list[str]]()
+    for node, body in zip(nodes, _bodies(acl_file), strict=True):
+        by_body.setdefault(body, []).extend([str(node.target)] if node in started else [])
+    return by_body
+
+
+def _bodies(acl_file: AclFile) -> list[str]:
+    return [body for body, nodes in acl_file.calls for _ in range(nodes)]
+
+
+def census(acl_file: AclFile) -> dict[str, int]:
+    """Operators by name, views included."""
+    return dict(sorted(Counter(name for names in _names_by_body(acl_file).values() for name in names).items()))
+
+
+def census_by_body(acl_file: AclFile) -> dict[str, dict[str, int]]:
+    """Operators of each body by name, in the order of the bodies' first operators."""
+    return {body: dict(sorted(Counter(names).items())) for body, names in _names_by_body(acl_file).items()}
+
+
+def _names_by_body(acl_file: AclFile) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "call_function"]
+    for node, body in zip(nodes, _bodies(acl_file), strict=True):
+        names.setdefault(body, []).extend([str(node.target)] if str(node.target) != "operator.getitem" else [])
+    return names
+
+
+def text(acl_file: AclFile) -> str:
+    """The graph, an operator a line, with a line where it is cut."""
+    lines, bodies = [], iter(_bodies(acl_file))
+    for number, node in enumerate(graph_of(acl_file).graph.nodes):
+        if number in acl_file.cuts:
+            lines.append("-- the host reads lengths, and updates the attention behind --")
+        if node.op == "placeholder":
+            lines.append(f"%{number} = operand {node.meta.get('leaf', '')} {_type(node.meta['val'])}")
+        elif node.op == "call_function":
+            arguments = ", ".join([*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())])
+            lines.append(f"%{number} = {next(bodies)}/{node.target}({arguments}) {_type(node.meta['val'])}")
+        else:
+            lines.append(f"return {node.args[0]}")
+    return "\n".join(lines)
+
+
+def _type(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_type, value))})"
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    return f"{DTYPE_NAMES.get(dtype, str(dtype))}[{','.join(map(str, shape))}]" if dtype is not None else str(value)
+
+
+def check(acl_file: AclFile, signature: Signature) -> None:
+    """Proves that the file fits a signature, writes pools alone, in place, and bakes no length in.
+
+    Raises:
+        LoweringError: naming what is wrong.
+    """
+    if (acl_file.inputs, acl_file.outputs) != (len(signature.operands), len(signature.outputs)):
+        has, wanted = (acl_file.inputs, acl_file.outputs), (len(signature.operands), len(signature.outputs))
+        raise LoweringError(f"the graph has {has[0]} operands and {has[1]} results; its signature has {wanted[0]} and {wanted[1]}")
+    first = len(signature.params)
+    state = range(first, first + len(signature.state))
+    if wrong := [signature.operands[operand].name for operand in acl_file.written if operand not in state]:
+        raise LoweringError(f"the graph writes {', '.join(wrong)}; legal are the {len(state)} pools of its signature")
+    operands: dict[Any, int] = {node: i for i, node in enumerate(graph_of(acl_file).graph.nodes) if node.op == "placeholder"}
+    graph = next(iter(operands)).graph
+    for node in graph.nodes:
+        if str(node.target) in _FUNCTIONAL:
+            raise LoweringError(f"{node.name} ({node.target}) copies a pool to change a part of it; legal is its form that writes in place")
+        size = nbytes(node.args[0].meta["val"]) if str(node.target) == "aten.copy_.default" else 0
+        if size > LARGE_BYTES and operands.get(node.args[0]) in state:
+            name = signature.operands[operands[node.args[0]]].name
+            raise LoweringError(f"{node.name} writes all of {name}, {size} bytes; legal above {LARGE_BYTES} bytes are writes of rows")
+        for argument in HOST_LISTS.get(str(node.target), ())[1:]:
+            if not isinstance(node.kwargs.get(argument), Node):
+                raise LoweringError(
+                    f"{node.name} ({node.target}) has {argument} {node.kwargs.get(argument)} in every step; legal are lengths of the step"
+                )
+
+
+def collectives(acl_file: AclFile) -> list[tuple[str, str, torch.Tensor]]:
+    """Operator, group and first result of each operator that communicates, in order: a stream runs them as they are."""
+    found = []
+    for node in graph_of(acl_file).graph.nodes:
+        if (name := str(node.target)) in GROUP_ARGUMENTS:
+            position, argument = GROUP_ARGUMENTS[name]
+            group = node.args[position] if len(node.args) > position else node.kwargs[argument]
+            value = node.meta["val"]
+            found.append((name, str(group), value[0] if isinstance(value, list | tuple) else value))
+    return found

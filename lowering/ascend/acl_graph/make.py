@@ -1,0 +1,53 @@
+"""Makes the `.aclgraph` file of a lowered graph."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch.fx import GraphModule
+
+from ....graphs.types import Signature
+from ...artifact import graph_io
+from ..ge_file import Folded
+from .file import AclFile
+from .flat import BODY, Flat, flat, written_memory
+from .host_lists import take_lists, with_cuts
+from .in_place import write_in_place
+from .once import drop_unread, fold_constants, merge_equal
+
+
+def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> AclFile:
+    """The file of a graph that was lowered for this backend.
+
+    Args:
+        graph: `Lowered.graph`, calls of bodies.
+        captured: whether the graph is captured when it is opened.
+
+    Raises:
+        LoweringError: the graph has another form.
+    """
+    made, cuts = _transformed(flat(graph, signature))
+    nodes = list(made.graph.graph.nodes)
+    operands = [node for node in nodes if node.op == "placeholder"]
+    bodies = (str(node.meta.get(BODY, "")) for node in nodes[len(operands) :] if node.op != "output")
+    values = len(operands) - made.inputs
+    return AclFile(
+        graph=graph_io.encode(made.graph),
+        inputs=made.inputs,
+        outputs=len(signature.outputs),
+        written=tuple(sorted(i for i, node in enumerate(operands) if node in written_memory(made.graph))),
+        cuts=cuts,
+        captured=captured,
+        calls=tuple((body, len(list(run))) for body, run in itertools.groupby(bodies)),
+        folded=Folded(graph_io.encode(made.folding), made.params, values) if made.folding is not None else None,
+    )
+
+
+def _transformed(flattened: Flat) -> tuple[Flat, tuple[int, ...]]:
+    write_in_place(flattened.graph)
+    merge_equal(flattened.graph)
+    take_lists(flattened.graph)
+    drop_unread(flattened.graph)
+    folded = fold_constants(flattened)
+    graph, cuts = with_cuts(folded.graph)
+    return Flat(graph, folded.inputs, folded.folding, folded.params), cuts

@@ -1,0 +1,127 @@
+"""What a device demands of a graph of torch operators when it is captured or first run, and would not say so clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from ...artifact import graph_io
+from ..acl_graph.file import GROUP_ARGUMENTS, RANK_ARGUMENTS
+from ..acl_graph.formats import fills_tiles, weight_operands, weights_of
+from ..acl_graph.program import AclProgram, Call, Segment
+from .emulated_graph import DeviceState
+from .memory import FORMAT_NAMES, ND, NZ, DeviceTensor
+
+MAX_STREAMS = 1800
+"""Streams that captured graphs of one process may take. A device has 2048; vllm-ascend keeps 248 for everything else
+(vllm-project/vllm-ascend issues 1168 and 8585)."""
+
+_ONLY_NZ = "npu.npu_grouped_matmul_swiglu_quant_v2.default"
+_SIZES = {
+    "_c10d_functional.all_gather_into_tensor.default": 1,
+    "_c10d_functional.reduce_scatter_tensor.default": 2,
+    "npu.npu_moe_distribute_dispatch_v2.default": 3,
+    "npu.npu_moe_distribute_combine_v2.default": 6,
+}
+"""Position of the number of members among the arguments of operators that name it."""
+# Their results have static sizes unless an index is a mask; torch tags them as dynamic for that.
+_INDEXED = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
+
+
+def check_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
+    """Refuses operands in formats that their readers do not take.
+
+    The first product of experts in int8 takes NZ alone: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
+
+    Raises:
+        LoweringError: naming operator, operand and format.
+    """
+    weights = weight_operands(program.file)
+    for number in sorted(program.reads):
+        tensor, node = operands[number], program.nodes[number]
+        name = program.leaves[number] or f"number {number}"
+        if not isinstance(tensor, DeviceTensor):
+            continue
+        actual = FORMAT_NAMES[tensor.allocation.format]
+        if tensor.allocation.format == NZ and (number not in weights or not fills_tiles(program.vals[number])):
+            readers = ", ".join(str(reader.target) for reader in node.users)
+            raise LoweringError(f"operand {name} is in {actual} and read by {readers}; legal is ND, or a product's weight with full tiles")
+        if tensor.allocation.format == ND and tensor.dtype == torch.int8:
+            for reader in node.users:
+                if str(reader.target) == _ONLY_NZ and node in weights_of(reader):
+                    raise LoweringError(f"{reader.name} ({_ONLY_NZ}) takes {name}, int8 in {actual}; legal is NZ for int8 weights")
+
+
+def check_communication(program: AclProgram, state: DeviceState, groups: Mapping[str, str], graph: str) -> None:
+    """Refuses operators whose number of members or own rank differ from their communicator's, and communicators shared with the expert
+    exchange (constraints of aclnnMoeDistributeDispatchV2, Ascend/op-plugin).
+
+    Raises:
+        LoweringError: naming operator, argument and what is legal.
+    """
+    for segment in program.segments:
+        for call in segment.calls:
+            if call.name in GROUP_ARGUMENTS:
+                _check_call(call, state, groups, graph)
+
+
+def _check_call(call: Call, state: DeviceState, groups: Mapping[str, str], graph: str) -> None:
+    position, argument = GROUP_ARGUMENTS[call.name]
+    group: Any = call.args[position] if len(call.args) > position else call.kwargs[argument]
+    name = groups.get(group, group)
+    if name not in state.communicators:
+        raise LoweringError(
+            f"{call.name} communicates over {name!r}; this process (rank {state.rank}) has {', '.join(state.communicators)}"
+        )
+    communicator = state.communicators[name]
+    for what, at, legal in (
+        ("members", _SIZES.get(call.name), communicator.size),
+        ("rank", RANK_ARGUMENTS.get(call.name), communicator.index),
+    ):
+        if at is not None and call.args[at] != legal:
+            raise LoweringError(f"{call.name}: {what} is {call.args[at]}; legal is {legal}, that of communicator {name!r}")
+    exchange = call.name in RANK_ARGUMENTS
+    before = state.owners.setdefault(name, (exchange, f"{graph}/{call.name}"))
+    if before[0] != exchange:
+        raise LoweringError(
+            f"communicator {name!r} is used by {before[1]} and by {graph}/{call.name}; legal is a communicator of its own for expert"
+            " dispatch and combine"
+        )
+
+
+def check_segment(program: AclProgram, segment: Segment, state: DeviceState, groups: Mapping[str, str]) -> None:
+    """Refuses operators that cannot be captured, and more captured graphs than a device has streams for.
+
+    A captured operator may not wait for the device: no size or branch may depend on what it computes (docs/zh/developer_notes/npugraph.md
+    of Ascend/pytorch).
+
+    Raises:
+        LoweringError: naming the operator, or both numbers of streams.
+    """
+    for call in segment.calls:
+        if not call.name.startswith("aten."):
+            continue
+        target: Any = graph_io.find_target(call.name)
+        by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags)
+        if by_value and not (call.name in _INDEXED and not _has_mask(program, call)):
+            raise LoweringError(f"{program.nodes[call.number].name} ({call.name}) needs the values of its operands; it cannot be captured")
+    # A captured graph takes a stream of its own, and one for each communicator that it uses.
+    state.streams += 1 + len({groups.get(str(group), str(group)) for group in _groups(segment)})
+    if state.streams > MAX_STREAMS:
+        raise LoweringError(f"captured graphs take {state.streams} streams; legal are {MAX_STREAMS}: build fewer buckets")
+
+
+def _groups(segment: Segment) -> list[Any]:
+    groups = []
+    for call in segment.calls:
+        if call.name in GROUP_ARGUMENTS:
+            position, argument = GROUP_ARGUMENTS[call.name]
+            groups.append(call.args[position] if len(call.args) > position else call.kwargs[argument])
+    return groups
+
+
+def _has_mask(program: AclProgram, call: Call) -> bool:
+    return any(program.vals[index].dtype == torch.bool for index in call.args[1] if index is not None)

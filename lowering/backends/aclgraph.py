@@ -1,0 +1,90 @@
+"""The backend of captured graphs for Ascend NPUs: operators of torch_npu, recorded on the device when the graph is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...graphs.errors import LoweringError
+from ..ascend.toolchain import harness
+from ..ascend.toolchain.stubs import cann
+from ..backend import Backend, Compiled
+from ..platform import CPU, Platform
+
+if TYPE_CHECKING:
+    from ...graphs.spmd.partition import Partitioned
+    from ..lower import Lowered
+
+NAME = "aclgraph"
+
+
+class AclGraph(Backend):
+    """Makes flat graphs of torch operators. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
+
+    A file names operators and no processor: what is built on x86-64 opens on aarch64. Decode buckets are captured when they are opened;
+    prefill, whose operators run longer than their launch takes, is launched operator by operator.
+    """
+
+    name = NAME
+    suffix = "aclgraph"
+    host_bound = False
+    build_only = tuple(name for name in harness.DISTRIBUTIONS if name != "torch_npu")
+
+    def __init__(self) -> None:
+        self._prepared = False
+
+    def prepare(self, cache_dir: Path) -> None:
+        """Loads torch_npu and torchair, which register the operators; without CANN, over stub libraries that are cached in `cache_dir`.
+
+        Raises:
+            LoweringError: saying what is missing and how to install it.
+        """
+        harness.load(cache_dir)
+        self._prepared = True
+
+    def lower(self, partitioned: Partitioned, platform: Platform = CPU) -> Lowered:
+        """Lowers to bodies of NPU operators, each kind of layer once."""
+        from ..ascend.lowered import lower
+
+        if not self._prepared:
+            raise LoweringError(f"backend {NAME} is not prepared in this process; call its `prepare` before it lowers or compiles")
+        return lower(partitioned, platform, NAME)
+
+    def compile(self, lowered: Lowered, *, cache_dir: Path, threads: int) -> Compiled:
+        """One flat graph for all ranks, in the format of lowering/ascend/acl_graph/file.py."""
+        from ..ascend.acl_graph import inspect_acl
+        from ..ascend.acl_graph.file import encode
+        from ..ascend.acl_graph.make import acl_file
+
+        made = acl_file(lowered.graph, lowered.signature, captured=lowered.bucket.kind == "decode")
+        return Compiled(encode(made), inspect_acl.census(made))
+
+    def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
+        """Checks that pools are written in place, no length is baked in, no step computes from weights or constants alone, and
+        collectives are those of the partitioned graph in order."""
+        from .. import collectives_check
+        from ..ascend.acl_graph import inspect_acl
+        from ..ascend.acl_graph.file import decode
+
+        acl_file = decode(compiled.data)
+        inspect_acl.check(acl_file, partitioned.signature)
+        collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of torch_npu and the distributions that it needs."""
+        versions = harness.installed()
+        return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
+
+    def compiles_here(self) -> str | None:
+        """Says which part of torch_npu is missing."""
+        return harness.available()
+
+    def runs_here(self) -> str | None:
+        """Says that CANN or a part of torch_npu is missing."""
+        if reason := harness.lacking(harness.installed()):
+            return reason
+        return None if cann(None) else "running a captured graph needs CANN and an NPU, and this machine has no CANN"
+
+
+BACKEND = AclGraph()
