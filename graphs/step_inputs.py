@@ -38,10 +38,13 @@ _I32, _F32 = torch.int32, torch.float32
 MAX_RANKED = 1024
 """How many of a row's most likely tokens the graph of an NPU ranks (graphs/ops/sample.py).
 
-A row that needs more, of a vocabulary with more, would keep too few tokens: one with a larger top_k, or with top_p below 1 and no top_k.
-Such a request is refused (runtime/scheduler/admission.py). As many as CANN's own sampling operator ranks: `ks_max` of
+A larger top_k, of a vocabulary with more, is refused (runtime/scheduler/admission.py). Where top_p without top_k would keep tokens beyond
+those, which takes a flat distribution, the token is `UNDECIDED`. As many as CANN's own sampling operator ranks: `ks_max` of
 torch_npu.npu_top_k_top_p_sample.
 """
+
+UNDECIDED = -1
+"""In place of a sampled token: the graph cannot tell which one the request asks for, and the request fails."""
 
 STEP_INPUTS = (
     StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),

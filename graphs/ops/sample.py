@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..step_inputs import MAX_RANKED
+from ..step_inputs import MAX_RANKED, UNDECIDED
 
 _TINY = torch.finfo(torch.float32).tiny
 # So far below 1 that the product with any normal number is less than that number.
@@ -97,6 +97,9 @@ def _npu(args: Sample) -> Tensor:
     Weights are exp((logit - largest) / temperature). A row keeps those above a border, and of those that equal it the first few by id.
     Rows with top_k or top_p find the border among their most likely tokens; the border of the others is min_p. Sums are in f32, because
     the device has no f64: a draw within rounding of the border between two tokens may take the other one.
+
+    Returns:
+        [B, Q] int32; `UNDECIDED` where top_p keeps more tokens than are ranked.
     """
     logits, temperature, top_k, top_p, min_p, uniform = args
     # The smallest normal temperature leaves weight to the largest logit and its equals only, which is what greedy rows need.
@@ -104,12 +107,13 @@ def _npu(args: Sample) -> Tensor:
     weights = ((logits - logits.amax(-1, keepdim=True)) / heat).exp()
     # Greedy rows keep the first of the largest.
     most = torch.where(temperature > 0, torch.where(top_k > 0, top_k, logits.shape[-1]), 1)
-    least, room = _border(weights, most, top_p, min_p[:, None, None])
-    return _draw(weights, least, room, uniform)
+    least, room, undecided = _border(weights, most, top_p, min_p[:, None, None])
+    tokens = _draw(weights, least, room, uniform)
+    return tokens if undecided is None else torch.where(undecided, UNDECIDED, tokens)
 
 
-def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest weight that a row keeps, and how many of its equals.
+def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The smallest weight that a row keeps, how many of its equals, and where it may be smaller than what is ranked.
 
     Args:
         weights: [B, Q, V], the largest of each row is 1.
@@ -117,7 +121,7 @@ def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tupl
         min_p: [B, 1, 1].
 
     Returns:
-        [B, Q, 1] f32 each; the second is V where all equals are kept.
+        [B, Q, 1] f32 each, the second V where all equals are kept; and [B, Q] bool, or None where the whole vocabulary is ranked.
     """
     V = weights.shape[-1]
     ranked = weights.topk(min(MAX_RANKED, V), dim=-1)[0]
@@ -126,13 +130,19 @@ def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tupl
     share = torch.where(within, ranked, 0.0)
     mass = share.cumsum(-1)
     # At top_p 1 all is kept, also what rounding hides in the sum.
-    target = torch.where(cut, top_p, 2.0)[:, None, None] * mass[..., -1:]
+    everything = (most >= V)[:, None, None]
+    whole = mass[..., -1:] if len(rank) == V else torch.where(everything, weights.sum(-1, keepdim=True), mass[..., -1:])
+    target = torch.where(cut, top_p, 2.0)[:, None, None] * whole
     kept = within & (mass - share < target) & (ranked >= min_p)
+    undecided = None
+    if len(rank) < V:
+        # The last ranked token is kept, and those after it may be as well.
+        undecided = (kept[..., -1:] & (mass[..., -1:] < target) & (everything & cut[:, None, None])).squeeze(-1)
     ranked = torch.where(kept, ranked, math.inf)
     least = ranked.amin(-1, keepdim=True)
     equals = (ranked == least).to(torch.float32).sum(-1, keepdim=True)
     limited = ((most < V) | cut)[:, None, None]
-    return torch.where(limited, least, min_p), torch.where(limited, equals, float(V))
+    return torch.where(limited, least, min_p), torch.where(limited, equals, float(V)), undecided
 
 
 def _draw(weights: Tensor, least: Tensor, room: Tensor, uniform: Tensor) -> Tensor:

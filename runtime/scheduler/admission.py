@@ -41,14 +41,12 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
 
 
 def _check_ranked(sampling: Sampling, vocab_size: int, most: int) -> None:
-    """Steps that rank some of the tokens only cannot tell which ones top_p keeps of all."""
-    top_k, top_p = sampling.top_k, sampling.top_p
-    if sampling.temperature == 0 or 1 <= top_k <= most or (top_p == 1 and not 0 < top_k < vocab_size):
+    """Steps that rank some of the tokens only cannot tell which ones a larger top_k keeps."""
+    top_k = sampling.top_k
+    if sampling.temperature == 0 or top_k <= most or top_k >= vocab_size:
         return
     why = f"these graphs rank the {most} most likely of {vocab_size} tokens"
-    if top_p < 1 and not top_k:
-        raise RequestError(f"top_p is {top_p} without top_k; {why}, so legal is top_p with a top_k from 1 to {most}", param="top_p")
-    raise RequestError(f"top_k is {top_k} with top_p {top_p}; {why}, so legal is a top_k from 1 to {most}, or neither", param="top_k")
+    raise RequestError(f"top_k is {top_k}; {why}, so legal is a top_k from 1 to {most}, or none", param="top_k")
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -67,7 +67,10 @@ def schedule(tasks: Sequence[Task]) -> Timeline:
 
 
 def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:
-    """Runs, of the next tasks of all streams, the one that can start first; of equal ones the first of the graph."""
+    """Runs, of the next tasks of all streams, the one that can start first; of equal ones that of the graph's own stream.
+
+    Which of two streams gets the cores is not documented; streams of their own are for what may wait.
+    """
     queues: dict[str, deque[int]] = {}
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, deque()).append(number)
@@ -81,8 +84,8 @@ def _intervals(tasks: Sequence[Task]) -> Iterator[_Interval]:
             before = [ends[i] for i in task.after]
             if None not in before:
                 ready = max([free[stream], *(end for end in before if end is not None)])
-                starts.append((ready if task.duration.cause == "collectives" else max(ready, cores), queue[0]))
-        start, number = min(starts)
+                starts.append((ready if task.duration.cause == "collectives" else max(ready, cores), stream != "", queue[0]))
+        start, _, number = min(starts)
         task = tasks[number]
         end = start + task.duration.total_s
         free[task.stream] = ends[number] = end

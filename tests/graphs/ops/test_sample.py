@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npucompile.graphs import ops
 from npucompile.graphs.ops.sample import part_length
-from npucompile.graphs.step_inputs import MAX_RANKED
+from npucompile.graphs.step_inputs import MAX_RANKED, UNDECIDED
 
 GRID = 4096
 
@@ -176,6 +176,23 @@ def test_lowered_draws_are_those_of_a_large_vocabulary(shape: str, top_k: int, t
     logits = SHAPES[shape](torch.Generator().manual_seed(11))
     for temperature, min_p in ((0.0, 0.0), (1e-38, 0.0), (0.3, 0.0), (1.0, 0.11), (50.0, 0.0)):
         check_lowered(logits, (temperature, top_k, top_p, min_p), UNIFORM)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("min_p", [0.0, 0.11])
+def test_lowered_draws_of_top_p_alone_are_right_or_none(shape: str, top_p: float, min_p: float) -> None:
+    """No token exactly where it takes more than are ranked to reach top_p, and min_p drops none of those."""
+    logits = SHAPES[shape](torch.Generator().manual_seed(11))
+    for temperature in (0.0, 0.3, 1.0, 50.0):
+        heat = ((logits.double() - logits.max()) / max(temperature, 1e-30)).exp().sort(descending=True)[0]
+        needs_more = bool(heat[:K].sum() < top_p * heat.sum()) and float(heat[K - 1]) >= min_p
+        columns = (torch.tensor([temperature]), torch.zeros(1, dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p]))
+        tokens = LOWERED(logits.expand(1, len(UNIFORM), -1), *columns, UNIFORM[None])
+        if needs_more and temperature > 0:
+            assert (tokens == UNDECIDED).all()
+        else:
+            check_lowered(logits, (temperature, 0, top_p, min_p), UNIFORM)
 
 
 def test_lowered_greedy_rows_tell_the_closest_logits_apart() -> None:

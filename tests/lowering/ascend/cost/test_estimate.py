@@ -121,8 +121,13 @@ def test_a_stream_beside_the_experts_exchange_hides_it(graph):
         for op in list(ops.values()):
             if op.type == "SwiGlu" and "layer" in op.name:
                 (product,) = [ops[tensor.rpartition(":")[0]] for tensor in op.input]
-                for chained in (product, op, *(reader for reader in graph.op if f"{op.name}:0" in reader.input)):
+                if product.type != "MatMul":  # the routed experts'
+                    continue
+                chain = [product, op]
+                for chained in chain:  # up to the combine, which adds the shared expert's result
                     chained.attr["_user_stream_label"].s = b"shared"
+                    readers = [reader for reader in graph.op if f"{chained.name}:0" in reader.input and reader not in chain]
+                    chain += [reader for reader in readers if not reader.type.startswith("Moe")]
 
     before, after = cost(graph(2)), cost(edited(graph(2), label))
     hidden = before.step_ms - after.step_ms
