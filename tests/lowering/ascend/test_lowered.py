@@ -129,7 +129,10 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
             for fleet in both:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
         a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
-        assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
+        assert all(torch.equal(a[name], b[name]) for name in ("counts",) if name in a)
+        # Drafts beyond the longest context are verified by no step.
+        room = (last - 1 - both[1].request_slots(0)[0][1:3, 0]).clamp(0, drafts)
+        assert all(torch.equal(a["drafts"][row, :n], b["drafts"][row, :n]) for row, n in enumerate(room.tolist()) if drafts)
         serving.commit(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
@@ -157,17 +160,16 @@ def test_the_main_graph_only_calls(decode: Partitioned) -> None:
     assert {n.target for n in found.graph.graph.nodes if n.op == "call_function"} == {operator.getitem}
     layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
     order = [str(n.target) for n in found.graph.graph.nodes if n.op == "call_module"]
-    assert order == [
+    assert list(bodies(found.graph)) == list(dict.fromkeys(order))
+    assert [name for name in order if not name.startswith("between")] == [
         FOLDED,
         "prologue",
         *layers,
-        "between_1",
         "extend_draft_cache",
         "draft",
         *("extend_draft_cache_own", "draft") * 2,
         "epilogue",
     ]
-    assert list(bodies(found.graph)) == list(dict.fromkeys(order))
     assert [n.meta["leaf"] for n in found.graph.graph.nodes if n.op == "placeholder"] == [leaf.name for leaf in decode.signature.operands]
 
 
