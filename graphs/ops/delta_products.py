@@ -54,8 +54,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
 
     Blocks of `_WIDE` first, then that many blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which
-    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat, which
-    powers of A itself, without blocks, lose all of.
+    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat.
+    Powers of A itself, without blocks, then lose all digits.
     """
     C = lower.shape[-1]
     row = torch.arange(C, device=lower.device)

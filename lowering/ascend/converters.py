@@ -95,7 +95,7 @@ def _mul(ta: Torchair, earlier: Convert | None) -> Convert:
     def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
         if meta_outputs.dtype == _DT_BOOL:
             raise LoweringError("aten.mul of bools has no converter; legal are numbers, and `&` of bools")
-        if isinstance(other, float) and x.dtype in _HALVES:
+        if isinstance(other, int | float) and x.dtype in _HALVES:
             # Muls takes the factor in float32, as torch does; a constant operand would round it to the dtype of x.
             return ta.ge.Muls(x, value=other)
         return ta.ge.Mul(*promote(x, other, target_dtype=meta_outputs.dtype))

@@ -117,7 +117,9 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
             for fleet in both:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
         a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
-        assert all(torch.equal(a[name], b[name]) for name in ("counts", "drafts") if name in a)
+        assert torch.equal(a["counts"], b["counts"])
+        # Drafts of a row that says nothing are drawn from undefined logits, and nobody reads them.
+        assert "drafts" not in a or torch.equal(a["drafts"][a["counts"] > 0], b["drafts"][b["counts"] > 0])
         serving.commit(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
