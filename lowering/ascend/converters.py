@@ -30,11 +30,15 @@ def register(ta: Torchair) -> None:
         (aten.softplus.default, _softplus),
         (torch.ops._C_ascend.npu_recurrent_gated_delta_rule.default, _recurrent_gated_delta_rule),
     ):
-        # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
-        earlier = getattr(op, "_ge_converter", None)
+        earlier = _converter_of(op)
         if not getattr(earlier, _MARK, False):
             ta.register_converter(op)(converter(ta, earlier))
-            setattr(op._ge_converter, _MARK, True)
+            setattr(_converter_of(op), _MARK, True)
+
+
+def _converter_of(op: Any) -> Any:
+    # torchair's attribute, read directly: its look-up function caches for ever that an op had no converter.
+    return getattr(op, "_ge_converter", None)
 
 
 def _clone(ta: Torchair, earlier: Convert | None) -> Convert:
