@@ -91,9 +91,7 @@ class _Step:
         drafted, state = self._draft(params, state, step, intermediates.features, query_lens)
         following = inputs["num_computed_tokens"] + query_lens
         accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
-        pool = request_slots.write(
-            state["request_slots"], inputs["request_slots"], following, accepted, tokens, *drafted.values()
-        )
+        pool = request_slots.write(state["request_slots"], inputs["request_slots"], following, accepted, tokens, *drafted.values())
         return {**sampled, **drafted}, {**state, "request_slots": pool}
 
     def _forward(self, params: Tree, state: Tree, step: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:

@@ -54,8 +54,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
 
     Blocks of `_WIDE` first, then that many blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which
-    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat, which
-    powers of A itself, without blocks, lose all of.
+    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat.
+    Powers of A itself, without blocks, then lose all digits.
     """
     C = lower.shape[-1]
     row = torch.arange(C, device=lower.device)
@@ -83,12 +83,14 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 def _by_chunk(x: Tensor, chunk: int) -> Tensor:
     """[B, Q, H, ...] -> [B, N, H, C, ...], contiguous, f32."""
-    return x.unflatten(1, (-1, chunk)).transpose(2, 3).contiguous().float()
+    by_chunk: Tensor = x.unflatten(1, (-1, chunk))
+    return by_chunk.transpose(2, 3).contiguous().float()
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     """x [B, N, Hk, C, D] times scale [B, N, H, C] -> [B, N, H, C, D]."""
-    return (x[:, :, :, None] * scale.unflatten(2, (x.shape[2], -1))[..., None]).flatten(2, 3)
+    by_key: Tensor = scale.unflatten(2, (x.shape[2], -1))
+    return (x[:, :, :, None] * by_key[..., None]).flatten(2, 3)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def _states(increment: Tensor, transition: Tensor, state: Tensor) -> tuple[Tenso
     N = increment.shape[1]
     size = _GROUP if N > _SEQUENTIAL and N % _GROUP == 0 else 1
     steps = (x.unflatten(1, (N // size, size)).unbind(2) for x in (increment, transition))
-    maps = []
+    maps: list[tuple[Tensor, Tensor]] = []
     for increment, transition in zip(*steps, strict=True):
         if maps:
             increment, transition = _product(maps[-1][0], transition) + increment, _product(maps[-1][1], transition)

@@ -34,11 +34,15 @@ def register(ta: Torchair) -> None:
         (aten.amin.default, _reduction("ReduceMin")),
         (torch.ops._C_ascend.npu_recurrent_gated_delta_rule.default, _recurrent_gated_delta_rule),
     ):
-        # Read torchair's attribute directly: its look-up function caches for ever that an op had no converter.
-        earlier = getattr(op, "_ge_converter", None)
+        earlier = _converter_of(op)
         if not getattr(earlier, _MARK, False):
             ta.register_converter(op)(converter(ta, earlier))
-            setattr(op._ge_converter, _MARK, True)
+            setattr(_converter_of(op), _MARK, True)
+
+
+def _converter_of(op: Any) -> Any:
+    # torchair's attribute, read directly: its look-up function caches for ever that an op had no converter.
+    return getattr(op, "_ge_converter", None)
 
 
 def _clone(ta: Torchair, earlier: Convert | None) -> Convert:
@@ -99,7 +103,7 @@ def _mul(ta: Torchair, earlier: Convert | None) -> Convert:
     def convert(x: Any, other: Any, meta_outputs: Any = None) -> Any:
         if meta_outputs.dtype == _DT_BOOL:
             raise LoweringError("aten.mul of bools has no converter; legal are numbers, and `&` of bools")
-        if isinstance(other, float) and x.dtype in _HALVES:
+        if isinstance(other, int | float) and x.dtype in _HALVES:
             # Muls takes the factor in float32, as torch does; a constant operand would round it to the dtype of x.
             return ta.ge.Muls(x, value=other)
         return ta.ge.Mul(*promote(x, other, target_dtype=meta_outputs.dtype))

@@ -221,15 +221,15 @@ def _attention(call: Call) -> Results:
 
 
 def _recurrent_gated_delta_rule(call: Call) -> Results:
-    *operands, pool = map(call.tensor, ("query", "key", "value", "state"))
+    query, key, value, pool = map(call.tensor, ("query", "key", "value", "state"))
     names = ("beta", "actual_seq_lengths", "ssm_state_indices", "num_accepted_tokens", "g")
     options: dict[str, Any] = {name: call.optional(name) for name in names} | {"scale": call.attr("scale_value", 1.0)}
     lengths = options["actual_seq_lengths"]
     # vllm-ascend's operator has the same type; its lengths begin with the first row, 0, which is no length that CANN's takes.
     if lengths is None or lengths[0] != 0:
-        return state.npu_recurrent_gated_delta_rule_functional(*operands, pool, **options)
+        return state.npu_recurrent_gated_delta_rule_functional(query, key, value, pool, **options)
     pool = pool.clone()
-    return state.npu_recurrent_gated_delta_rule(*operands, pool, **options), pool
+    return state.npu_recurrent_gated_delta_rule(query, key, value, pool, **options), pool
 
 
 FUSED: Mapping[str, Function] = {

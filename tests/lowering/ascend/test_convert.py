@@ -204,7 +204,9 @@ def test_shape_of():
 
 def test_a_result_in_the_memory_of_an_operand_has_its_own_shape(tmp_path_factory):
     """torchair does not count it as a result, so the body is converted again with a new tensor in its place."""
-    body = convert_body(gb.trace(gb.FakeTensorMode(), lambda x: (x[1:3], x * 2), [((4, 8), gb.F32)]), gb.loaded(tmp_path_factory.mktemp("stubs")))
+    body = convert_body(
+        gb.trace(gb.FakeTensorMode(), lambda x: (x[1:3], x * 2), [((4, 8), gb.F32)]), gb.loaded(tmp_path_factory.mktemp("stubs"))
+    )
     (part,) = (op for op in body.ops if op.type == "StridedSliceV2")
     assert part.output_desc[0].attr["_meta"].s == b"f32[2,8]"
     assert body.results[0].tensor == f"{part.name}:0"

@@ -137,8 +137,11 @@ FIA = "layer00_attention/FusedInferAttentionScore"
             "ScatterNdUpdate writes operand 8 through the view layer01_deltanet/Reshape:0, which may be a copy",
         ),
         (
-            lambda ops, graph: ops["layer01_deltanet/Identity"].input.__setitem__(0, "state.layers.1.conv:0"),
-            r"layer01_deltanet/Identity copies all 4896 elements of state.layers.1.conv",
+            lambda ops, graph: (
+                ops["layer01_deltanet/Muls"].input.__setitem__(0, "state.layers.1.conv:0"),
+                setattr(ops["layer01_deltanet/Muls"], "type", "Identity"),
+            ),
+            r"layer01_deltanet/Muls copies all 4896 elements of state.layers.1.conv",
         ),
         (
             lambda ops, graph: setattr(ops["layer01_deltanet/GatherV2"], "type", "TensorMove"),

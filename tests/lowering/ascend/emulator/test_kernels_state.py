@@ -330,3 +330,53 @@ def test_delta_rule_takes_eight_tokens_and_a_state_of_its_dtype() -> None:
     delta.pool = delta.pool.bfloat16()
     with pytest.raises(LoweringError, match=r"state is .*bfloat16; legal is a tensor of .*float32"):
         delta.call()
+
+
+def test_the_rule_of_vllm_ascend_is_the_same_with_its_lengths_and_a_float32_state() -> None:
+    delta = Delta(torch.bfloat16)
+    pool = delta.pool.float()
+    lengths = torch.tensor([0, 3, 2], dtype=torch.int32)
+    out = state.npu_recurrent_gated_delta_rule(delta.q, delta.k, delta.v, pool, **(delta.options | {"actual_seq_lengths": lengths}))
+    want, states = delta.call()
+    assert torch.equal(out, want)
+    near(pool.bfloat16(), states)
+    assert not torch.equal(pool, states.float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": None}, "scale is absent"),
+        ({"actual_seq_lengths": torch.tensor([0, 3, 3], dtype=torch.int32)}, "3 tokens, 1 accepted, from row 3 of 5"),
+        ({"actual_seq_lengths": torch.tensor([3, 2, 1], dtype=torch.int32)}, "2 tokens, 2 accepted, from row 3 of 5|legal is up to 16"),
+    ],
+)
+def test_the_rule_of_vllm_ascend_refuses(changes: dict[str, object], message: str) -> None:
+    delta = Delta(torch.float32)
+    with pytest.raises(LoweringError, match=message):
+        state.npu_recurrent_gated_delta_rule(delta.q, delta.k, delta.v, delta.pool, **(delta.options | changes))
+
+
+def test_the_chunked_rule_is_the_recurrent_one_over_whole_sequences() -> None:
+    delta = Delta(torch.float32)
+    options = {name: delta.options[name] for name in ("beta", "scale", "actual_seq_lengths", "g")}
+    out, last = state.npu_chunk_gated_delta_rule(delta.q, delta.k, delta.v, initial_state=delta.pool[[2, 0]], **options)
+    want, states = delta.call()
+    near(out, want)
+    near(last, states[[5, 8]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"initial_state": torch.zeros(2, 4, 5, 6).bfloat16()}, "initial_state is .*bfloat16"),
+        ({"initial_state": None}, "initial_state is absent"),
+        ({"beta": None}, "beta is absent"),
+        ({"actual_seq_lengths": torch.tensor([3, 1], dtype=torch.int32)}, r"\[3, 1\] tokens of 5"),
+    ],
+)
+def test_the_chunked_rule_refuses(changes: dict[str, object], message: str) -> None:
+    delta = Delta(torch.float32)
+    options = {name: delta.options[name] for name in ("beta", "scale", "actual_seq_lengths", "g")} | {"initial_state": delta.pool[:2]}
+    with pytest.raises(LoweringError, match=message):
+        state.npu_chunk_gated_delta_rule(delta.q, delta.k, delta.v, **(options | changes))

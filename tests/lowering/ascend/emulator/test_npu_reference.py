@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.emulator import kernels_state
 from npucompile.lowering.ascend.emulator.kernels_group import Arguments
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS, group_of
@@ -52,6 +53,11 @@ def delta(**more: Any) -> Arguments:
     return (t(4, 2, 8), t(4, 2, 8), t(4, 4, 16), t(5, 4, 16, 8)), options | more
 
 
+def chunks() -> Arguments:
+    (q, k, v, _), options = delta()
+    return (q, k, v), {name: options[name] for name in ("beta", "scale", "actual_seq_lengths", "g")} | {"initial_state": t(2, 4, 16, 8)}
+
+
 def routing(**more: Any) -> Arguments:
     options = {"active_num": 8, "expert_num": 6, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [1, 4]}
     return (t(4, 16), torch.tensor([[1, 2]] * 4, dtype=i32)), options | more
@@ -87,6 +93,8 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         "npu.npu_dequant_swiglu_quant.default",
         lambda: ((t(6, 16),), {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}),
     ),
+    ("_C_ascend.npu_recurrent_gated_delta_rule.default", lambda: delta(actual_seq_lengths=torch.tensor([0, 2, 2], dtype=i32))),
+    ("npu.npu_chunk_gated_delta_rule.default", chunks),
     ("npu.npu_moe_init_routing_v2.default", routing),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(quant_mode=1)),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(expert_tokens_num_flag=False)),
@@ -165,6 +173,7 @@ def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[l
     from npucompile.lowering.ascend.toolchain import harness
 
     harness.load(cache_dir)
+    packages.declare()
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=_fake_store())
     answers = []
     for name, call in cases:

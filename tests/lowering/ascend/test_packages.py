@@ -1,0 +1,40 @@
+"""lowering/ascend/packages.py: operators of packages are declared for recording, and a machine without the package says what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend import packages
+from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
+from npucompile.lowering.platform import OPERATOR_PACKAGES
+
+
+def test_every_package_that_a_platform_may_name_is_here():
+    assert set(packages.OPERATORS) == set(OPERATOR_PACKAGES)
+
+
+def test_declared_operators_record_and_have_a_cpu_kernel():
+    packages.declare()
+    packages.declare()
+    for operator in (operator for operators in packages.OPERATORS.values() for operator in operators):
+        namespace, name = operator.name.split("::")
+        overload = getattr(getattr(torch.ops, namespace), name).default
+        assert str(overload._schema) == operator.name + operator.schema
+        assert f"{namespace}.{name}.default" in KERNELS
+
+
+def test_results_of_the_recurrent_rule_are_like_its_values():
+    packages.declare()
+    q, v, state = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((5, 2, 6), (5, 4, 3), (9, 4, 3, 6)))
+    out = torch.ops._C_ascend.npu_recurrent_gated_delta_rule(q, q, v, state.float(), scale=1.0)
+    assert (out.shape, out.dtype) == (v.shape, v.dtype)
+
+
+def test_a_process_without_the_package_lacks_its_operators():
+    packages.declare()
+    assert packages.missing(("vllm-ascend",)) == ["vllm-ascend: _C_ascend::npu_recurrent_gated_delta_rule"]
+    assert packages.missing(()) == []
+    with pytest.raises(LoweringError, match="'xllm' is not known; legal are vllm-ascend, sgl-kernel-npu"):
+        packages.missing(("xllm",))
