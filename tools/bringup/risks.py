@@ -17,6 +17,7 @@ ASSUMPTIONS: Mapping[str, str] = {
     "aiv-mode": "AIV mode in a graph",
     "ge-cache": "GE's cache",
     "derived-values": "derived values",
+    "capture": "no graph has been captured",
     "toolchain": "the stub answers",
     "architecture": "aarch64",
     "attention-width": "Attention heads of width 256.",
