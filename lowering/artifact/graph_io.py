@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -29,6 +30,26 @@ _NAMED = {
     "format": torch.memory_format,
 }
 _LEGAL = "None, bool, int, float, str, node, list, tuple, dtype, device, layout, memory format"
+
+
+@dataclass(frozen=True)
+class NamedOperator:
+    """An operator that need not be registered in this process; its text is its name."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.split(".")[1]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises:
+        LoweringError: always; a program gives it a kernel.
+        """
+        raise LoweringError(f"{self.name} has no kernel in this process")
 
 
 def encode(graph: GraphModule) -> bytes:
@@ -78,6 +99,8 @@ def target_name(target: Any) -> str:
     Raises:
         LoweringError: when it is neither an operator overload nor one of the listed functions.
     """
+    if isinstance(target, NamedOperator):
+        return target.name
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
     try:
