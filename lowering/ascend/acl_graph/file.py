@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,9 @@ def decode(data: bytes) -> AclFile:
     return acl_file
 
 
+@functools.lru_cache(maxsize=2)
 def graph_of(acl_file: AclFile) -> GraphModule:
-    """The graph, with a `NamedOperator` as the target of each operator.
+    """The graph, with a `NamedOperator` as the target of each operator; not to be changed.
 
     Raises:
         LoweringError: the bytes are no graph.
