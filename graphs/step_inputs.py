@@ -35,6 +35,17 @@ class StepInput:
 
 _I32, _F32 = torch.int32, torch.float32
 
+MAX_RANKED = 1024
+"""How many of a row's most likely tokens the graph of an NPU ranks (graphs/ops/sample.py).
+
+A larger top_k, of a vocabulary with more, is refused (runtime/scheduler/admission.py). Where top_p without top_k would keep tokens beyond
+those, which takes a flat distribution, the token is `UNDECIDED`. As many as CANN's own sampling operator ranks: `ks_max` of
+torch_npu.npu_top_k_top_p_sample.
+"""
+
+UNDECIDED = -1
+"""In place of a sampled token: the graph cannot tell which one the request asks for, and the request fails."""
+
 STEP_INPUTS = (
     StepInput("tokens", "BQ", _I32, "token ids, left-aligned", kind="prefill"),
     StepInput("num_computed_tokens", "B", _I32, "tokens of the row's request that are in the cache already", kind="prefill"),

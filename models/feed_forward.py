@@ -117,8 +117,9 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
     """The X best experts of each token, weighted by renormalised router probabilities, and a sigmoid-gated shared expert.
 
     With expert parallelism (`experts` is split) a device dispatches its tokens (`expert_tokens`) to the experts' devices and combines
-    what comes back; where they are too many for one dispatch it gathers all tokens and reduce-scatters the result. Where instead each
-    expert is split (`expert_ffn`), every device has all tokens and a part of every product, and one reduction sums the parts.
+    what comes back, at once or in parts; or it gathers all tokens and reduce-scatters the result (`Variant`).
+    Where instead each expert is split (`expert_ffn`), every device has all tokens and a part of every product, and one reduction sums
+    the parts.
 
     Args:
         x: [T, M], laid out as the residual stream (sequence_parallel.py).
@@ -141,10 +142,8 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
         gate_up, down, gate = matrices[-3:]
-        routed = _routed(cfg, x, logits, router, matrices[:-3])
-        shared_out = ops.linear(ops.swiglu_linear(x, gate_up), down)
-        out: torch.Tensor = routed + torch.sigmoid(ops.linear(x, gate)) * shared_out
-        return out
+        shared_out = torch.sigmoid(ops.linear(x, gate)) * ops.linear(ops.swiglu_linear(x, gate_up), down)
+        return _with_routed(cfg, x, logits, router, matrices[:-3], shared_out)
 
     tokens = ("expert_tokens", None)
     operands = [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *_operands(cfg, weights), *shared]
@@ -159,26 +158,48 @@ def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[st
     return [(tensor, ("experts", *(None,) * (tensor.dim() - 1))) for name in ("gate_up", "down") for tensor in weights[name].values()]
 
 
-def _routed(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Output of the routed experts for a device's tokens [T, M]; where experts are split, this device's partial sum of it."""
+def _with_routed(
+    cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor], shared: torch.Tensor
+) -> torch.Tensor:
+    """The shared expert's output [T, M] plus the routed experts' for a device's tokens; where experts are split, a partial sum of it."""
     devices, choices = num_shards("experts"), cfg.num_experts_per_tok
     if devices == 1:
         share, ids = ops.moe_route(logits, choices, True)
-        return _own_experts(cfg, x, share, ids, experts)
-    if x.shape[0] <= cfg.variant.most_dispatched:
+        return _own_experts(cfg, x, share, ids, experts) + shared
+    most = cfg.variant.most_dispatched
+    if most and (x.shape[0] <= most or cfg.variant.dispatches_in_parts):
         share, ids = ops.moe_route(logits, choices, True)
-        group, here = group_of("experts"), axis_index("experts")
-        quantised = cfg.variant.experts != "grouped"
-        sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, here, cfg.num_experts, group, devices, quantised)
-        out = _grouped(cfg, x.dtype, sent, scale, counts, experts)
-        combined: torch.Tensor = ops.moe_combine(out, ids, share, assist, received, here, cfg.num_experts, group, devices)
-        return combined
+        if x.shape[0] <= most:
+            return _dispatched(cfg, devices, experts, x, share, ids, shared, x)
+        parts = zip(*(tensor.split(most) for tensor in (x, share, ids, shared)), strict=True)
+        outs: list[torch.Tensor] = []
+        for part in parts:
+            outs.append(_dispatched(cfg, devices, experts, *part, outs[-1] if outs else part[0]))
+        return torch.cat(outs)
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
     share, ids = ops.moe_route(ops.linear(all_tokens, router), choices, True)
     first = axis_index("experts") * (cfg.num_experts // devices)
     ids = torch.remainder(ids - first, cfg.num_experts)
-    return reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts")
+    return reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts") + shared
+
+
+def _dispatched(
+    cfg: MoeSizes,
+    devices: int,
+    experts: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    share: torch.Tensor,
+    ids: torch.Tensor,
+    shared: torch.Tensor,
+    earlier: torch.Tensor,
+) -> torch.Tensor:
+    """The shared expert's output plus the routed experts', which other devices compute; after the exchange with that result."""
+    group, here, quantised = group_of("experts"), axis_index("experts"), cfg.variant.experts != "grouped"
+    sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, earlier, here, cfg.num_experts, group, devices, quantised)
+    out = _grouped(cfg, x.dtype, sent, scale, counts, experts)
+    combined: torch.Tensor = ops.moe_combine(out, ids, share, assist, received, shared, here, cfg.num_experts, group, devices)
+    return combined
 
 
 def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import quant, sequence_parallel
 from .batch import Batch
-from .params import Param, Source
+from .params import Param, Repeated, Source
 from .variant import Variant
 
 
@@ -26,34 +26,101 @@ class AttentionSizes(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
+    def rotary_dim(self) -> int: ...
+    @property
     def rms_norm_eps(self) -> float: ...
     @property
     def variant(self) -> Variant: ...
 
 
-def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
-    """Parameters of one layer; `prefix` begins their names in a checkpoint. Query rows are q then gate, head by head."""
-    M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    copies, quantise = cfg.variant.kv_repeat, quant.LINEAR[cfg.variant.attention]
+def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Param]:
+    """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
-    def join(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # By head: its keys, then its values.
-        heads = torch.stack([k.view(-1, D, M), v.view(-1, D, M)], 1)
+    The channels of a query or key head are in the order of `rotated_order`.
+
+    Args:
+        joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates, its keys, its values. Else
+            `q`, by query head its query and its gate, for `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
+    """
+    M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
+    order = rotated_order(D, cfg.rotary_dim)
+    inverse = [order.index(i) for i in range(D)]
+    quantise = quant.LINEAR[cfg.variant.attention]
+    matrices = (_joined if joined else _apart)(cfg, dtype, prefix, order, inverse)
+
+    def norm(name: str) -> Param:
+        source = Source((f"{prefix}{name}.weight",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))
+        return Param(Aval((D,), dtype), source, "zeros")
+
+    return {
+        **{name: quantise(param) for name, param in matrices.items()},
+        "q_norm": norm("q_norm"),
+        "k_norm": norm("k_norm"),
+        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),))),
+    }
+
+
+def rotated_order(width: int, rotated: int) -> list[int]:
+    """Channels of a head of a checkpoint, which rotates channel i < rotated / 2 with i + rotated / 2, in the order of `ops.rope`.
+
+    `ops.rope` pairs channel i with i + width / 2, as kernels for heads that are rotated whole do: a head that is rotated in part then goes
+    through such a kernel as it lies. Scores do not depend on the order, since queries and keys share it.
+    """
+    half = rotated // 2
+    middle = rotated + (width - rotated) // 2
+    return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, width)]
+
+
+def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    copies = cfg.variant.kv_repeat
+    per = H // (G * copies)
+
+    def join(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        queries, gates = q.view(-1, per, 2, D, M).unbind(2)
+        heads = queries.shape[0]
+        k, v = (x.view(-1, D, M).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
+        return torch.cat([queries[:, :, order].flatten(1, 2), gates.flatten(1, 2), k[:, order], v], 1).reshape(-1, M)
+
+    def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, gates, k, v = qkv.view(G * copies, -1, M).split([per * D, per * D, D, D], 1)
+        queries, gates = queries.view(-1, per, D, M)[:, :, inverse], gates.view(-1, per, D, M)
+        k, v = k[::copies][:, inverse], v[::copies]
+        return torch.stack([queries, gates], 2).reshape(-1, M), k.reshape(-1, M), v.reshape(-1, M)
+
+    names = tuple(f"{prefix}{name}_proj.weight" for name in "qkv")
+    heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
+    source = Source(names, ((2 * H * D, M), (G * D, M), (G * D, M)), join, split, (("kv_heads", None), (heads, None), (heads, None)))
+    return {"qkv": Param(Aval((G * copies * (2 * per + 2) * D, M), dtype, ("kv_heads", None)), source)}
+
+
+def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    copies = cfg.variant.kv_repeat
+
+    def join_q(q: torch.Tensor) -> torch.Tensor:
+        queries, gates = q.view(-1, 2, D, M).unbind(1)
+        return torch.stack([queries[:, order], gates], 1).reshape(-1, M)
+
+    def split_q(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, gates = q.view(H, 2, D, M).unbind(1)
+        return (torch.stack([queries[:, inverse], gates], 1).reshape(-1, M),)
+
+    def join_kv(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = torch.stack([k.view(-1, D, M)[:, order], v.view(-1, D, M)], 1)
         return heads.repeat_interleave(copies, 0).reshape(-1, M)
 
-    def split(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(part.reshape(G * D, M) for part in kv.view(G, copies, 2, D, M)[:, 0].unbind(1))
+    def split_kv(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        k, v = kv.view(G, copies, 2, D, M)[:, 0].unbind(1)
+        return k[:, inverse].reshape(G * D, M), v.reshape(G * D, M)
 
-    q = Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), Source((prefix + "q_proj.weight",), ((2 * H * D, M),)))
+    q = Source((prefix + "q_proj.weight",), ((2 * H * D, M),), join_q, split_q, (("q_heads", None),))
     # Ranks that share a head read it whole.
     heads = ("kv_heads" if copies == 1 else None, None)
-    kv_source = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join, split, (heads,) * 2)
+    kv = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join_kv, split_kv, (heads,) * 2)
     return {
-        "q": quantise(q),
-        "kv": quantise(Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv_source)),
-        "q_norm": Param(Aval((D,), dtype), Source((prefix + "q_norm.weight",), ((D,),)), "zeros"),
-        "k_norm": Param(Aval((D,), dtype), Source((prefix + "k_norm.weight",), ((D,),)), "zeros"),
-        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),))),
+        "q": Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), q),
+        "kv": Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv),
     }
 
 
@@ -74,28 +141,30 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     x = sequence_parallel.whole(x, batch.size * batch.q_len)
-    state = write_kv(cfg, weights, state, batch, x)
-    return attend(cfg, weights, state, batch, x), state
+    G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
+    per = cfg.num_attention_heads // G
+    q, gate, k, v = quant.linear(x, weights["qkv"]).view(-1, G, (2 * per + 2) * D).split([per * D, per * D, D, D], -1)
+    state = _write(cfg, weights, state, batch, k, v)
+    return _attend(cfg, weights, state, batch, q.unflatten(-1, (per, D)), gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
     """The state with the keys and values of x written to it.
 
     Args:
+        weights: parameters that are not joined.
         x: [T, M] normalised input; every device of the group has all of it.
     """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
-    slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
-    k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
-    return {"k": k_cache, "v": v_cache}
+    return _write(cfg, weights, state, batch, k, v)
 
 
 def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """Attention of x over a state that holds the keys and values of x already, before the residual add.
 
     Args:
+        weights: parameters that are not joined.
         x: [T, M] normalised input; every device of the group has all of it.
 
     Returns:
@@ -103,12 +172,27 @@ def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: tor
     """
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
-    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps), batch.cos, batch.sin).view(batch.size, batch.q_len, H, D)
+    return _attend(cfg, weights, state, batch, q, gate)
+
+
+def _write(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
+    """Writes keys before norm and rotation, and values, each [T, G, D]."""
+    k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
+    slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
+    k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
+    return {"k": k_cache, "v": v_cache}
+
+
+def _attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Attention of queries before norm and rotation [T, ..., D], gated by [T, ...]; both hold the heads in order."""
+    H, D = cfg.num_attention_heads, cfg.head_dim
+    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, H, D), batch.cos, batch.sin)
+    q = q.view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
     return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of each head of x [T, H, D], zero-centred weight [D]."""
+    """RMS norm of each head of x [..., D], zero-centred weight [D]."""
     normed: torch.Tensor = ops.rms_norm(x, weight, eps, 1.0)
     return normed

@@ -43,14 +43,15 @@ class DeltaNetSizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int]:
-    """Projection rows that belong to one key head: q, k, v, z."""
-    values = cfg.linear_num_value_heads // cfg.linear_num_key_heads * cfg.linear_value_head_dim
-    return cfg.linear_key_head_dim, cfg.linear_key_head_dim, values, values
+def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int, int, int]:
+    """Projection rows that belong to one key head: q, k, v, z, b, a."""
+    heads = cfg.linear_num_value_heads // cfg.linear_num_key_heads
+    values = heads * cfg.linear_value_head_dim
+    return cfg.linear_key_head_dim, cfg.linear_key_head_dim, values, values, heads, heads
 
 
 def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
-    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvz`, `ba` and `conv` are ordered by key head."""
+    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head."""
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
     qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
@@ -67,29 +68,19 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
         key_heads = len(x) // sum(rows[:3])
         return tuple(x.split([key_heads * size for size in rows[:3]]))
 
-    def split_qkvz(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        *parts, gate = ungroup(x, rows)
-        return torch.cat(parts), gate
+    def split_projection(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, *others = ungroup(x, rows)
+        return torch.cat((q, k, v)), *others
 
     return {
-        "qkvz": Param(
-            Aval((qkv + z, M), dtype, heads),
+        "qkvzba": Param(
+            Aval((qkv + z + 2 * Hv, M), dtype, heads),
             Source(
-                (prefix + "in_proj_qkv.weight", prefix + "in_proj_z.weight"),
-                ((qkv, M), (z, M)),
-                lambda qkv, z: group(rows, *by_part(qkv), z),
-                split_qkvz,
-                ((by_head, None), heads),
-            ),
-        ),
-        "ba": Param(
-            Aval((2 * Hv, M), dtype, heads),
-            Source(
-                (prefix + "in_proj_b.weight", prefix + "in_proj_a.weight"),
-                ((Hv, M),) * 2,
-                lambda b, a: group((Hv // Hk,) * 2, b, a),
-                lambda x: ungroup(x, (Hv // Hk,) * 2),
-                (heads,) * 2,
+                tuple(f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+                ((qkv, M), (z, M), (Hv, M), (Hv, M)),
+                lambda qkv, *others: group(rows, *by_part(qkv), *others),
+                split_projection,
+                ((by_head, None), heads, heads, heads),
             ),
         ),
         "conv": Param(
@@ -132,8 +123,7 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
-    raw, z = ops.linear(x, weights["qkvz"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), rows[3]], -1)
-    b, a = ops.linear(x, weights["ba"]).view(B, Q, Hk, -1).chunk(2, -1)
+    raw, z, b, a = ops.linear(x, weights["qkvzba"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), *rows[3:]], -1)
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
     mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
     q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)

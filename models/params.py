@@ -50,12 +50,29 @@ class Picked:
         return self.together(*tensors)[self.index]
 
 
-SourceAxis = str | Parts | None
+@dataclass(frozen=True)
+class Repeated:
+    """A dimension of elements of which the parameter has adjacent copies, so that ranks can share an element.
+
+    A rank reads the elements that its slice of the parameter has copies of; `Source.join` repeats them as often as the slice needs.
+
+    Attributes:
+        axis: logical axis of the copies.
+        elements: how many elements the dimension consists of, one behind the other.
+        copies: of each element.
+    """
+
+    axis: str
+    elements: int
+    copies: int
+
+
+SourceAxis = str | Parts | Repeated | None
 
 
 def axis_name(axis: SourceAxis) -> str | None:
     """The logical axis of a dimension of a source tensor."""
-    return axis.axis if isinstance(axis, Parts) else axis
+    return axis.axis if isinstance(axis, Parts | Repeated) else axis
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Config:
                 self.num_attention_heads % (self.num_key_value_heads * self.variant.kv_repeat),
                 f"num_attention_heads must be a multiple of num_key_value_heads times their {self.variant.kv_repeat} copies",
             ),
+            (self.head_dim % 2, "head_dim must be even"),
             (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
             (not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2, f"{rotary} must be even, positive, at most head_dim"),
             (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
@@ -171,7 +172,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
             "norm_embedding": plain("mtp.pre_fc_norm_embedding.weight", M, init="zeros"),
             "norm_hidden": plain("mtp.pre_fc_norm_hidden.weight", M, init="zeros"),
             "fc": plain("mtp.fc.weight", M, 2 * M),
-            "layer": _layer_params(_unquantised(cfg), dtype, "mtp.layers.0.", FULL),
+            "layer": _layer_params(_unquantised(cfg), dtype, "mtp.layers.0.", FULL, joined=False),
             "norm": plain("mtp.norm.weight", M, init="zeros"),
         }
     return params
@@ -183,10 +184,10 @@ def _unquantised(cfg: Config) -> Config:
     return replace(cfg, variant=replace(cfg.variant, attention="plain", experts="grouped" if grouped else "plain"))
 
 
-def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Any]:
+def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str, *, joined: bool = True) -> dict[str, Any]:
     norm = Aval((cfg.hidden_size,), dtype)
     if kind == FULL:
-        mixer = gated_attention.params(cfg, dtype, prefix + "self_attn.")
+        mixer = gated_attention.params(cfg, dtype, prefix + "self_attn.", joined=joined)
     else:
         mixer = gated_deltanet.params(cfg, dtype, prefix + "linear_attn.")
     return {

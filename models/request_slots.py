@@ -46,31 +46,29 @@ def read(pool: torch.Tensor, inputs: Tree, limits: Limits) -> DecodeStart:
         pool: [C, 2 + Q].
         inputs: of a decode step (graphs/step_inputs.py).
     """
-    values = pool.index_select(0, inputs["request_slots"])
-    num_computed_tokens, accepted = values[:, START], values[:, ACCEPTED]
-    state_slots_in = inputs["state_slots_out"].gather(1, accepted[:, None].clamp(0, limits.drafts).to(torch.int64)).view(-1)
-    query_lens = (num_computed_tokens + inputs["drafts"] + 1).clamp(max=limits.max_model_len) - num_computed_tokens
+    Q = limits.drafts + 1
+    start, accepted, tokens = pool.index_select(0, inputs["request_slots"]).split([1, 1, Q], 1)
+    state_slots_in = inputs["state_slots_out"].gather(1, accepted.clamp(0, limits.drafts).to(torch.int64)).view(-1)
+    num_computed_tokens = start.reshape(-1)
+    longest = torch.full((), limits.max_model_len, dtype=torch.int32, device=pool.device)
+    query_lens = torch.minimum(inputs["drafts"] + 1, longest - num_computed_tokens)
     # Attention looks up the page of a row's first token, whether that token is valid or not.
     num_computed_tokens = num_computed_tokens.clamp(max=limits.max_model_len - 1)
-    return DecodeStart(
-        values[:, TOKENS:].contiguous(), num_computed_tokens, torch.where(inputs["request_slots"] > 0, query_lens, 0), state_slots_in
-    )
+    return DecodeStart(tokens.contiguous(), num_computed_tokens, torch.where(inputs["request_slots"] > 0, query_lens, 0), state_slots_in)
 
 
 def write(
-    pool: torch.Tensor, request_slots: torch.Tensor, num_computed_tokens: torch.Tensor, accepted: torch.Tensor, tokens: torch.Tensor
+    pool: torch.Tensor, request_slots: torch.Tensor, num_computed_tokens: torch.Tensor, accepted: torch.Tensor, *tokens: torch.Tensor
 ) -> torch.Tensor:
-    """The pool after a step.
+    """The pool after a step; the null request slot keeps its zeros, a legal start for the padding of the next step.
 
     Args:
         request_slots: [B] request slots.
-        num_computed_tokens: [B] position of `tokens[:, 0]`.
+        num_computed_tokens: [B] position of the first token.
         accepted: [B] index, among the request's state slots, of the one with the state before it.
-        tokens: [B, Q] the last token that was sampled and accepted, and the drafts after it.
+        tokens: the last token that was sampled and accepted, [B, 1], and the drafts after it, [B, k]; or both as [B, Q].
     """
-    values = torch.cat([num_computed_tokens[:, None], accepted[:, None], tokens], 1)
-    # Padding writes the null slot too; zeros there are a legal start for the padding of the next step.
-    values = torch.where(request_slots[:, None] > 0, values, 0)
+    values = torch.cat([num_computed_tokens[:, None], accepted[:, None], *tokens], 1)
     pool_after: torch.Tensor = ops.request_slot_write(pool, request_slots, values)
     return pool_after
 

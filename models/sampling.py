@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.spmd.layout import constrain, num_shards
-from ..graphs.spmd.region import all_gather, all_to_all, axis_index, shard_map
+from ..graphs.spmd.region import all_gather, all_to_all, shard_map
 from ..graphs.types import Tree
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -69,9 +69,15 @@ def best(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _best_of_shards(logits: torch.Tensor) -> torch.Tensor:
-    """Every device gathers each shard's largest logit and its id, 8 bytes a row and device; a float32 holds every id of a vocabulary."""
-    value, index = logits.float().max(-1, keepdim=True)
-    token = (index.to(torch.int32) + axis_index("vocab") * logits.shape[-1]).float()
-    shards = all_gather(torch.cat([value, token], -1), "vocab").view(num_shards("vocab"), -1, 2)
-    winner = shards[:, :, 0].argmax(0)
-    return shards[:, :, 1].gather(0, winner[None]).view(-1).to(torch.int32)
+    """Every device gathers each shard's largest logit and its id there, 8 bytes a row and device; a float32 holds every id of a vocabulary.
+
+    The largest is found in the dtype of the logits, where it is the same as in float32.
+    """
+    count, size = num_shards("vocab"), logits.shape[-1]
+    value, index = logits.max(-1, keepdim=True)
+    shards = all_gather(torch.cat([value.float(), index.float()], -1), "vocab").view(count, -1, 2)
+    value, token = shards.split(1, -1)
+    first = torch.arange(0, count * size, size, dtype=torch.float32, device=logits.device)
+    winner = value.view(count, -1).argmax(0)
+    tokens: torch.Tensor = (token.view(count, -1) + first[:, None]).gather(0, winner[None]).view(-1).to(torch.int32)
+    return tokens

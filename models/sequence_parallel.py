@@ -60,6 +60,6 @@ def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _local_rows(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rows of this device's part of the table, zeros for tokens of other parts."""
     index = tokens - axis_index("vocab") * table.shape[0]
-    is_local = (index >= 0) & (index < table.shape[0])
-    rows: torch.Tensor = ops.embed(torch.where(is_local, index, 0), table)
-    return torch.where(is_local[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    nearest = index.clamp(0, table.shape[0] - 1)
+    rows: torch.Tensor = ops.embed(nearest, table)
+    return torch.where((index == nearest)[:, None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))

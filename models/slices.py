@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..graphs.errors import PartitionError
 from ..graphs.types import Aval, Mesh, Rules
-from .params import Param, Parts, SourceAxis, axis_name
+from .params import Param, Parts, Repeated, SourceAxis, axis_name
 
 Region = tuple[tuple[slice, ...], ...]
 """What is read of a tensor: of each dimension the slices that are kept, in order and without overlap."""
@@ -120,6 +121,8 @@ def narrowed(region: Region, begin: int, end: int) -> Region:
 
 
 def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
+    if isinstance(axis, Repeated):
+        return (_shared_run(size, axis, shard),)
     if not isinstance(axis, Parts):
         return (shard.run(size, axis),)
     runs, begin = [], 0
@@ -128,3 +131,13 @@ def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
         runs.append(slice(begin + run.start, begin + run.stop))
         begin += part
     return tuple(runs)
+
+
+def _shared_run(size: int, axis: Repeated, shard: Shard) -> slice:
+    run, width = shard.run(axis.elements * axis.copies, axis.axis), size // axis.elements
+    copies = run.stop - run.start
+    if copies % axis.copies and axis.copies % copies:
+        raise PartitionError(
+            f"a rank has {copies} of {axis.elements} {axis.axis} times {axis.copies} copies; legal is a multiple or a divisor of the copies"
+        )
+    return slice(run.start // axis.copies * width, -(-run.stop // axis.copies) * width)

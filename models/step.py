@@ -69,12 +69,14 @@ class _Step:
         sampled = self._sample(params, hidden, inputs, request_slots.uniforms(inputs, start.num_computed_tokens, Q))
         counts = ops.accept(sampled["tokens"], start.tokens, start.query_lens)
         accepted = (counts - 1).clamp(min=0)
-        last = sampled["tokens"].gather(1, accepted[:, None].to(torch.int64)).view(-1)
-        drafted, state = self._draft(params, state, {**step, "tokens": sampled["tokens"]}, intermediates.features, counts)
-        candidates = torch.cat([last[:, None], *drafted.values()], 1)
+        # What follows an undecided token is never used, but is computed, and every lookup must find a row.
+        tokens = sampled["tokens"].clamp(min=0)
+        last = tokens.gather(1, accepted[:, None].to(torch.int64))
+        drafted, state = self._draft(params, state, {**step, "tokens": tokens}, intermediates.features, counts)
         # A row whose context is full samples nothing, and its request slot stays as it is.
         advanced = torch.where(counts > 0, inputs["request_slots"], 0)
-        pool = request_slots.write(state["request_slots"], advanced, start.num_computed_tokens + counts, accepted, candidates)
+        following = start.num_computed_tokens + counts
+        pool = request_slots.write(state["request_slots"], advanced, following, accepted, last, *drafted.values())
         return {**sampled, "counts": counts, **drafted}, {**state, "request_slots": pool}
 
     def prefill(self, params: Tree, state: Tree, inputs: Tree) -> tuple[Tree, Tree]:
@@ -83,16 +85,14 @@ class _Step:
         hidden, state, intermediates = self._forward(params, state, inputs)
         hidden = ops.last_rows(sequence_parallel.whole(hidden, self.bucket.tokens), query_lens)
         sampled = self._sample(params, hidden, inputs, inputs["uniform"])
-        last = sampled["tokens"][:, 0]
+        tokens = sampled["tokens"].clamp(min=0)
+        last = tokens[:, 0]
         step = {**inputs, "tokens": self._next_tokens(inputs, last)} if self.limits.drafts else inputs
         drafted, state = self._draft(params, state, step, intermediates.features, query_lens)
-        candidates = torch.cat([last[:, None], *drafted.values()], 1)
+        following = inputs["num_computed_tokens"] + query_lens
+        accepted = torch.zeros(query_lens.shape, dtype=torch.int32, device=query_lens.device)
         pool = request_slots.write(
-            state["request_slots"],
-            inputs["request_slots"],
-            inputs["num_computed_tokens"] + query_lens,
-            torch.zeros_like(query_lens),
-            candidates,
+            state["request_slots"], inputs["request_slots"], following, accepted, tokens, *drafted.values()
         )
         return {**sampled, **drafted}, {**state, "request_slots": pool}
 

@@ -13,8 +13,9 @@ SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a
 """Name of a quantisation -> formats of the attention projections (query, key, value) and of the routed experts."""
 
 MOST_DISPATCHED = 256
-"""More tokens than a device decodes per step in any published deployment, and fewer than any prefill chunk has. The exchange window grows
-with it: 9 GiB at 512 tokens for 512 experts of width 4096. The NPU's operator takes at most 512 (aclnnMoeDistributeDispatchV2)."""
+"""Tokens of one dispatch. NPUs' operators take at most 512, and 256 by their second full-mesh algorithm (npu_moe_distribute_dispatch_v2 of
+Ascend/op-plugin); a device decodes fewer in any published deployment. The exchange window grows with it: 4.6 GiB at 256 tokens for 512
+experts of width 4096, and so do the buffers of rows, which have room for the case that all tokens choose one device's experts."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Variant:
         experts: "plain" ([E, 2, F, M], fused for one device), "grouped" ([E, M, 2F], as grouped products read them),
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
         recurrent: dtype of the recurrent state pools.
-        most_dispatched: most tokens that a device dispatches to the experts' devices in one step; where it has more, tokens are gathered
-            instead. 0 never dispatches.
+        most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
+        dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
     """
 
     kv_repeat: int = 1
@@ -36,6 +37,7 @@ class Variant:
     experts: str = "plain"
     recurrent: torch.dtype = torch.float32
     most_dispatched: int = MOST_DISPATCHED
+    dispatches_in_parts: bool = False
 
     @staticmethod
     def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
@@ -52,3 +54,13 @@ class Variant:
 
 PLAIN = Variant()
 """Parameters as a checkpoint stores them."""
+
+
+def fewer_bytes_in_parts(quantization: str, experts_per_token: int, devices: int) -> bool:
+    """Whether several dispatches of many tokens move fewer bytes than to gather them all and reduce-scatter the result.
+
+    Of each bfloat16 token, a row (of int8 where experts are quantised) goes to each of its experts, and one comes back; a gather and a
+    reduce-scatter move it to and from every device.
+    """
+    sent, value = (2 if SCHEMES[quantization][1] == "plain" else 1), 2
+    return experts_per_token * (sent + value) < devices * 2 * value

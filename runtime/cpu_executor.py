@@ -37,7 +37,7 @@ class CpuExecutor:
         SpecError: when the artifact is for several devices and no rank is given, or it has no such rank.
     """
 
-    groups, run_ahead = 1, 0
+    groups, run_ahead, max_ranked = 1, 0, 0
     missing: Mapping[Bucket, str] = {}
 
     def __init__(self, artifact: Artifact, *, prefer_eager: bool = False, rank: int | None = None) -> None:

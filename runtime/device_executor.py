@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..graphs.errors import ArtifactError, LoweringError
+from ..graphs.step_inputs import MAX_RANKED
 from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import local_leaves, local_signature
@@ -97,6 +98,7 @@ class DeviceExecutor:
         self.limits: Limits = manifest.limits
         self.vocab_size = int(manifest.model["vocab_size"])
         self.max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+        self.max_ranked = MAX_RANKED if self.vocab_size > MAX_RANKED else 0
         self._coords = mesh.coords(rank).numpy()
         signatures = {entry.bucket: local_signature(manifest, entry) for entry in manifest.graphs}
         executables = {entry.bucket: _open(device, artifact, entry, rank, communicators or {}) for entry in manifest.graphs}

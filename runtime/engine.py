@@ -90,7 +90,7 @@ class Engine:
             RequestError: when the request can never be served, its id is live, or the engine is stopping.
         """
         limits = self.executor.limits
-        admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs)
+        admission.check(request, limits, self.executor.vocab_size, self.executor.max_logprobs, self.executor.max_ranked)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         with self._wake:

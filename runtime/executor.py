@@ -78,6 +78,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def max_ranked(self) -> int:
+        """Number of most likely tokens that sampling with top_k and top_p may have to rank; 0 if any number."""
+        ...
+
+    @property
     def groups(self) -> int:
         """Number of dp groups."""
         ...

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
-from ..graphs.step_inputs import write_width
+from ..graphs.step_inputs import MAX_RANKED, UNDECIDED, write_width
 from ..graphs.types import Bucket
 from .executor import Outputs
 from .request import Logprobs
@@ -24,11 +24,13 @@ class SampledTokens(NamedTuple):
         token_ids: those that count; none after a prefill chunk that is not the last.
         num_drafts: drafts that were verified; all but the last of `token_ids` are accepted drafts.
         logprobs: of each token, if the request asks for them.
+        failure: why there is no token after those; "" where there is.
     """
 
     token_ids: tuple[int, ...] = ()
     num_drafts: int = 0
     logprobs: tuple[Logprobs, ...] = ()
+    failure: str = ""
 
 
 def read_outputs(
@@ -75,11 +77,22 @@ def _read_group(
                     f"verified; legal is 1 to {num_drafts + 1}"
                 )
             token_ids = tuple(tokens[i][: counts[i]])
+            failure = ""
+            if UNDECIDED in token_ids:
+                token_ids = token_ids[: token_ids.index(UNDECIDED)]
+                failure = _why_undecided(request)
             if not all(0 <= token < vocab_size for token in token_ids):
                 legal = f"legal is 0 to {vocab_size - 1}"
                 raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
-            results.append(SampledTokens(token_ids, num_drafts, _logprobs(outputs, bucket, row, i, len(token_ids))))
+            results.append(SampledTokens(token_ids, num_drafts, _logprobs(outputs, bucket, row, i, len(token_ids)), failure))
     return tuple(results)
+
+
+def _why_undecided(request: RequestState) -> str:
+    return (
+        f"top_p {request.request.sampling.top_p} keeps more tokens here than the {MAX_RANKED} that these graphs rank, which takes a flat "
+        f"distribution; legal with any is a top_k from 1 to {MAX_RANKED} beside it"
+    )
 
 
 def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) -> int:

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "Stream a response from a running server.",
     "generate": "Continue a prompt without a server.",
     "inspect": "Show an artifact's graphs, costs and memory.",
+    "diff": "Show what two artifacts differ in.",
     "verify": "Verify again that every bucket equals the reference.",
     "bringup": "Find the first thing that is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",

@@ -46,15 +46,17 @@ def accept_reference(args: Accept) -> Tensor:
 
 @accept.lowering("npu")
 def _npu(args: Accept) -> Tensor:
-    """All positions at once, so that the number of operators does not grow with the drafts: a draft counts if no mismatch precedes it."""
+    """All positions at once, so that the number of operators does not grow with the drafts: the first mismatch ends the count.
+
+    The smallest is taken in f32, in which every reduction of the device is exact and fast.
+    """
     sampled, candidates, query_lens = args
-    live = (query_lens > 0).to(torch.int32)
-    if sampled.shape[1] == 1:
-        return live
-    position = torch.arange(1, sampled.shape[1], dtype=torch.int32, device=query_lens.device)
-    mismatch = (candidates[:, 1:] != sampled[:, :-1]) | (position >= query_lens[:, None])
-    accepted = (mismatch.to(torch.int32).cumsum(1, dtype=torch.int32) == 0).to(torch.int32)
-    return live + accepted.sum(1, dtype=torch.int32)
+    Q = sampled.shape[1]
+    if Q == 1:
+        return query_lens.clamp(max=1)
+    position = torch.arange(1, Q, dtype=torch.float32, device=query_lens.device)
+    first = torch.where(candidates[:, 1:] != sampled[:, :-1], position, float(Q)).amin(1)
+    return torch.minimum(first.to(torch.int32), query_lens)
 
 
 @accept.cost

@@ -86,23 +86,56 @@ def causal_conv_on_cpu(args: CausalConv) -> Any:
 
 @causal_conv.lowering("npu")
 def _npu(args: CausalConv) -> Any:
-    """Windows come out of the padded row by slices, or for W == 1 by one gather of its rows; the pool is written in place."""
+    """One gather lays out the inputs that each token sees; the pool is written in place.
+
+    With a slot for every token (W == Q) a row starts from the slot that it reads, whatever `num_computed_tokens` is: such a row continues
+    a request, and its slot holds a state. Otherwise tokens beyond a row's length give zeros, whatever (NaN included) they hold.
+    """
     x, weight, state, read, write, num_computed_tokens, query_lens = args
     B, Q, C = x.shape
-    past = weight.shape[1] - 1
-    window = torch.cat([read_states(state, read, num_computed_tokens), x], 1)
+    taps = weight.shape[1]
+    parts = [state.index_select(0, read), x]
     if write.shape[1] == Q:
-        windows = torch.stack([window[:, 1 + tap : 1 + tap + Q] for tap in range(past)], 2)
+        seen, states = _every_token(torch.cat(parts, 1), taps)
     else:
-        first = torch.arange(B, dtype=torch.int32, device=x.device) * (Q + past) + query_lens
-        rows = first[:, None] + torch.arange(past, dtype=torch.int32, device=x.device)
-        windows = window.view(-1, C).index_select(0, rows.view(-1))
-    write_states_npu(state, write, windows.view(-1, past, C))
-    wide, taps = window.float(), weight.float().unbind(-1)
-    total = wide[:, :Q] * taps[0]
-    for tap in range(1, past + 1):
-        total = total + wide[:, tap : tap + Q] * taps[tap]
-    return torch.nn.functional.silu(total).to(x.dtype), state
+        inputs = torch.cat([*parts, torch.zeros(B, 1, C, dtype=x.dtype, device=x.device)], 1)
+        seen, states = _last_token(inputs, taps, num_computed_tokens, query_lens)
+    write_states_npu(state, write, states)
+    total = (seen.float() * weight.float().t()).sum(1)
+    return torch.nn.functional.silu(total).to(x.dtype).view(x.shape), state
+
+
+def _every_token(inputs: Tensor, taps: int) -> tuple[Tensor, Tensor]:
+    """Of inputs [B, taps-1 + Q, C] what each token sees [B*Q, taps, C], and the windows after it [B*Q, taps-1, C]."""
+    B, length, C = inputs.shape
+    offset = torch.arange(taps, dtype=torch.int32, device=inputs.device)
+    row = torch.arange(B, dtype=torch.int32, device=inputs.device)[:, None] * length
+    token = row + torch.arange(length - taps + 1, dtype=torch.int32, device=inputs.device)
+    seen = inputs.view(-1, C).index_select(0, (token.view(-1, 1) + offset).view(-1)).view(-1, taps, C)
+    return seen, seen[:, 1:]
+
+
+def _last_token(inputs: Tensor, taps: int, num_computed_tokens: Tensor, query_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of inputs [B, taps-1 + Q + 1, C], the last of a row zeros, what each token sees, f32, and the windows [B, taps-1, C] after the row.
+
+    What a row does not have is read from its zeros: the past of a new request, and all that a token beyond its length would see. The
+    indices depend on inputs of the step alone, and are the same in all layers.
+    """
+    B, length, C = inputs.shape
+    past, zeros = taps - 1, length - 1
+    offset = torch.arange(taps, dtype=torch.int32, device=inputs.device)
+    token = torch.arange(zeros - past, dtype=torch.int32, device=inputs.device)[:, None]
+    first = torch.where(num_computed_tokens == 0, past, 0)[:, None, None]
+    base = (torch.arange(B, dtype=torch.int32, device=inputs.device) * length)[:, None, None]
+
+    def rows(index: Tensor, exists: Tensor) -> Tensor:
+        return (torch.where(exists, index, zeros).to(torch.int32) + base).view(-1)
+
+    index = token + offset
+    seen = inputs.float().view(-1, C).index_select(0, rows(index, (index >= first) & (token < query_lens[:, None, None])))
+    after = query_lens[:, None, None] + offset[:past]
+    states = inputs.view(-1, C).index_select(0, rows(after, after >= first))
+    return seen.view(-1, taps, C), states.view(-1, past, C)
 
 
 @causal_conv.cost

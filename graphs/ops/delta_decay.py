@@ -36,9 +36,7 @@ def delta_decay_reference(args: DeltaDecay) -> Tensor:
 
 @delta_decay.lowering("npu")
 def _npu(args: DeltaDecay) -> Any:
-    """The device has no softplus: `log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)`."""
-    x = args.a.float() + args.dt_bias
-    return -args.a_log.exp() * (x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs())))
+    return -args.a_log.exp() * torch.nn.functional.softplus(args.a.float() + args.dt_bias)
 
 
 @delta_decay.cost

@@ -1,6 +1,5 @@
 """Gated delta rule: the linear attention of a gated DeltaNet layer, with a pool of recurrent states."""
 
-from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import read_states, write_states_npu
+from .delta_products import chunked_delta
 
 
 class GatedDelta(NamedTuple):
@@ -105,10 +105,6 @@ class Chunks(NamedTuple):
     decay: Tensor  # [B, H, N, 1, 1]
 
 
-Carry = Callable[[Chunks, Tensor], tuple[Tensor, Tensor]]
-"""Passes a state [B, H, Dv, Dk] through all chunks: the outputs [B, H, Q, Dv] and the last state."""
-
-
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> Chunks:
     """All chunks at once; Q is a multiple of C, shapes as in `_recurrent`."""
     row = torch.arange(chunk, device=q.device)
@@ -137,42 +133,24 @@ def _sequential(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, 2), state
 
 
-def _prefix_scan(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """All chunks in log2(N) rounds, for a machine on which a few large products are faster than many that wait for each other.
-
-    A chunk maps S to `S transition + increment`, and two such maps compose to one. Each round composes the map of every chunk with
-    that of the chunks before it, twice as many as in the round before, until it covers all of them.
-    """
-    u, w, q, k, attn, decay = chunks
-    row = torch.arange(k.shape[-1], device=k.device)
-    transition = torch.where(row[:, None] == row[None, :], decay, 0.0) - w.transpose(-1, -2) @ k
-    increment = u.transpose(-1, -2) @ k
-    state = state[:, :, None]
-    increment = torch.cat([state @ transition[:, :, :1] + increment[:, :, :1], increment[:, :, 1:]], 2)
-    span = 1
-    while span < k.shape[2]:
-        increment = torch.cat([increment[:, :, :span], increment[:, :, :-span] @ transition[:, :, span:] + increment[:, :, span:]], 2)
-        transition = torch.cat([transition[:, :, :span], transition[:, :, :-span] @ transition[:, :, span:]], 2)
-        span *= 2
-    transposed = torch.cat([state, increment[:, :, :-1]], 2).transpose(-1, -2)
-    out = q @ transposed + attn @ (u - w @ transposed)
-    return out.flatten(2, 3), increment[:, :, -1]
+def _valid(args: GatedDelta) -> GatedDelta:
+    """With zeros for tokens beyond a row's length, which must leave its state alone, whatever (NaN included) they hold."""
+    q, k, v, g, beta, *_ = args
+    valid = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)[None, :] < args.query_lens[:, None]
+    k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
+    g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
+    return args._replace(k=k, v=v, g=g, beta=beta)
 
 
-def _step(args: GatedDelta, carry: Carry = _sequential) -> tuple[Tensor, Tensor]:
+def _step(args: GatedDelta) -> tuple[Tensor, Tensor]:
     """Outputs [B, Q, H, Dv] and the states [B*W, H, Dv, Dk] that go to the write slots."""
-    q, k, v, g, beta, state, read, _, num_computed_tokens, query_lens, chunk = args
-    Q, H = g.shape[1:]
+    q, k, v, g, beta, state, read, _, num_computed_tokens, _, chunk = _valid(args) if args.chunk else args
+    H = g.shape[2]
     first = read_states(state, read, num_computed_tokens).float()
-    if chunk:
-        # Tokens beyond a row's length must leave its state alone, whatever (NaN included) they hold.
-        valid = torch.arange(Q, dtype=torch.int32, device=q.device)[None, :] < query_lens[:, None]
-        k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
-        g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
     q, k = _per_value_head(q.float(), H), _per_value_head(k.float(), H)
     wide, g, beta = v.float().transpose(1, 2), g.float().transpose(1, 2), beta.float().transpose(1, 2)
     if chunk:
-        out, after = carry(_chunks(q, k, wide, g, beta, chunk), first)
+        out, after = _sequential(_chunks(q, k, wide, g, beta, chunk), first)
     else:
         out, states = _recurrent(q, k, wide, g, beta, first)
         after = states.flatten(0, 1)
@@ -218,7 +196,10 @@ def gated_delta_on_cpu(args: GatedDelta) -> Any:
 
 
 NPU_TOKENS = 8
-"""Tokens a row may have in one step of the NPU's recurrent kernel."""
+"""Tokens a row may have in one step of CANN's recurrent operator."""
+
+VLLM_TOKENS = 16
+"""The same of vllm-ascend's (MAX_MTP; vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_kernel)."""
 
 NPU_CHUNK = 64
 """Tokens a chunk on the NPU: at least a tile of its matrix unit, and half the chunks, hence states in memory, of a CPU's 32."""
@@ -226,39 +207,106 @@ NPU_CHUNK = 64
 
 @gated_delta.lowering("npu")
 def _npu(args: GatedDelta) -> Any:
-    """The NPU's recurrent kernel token by token, plain products in chunks, of at least `chunk` tokens.
+    """CANN's recurrent operator token by token, plain products in chunks of at least `chunk` tokens.
 
-    The kernel starts a row from one of the slots it writes, whatever `num_computed_tokens` is: token by token, `read` must be one
+    The operator starts a row from one of the slots it writes, whatever `num_computed_tokens` is: token by token, `read` must be one
     of a row's `write` slots and hold a state.
 
     Raises:
-        PrimitiveError: a row has more tokens than the kernel takes.
+        PrimitiveError: a row has more tokens than the operator takes, or the state is of another dtype than it takes.
     """
-    q, k, v, g, beta, state, read, write, _, _, chunk = args
-    if chunk:
-        out, after = _step(args._replace(chunk=max(chunk, gcd(g.shape[1], NPU_CHUNK))), _prefix_scan)
-        write_states_npu(state, write, after)
-        return out, state
+    return _in_products(args) if args.chunk else _by_token(args)
+
+
+@gated_delta.lowering("npu", needs=("vllm-ascend",))
+def _npu_vllm(args: GatedDelta) -> Any:
+    """vllm-ascend's recurrent operator, whose states may be float32."""
+    return _in_products(args) if args.chunk else _by_token_vllm(args)
+
+
+@gated_delta.lowering("npu", needs=("aclgraph", "cann>=9.0"))
+def _npu_chunk(args: GatedDelta) -> Any:
+    """CANN's chunked operator, which GE graphs do not take."""
+    return _in_chunks(args) if args.chunk else _by_token(args)
+
+
+@gated_delta.lowering("npu", needs=("aclgraph", "cann>=9.0", "vllm-ascend"))
+def _npu_chunk_vllm(args: GatedDelta) -> Any:
+    return _in_chunks(args) if args.chunk else _by_token_vllm(args)
+
+
+def _in_products(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = _masked(args)
+    first = read_states(args.state, args.read, args.num_computed_tokens).float()
+    out, after = chunked_delta(q, k, v, g, beta, first, max(args.chunk, gcd(g.shape[1], NPU_CHUNK)))
+    write_states_npu(args.state, args.write, after)
+    return out.to(v.dtype), args.state
+
+
+def _in_chunks(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    """All rows of the step as sequences of Q tokens: bfloat16 operands and states, heads of up to 128 (CANN 9.0; op-plugin@517f2e7
+    docs/zh/custom_APIs/torch_npu/torch_npu-npu_chunk_gated_delta_rule.md)."""
+    q, k, v, g, beta = _masked(args)
     B, Q, H = g.shape
+    half = torch.bfloat16
+    out, after = torch.ops.npu.npu_chunk_gated_delta_rule(
+        q.to(half).flatten(0, 1),
+        k.to(half).flatten(0, 1),
+        v.to(half).flatten(0, 1),
+        beta=beta.to(half).view(B * Q, H),
+        initial_state=read_states(args.state, args.read, args.num_computed_tokens).to(half),
+        actual_seq_lengths=torch.full((B,), Q, dtype=torch.int32, device=q.device),
+        scale=1.0,
+        g=g.float().view(B * Q, H),
+    )
+    write_states_npu(args.state, args.write, after)
+    return out.to(v.dtype).view(v.shape), args.state
+
+
+def _masked(args: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta; without decay and with beta 0 beyond a row's length, where q, k and v are finite (causal_conv.py), tokens leave
+    the state alone."""
+    q, k, v, g, beta, *_ = args
+    valid = torch.arange(g.shape[1], dtype=torch.int32, device=g.device)[None, :, None] < args.query_lens[:, None, None]
+    return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
+
+
+def _by_token(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    v, state = args.v, args.state
     if state.dtype != v.dtype:
         raise PrimitiveError(
-            f"gated_delta token by token has a state of {state.dtype} and values of {v.dtype}; the NPU's kernel takes equal types"
+            f"gated_delta token by token has a state of {state.dtype} and values of {v.dtype}; CANN's operator takes equal types"
         )
-    if Q > NPU_TOKENS:
-        raise PrimitiveError(f"gated_delta token by token has {Q} tokens a row; the NPU's kernel takes at most {NPU_TOKENS}")
-    out, after = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(
-        q.to(v.dtype).flatten(0, 1),
-        k.to(v.dtype).flatten(0, 1),
-        v.reshape(B * Q, H, -1),
-        state,
-        beta=beta.to(v.dtype).reshape(B * Q, H),
-        scale=1.0,
-        actual_seq_lengths=torch.full((B,), Q, dtype=torch.int32, device=q.device),
-        ssm_state_indices=write.reshape(-1),
-        num_accepted_tokens=_accepted(read, write),
-        g=g.float().reshape(B * Q, H),
-    )
+    B, Q, _ = args.g.shape
+    lengths = torch.full((B,), Q, dtype=torch.int32, device=v.device)
+    operands, options = _tokens(args, NPU_TOKENS)
+    out, after = torch.ops.npu.npu_recurrent_gated_delta_rule_functional(*operands, state, actual_seq_lengths=lengths, **options)
     return out.to(v.dtype).view(v.shape), after
+
+
+def _by_token_vllm(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    """Its lengths are preceded by the first token of the first row (csrc/attention/recurrent_gated_delta_rule/op_kernel)."""
+    B, Q, _ = args.g.shape
+    lengths = torch.where(torch.arange(B + 1, dtype=torch.int32, device=args.g.device) == 0, 0, Q).to(torch.int32)
+    operands, options = _tokens(args, VLLM_TOKENS)
+    rule = torch.ops._C_ascend.npu_recurrent_gated_delta_rule
+    return rule(*operands, args.state, actual_seq_lengths=lengths, **options).view(args.v.shape), args.state
+
+
+def _tokens(args: GatedDelta, most: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Operands and options that both recurrent operators share; rows lie one after the other."""
+    q, k, v, g, beta, _, read, write, *_ = args
+    B, Q, H = g.shape
+    if most < Q:
+        raise PrimitiveError(f"gated_delta token by token has {Q} tokens a row; the NPU's operator takes at most {most}")
+    operands = q.to(v.dtype).flatten(0, 1), k.to(v.dtype).flatten(0, 1), v.reshape(B * Q, H, -1)
+    return operands, {
+        "beta": beta.to(v.dtype).reshape(B * Q, H),
+        "scale": 1.0,
+        "ssm_state_indices": write.reshape(-1),
+        "num_accepted_tokens": _accepted(read, write),
+        "g": g.float().reshape(B * Q, H),
+    }
 
 
 def _accepted(read: Tensor, write: Tensor) -> Tensor | None:

@@ -42,7 +42,8 @@ def gated_rms_norm_reference(args: GatedRmsNorm) -> Tensor:
 def _npu(args: GatedRmsNorm) -> Any:
     x, gate, weight, eps = args
     unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]
-    return (unit.float() * torch.nn.functional.silu(gate.float())).to(gate.dtype)
+    # The gate is rounded to its dtype before the product, which the reference does not do: three launches instead of six.
+    return unit * torch.nn.functional.silu(gate)
 
 
 @gated_rms_norm.cost

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PrimitiveError
+from ..ordering import after
 from ..primitive import Cost, Primitive, nbytes
 from ..quantise import quantise_rows
 from ..types import DISPATCH, WORLD
@@ -17,6 +18,7 @@ class MoeDispatch(NamedTuple):
 
     x: Tensor  # [t, M]
     ids: Tensor  # [t, X] int32 in [0, experts), no expert twice in a row
+    earlier: Tensor  # [_, M], result of the exchange before this one; x where there is none
     rank: Tensor  # [1] int32, this device's index in the group; experts rank*E .. rank*E+E-1 are its own
     experts: int  # of all devices
     group: str  # the group's name
@@ -29,18 +31,19 @@ class MoeCombine(NamedTuple):
 
     rows: Tensor  # [R, M], in the order of `moe_dispatch`
     ids: Tensor  # [t, X] int32, what `moe_dispatch` was given
-    weights: Tensor  # [t, X]
+    weights: Tensor  # [t, X] f32
     assist: Tensor  # [R*128] int32, from `moe_dispatch`
     recv_counts: Tensor  # [experts] int32, from `moe_dispatch`
+    shared: Tensor  # [t, M], added to the result: the output of a shared expert
     rank: Tensor
     experts: int
     group: str
     ranks: int
 
 
-moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ -> _ _, _, _, _, _")
+moe_dispatch = Primitive("moe_dispatch", MoeDispatch, factors="_ _, _ _, _ _, _ -> _ _, _, _, _, _")
 
-moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ -> _ _")
+moe_combine = Primitive("moe_combine", MoeCombine, factors="_ _, _ _, _ _, _, _, _ _, _ -> _ _")
 
 ASSIST = 128
 """int32 numbers the kernels keep for each row; the reference uses the first three: source rank, token there, choice there."""
@@ -126,11 +129,39 @@ def moe_dispatch_of_group(calls: list[MoeDispatch]) -> list[Dispatched]:
 @moe_dispatch.lowering("npu")
 def moe_dispatch_ge(args: MoeDispatch) -> Dispatched:
     """One kernel. Its rank is an attribute, and one graph serves all ranks: 0 here, the runtime writes each device's own."""
-    group, mode = _own_group(args.group), 2 if args.quantise else 0
+    return _dispatch(args, "")
+
+
+@moe_dispatch.lowering("npu", needs=("ascend910_93", "cann>=9.0"))
+def moe_dispatch_full_mesh(args: MoeDispatch) -> Dispatched:
+    """As `moe_dispatch_ge`, by the algorithm that `_algorithm` chooses."""
+    return _dispatch(args, _algorithm(args.ids))
+
+
+def _dispatch(args: MoeDispatch, algorithm: str) -> Dispatched:
+    mode = 2 if args.quantise else 0
+    x = args.x if args.earlier is args.x else after(args.x, args.earlier)
     rows, scale, assist, counts, recv_counts, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
-        args.x, args.ids, group, args.ranks, 0, args.experts, quant_mode=mode, expert_token_nums_type=1
+        x,
+        args.ids,
+        _own_group(args.group),
+        args.ranks,
+        0,
+        args.experts,
+        quant_mode=mode,
+        expert_token_nums_type=1,
+        comm_alg=algorithm,
     )
     return rows, scale, counts, assist, recv_counts
+
+
+def _algorithm(ids: Tensor) -> str:
+    """`comm_alg` on an Atlas A3, the same in dispatch and combine.
+
+    The second full-mesh algorithm, which public recipes ask for, takes at most 256 tokens and 12 choices (npu_moe_distribute_dispatch_v2
+    in the documentation of Ascend/op-plugin, 517f2e7); CANN 8.5 documents none.
+    """
+    return "fullmesh_v2" if ids.shape[0] <= 256 and ids.shape[1] <= 12 else ""
 
 
 def _own_group(group: str) -> str:
@@ -153,7 +184,7 @@ def _combine_abstract(args: MoeCombine) -> Tensor:
 
 @moe_combine.reference
 def moe_combine_reference(args: MoeCombine) -> Tensor:
-    """Sends rows back to their tokens' devices and sums them by weight, in f32; all devices of a group call it at once.
+    """Sends rows back to their tokens' devices, sums them by weight and adds `shared`, in f32; all devices of a group call it at once.
 
     Returns:
         [t, M], dtype of rows.
@@ -162,7 +193,7 @@ def moe_combine_reference(args: MoeCombine) -> Tensor:
     if args.ranks > 1:
         collectives = torch.ops._c10d_functional
         total = collectives.wait_tensor(collectives.reduce_scatter_tensor(total, "sum", args.ranks, args.group))
-    return total.to(args.rows.dtype)
+    return (total + args.shared.float()).to(args.rows.dtype)
 
 
 def _spread(args: MoeCombine, weights: Tensor) -> Tensor:
@@ -182,19 +213,49 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
     """Every member's result, from every member's operands in the order of their ranks; nothing is sent."""
     weights = torch.cat([args.weights for args in calls])
     totals = torch.stack([_spread(args, weights) for args in calls]).sum(0).chunk(len(calls))
-    return [total.to(args.rows.dtype) for total, args in zip(totals, calls, strict=True)]
+    return [(total + args.shared.float()).to(args.rows.dtype) for total, args in zip(totals, calls, strict=True)]
 
 
 @moe_combine.lowering("npu")
 def moe_combine_ge(args: MoeCombine) -> Tensor:
-    """One kernel; its rank attribute as in `moe_dispatch_ge`."""
-    rows, ids, weights, assist, recv_counts, _, experts, group, ranks = args
-    combine = torch.ops.npu.npu_moe_distribute_combine_v2
-    out: Tensor = combine(rows, ids, assist, recv_counts, weights.float(), _own_group(group), ranks, 0, experts)
+    """One kernel, its rank attribute as in `moe_dispatch_ge`, and a sum: an Atlas A2 takes no `shared_expert_x`."""
+    return _combine(args, "", None) + args.shared
+
+
+@moe_combine.lowering("npu", needs=("ascend910_93",))
+def moe_combine_shared(args: MoeCombine) -> Tensor:
+    """One kernel, which adds the shared expert's output (aclnnMoeDistributeCombineV2 of hicann/ops-transformer, 8.5.0.alpha001)."""
+    return _combine(args, "", args.shared)
+
+
+@moe_combine.lowering("npu", needs=("ascend910_93", "cann>=9.0"))
+def moe_combine_full_mesh(args: MoeCombine) -> Tensor:
+    """As `moe_combine_shared`, by the algorithm that dispatched."""
+    return _combine(args, _algorithm(args.ids), args.shared)
+
+
+def _combine(args: MoeCombine, algorithm: str, shared: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.npu.npu_moe_distribute_combine_v2(
+        args.rows,
+        args.ids,
+        args.assist,
+        args.recv_counts,
+        args.weights,
+        _own_group(args.group),
+        args.ranks,
+        0,
+        args.experts,
+        shared_expert_x=shared,
+        comm_alg=algorithm,
+    )
     return out
 
 
 @moe_combine.cost
 def _combine_cost(args: MoeCombine) -> Cost:
-    rows, ids, weights, assist, recv_counts, *_ = args
-    return Cost(2 * rows.numel(), nbytes(rows, ids, weights, assist, recv_counts), ids.shape[0] * rows.shape[1] * rows.dtype.itemsize)
+    rows, ids, weights, assist, recv_counts, shared, *_ = args
+    return Cost(
+        2 * rows.numel() + shared.numel(),
+        nbytes(rows, ids, weights, assist, recv_counts, shared),
+        ids.shape[0] * rows.shape[1] * rows.dtype.itemsize,
+    )

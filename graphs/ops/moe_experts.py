@@ -15,7 +15,7 @@ class MoeExperts(NamedTuple):
     """Operands of `moe_experts`."""
 
     x: Tensor  # [T, M]
-    weights: Tensor  # [T, X]
+    weights: Tensor  # [T, X] f32
     ids: Tensor  # [T, X] int32; a choice outside [0, E) is another device's expert and adds nothing
     gate_up: Tensor  # [E, 2, F, M], gate then up
     down: Tensor  # [E, M, F]

@@ -23,7 +23,7 @@ class MoeUnsort(NamedTuple):
     """Operands of `moe_unsort`."""
 
     rows: Tensor  # [T*X, M]
-    weights: Tensor  # [T, X]
+    weights: Tensor  # [T, X] f32
     row_index: Tensor  # [T*X] int32: the row of each choice, or -1
 
 
@@ -127,11 +127,14 @@ def moe_unsort_reference(args: MoeUnsort) -> Tensor:
 
 @moe_unsort.lowering("npu")
 def moe_unsort_ge(args: MoeUnsort) -> Tensor:
-    """One kernel, in the mode (3) whose index may be -1: it takes rows as [E, C, M] and counts them as if they were flat."""
+    """One kernel, in the mode (3) whose index may be -1: it takes rows as [E, C, M] and counts them as if they were flat.
+
+    Weights are f32 beside bfloat16 rows too (moe_finalize_routing_v2_def.cpp of hicann/ops-transformer, 8.5.0.alpha001).
+    """
     rows, weights, index = args
     tokens, choices = weights.shape
     out: Tensor = torch.ops.npu.npu_moe_finalize_routing(
-        rows.view(choices, tokens, -1), None, None, None, weights.to(rows.dtype), index, None, drop_pad_mode=3
+        rows.view(choices, tokens, -1), None, None, None, weights, index, None, drop_pad_mode=3
     )
     return out
 

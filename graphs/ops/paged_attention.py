@@ -85,9 +85,10 @@ def _cpu(args: PagedAttention) -> Any:
     return _in_place(*args)
 
 
-# Of the kernel's layouts, the one that takes a step's rows as they lie. Its documentation names head widths 128 and 192 for it,
-# not 256; "BSND" is the other that this lowering can write.
-NPU_LAYOUT = "TND"
+# The one of the kernel's layouts that takes any head width up to 512 over a page table, in every release, with lengths that only the
+# device knows. TND takes widths 64, 128 and 192, and no such lengths (ops-transformer@c29bc10,
+# prompt_flash_attention_tiling.cpp: CheckInputShapeWhenLayoutIsTND, "not support tiling_schedule_optimize").
+NPU_LAYOUT = "BSH"
 
 # Side of the causal mask the kernel asks for, whatever the lengths are: it looks at it through a window.
 _MASK = 2048
@@ -110,15 +111,12 @@ def _npu(args: PagedAttention) -> Any:
         mask = row[None, :] > row[:, None]
         # Invalid queries at the end of a full context have keys beyond the table; the kernel finds the null page for them.
         table = torch.nn.functional.pad(page_table, (0, -(-(Q - 1) // P)))
-    packed = NPU_LAYOUT == "TND"
-    ends = torch.arange(1, B + 1, dtype=torch.int64, device=q.device) * Q if packed else None
     out, _ = torch.ops.air.npu_fused_infer_attention_score(
-        q.view(B * Q, H, D) if packed else q,
+        q.view(B, Q, H * D),
         k_cache.view(pages, P, G * D),
         v_cache.view(pages, P, G * D),
         atten_mask=mask,
         block_table=table,
-        actual_seq_lengths=ends,
         actual_seq_lengths_kv=(num_computed_tokens + Q).to(torch.int64),
         num_heads=H,
         num_key_value_heads=G,

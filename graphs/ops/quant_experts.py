@@ -47,6 +47,11 @@ grouped_experts_w4a8 = Primitive("grouped_experts_w4a8", ExpertsW4A8, factors="_
 GROUPS = {"split_item": 2, "group_type": 0, "group_list_type": 1}
 """Options of a grouped product: one result, groups of rows, a count for each."""
 
+# Types and formats of the kernels below: grouped_matmul_def.cpp of hicann/ops-transformer (8.5.0.alpha001), dequant_swiglu_quant_def.cpp
+# of hicann/ops-nn (e5c3fa9), grouped_matmul_swiglu_quant_v2_def.cpp of vllm-project/vllm-ascend (182b75e). CANN 8.5 has the first two.
+FUSED = ("cann>=9.0",)
+"""Where the product, the activation and the rounding are one kernel."""
+
 
 def _run(runner: Callable[..., Tensor], args: ExpertsW8A8) -> Tensor:
     """The experts by `each_group` or `every_group`; weights may also be packed int4."""
@@ -96,13 +101,34 @@ def grouped_experts_w8a8_static(args: ExpertsW8A8) -> Tensor:
 
 @grouped_experts_w8a8.lowering("npu")
 def grouped_experts_w8a8_ge(args: ExpertsW8A8) -> Tensor:
-    """Two kernels: grouped product with activation and rounding, and grouped product."""
-    rows, row_scale, counts, gate_up, gate_up_scale, down, down_scale, dtype = args
+    """Three kernels: product to int32, scales with activation and rounding, and product."""
+    rows, row_scale, counts, gate_up, gate_up_scale, *_ = args
     npu = torch.ops.npu
-    hidden, hidden_scale = npu.npu_grouped_matmul_swiglu_quant_v2(rows, [gate_up], [gate_up_scale], row_scale, counts, group_list_type=1)
-    out: Tensor = npu.npu_grouped_matmul(
-        [hidden], [down], scale=[down_scale], per_token_scale=[hidden_scale], group_list=counts, output_dtype=dtype, **GROUPS
-    )[0]
+    total = npu.npu_grouped_matmul([rows], [gate_up], group_list=counts, output_dtype=torch.int32, **GROUPS)[0]
+    hidden, hidden_scale = npu.npu_dequant_swiglu_quant(
+        total,
+        weight_scale=gate_up_scale,
+        activation_scale=row_scale.unsqueeze(1),
+        group_index=counts,
+        activate_left=True,
+        quant_mode=1,
+    )
+    return _down_w8a8(args, hidden, hidden_scale)
+
+
+@grouped_experts_w8a8.lowering("npu", needs=FUSED)
+def grouped_experts_w8a8_fused(args: ExpertsW8A8) -> Tensor:
+    """Two kernels: product with activation and rounding, which takes its weight in NZ alone, and product."""
+    rows, row_scale, counts, gate_up, gate_up_scale, *_ = args
+    fused = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2
+    return _down_w8a8(args, *fused(rows, [gate_up], [gate_up_scale], row_scale, counts, group_list_type=1))
+
+
+def _down_w8a8(args: ExpertsW8A8, hidden: Tensor, hidden_scale: Tensor) -> Tensor:
+    out: Tensor = torch.ops.npu.npu_grouped_matmul(
+        [hidden], [args.down], scale=[args.down_scale], per_token_scale=[hidden_scale], group_list=args.counts,
+        output_dtype=args.dtype, **GROUPS,
+    )[0]  # fmt: skip
     return out
 
 
@@ -129,27 +155,32 @@ def grouped_experts_w4a8_static(args: ExpertsW4A8) -> Tensor:
 
 @grouped_experts_w4a8.lowering("npu")
 def grouped_experts_w4a8_ge(args: ExpertsW4A8) -> Tensor:
-    """Two kernels; the first wants one scale a channel without the group axis, the second wants the axis."""
-    npu = torch.ops.npu
+    """Three kernels: product, activation with rounding, and product."""
     # The int4 kernels take the int8 rows apart in place: nothing else may read what moe_sort or moe_dispatch gave.
-    hidden, hidden_scale = npu.npu_grouped_matmul_swiglu_quant_v2(
+    wide = _product_w4a8(args, args.rows, args.row_scale, args.gate_up, args.gate_up_scale, args.gate_up_assist)
+    hidden, hidden_scale = torch.ops.npu.npu_dequant_swiglu_quant(wide, group_index=args.counts, activate_left=True, quant_mode=1)
+    return _product_w4a8(args, hidden, hidden_scale, args.down, args.down_scale, args.down_assist)
+
+
+@grouped_experts_w4a8.lowering("npu", needs=FUSED)
+def grouped_experts_w4a8_fused(args: ExpertsW4A8) -> Tensor:
+    """Two kernels; the first wants one scale a channel without the group axis, the second wants the axis."""
+    hidden, hidden_scale = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
         args.rows,
         [args.gate_up],
-        [args.gate_up_scale.flatten(1)],
+        [args.gate_up_scale.flatten(1).view(torch.uint64)],
         args.row_scale,
         args.counts,
         weight_assist_matrix=[args.gate_up_assist],
         group_list_type=1,
     )
-    out: Tensor = npu.npu_grouped_matmul(
-        [hidden],
-        [args.down],
-        bias=[args.down_assist],
-        # The kernel's own dtype. For int64, torchair adds a cast that would run in every step.
-        scale=[args.down_scale.view(torch.uint64)],
-        per_token_scale=[hidden_scale],
-        group_list=args.counts,
-        output_dtype=args.dtype,
-        **GROUPS,
-    )[0]
+    return _product_w4a8(args, hidden, hidden_scale, args.down, args.down_scale, args.down_assist)
+
+
+def _product_w4a8(args: ExpertsW4A8, rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, assist: Tensor) -> Tensor:
+    # uint64 is the kernels' own dtype of scales. For int64, torchair adds a cast that would run in every step.
+    out: Tensor = torch.ops.npu.npu_grouped_matmul(
+        [rows], [weight], bias=[assist], scale=[scale.view(torch.uint64)], per_token_scale=[row_scale], group_list=args.counts,
+        output_dtype=args.dtype, **GROUPS,
+    )[0]  # fmt: skip
     return out

@@ -12,7 +12,7 @@ class RequestSlotWrite(NamedTuple):
     """Operands of `request_slot_write`."""
 
     pool: Tensor  # [C, W] int32
-    request_slots: Tensor  # [B] int32, no request slot twice but the null request slot 0, where any row may win
+    request_slots: Tensor  # [B] int32, no request slot twice but the null request slot 0, which keeps its values
     values: Tensor  # [B, W] int32
 
 
@@ -27,22 +27,26 @@ def _abstract(args: RequestSlotWrite) -> Tensor:
 
 @request_slot_write.reference
 def request_slot_write_reference(args: RequestSlotWrite) -> Tensor:
-    """Replaces the rows of some request slots.
+    """Replaces the rows of some request slots, but never those of the null one.
 
     Returns:
         The pool with those rows replaced.
     """
-    return args.pool.index_put((args.request_slots.long(),), args.values)
+    pool, request_slots, values = args
+    values = torch.where(request_slots[:, None] > 0, values, pool[:1])
+    return pool.index_put((request_slots.long(),), values)
 
 
 @request_slot_write.lowering("npu")
 def _npu(args: RequestSlotWrite) -> Tensor:
-    """A sum over the at most one row that each slot gets, since the device's scatters take no int32. The null slot keeps its values."""
+    """Each slot gathers the row that was written for it, or its own, since the device's scatters take no int32."""
     pool, request_slots, values = args
-    request_slot = torch.arange(pool.shape[0], dtype=torch.int32, device=pool.device)
-    mine = ((request_slot[:, None] == request_slots[None, :]) & (request_slot[:, None] > 0)).to(torch.int32)
-    written = (mine[:, :, None] * values[None, :, :]).sum(1, dtype=torch.int32)
-    return torch.where(mine.sum(1, keepdim=True, dtype=torch.int32) > 0, written, pool)
+    (B, C), device = (values.shape[0], pool.shape[0]), pool.device
+    # No row is written for a slot of this number, which stands for the null one.
+    request_slot = torch.cat([torch.full((1,), -1, dtype=torch.int32, device=device), torch.arange(1, C, dtype=torch.int32, device=device)])
+    row, own = torch.arange(B + C, dtype=torch.float32, device=device).split([B, C])
+    source = torch.where(request_slot[:, None] == request_slots, row, own[:, None]).amin(1)
+    return torch.cat([values, pool]).index_select(0, source.to(torch.int32))
 
 
 @request_slot_write.cost

@@ -19,8 +19,8 @@ class RopeAngles(NamedTuple):
 class Rope(NamedTuple):
     """Operands of `rope`."""
 
-    x: Tensor  # [T, H, D]
-    cos: Tensor  # [T, R/2] f32 with R <= D
+    x: Tensor  # [T, H, D] with an even D
+    cos: Tensor  # [T, R/2] f32 with R <= D, even
     sin: Tensor  # [T, R/2] f32
 
 
@@ -65,27 +65,34 @@ def _rope_abstract(args: Rope) -> Tensor:
 
 @rope.reference
 def rope_reference(args: Rope) -> Tensor:
-    """Rotates the first R of the D dimensions, half-split; the rest pass through.
+    """Rotates channel i < R/2 of each head with channel i + D/2; the rest pass through.
 
     Returns:
         [T, H, D], dtype of x.
     """
     x, cos, sin = args
-    half = cos.shape[1]
+    rotated, half = cos.shape[1], x.shape[-1] // 2
     cos, sin = cos[:, None, :], sin[:, None, :]
-    low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
-    return torch.cat([rotated, x[..., 2 * half :]], -1)
+    low, high = x[..., :rotated].float(), x[..., half : half + rotated].float()
+    parts = [(low * cos - high * sin).to(x.dtype), x[..., rotated:half], (high * cos + low * sin).to(x.dtype), x[..., half + rotated :]]
+    return torch.cat(parts, -1)
 
 
 @rope.lowering("npu")
 def _rope_npu(args: Rope) -> Any:
-    """The rotated part alone goes through the kernel, whose angles are as wide as its operand and of its dtype."""
+    """One kernel over whole heads, whose angles are as wide as its operand and of its dtype: channels that pass through turn by 0."""
     x, cos, sin = args
-    width = 2 * cos.shape[1]
-    wide_cos, wide_sin = (torch.cat([part, part], -1).to(x.dtype)[None, :, None, :] for part in (cos, sin))
-    rotated = torch.ops.npu.npu_rotary_mul(x[None, ..., :width], wide_cos, wide_sin).squeeze(0)
-    return rotated if width == x.shape[-1] else torch.cat([rotated, x[..., width:]], -1)
+    angles = (_wide(part, rest, x).to(x.dtype)[None, :, None, :] for part, rest in ((cos, 1.0), (sin, 0.0)))
+    return torch.ops.npu.npu_rotary_mul(x[None], *angles).squeeze(0)
+
+
+def _wide(part: Tensor, rest: float, x: Tensor) -> Tensor:
+    """[T, D] from [T, R/2]: each half of a head begins with `part` and ends with `rest`."""
+    half = x.shape[-1] // 2
+    if half == part.shape[1]:
+        return torch.cat([part, part], -1)
+    tail = torch.full((part.shape[0], half - part.shape[1]), rest, dtype=part.dtype, device=part.device)
+    return torch.cat([part, tail, part, tail], -1)
 
 
 @rope.cost

@@ -1,5 +1,6 @@
 """Sampling: logits and random numbers become tokens."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,11 @@ from torch import Tensor
 
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
+from ..step_inputs import MAX_RANKED, UNDECIDED
+
+_TINY = torch.finfo(torch.float32).tiny
+# So far below 1 that the product with any normal number is less than that number.
+_BELOW_1 = 1 - 2.0**-23
 
 
 class Sample(NamedTuple):
@@ -85,44 +91,92 @@ def _cpu(args: Sample) -> Any:
 
 
 @sample.lowering("npu")
-def _npu(args: Sample) -> Any:
-    """Every row is computed both ways, greedy and drawn, and its temperature picks one.
+def _npu(args: Sample) -> Tensor:
+    """Every row by one static sequence of operators; greedy rows keep one token. Nothing longer than `MAX_RANKED` values is ranked.
 
-    Probabilities are summed in f32, because the device has no f64: a draw within rounding of the border between two tokens
-    may take the other one.
+    Weights are exp((logit - largest) / temperature). A row keeps those above a border, and of those that equal it the first few by id.
+    Rows with top_k or top_p find the border among their most likely tokens; the border of the others is min_p. Sums are in f32, because
+    the device has no f64: a draw within rounding of the border between two tokens may take the other one.
+
+    Returns:
+        [B, Q] int32; `UNDECIDED` where top_p keeps more tokens than are ranked.
     """
     logits, temperature, top_k, top_p, min_p, uniform = args
-    hot = temperature > 0
-    heat = torch.where(hot, temperature, 1.0)[:, None, None]
-    weights = torch.softmax((logits - logits.max(-1, keepdim=True)[0]) / heat, -1)
-    allowed = weights >= min_p[:, None, None] * weights.max(-1, keepdim=True)[0]
-    allowed = allowed & _leading(weights, top_k[:, None, None], top_p[:, None, None])
-    weights = torch.where(allowed, weights, 0.0)
-    mass = weights.cumsum(-1)
-    picked = (mass <= uniform[..., None] * mass[..., -1:]).to(torch.int32).sum(-1, dtype=torch.int32)
-    # The maximum is taken in f32, which holds every id of a vocabulary, since the device has none of integers.
-    ids = torch.arange(logits.shape[-1], dtype=torch.float32, device=logits.device)
-    last = torch.where(weights > 0, ids, 0.0).max(-1)[0].to(torch.int32)
-    return torch.where(hot[:, None], torch.minimum(picked, last), logits.argmax(-1).to(torch.int32))
+    # The smallest normal temperature leaves weight to the largest logit and its equals only, which is what greedy rows need.
+    heat = temperature.clamp(min=_TINY)[:, None, None]
+    weights = ((logits - logits.amax(-1, keepdim=True)) / heat).exp()
+    # Greedy rows keep the first of the largest.
+    most = torch.where(temperature > 0, torch.where(top_k > 0, top_k, logits.shape[-1]), 1)
+    least, room, undecided = _border(weights, most, top_p, min_p[:, None, None])
+    tokens = _draw(weights, least, room, uniform)
+    return tokens if undecided is None else torch.where(undecided, UNDECIDED, tokens)
 
 
-def _leading(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of weights [B, Q, V] top_k and top_p [B, 1, 1] keep.
+def _border(weights: Tensor, most: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The smallest weight that a row keeps, how many of its equals, and where it may be smaller than what is ranked.
 
-    They keep the n largest. The device's sort promises no order among equals, so the smallest kept weight is looked up instead
-    of the kept ids, and of those that equal it the lower ids come first.
+    Args:
+        weights: [B, Q, V], the largest of each row is 1.
+        most: [B] int32, how many tokens are kept at most.
+        min_p: [B, 1, 1].
+
+    Returns:
+        [B, Q, 1] f32 each, the second V where all equals are kept; and [B, Q] bool, or None where the whole vocabulary is ranked.
     """
-    ranked = torch.sort(weights, dim=-1, descending=True)[0]
-    rank = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
-    within = (rank < top_k) | (top_k <= 0)
+    V = weights.shape[-1]
+    ranked = weights.topk(min(MAX_RANKED, V), dim=-1)[0]
+    rank = torch.arange(ranked.shape[-1], dtype=torch.int32, device=weights.device)
+    within, cut = rank < most[:, None, None], top_p < 1
     share = torch.where(within, ranked, 0.0)
-    share = share / share.sum(-1, keepdim=True)
-    within = within & ((share.cumsum(-1) - share < top_p) | (top_p >= 1))
-    count = within.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
-    least = ranked.gather(-1, (count - 1).clamp(min=0).to(torch.int64))
-    above, equal = weights > least, weights == least
-    room = count - above.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
-    return above | (equal & (equal.to(torch.int32).cumsum(-1, dtype=torch.int32) <= room))
+    mass = share.cumsum(-1)
+    # At top_p 1 all is kept, also what rounding hides in the sum.
+    everything = (most >= V)[:, None, None]
+    whole = mass[..., -1:] if len(rank) == V else torch.where(everything, weights.sum(-1, keepdim=True), mass[..., -1:])
+    target = torch.where(cut, top_p, 2.0)[:, None, None] * whole
+    kept = within & (mass - share < target) & (ranked >= min_p)
+    undecided = None
+    if len(rank) < V:
+        # The last ranked token is kept, and those after it may be as well.
+        undecided = (kept[..., -1:] & (mass[..., -1:] < target) & (everything & cut[:, None, None])).squeeze(-1)
+    ranked = torch.where(kept, ranked, math.inf)
+    least = ranked.amin(-1, keepdim=True)
+    equals = (ranked == least).to(torch.float32).sum(-1, keepdim=True)
+    limited = ((most < V) | cut)[:, None, None]
+    return torch.where(limited, least, min_p), torch.where(limited, equals, float(V)), undecided
+
+
+def _draw(weights: Tensor, least: Tensor, room: Tensor, uniform: Tensor) -> Tensor:
+    """Inverts the distribution function of the kept weights [B, Q, V], first over parts of the vocabulary, then within one: [B, Q] int32.
+
+    Running sums over a whole vocabulary are slow on the device, and these read it in two sums.
+    """
+    (B, Q, V), device = weights.shape, weights.device
+    rows, length = B * Q, part_length(V)
+    parts, least, room = weights.view(rows, -1, length), least.view(rows, 1), room.view(rows, 1)
+    above = torch.where(parts > least[:, :, None], parts, 0.0).sum(-1)
+    equals = (parts == least[:, :, None]).to(torch.float32).sum(-1)
+    # How many equals of the border may still be kept when the sum gets to a part.
+    left = room + equals - equals.cumsum(-1)
+    mass = (above + least * torch.minimum(equals, left).clamp(min=0)).cumsum(-1)
+    target = (uniform * _BELOW_1).view(rows, 1) * mass[:, -1:]
+    passed = mass <= target
+    part = passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+    target = target - torch.where(passed, mass, 0.0).amax(-1, keepdim=True)
+    first = torch.arange(rows, dtype=torch.int32, device=device)[:, None] * parts.shape[1]
+    inside = parts.view(-1, length).index_select(0, (part + first).view(rows))
+    equal = inside == least
+    kept = (inside > least) | (equal & (equal.to(torch.float32).cumsum(-1) <= left.gather(1, part.to(torch.int64))))
+    mass = torch.where(kept, inside, 0.0).cumsum(-1)
+    # The sum of the part may have been rounded up above what its running sum reaches.
+    passed = mass <= torch.minimum(target, mass[:, -1:] * _BELOW_1)
+    return (part * length + passed.to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)).view(B, Q)
+
+
+def part_length(vocab_size: int) -> int:
+    """Length of the equal parts of a vocabulary that make the two sums of a draw shortest; of whole blocks of 32 bytes where that is no
+    more than twice as long."""
+    lengths = [length for length in range(1, vocab_size + 1) if vocab_size % length == 0]
+    return min(lengths, key=lambda length: (length + vocab_size // length) * (1 if length % 8 == 0 else 2))
 
 
 @sample.cost

@@ -72,7 +72,8 @@ def _cpu(args: TokenLogprobs) -> Any:
 @token_logprobs.lowering("npu")
 def _npu(args: TokenLogprobs) -> Three:
     """All rows, whether they asked or not."""
-    chosen, ids, values = _logprobs(args.logits, args.tokens, args.most)
+    # An undecided token has none.
+    chosen, ids, values = _logprobs(args.logits, args.tokens.clamp(min=0), args.most)
     wanted = (args.asked > 0)[:, None]
     return torch.where(wanted, chosen, 0.0), torch.where(wanted[:, :, None], ids, 0), torch.where(wanted[:, :, None], values, 0.0)
 

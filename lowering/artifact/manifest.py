@@ -218,6 +218,11 @@ def entry_of(plain: dict[str, Any]) -> GraphEntry:
     return _entry(plain)
 
 
+def plain_value(value: Any) -> Any:
+    """A field of a manifest as strings, numbers, lists and dictionaries."""
+    return _plain(value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Leaf):
         return [value.name, list(value.aval.shape), DTYPE_NAMES[value.aval.dtype], list(value.aval.axes)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DTYPE_NAMES
-from .collectives import register
+from . import collectives, converters, moe_converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
-from .inspect_ge import follow_memory
+from .inspect_ge import IN_PLACE, follow_memory
 from .toolchain.harness import Torchair
 
 # Options that list operands or results one by one; the linker writes them for the whole graph.
@@ -25,6 +25,7 @@ POSITIONAL = (
     "ge.inputHintShape",
     "frozenInput",
 )
+_COMMUNICATING = ("Hcom", "MoeDistribute")
 _GROUP_ATTRS, _RANK_ATTR = ("group", "group_ep", "group_tp"), "ep_rank_id"
 
 
@@ -80,7 +81,9 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     returned: Any = gm.graph.output_node().args[0]
     if not isinstance(returned, tuple | list) or not all(isinstance(node, fx.Node) for node in returned):
         raise LoweringError(f"{name} returns {returned}; legal is a tuple of nodes")
-    register(ta)
+    collectives.register(ta)
+    converters.register(ta)
+    moe_converters.register(ta)
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         # torchair does not count a tensor that shares memory with an operand as a result of the graph.
@@ -151,8 +154,8 @@ def _body(
     graph = parse(runner.graph.SerializeToString()).graph[0]
     by_index = {op.attr["index"].i: operands[op.name] for op in graph.op if op.type == "Data"}
     feeds = {f"{op.name}:0": by_index[op.attr["index"].i] for op in graph.op if op.type == "Data"}
-    ops = tuple(op for op in graph.op if op.type not in ("Data", "NetOutput"))
     outputs = next(op for op in graph.op if op.type == "NetOutput")
+    ops = _needed([op for op in graph.op if op.type not in ("Data", "NetOutput")], outputs)
     tensors = [tensor for tensor in outputs.input if not tensor.endswith(":-1")]
     flow = follow_memory(ops, feeds)
     if flow.breaches:
@@ -161,6 +164,7 @@ def _body(
     written = {i: flow.latest[i] for i in flow.writers} | carried
     for op in ops:
         _tidy(op, values)
+    streams.label_shared_expert(ops)
     local, engine = runner._normalize_ge_option()
     return Body(
         ops=ops,
@@ -173,6 +177,20 @@ def _body(
         options={key: value for key, value in local.items() if key not in POSITIONAL},
         engine=dict(engine),
     )
+
+
+def _needed(ops: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+    """The operators that a result depends on, and those that write operands or communicate, with all that they read.
+
+    torchair converts each result of an aten operator, read or not: it casts the indices of a maximum of which only the value is read.
+    """
+    needed = {tensor.rpartition(":")[0] for tensor in outputs.input}
+    kept = []
+    for op in reversed(ops):
+        if op.name in needed or op.type in IN_PLACE or op.type.startswith(_COMMUNICATING):
+            kept.append(op)
+            needed |= {tensor.rpartition(":")[0] for tensor in op.input}
+    return tuple(reversed(kept))
 
 
 def _tidy(op: Any, values: Mapping[str, Any]) -> None:

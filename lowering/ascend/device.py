@@ -38,8 +38,9 @@ _WEIGHTS = {
     "GroupedMatmul": "weight",
     "GroupedMatmulSwigluQuantV2": "weight",
 }
-# Width of a tile by the number of a dtype in GE's messages: bfloat16, float16, int8.
-_TILE_WIDTHS = {27: 16, 2: 16, 3: 32}
+# Width of a tile by the number of a dtype in GE's messages: bfloat16, float16, int8, and int32 that holds eight int4 (`to_nz`).
+_TILE_WIDTHS = {27: 16, 2: 16, 3: 32, 7: 8}
+_INT4 = 29
 _names = itertools.count()
 
 
@@ -251,14 +252,21 @@ def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
     """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
     needs padding."""
     graph = parse(ge_file.graph).graph[0]
-    readers: dict[str, list[bool]] = {}
+    words, readers = int4_words(graph), dict[str, list[bool]]()
     for op in graph.op:
         # An absent input is "" and has a description; control inputs come last and have none.
         for name, described in zip(op.input, op.input_desc, strict=False):
-            readers.setdefault(name, []).append(is_weight(op.type, described.name))
+            if op.type != "Bitcast" or f"{op.name}:0" not in words:
+                readers.setdefault(words.get(name, name), []).append(is_weight(op.type, described.name))
     data = {f"{op.name}:0": op for op in graph.op if op.type == "Data"}
     indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
     return tuple(sorted(ge_file.data[index] for index in indices))
+
+
+def int4_words(graph: Any) -> dict[str, str]:
+    """int4 tensor -> the operand or derived value whose int32 words it holds."""
+    data = {f"{op.name}:0" for op in graph.op if op.type == "Data"}
+    return {f"{op.name}:0": op.input[0] for op in graph.op if op.type == "Bitcast" and op.attr["type"].dt == _INT4 and op.input[0] in data}
 
 
 def is_weight(op_type: str, name: str) -> bool:
@@ -274,6 +282,13 @@ def fills_tiles(described: Any) -> bool:
 
 
 def to_nz(torch_npu: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A weight in NZ: same shape, dtype and values in another memory order. Called once, when weights are loaded."""
+    """A weight in NZ: same shape, dtype and values in another memory order. Called once, when weights are loaded.
+
+    int32 holds packed int4 and is arranged as the int8 that two int4 share, in tiles of 16 rows of 64 int4, as public recipes do
+    (module/quantization/compressed_tensors/compressed_tensors_moe_gmm.py of hicann/cann-recipes-infer, fbc225d).
+    """
+    if weight.dtype == torch.int32:
+        packed: torch.Tensor = torch_npu.npu_format_cast(weight.view(torch.int8), FRACTAL_NZ).view(torch.int32)
+        return packed
     cast: torch.Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
     return cast

@@ -32,17 +32,28 @@ COPIES = {"TensorMove", "Assign", "Identity", "Cast", "Transpose", "TransData"}
 """Operators that write as much as they read."""
 # Positions of actual_seq_lengths and actual_seq_lengths_kv: constants there would be the lengths of the trace, in every step.
 _LENGTHS = {"FusedInferAttentionScore": (5, 6)}
-_DTYPES = {
+DTYPES = {
     "DT_FLOAT": "f32",
     "DT_FLOAT16": "f16",
     "DT_BF16": "bf16",
+    "DT_DOUBLE": "f64",
+    "DT_INT4": "i4",
     "DT_INT8": "i8",
     "DT_UINT8": "u8",
+    "DT_INT16": "i16",
+    "DT_UINT16": "u16",
     "DT_INT32": "i32",
+    "DT_UINT32": "u32",
     "DT_INT64": "i64",
     "DT_UINT64": "u64",
     "DT_BOOL": "bool",
 }
+"""Short name of a dtype by its name in GE's messages."""
+ATTRIBUTE_DTYPES = {
+    0: "f32", 1: "f16", 2: "i8", 3: "i32", 4: "u8", 6: "i16", 7: "u16", 8: "u32", 9: "i64", 10: "u64", 11: "f64", 12: "bool", 27: "bf16",
+    29: "i4",
+}  # fmt: skip
+"""Short name of a dtype by its number in attributes, which is that of GE's own enumeration (torchair.ge.DataType)."""
 _HIDDEN = re.compile(r"_(in|out)put_name_(key|value)|_readable_value|value|index")
 
 
@@ -151,7 +162,7 @@ def shape(desc: Any) -> str:
 
 @functools.cache
 def _dtypes() -> dict[int, str]:
-    return {messages().DataType.Value(long): short for long, short in _DTYPES.items()}
+    return {messages().DataType.Value(long): short for long, short in DTYPES.items()}
 
 
 def _attr(value: Any) -> str:

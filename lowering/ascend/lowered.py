@@ -20,6 +20,7 @@ from ...graphs.primitive import of_target
 from ...graphs.types import Signature
 from ..lower import Lowered
 from ..platform import CPU, Platform
+from . import packages
 from .donation import Donated, Donations, donations
 from .hoist import hoist
 
@@ -41,6 +42,7 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
         LoweringError: a state pool cannot be updated in place (donation.py).
     """
     compile_count.record("trace")
+    packages.declare()
     graph, signature = outline(partitioned.graph), partitioned.signature
     donated = donations(graph, signature)
     features = platform.features(backend)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ..lower import Lowered
 
 
+SMALLEST_MODEL = 1024
+"""Width of the narrowest model that kernels of expert exchange are made for (legality/operators.json); norms have one weight for each."""
+
+
 class Ge(Backend):
     """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
 
@@ -57,16 +61,24 @@ class Ge(Backend):
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
-        """Checks that pools are written in place, no length is baked in, no step repeats work on weights, and collectives are those of the
-        partitioned graph in order."""
+        """Checks that pools are written in place, no length is baked in, no step repeats work on weights, collectives are those of the
+        partitioned graph in order, and CANN takes every operator where the platform names a chip.
+
+        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL`: no kernel is made for those, which are
+        shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
+        """
         from .. import collectives_check
         from ..ascend import inspect_ge, inspect_weights
         from ..ascend.ge_file import decode
+        from ..ascend.legality import check as legality
 
         ge_file = decode(compiled.data)
         inspect_ge.check(ge_file, partitioned.signature)
         inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
+        if platform.chip:
+            vectors = [leaf.aval.shape[0] for leaf in partitioned.signature.params if len(leaf.aval.shape) == 1]
+            legality.prove(ge_file, platform, sizes=max(vectors, default=0) >= SMALLEST_MODEL)
 
     def versions(self) -> Mapping[str, str]:
         """Versions of torch_npu and the distributions that it needs."""

@@ -101,6 +101,11 @@ class ShardedExecutor:
         return self.local.max_logprobs
 
     @property
+    def max_ranked(self) -> int:
+        """Number of most likely tokens that sampling may have to rank; 0 if any number."""
+        return self.local.max_ranked
+
+    @property
     def backends(self) -> Mapping[str, str]:
         """Backend by bucket name; the same on all ranks."""
         return self.local.backends

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from ...graphs.errors import RequestError
 from ...graphs.types import Limits
-from ..request import Request
+from ..request import Request, Sampling
 
 
-def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int) -> None:
+def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, max_ranked: int = 0) -> None:
     """Checks that a request can be served.
 
     Args:
         limits: of the executor.
         vocab_size: V.
         max_logprobs: number of most likely tokens whose log probabilities steps return; 0 if they return none.
+        max_ranked: number of most likely tokens that sampling may have to rank; 0 if any number.
 
     Raises:
         RequestError: it never can be served.
@@ -35,6 +36,17 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int) 
         raise RequestError(f"logprobs is {request.logprobs!r}; these graphs return none, so legal is null", param="logprobs")
     _check_count("logprobs", request.logprobs, max_logprobs)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
+    if max_ranked:
+        _check_ranked(request.sampling, vocab_size, max_ranked)
+
+
+def _check_ranked(sampling: Sampling, vocab_size: int, most: int) -> None:
+    """Steps that rank some of the tokens only cannot tell which ones a larger top_k keeps."""
+    top_k = sampling.top_k
+    if sampling.temperature == 0 or top_k <= most or top_k >= vocab_size:
+        return
+    why = f"these graphs rank the {most} most likely of {vocab_size} tokens"
+    raise RequestError(f"top_k is {top_k}; {why}, so legal is a top_k from 1 to {most}, or none", param="top_k")
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

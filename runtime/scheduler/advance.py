@@ -115,12 +115,15 @@ def _commit_row(
 ) -> tuple[RequestState | None, list[Event]]:
     """The request after its row, None if that finished it, and its events."""
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
+    failure = tokens.failure if reason is None else ""
     if bucket.kind == "decode":
         request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding)
     else:
         request = request.prefill_committed(bucket.name, output, padding, now_ms)
     visible = output[:-1] if reason == "stop" else output
     events: list[Event] = [TokenEvent(request.id, visible, tokens.logprobs[: len(visible)])] if visible else []
+    if failure:
+        return None, [*events, request.finish_event("error", now_ms, failure)]
     if reason is None:
         return request, events
     return None, [*events, request.finish_event(reason, now_ms)]

@@ -31,7 +31,7 @@ def eagle():
 
     def abstract_params(cfg, dtype):
         M, V = cfg.hidden_size, cfg.vocab_size
-        layer = qwen3_5._layer_params(cfg, dtype, "eagle.layer.", qwen3_5.FULL)
+        layer = qwen3_5._layer_params(cfg, dtype, "eagle.layer.", qwen3_5.FULL, joined=False)
         own = {"fuse": _param("eagle.fuse", M, 2 * M), "join": _param("eagle.join", M, 2 * M), "layer": layer}
         own |= {"norm": Param(Aval((M,), dtype), Source(("eagle.norm",), ((M,),)), "zeros"), "head": _param("eagle.head", V, M)}
         return {**qwen3_5.abstract_params(cfg, dtype), HEAD: own}

@@ -93,6 +93,16 @@ def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
         assert kinds == (dispatched_kinds if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
 
 
+def test_many_tokens_may_be_dispatched_in_parts():
+    variant = Variant(experts="grouped", most_dispatched=2, dispatches_in_parts=True)
+    config = replace(oracle.case("moe-tied").model.config, variant=variant)
+    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
+    x = {"x": Aval((5, config.hidden_size), torch.float32)}
+    program = Program("mlp", Bucket("prefill", 1, 5), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
+    partitioned = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
+    assert [kind for kind, *_ in partitioned.collectives] == ["moe_dispatch", "moe_combine"] * 3
+
+
 def test_experts_held_whole_are_not_split():
     config = replace(oracle.case("moe-tied").model.config, variant=Variant(experts="grouped"))
     params = avals(feed_forward.moe_params(config, torch.float32, "at."))

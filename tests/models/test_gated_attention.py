@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import oracle
 
-from npucompile.graphs.types import Bucket, Limits
+from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
 from npucompile.models import gated_attention
 from npucompile.models.batch import Batch
+from npucompile.models.slices import Shard, sliced_axes, source_region
+from npucompile.models.variant import Variant
 
 CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-one-expert"]
 
@@ -61,7 +65,9 @@ def test_the_last_tokens_of_each_row_may_attend_alone(name):
     """Their outputs are those of all tokens together, and attending writes nothing."""
     random, config = oracle.case(name), oracle.case(name).model.config
     layer = config.layer_types.index("full_attention")
-    weights = random.weights["layers"][layer]["mixer"]
+    declared = gated_attention.params(config, torch.float32, f"model.layers.{layer}.self_attn.", joined=False)
+    tensors = random.theirs.state_dict()
+    weights = {name: param.source.join(*(tensors[source] for source in param.source.names)) for name, param in declared.items()}
     x = torch.randn(2, 20, config.hidden_size, generator=torch.Generator().manual_seed(3))
     query_lens, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
     want = [reference(random, layer, row) for row in x]
@@ -102,12 +108,32 @@ def test_a_sequence_may_fill_its_pages_to_the_last_token():
         torch.testing.assert_close(out[:count], want[start : start + count], atol=1e-5, rtol=1e-5)
 
 
-def test_key_and_value_rows_lie_by_head():
-    """So that a shard of `kv` rows is the keys and values of whole heads."""
+@pytest.mark.parametrize("copies", [1, 2])
+def test_rows_of_the_joined_matrix_lie_by_key_head(copies):
+    """So that a shard of its rows is the same matrix of whole heads, which ranks that share a head make of that head alone."""
     config = oracle.case("moe").model.config
-    source = gated_attention.params(config, torch.float32, "at.")["kv"].source
-    G, D, M = 2, 16, 44
-    k, v = torch.randn(G * D, M), torch.randn(G * D, M)
-    joined = source.join(k, v)
-    assert torch.equal(joined[: 2 * D], torch.cat([k[:D], v[:D]]))
-    assert all(torch.equal(a, b) for a, b in zip(source.split(joined), (k, v), strict=True))
+    config = replace(config, variant=Variant(kv_repeat=copies))
+    G, D, M, per = 2 * copies, 16, 44, config.num_attention_heads // 2 // copies
+    order = gated_attention.rotated_order(D, config.rotary_dim)
+    param = gated_attention.params(config, torch.float32, "at.")["qkv"]
+    tensors = [torch.randn(shape) for shape in param.source.shapes]
+    joined = param.source.join(*tensors)
+    first = joined.view(G, -1, M)[copies]
+    head = tensors[0].view(-1, 2, D, M)[per * copies : per * copies + per]
+    want = [head[:, 0][:, order].flatten(0, 1), head[:, 1].flatten(0, 1), tensors[1].view(-1, D, M)[1][order], tensors[2].view(-1, D, M)[1]]
+    assert torch.equal(first, torch.cat(want))
+    assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), tensors, strict=True))
+    mesh, rules = Mesh({"tp": G}), Rules({"kv_heads": "tp"})
+    for rank in range(G):
+        shard = Shard(mesh, rules, rank)
+        axes = zip(tensors, param.source_axes, strict=True)
+        pieces = [tensor[source_region(tensor.shape, axis, shard, sliced_axes([param], shard))[0][0]] for tensor, axis in axes]
+        assert [piece.shape[0] for piece in pieces] == [2 * per * D, D, D]
+        assert torch.equal(param.source.join(*pieces), joined.view(G, -1, M)[rank])
+
+
+@pytest.mark.parametrize(("width", "rotated"), [(16, 4), (16, 16), (10, 6)])
+def test_the_order_of_channels_keeps_pairs_half_a_head_apart(width, rotated):
+    order = gated_attention.rotated_order(width, rotated)
+    assert sorted(order) == list(range(width))
+    assert [(order[i], order[i + width // 2]) for i in range(rotated // 2)] == [(i, i + rotated // 2) for i in range(rotated // 2)]

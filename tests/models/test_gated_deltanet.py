@@ -75,17 +75,18 @@ def test_the_next_step_can_start_from_any_state_of_a_step(accepted):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_lie_by_key_head_and_split_undoes_join(name):
-    """A shard of `qkvz`, `ba` or `conv` rows is a smaller layer; split undoes join for random tensors."""
+    """A shard of `qkvzba` or `conv` rows is a smaller layer; split undoes join for random tensors."""
     config = oracle.case(name).model.config
     params = gated_deltanet.params(config, torch.float32, "at.")
-    for what in ("qkvz", "ba", "conv"):
+    for what in ("qkvzba", "conv"):
         source = params[what].source
         parts = [torch.randn(shape) for shape in source.shapes]
         joined = source.join(*parts)
         assert tuple(joined.shape) == params[what].aval.shape
         assert all(torch.equal(a, b) for a, b in zip(source.split(joined), parts, strict=True))
-    Dk, _, values, gates = gated_deltanet.rows_per_key_head(config)
+    Dk, _, values, gates, heads, _ = gated_deltanet.rows_per_key_head(config)
     keys = config.linear_num_key_heads * Dk
-    qkv, z = (torch.randn(shape) for shape in params["qkvz"].source.shapes)
-    first = params["qkvz"].source.join(qkv, z)[: 2 * Dk + values + gates]
-    assert torch.equal(first, torch.cat([qkv[:Dk], qkv[keys : keys + Dk], qkv[2 * keys : 2 * keys + values], z[:gates]]))
+    qkv, z, b, a = (torch.randn(shape) for shape in params["qkvzba"].source.shapes)
+    first = params["qkvzba"].source.join(qkv, z, b, a)[: 2 * Dk + values + gates + 2 * heads]
+    parts = [qkv[:Dk], qkv[keys : keys + Dk], qkv[2 * keys : 2 * keys + values], z[:gates], b[:heads], a[:heads]]
+    assert torch.equal(first, torch.cat(parts))

@@ -12,7 +12,9 @@ from support import oracle, speculators
 
 from npucompile.graphs import ops
 from npucompile.graphs.spmd.partition import partition
+from npucompile.graphs.step_inputs import MAX_RANKED
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
+from npucompile.lowering.ascend import lowered
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import request_slots
 from npucompile.models.sampling import best, sample_tokens
@@ -316,13 +318,14 @@ ROWS = Rules.of({"vocab": "tp", "sampled_rows": "tp"})
 F32, I32 = torch.float32, torch.int32
 
 
-def on_all_devices(fn, avals, values, mesh):
+def on_all_devices(fn, avals, values, mesh, lower=lambda partitioned: partitioned.graph):
     """Results of `fn` of named values on every device of a mesh."""
     program = Program("toy", Bucket("decode", 4, 1), lambda p, s, i: (fn(p | i), s), {"logits": avals.pop("logits")}, {}, avals)
     partitioned, tp = partition(program, Mesh.parse(mesh), ROWS), Mesh.parse(mesh).axis("tp")
     shards = values["logits"].chunk(tp, -1)
-    operands = [[shards[rank], *(values[name] for name in avals), torch.tensor([0, rank], dtype=I32)] for rank in range(tp)]
-    return RankEmulator(partitioned.graph, partitioned.mesh)(operands)
+    coords = [[torch.tensor([0, rank], dtype=I32)] if tp > 1 else [] for rank in range(tp)]
+    operands = [[shards[rank], *(values[name] for name in avals), *coords[rank]] for rank in range(tp)]
+    return RankEmulator(lower(partitioned), partitioned.mesh)(operands)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
@@ -358,3 +361,31 @@ def test_every_device_gets_the_same(mesh, emit):
     for results in on_all_devices(run, avals, values, mesh):
         for name, tensor in zip(expected, results, strict=True):
             torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "tp=4"])
+def test_npus_sample_what_the_definition_says_of_a_split_vocabulary(mesh):
+    """More tokens than are ranked, in bfloat16, so that many equal each other and the last one kept."""
+    rows, width, vocab = 8, 3, 3 * MAX_RANKED + 64
+    draw = torch.Generator().manual_seed(5)
+    values = {
+        "logits": (torch.randn(rows * width, vocab, generator=draw) * 2).bfloat16(),
+        "uniform": torch.rand(rows, width, generator=draw),
+    }
+    values |= {"temperature": torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 40.0, 0.1])}
+    values |= {"top_k": torch.tensor([0, 0, 3, 500, MAX_RANKED, 20, MAX_RANKED, 1], dtype=I32)}
+    values |= {"top_p": torch.tensor([1.0, 1.0, 1.0, 0.8, 1.0, 0.9, 0.99, 0.5])}
+    values |= {"min_p": torch.tensor([0.0, 0.02, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])}
+    expected = ops.sample(
+        values["logits"].float().view(rows, width, vocab),
+        *(values[name] for name in ("temperature", "top_k", "top_p", "min_p", "uniform")),
+    )
+    avals = {name: Aval(tuple(value.shape), value.dtype) for name, value in values.items()}
+    avals["logits"] = Aval((rows * width, vocab), torch.bfloat16, (None, "vocab"))
+
+    def run(x):
+        return sample_tokens(x["logits"], x, x["uniform"], emit_logits=False, max_logprobs=0) | {"best": best(x["logits"])}
+
+    for tokens, largest in on_all_devices(run, avals, values, mesh, lambda partitioned: lowered.lower(partitioned).graph):
+        assert torch.equal(tokens, expected)
+        assert torch.equal(largest, values["logits"].float().argmax(-1).to(I32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -67,6 +67,7 @@ CASES: dict[str, Case] = {
     "experts dp=4": Case("dp=4", GROUPED, live=(2, 1, 0, 2), collectives=DISPATCH),
     "gathered dp=2,tp=2": Case("dp=2,tp=2", gathering(GROUPED), drafts=1, collectives=GATHER),
     "gathered, the head's dispatched": Case("dp=2,tp=2", gathering(GROUPED, 1), drafts=3, collectives=DISPATCH + GATHER),
+    "in parts": Case("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), drafts=1, collectives=DISPATCH),
     "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, collectives=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),

@@ -70,10 +70,10 @@ def expected_bytes(params, mesh, rules, copies):
     """Bytes of what a rank must read: of every source tensor its share, of heads that ranks share all."""
     shares = {}
     for _, param in tree.flatten(params):
-        shared = copies > 1 and "kv_heads" in param.aval.axes
-        share = 1 if shared else param.aval.nbytes // rules.local_aval(param.aval, mesh).nbytes
+        share = param.aval.nbytes // rules.local_aval(param.aval, mesh).nbytes
         for name, shape in zip(param.source.names, param.source.shapes, strict=True):
-            shares[name] = 4 * torch.Size(shape).numel() // share
+            shared = copies > 1 and name.endswith(("k_proj.weight", "v_proj.weight"))
+            shares[name] = 4 * torch.Size(shape).numel() // (1 if shared else share)
     return sum(shares.values())
 
 

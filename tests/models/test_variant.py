@@ -12,7 +12,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5, step
-from npucompile.models.variant import Variant
+from npucompile.models.variant import Variant, fewer_bytes_in_parts
 
 F32 = torch.float32
 
@@ -93,5 +93,11 @@ def test_programs_of_variants_declare_their_parameters() -> None:
     mlp = program.params["layers"][0]["mlp"]
     assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]
     assert mlp["gate_up"]["weight"].dtype == torch.int32
-    assert program.params["layers"][1]["mixer"]["q"]["weight"].dtype == torch.int8
+    assert program.params["layers"][1]["mixer"]["qkv"]["weight"].dtype == torch.int8
     assert program.params["layers"][1]["mixer"]["out"].dtype == torch.bfloat16, "and what no recipe quantises stays"
+
+
+def test_parts_move_fewer_bytes_where_devices_are_more_than_the_rows_of_a_token():
+    """Ten rows of int8 there and of bfloat16 back are 30 bytes a channel; all tokens to n devices and their sums back are 4n."""
+    assert [fewer_bytes_in_parts("w4a8", 10, devices) for devices in (4, 7, 8, 16)] == [False, False, True, True]
+    assert [fewer_bytes_in_parts("none", 10, devices) for devices in (8, 10, 11, 16)] == [False, False, True, True]

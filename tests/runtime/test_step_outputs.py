@@ -49,6 +49,13 @@ def test_as_many_tokens_as_count():
     assert read(decoded(), DECODE, rows) == (SampledTokens((1, 2, 3), 2), SampledTokens((4,), 0))
 
 
+def test_what_follows_an_undecided_token_does_not_count_and_the_request_learns_why():
+    first, second = read(decoded(tokens=((1, -1, 3), (-1, -7, -7), (-7, -7, -7))), DECODE, [row(0), row(1)])
+    assert (first.token_ids, second.token_ids) == ((1,), ())
+    for tokens in (first, second):
+        assert "more tokens here than the 1024 that these graphs rank" in tokens.failure
+
+
 def test_a_prefill_gives_one_token_after_its_last_chunk_only():
     outputs = {"tokens": i32([[9], [-7]])}
     assert read(outputs, PREFILL, (chunk(0, 2), chunk(1, 1))) == (SampledTokens((9,)), SampledTokens(()))

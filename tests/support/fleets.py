@@ -68,7 +68,7 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     checkpoint: dict[str, torch.Tensor] = {}
     params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
     head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
-    for part, seed in ((params, 5), (head, 6)):
+    for part, seed in ((params, 10), (head, 6)):
         generator = torch.Generator().manual_seed(seed)
         for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
             # Noise on initial zeros and ones, so that a dropped parameter would change the logits.

@@ -396,6 +396,7 @@ class ToyDevice:
     groups: int = 1
     run_ahead: int = 1
     max_logprobs: int = 0
+    max_ranked: int = 0
     right: float = 0.5
     lazy: bool = False
     fail_at: frozenset[int] = frozenset()

@@ -14,7 +14,7 @@ LARGE = 64.0
 """Size of large floats: their products still fit float16."""
 POSITIVE = {"Log", "Sqrt", "Rsqrt", "Log1p"}
 DIVISORS = {"RealDiv": ("x2",), "FloorDiv": ("x2",), "FloorMod": ("x2",), "Reciprocal": ("x",)}
-ORDERED = {"Sort": -1, "TopKV2": -1, "ArgMaxV2": -1, "ArgMaxWithValue": -1, "MoeGatingTopK": -1}
+ORDERED = {"Sort": -1, "TopKV2": -1, "ArgMaxV2": -1, "ArgMaxWithValue": -1, "MoeGatingTopKSoftmaxV2": -1}
 """Operators whose integer results depend on the order of floats: among equal values a device may choose any."""
 ELEMENTWISE = {
     "Abs", "Neg", "Sign", "Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Equal", "NotEqual", "Less",

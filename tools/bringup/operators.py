@@ -133,8 +133,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
         try:
             graph = DeviceGraph(host, case.subgraph.ge_file, operands) if graph is None or graph.nz_operands else graph
         except LoweringError as error:
-            shapes = {slot: tuple(value.shape) for slot, value in recorded.items()}
-            return Failure(risks.of_refusal(case.op, shapes), case.name, f"{case.shapes}: {error}"), timing
+            return Failure(risks.of_refusal(case.op), case.name, f"{case.shapes}: {error}"), timing
         try:
             for index, operand in enumerate(operands):
                 if index not in graph.nz_operands:
@@ -142,7 +141,7 @@ def run_operator(host: Host, case: OperatorCase) -> tuple[Failure | None, Timing
             actual, seconds = graph.run()
             left = graph.operands(case.subgraph.written)
         except LoweringError as error:
-            raise _DeviceFailed(Failure(risks.of_refusal(case.op, {}), case.name, f"{name} operands {case.shapes}: {error}")) from error
+            raise _DeviceFailed(Failure(risks.of_refusal(case.op), case.name, f"{name} operands {case.shapes}: {error}")) from error
         timing = timing or Timing(case.name, case.shapes, seconds, _moved_bytes(operands, expected))
         pairs = [*zip(case.subgraph.results, expected, actual, strict=True)]
         pairs += [

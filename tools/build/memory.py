@@ -258,8 +258,10 @@ def dispatch_window_bytes(target: Target, tokens: int, hidden_size: int, experts
     """The HCCL_BUFFSIZE that expert dispatch and combine need, in bytes.
 
     Each rank reserves room for all tokens of every other rank at each of its experts. The formulas are the constraints on HCCL_BUFFSIZE
-    of aclnnMoeDistributeDispatchV2 and V3 (cann/ops-transformer, mc2/moe_distribute_dispatch_v2/docs), without shared experts:
-    "fullmesh_v1" on A3, "fullmesh" within a node and "hierarchy" between nodes on A2.
+    of aclnnMoeDistributeDispatchV2 and V3 (hicann/ops-transformer, mc2/moe_distribute_dispatch_v2/docs, 8.5.0.alpha001) and of
+    npu_moe_distribute_dispatch_v2 (Ascend/op-plugin, 517f2e7). On A3 it is that of "fullmesh_v2", where 512 bytes carry 480: it is the
+    larger one, and the sources disagree about which of the two algorithms it belongs to (hccl_utils.py of hicann/cann-recipes-infer,
+    fbc225d). On A2 it is "fullmesh" within a node and "hierarchy" between nodes.
 
     Args:
         tokens: most tokens of one rank in a step.
@@ -270,8 +272,9 @@ def dispatch_window_bytes(target: Target, tokens: int, hidden_size: int, experts
     """
     local, row = -(-experts // ranks), 2 * hidden_size
     if target.tp_across_nodes:
-        sent = local * tokens * ranks * _round_up(_round_up(row, 32) + 64, 512)
-        return 2 * (sent + experts_per_token * tokens * _round_up(row, 512))
+        sent = local * tokens * ranks * 512 * -(-(_round_up(row, 32) + 64) // 480)
+        # One more than the choices: the operators count one shared expert unless told otherwise.
+        return 2 * (sent + (experts_per_token + 1) * tokens * _round_up(row, 512))
     if ranks <= target.npus_per_node:
         return 2 * (tokens * ranks * min(local, experts_per_token) * row + 2 * MIB)
     return (experts + ranks // 4) * _round_up(tokens * (row + 16 * _round_up(experts_per_token, 8)), 512) + 8 * MIB

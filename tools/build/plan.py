@@ -13,7 +13,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant
+from ...models.variant import Variant, fewer_bytes_in_parts
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .instance import Instance, resolve
 from .memory import local_bytes
@@ -178,9 +178,10 @@ def plan(options: Options) -> Plan:
     batches, limits, published = _limits(options, source, instance)
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
+    platform = _platform(options, target)
     planned = Plan(
         source,
-        _variant_of(source.model, instance),
+        _variant_of(source.model, instance, platform),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -194,7 +195,7 @@ def plan(options: Options) -> Plan:
         published,
         _max_logprobs(options, source, target),
         weights,
-        _platform(options, target),
+        platform,
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
@@ -322,7 +323,7 @@ def _eos_note(plan: Plan) -> str | None:
     return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
 
 
-def _variant_of(model: step.Model, instance: Instance) -> step.Model:
+def _variant_of(model: step.Model, instance: Instance, platform: Platform) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
@@ -332,10 +333,15 @@ def _variant_of(model: step.Model, instance: Instance) -> step.Model:
     if max(group, heads) % min(group, heads):
         raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
     grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
-    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=instance.target.state_dtype)
+    # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
+    recurrent = torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype
+    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=recurrent)
     if not instance.target.dispatches:
         # Tokens are gathered instead, which moves more bytes.
         variant = replace(variant, most_dispatched=0)
+    elif grouped and not instance.target.local:
+        in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
+        variant = replace(variant, dispatches_in_parts=in_parts)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

@@ -46,10 +46,12 @@ def _groups(entries: Sequence[GraphEntry]) -> set[str]:
 
 
 def _dispatch_window(plan: Plan) -> int:
-    """Bytes of the buffer that expert dispatch needs in the largest pass that dispatches; 0 where none does."""
+    """Bytes of the buffer that expert dispatch needs for the most tokens that are dispatched at once; 0 where none are."""
     config, ranks = plan.model.config, plan.mesh.size
     experts = getattr(config, "num_experts", 0)
-    tokens = max((tokens for tokens in _rank_tokens(plan) if tokens <= config.variant.most_dispatched), default=0)
+    most = config.variant.most_dispatched
+    passes = [tokens for tokens in _rank_tokens(plan) if tokens <= most or config.variant.dispatches_in_parts]
+    tokens = min(max(passes, default=0), most)
     if not (experts and ranks > 1 and tokens):
         return 0
     return memory.dispatch_window_bytes(plan.target, tokens, config.hidden_size, experts, config.num_experts_per_tok, ranks)

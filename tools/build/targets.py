@@ -135,7 +135,7 @@ _A3 = Target(
     # Graphs are static: with log probabilities, every step would compute them for every row.
     max_logprobs=0,
     chip="ascend910_93",
-    cann="8.5",
+    cann="9.1",
     hbm_bytes_per_s=_HBM_SPEED,
     bf16_flops_per_s=_BF16,
     int8_ops_per_s=_INT8,

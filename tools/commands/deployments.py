@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ...graphs.errors import SpecError
+from ...lowering.artifact.artifact import MANIFEST, Artifact
 from ...models import registry
+from ..bench import prediction
+from ..bench.report import Table, as_data, as_markdown
 from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk
 from ..build.targets import target
 from ..notation import format_buckets
+from .cost import step_cost
 
 NOT_BUILT = "model not built yet"
 
@@ -21,8 +26,15 @@ NOT_BUILT = "model not built yet"
 @click.command("deployments")
 @click.argument("name", metavar="[ID]", required=False)
 @click.option("--model", help="Only deployments of this model.")
+@click.option(
+    "--predict",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Print the estimated decode steps of the artifacts in DIR, each built with --deployment, as Markdown.",
+)
+@click.option("--accepted", type=click.FloatRange(1), default=prediction.ACCEPTED, show_default=True, help="Tokens a step for --predict.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(name: str | None, model: str | None, as_json: bool) -> None:
+def command(name: str | None, model: str | None, predict: Path | None, accepted: float, as_json: bool) -> None:
     """List published Ascend deployments, or show ID in detail.
 
     A deployment gives a build its target, mesh, quantization, buckets, drafts and context.
@@ -31,7 +43,12 @@ def command(name: str | None, model: str | None, as_json: bool) -> None:
     Examples: npucompile deployments --model qwen3.5-397b
               npucompile deployments qwen35-397b-a3x8-in16k-out1k-50ms
               npucompile build qwen3.5-397b --deployment qwen35-397b-a3x8-in16k-out1k-50ms
+              npucompile deployments --predict artifacts
     """
+    if predict is not None:
+        predicted = predictions(predict, accepted)
+        click.echo(json.dumps(as_data(predicted), indent=1) if as_json else as_markdown(predicted), nl=as_json)
+        return
     rows = [deployment(name)] if name is not None else list(deployments().values())
     if model is not None:
         rows = _of_model(rows, model)
@@ -40,6 +57,24 @@ def command(name: str | None, model: str | None, as_json: bool) -> None:
         click.echo(json.dumps(plain if name is None else plain[0], indent=1))
     else:
         click.echo("\n".join(table(rows) if name is None else details(rows[0])))
+
+
+def predictions(directory: Path, accepted: float) -> Table:
+    """The estimated decode step of each artifact in a directory, in the order of the published table.
+
+    Raises:
+        SpecError: there is no artifact, or one was built for no deployment, or has no bucket or GE graph of the published requests.
+    """
+    opened = [Artifact.open(manifest.parent) for manifest in directory.glob(f"*/{MANIFEST}")]
+    if not opened:
+        raise SpecError(f"{directory} has no artifacts; build them with `npucompile build MODEL --deployment ID --out {directory}/ID`")
+    order = list(deployments())
+    rows = []
+    for artifact in sorted(opened, key=lambda artifact: order.index(prediction.named_row(artifact).id)):
+        row = prediction.named_row(artifact)
+        entry = prediction.bucket_of(row, artifact)
+        rows.append(prediction.row_of(row, entry, step_cost(artifact, entry, prediction.context_of(row)), accepted))
+    return prediction.table(rows, accepted)
 
 
 def buildable(row: Deployment) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +16,7 @@ from ..build.memory import GIB
 from ..build.stages import STAGES, unpack_texts
 from ..cli import Home
 from ..locate import artifact_path
-from . import views
+from . import cost, flame, legality, views
 
 SHOWN = (*STAGES, views.GE, views.ACL)
 
@@ -32,6 +33,10 @@ SHOWN = (*STAGES, views.GE, views.ACL)
 @click.option("--memory", is_flag=True, help="Print the memory plan of one rank.")
 @click.option("--environment", is_flag=True, help="Print the environment variables of the ranks: value and reason.")
 @click.option("--census", is_flag=True, help="Print operator counts, costs and a roofline estimate.")
+@click.option("--cost", "costs", is_flag=True, help="Print the estimated time of a step by layer, cause and operator.")
+@click.option("--assumptions", is_flag=True, help="Print what is assumed of CANN's operators without a public source.")
+@click.option("--context", type=int, metavar="N", help="Cached tokens of each request for --cost.  [default: half of the longest]")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also draw --cost as nested rectangles into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without another option, everything but graphs.")
 @click.pass_obj
 def command(
@@ -43,6 +48,10 @@ def command(
     memory: bool,
     environment: bool,
     census: bool,
+    costs: bool,
+    assumptions: bool,
+    context: int | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Show ARTIFACT: a directory or the name of a built model, by default the newest artifact.
@@ -50,11 +59,15 @@ def command(
     \b
     Examples: npucompile inspect qwen3.5-tiny --bucket 4 --stage partitioned
               npucompile inspect qwen3.5-397b --bucket 8 --collectives
+              npucompile inspect qwen3.5-397b --bucket 32 --cost --html step.html
     """
     modes = {"--stage": bool(stage), "--collectives": collectives, "--memory": memory, "--environment": environment, "--census": census}
+    modes |= {"--cost": costs, "--assumptions": assumptions}
     if sum(modes.values()) > 1:
         together = " and ".join(name for name, is_set in modes.items() if is_set)
         raise SpecError(f"{together} are given together; legal is one of {', '.join(modes)}")
+    if (context is not None or html) and not costs:
+        raise SpecError(f"{'--context' if context is not None else '--html'} is given without --cost, which it is for")
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     manifest = opened.manifest
     entries = [find(manifest, bucket)] if bucket is not None else list(manifest.graphs)
@@ -66,12 +79,19 @@ def command(
         show([views.collectives(opened, entry) for entry in entries], as_json, one=bucket is not None)
     elif census:
         show([views.census(opened, entry) for entry in entries], as_json, one=bucket is not None)
+    elif costs:
+        show([cost.view(opened, entry, context) for entry in entries], as_json, one=bucket is not None)
+        if html:
+            pictures = {entry.bucket.name: cost.step_cost(opened, entry, context) for entry in entries}
+            html.write_text(flame.page(f"Time of a step: {opened.path.name}", pictures), encoding="utf-8")
+    elif assumptions:
+        show([legality.assumed(opened, entries)], as_json, one=True)
     elif memory:
         show([views.memory(manifest)], as_json, one=True)
     elif environment:
         show([views.environment(manifest)], as_json, one=True)
     elif as_json:
-        click.echo(json.dumps(as_dict(opened, entries), indent=1))
+        click.echo(json.dumps(as_dict(opened, entries, costs=bucket is not None), indent=1))
     else:
         click.echo("\n".join([*table(opened, entries), *(signature(entries[0]) if bucket is not None else ())]))
 
@@ -122,8 +142,12 @@ def runs_on(manifest: Manifest, entry: GraphEntry) -> str:
     return "null" if manifest.backend == "null" or (entry.eager is None and entry.compiled is None) else entry.backend
 
 
-def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
-    """A manifest as plain values, with parameters and state as totals."""
+def as_dict(artifact: Artifact, entries: list[GraphEntry], *, costs: bool = False) -> dict[str, Any]:
+    """A manifest as plain values, with parameters and state as totals.
+
+    Args:
+        costs: add what is computed from each bucket's GE graph, see `cost.bucket_facts`; it takes a second a graph.
+    """
     manifest = artifact.manifest
     model = {k: v for k, v in manifest.model.items() if k != "config"} | {"config": json.loads(manifest.model["config"])}
     return {
@@ -163,6 +187,7 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry]) -> dict[str, Any]:
                 "verified": dict(entry.verified),
                 "census": dict(entry.census),
             }
+            | (cost.bucket_facts(artifact, entry) | legality.illegal(artifact, entry) if costs else {})
             for entry in entries
         ],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from ...lowering.ascend.acl_graph import inspect_acl
 from ...lowering.ascend.acl_graph.file import AclFile, graph_of
 from ...lowering.ascend.acl_graph.file import decode as decode_acl
 from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.launches import kind_of
 from ...lowering.collectives_check import Collective
 from ...models.slices import Shard, source_bytes
 from ..bench.roofline import Roofline, estimate, moved_bytes
@@ -28,7 +28,6 @@ from ..build.targets import target
 from ..verify.small_model import full_model
 
 GE, ACL = "ge", "aclgraph"
-_KIND = re.compile(r"(?:\w*?layer\d+_)?(\w+?)(?:_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class View:
         lines: the same as text.
     """
 
-    data: Mapping[str, Any]
+    data: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     lines: tuple[str, ...]
 
 
@@ -50,7 +49,7 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     Raises:
         SpecError: the bucket has no graph for NPUs.
     """
-    ge_file = _ge_file(artifact, entry)
+    ge_file = ge_file_of(artifact, entry)
     if ge_file is None:
         if acl_file := _acl_file(artifact, entry):
             return _acl_graph(entry, acl_file)
@@ -71,7 +70,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     per_rank = collectives_check.expand(entry.collectives, mesh)
     collectives_check.check_ranks(per_rank)
     proofs = [f"all {mesh.size} ranks have the same list for each group, and none waits for ever"]
-    if ge_file := _ge_file(artifact, entry):
+    if ge_file := ge_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
     if acl_file := _acl_file(artifact, entry):
@@ -91,7 +90,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
-    ge_file, manifest = _ge_file(artifact, entry), artifact.manifest
+    ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
     acl_file = _acl_file(artifact, entry)
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else inspect_acl.census_by_body(acl_file) if acl_file else {}
     mesh = Mesh.parse(manifest.mesh)
@@ -188,7 +187,8 @@ def _repeats(items: Sequence[Collective], at: int) -> tuple[int, int]:
     return best
 
 
-def _ge_file(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
+    """The GE graph of a bucket; None where it has none."""
     if entry.compiled is None or entry.compiled.backend != GE:
         return None
     return decode((artifact.path / entry.compiled.file).read_bytes())
@@ -250,7 +250,7 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for prefix, counts in bodies.items():
         kinds.setdefault(tuple(sorted(counts.items())), []).append(prefix)
-    heads = [f"{_label(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
+    heads = [f"{kind_of(prefixes[0])}{f' x {len(prefixes)}' if len(prefixes) > 1 else ''}" for prefixes in kinds.values()]
     columns = [dict(counts) for counts in kinds]
     wide = max((len(kind) for kind in totals), default=0)
     lines = [f"{'':<{wide}} {'all':>6}  " + "  ".join(heads)] if totals else []
@@ -258,9 +258,3 @@ def _body_table(totals: Mapping[str, int], bodies: Mapping[str, Mapping[str, int
         cells = "  ".join(f"{column.get(kind, ''):>{len(head)}}" for column, head in zip(columns, heads, strict=True))
         lines.append(f"{kind:<{wide}} {count:>6}  {cells}".rstrip())
     return lines
-
-
-def _label(prefix: str) -> str:
-    """The kind of a body, from the prefix of its operators: `layer07_full_attention` and `full_attention_7` are `full_attention`."""
-    match = _KIND.fullmatch(prefix.rpartition("/")[2])
-    return match[1] if match else "main"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -12,7 +13,10 @@ from torch._C._distributed_c10d import Store
 from ...graphs.errors import ArtifactError, SpecError
 from ...graphs.types import DISPATCH, Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
+from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend.legality.running import check_running
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
+from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
 from ...runtime.device_executor import CACHED, COMPILED, DeviceExecutor
 from ...runtime.device_params import LoadParams
@@ -119,6 +123,7 @@ def load_executor(
         return CpuExecutor(artifact, rank=rank if place else None)
     device = open_device(settings.device, local_rank)
     stack.callback(device.close)
+    check_running(device.version, Platform.of(artifact.manifest.platform), _graphs(artifact))
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
     if settings.before_loading and place:
         settings.before_loading(device, rank, communicators)
@@ -140,6 +145,16 @@ def load_executor(
             step_timeout_s=settings.step_limit_s,
             report=report,
         )
+
+
+def _graphs(artifact: Artifact) -> list[Callable[[], GeFile]]:
+    """What reads each GE graph of an artifact."""
+    files = [artifact.path / entry.compiled.file for entry in artifact.manifest.graphs if entry.compiled and entry.compiled.backend == "ge"]
+    return [partial(_ge_file, file) for file in files]
+
+
+def _ge_file(path: Path) -> GeFile:
+    return decode(path.read_bytes())
 
 
 def _cache_dir(artifact: Artifact, settings: RankSettings, device: Device) -> Path | None:

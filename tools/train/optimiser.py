@@ -12,7 +12,7 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Tree
 
-ADAM_LEAVES = ("embed", "head", "router", "shared_gate", "ba", "conv")
+ADAM_LEAVES = ("embed", "head", "router", "shared_gate", "conv")
 """Matrices that Adam updates: tables of rows that are used one at a time, and matrices a few rows tall."""
 
 

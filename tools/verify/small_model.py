@@ -16,7 +16,7 @@ from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
-from ...models.variant import Variant
+from ...models.variant import Variant, fewer_bytes_in_parts
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
@@ -45,7 +45,7 @@ class Form:
         evenly: whether they do so without padding.
         rows_shared: whether they split its requests without padding, as sampling and the draft head's later passes do.
         dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
-            the draft head's later passes, one a request) or "all".
+            the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
     """
 
     kind: str
@@ -99,8 +99,10 @@ class SmallModel:
     def model_for(self, case: BucketCase, dtype: torch.dtype) -> Model:
         """The model of a case's graph with that computing dtype; how tokens get to their experts depends on the case."""
         model, rows = self.model_in(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
-        most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched}[case.form.dispatched]
-        return with_variant(model, replace(model.config.variant, most_dispatched=most))
+        half = -(-share(case.bucket, case.bucket.tokens, self.mesh.axis("tp")) // 2)
+        most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched, "parts": half}[case.form.dispatched]
+        variant = replace(model.config.variant, most_dispatched=most, dispatches_in_parts=case.form.dispatched == "parts")
+        return with_variant(model, variant)
 
     def model_in(self, dtype: torch.dtype) -> Model:
         """The model with that computing dtype; parameters and state are the same for all cases."""
@@ -121,7 +123,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     small = replace(large, config=shrink_config(large.config, mesh))
     variant = replace(small.config.variant, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
-    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts)
+    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, len(large.config.layer_types))
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
@@ -158,8 +160,12 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
-    gathers = not target(manifest.target).dispatches
-    return replace(variant, most_dispatched=0) if gathers else variant
+    where = target(manifest.target)
+    if not where.dispatches:
+        return replace(variant, most_dispatched=0)
+    in_parts = variant.experts != "plain" and not where.local
+    in_parts = in_parts and fewer_bytes_in_parts(manifest.quantization, config.num_experts_per_tok, mesh.size)
+    return replace(variant, dispatches_in_parts=in_parts)
 
 
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
@@ -212,18 +218,20 @@ def period(kinds: tuple[str, ...]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
 
 
-def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int) -> tuple[BucketCase, ...]:
-    """One small bucket for every form among graphs that make `drafts` drafts."""
+def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:
+    """One small bucket for every form among graphs that make `drafts` drafts after that many layers."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
-        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts)), []).append(entry)
+        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers)), []).append(entry)
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
 
 
-def dispatched(entry: GraphEntry, drafts: int) -> str:
-    """`Form.dispatched` of a graph, from the number of its dispatches: each pass over a layer with experts has one."""
+def dispatched(entry: GraphEntry, drafts: int, layers: int) -> str:
+    """`Form.dispatched` of a graph, from the number of its dispatches: each pass over a layer with experts has one, or several."""
     sent = sum(name == DISPATCH for name, *_ in entry.collectives)
+    if sent > layers + drafts:
+        return "parts"
     return "none" if not sent else "drafts" if sent <= drafts else "all"
 
 

@@ -72,15 +72,13 @@ def _signed(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int64) if scale.dtype == torch.uint64 else scale
 
 
-def _moe_gating_top_k(call: Call) -> Results:
-    call.expect(k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=0)
-    call.ignore("eps")
-    return moe.npu_moe_gating_top_k(
+def _moe_gating(call: Call) -> Results:
+    return moe.npu_moe_gating_top_k_softmax_v2(
         call.tensor("x"),
-        call.attr("k"),
-        bias=call.optional("bias"),
-        out_flag=call.attr("out_flag", False),
-        routed_scaling_factor=call.attr("routed_scaling_factor", 1.0),
+        k=call.attr("k"),
+        finished=call.optional("finished"),
+        renorm=call.attr("renorm", 0),
+        output_softmax=call.attr("output_softmax_result_flag", False),
     )
 
 
@@ -115,9 +113,21 @@ def _moe_finalize_routing(call: Call) -> Results:
 
 
 def _weight(call: Call) -> torch.Tensor:
-    """Stacked weights; int4 as the int32 words that hold it, a form that operators also take directly."""
+    """Stacked weights; int4 as the int32 words that hold it, which operators take as int4 alone."""
     value = call.value("weight0")
-    return value.packed if isinstance(value, Int4) else call.tensor("weight0")
+    if isinstance(value, Int4):
+        return value.packed
+    if (weight := call.tensor("weight0")).dtype == torch.int32:
+        raise LoweringError(f"{call.op}: weight0 is {tuple(weight.shape)} int32; legal is its Bitcast to int4")
+    return weight
+
+
+def _scale(call: Call, slot: str) -> torch.Tensor | None:
+    """The scale of stacked weights, for the kernels; int4 has bits of f32 in uint64."""
+    scale = call.single(slot) if slot == "scale" else call.tensor(slot)
+    if scale is not None and scale.dtype == torch.int64:
+        raise LoweringError(f"{call.op}: {slot} is {tuple(scale.shape)} int64; legal is uint64 beside int4 weights")
+    return None if scale is None else _signed(scale)
 
 
 def _grouped_matmul(call: Call) -> Results:
@@ -128,12 +138,12 @@ def _grouped_matmul(call: Call) -> Results:
     number = call.attr("dtype", 0)
     if number not in _PRODUCT_DTYPES:
         raise LoweringError(f"{call.op}: attribute dtype is {number}; legal are {sorted(_PRODUCT_DTYPES)}")
-    bias, scale, rows = call.single("bias"), call.single("scale"), call.optional("per_token_scale")
+    bias, scale, rows = call.single("bias"), _scale(call, "scale"), call.optional("per_token_scale")
     (y,) = moe.npu_grouped_matmul(
         [call.tensor("x0")],
         [_weight(call)],
         bias=None if bias is None else [bias],
-        scale=None if scale is None else [_signed(scale)],
+        scale=None if scale is None else [scale],
         per_token_scale=None if rows is None else [rows],
         group_list=call.optional("group_list"),
         split_item=call.attr("split_item", 0),
@@ -152,12 +162,26 @@ def _grouped_matmul_swiglu_quant(call: Call) -> Results:
     return moe.npu_grouped_matmul_swiglu_quant_v2(
         call.tensor("x"),
         [_weight(call)],
-        [_signed(call.tensor("weight_scale0"))],
+        [_scale(call, "weight_scale0")],
         call.tensor("x_scale"),
         call.tensor("group_list"),
         weight_assist_matrix=None if assist is None else [assist],
         dequant_mode=call.attr("dequant_mode", 0),
         group_list_type=call.attr("group_list_type", 0),
+    )
+
+
+def _dequant_swiglu_quant(call: Call) -> Results:
+    call.expect(quant_mode="dynamic", dst_type=_INT8, round_mode="rint", activate_dim=-1, swiglu_mode=0)
+    # These belong to another swiglu_mode.
+    call.ignore("clamp_limit", "glu_alpha", "glu_bias")
+    return moe.npu_dequant_swiglu_quant(
+        call.tensor("x"),
+        weight_scale=call.optional("weight_scale"),
+        activation_scale=call.optional("activation_scale"),
+        group_index=call.optional("group_index"),
+        activate_left=call.attr("activate_left", False),
+        quant_mode=1,
     )
 
 
@@ -197,15 +221,15 @@ def _attention(call: Call) -> Results:
 
 
 def _recurrent_gated_delta_rule(call: Call) -> Results:
-    return state.npu_recurrent_gated_delta_rule_functional(
-        *map(call.tensor, ("query", "key", "value", "state")),
-        beta=call.optional("beta"),
-        scale=call.attr("scale_value", 1.0),
-        actual_seq_lengths=call.optional("actual_seq_lengths"),
-        ssm_state_indices=call.optional("ssm_state_indices"),
-        num_accepted_tokens=call.optional("num_accepted_tokens"),
-        g=call.optional("g"),
-    )
+    *operands, pool = map(call.tensor, ("query", "key", "value", "state"))
+    names = ("beta", "actual_seq_lengths", "ssm_state_indices", "num_accepted_tokens", "g")
+    options: dict[str, Any] = {name: call.optional(name) for name in names} | {"scale": call.attr("scale_value", 1.0)}
+    lengths = options["actual_seq_lengths"]
+    # vllm-ascend's operator has the same type; its lengths begin with the first row, 0, which is no length that CANN's takes.
+    if lengths is None or lengths[0] != 0:
+        return state.npu_recurrent_gated_delta_rule_functional(*operands, pool, **options)
+    pool = pool.clone()
+    return state.npu_recurrent_gated_delta_rule(*operands, pool, **options), pool
 
 
 FUSED: Mapping[str, Function] = {
@@ -216,7 +240,8 @@ FUSED: Mapping[str, Function] = {
     "RotaryMul": _rotary_mul,
     "DynamicQuant": _dynamic_quant,
     "QuantBatchMatmulV3": _quant_matmul,
-    "MoeGatingTopK": _moe_gating_top_k,
+    "MoeGatingTopKSoftmaxV2": _moe_gating,
+    "DequantSwigluQuant": _dequant_swiglu_quant,
     "MoeInitRoutingV3": _moe_init_routing,
     "MoeFinalizeRoutingV2": _moe_finalize_routing,
     "GroupedMatmul": _grouped_matmul,

@@ -77,6 +77,13 @@ def _masked_fill(call: Call) -> Results:
     return x.masked_fill(mask, value.reshape(()))
 
 
+def _softplus(call: Call) -> Results:
+    x, beta, threshold = call.tensor("x"), call.attr("beta", 1.0), call.attr("threshold", 20.0)
+    if not x.is_floating_point():
+        raise LoweringError(f"{call.op} takes {x.dtype}; legal are floats")
+    return torch.nn.functional.softplus(x.float(), beta, threshold).to(x.dtype)
+
+
 def _real_div(call: Call) -> Results:
     x1, x2 = call.tensor("x1"), call.tensor("x2")
     same_dtype(call, x1=x1, x2=x2)
@@ -202,6 +209,7 @@ MATH: Mapping[str, Function] = {
     "Sigmoid": _floats(torch.sigmoid),
     "Swish": _floats(torch.nn.functional.silu, scale=1.0),
     "Softplus": _floats(torch.nn.functional.softplus),
+    "SoftplusV2": _softplus,
     "Tanh": _floats(torch.tanh),
     "Relu": unary(torch.relu),
     "Floor": unary(torch.floor),

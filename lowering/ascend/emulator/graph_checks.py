@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
-from ..device import fills_tiles, is_weight
+from ..device import fills_tiles, int4_words, is_weight
 from ..ge_file import GROUPS
 from .communicator import Communicator
 from .memory import FORMAT_NAMES, ND, NZ
 
-_INT8 = 3
-"""Number of int8 in GE's messages."""
+_INT8, _INT32, _FLOAT = 3, 7, 1
+"""Numbers of dtypes in GE's messages."""
 _ONLY_NZ = "GroupedMatmulSwigluQuantV2"
 
 
@@ -34,8 +34,10 @@ def data_formats(graph: Any) -> dict[str, int]:
 def check_formats(graph: Any) -> None:
     """Refuses operands in formats that their readers do not take.
 
-    A tensor in NZ is legal where every reader is a matrix product that takes it as its weight, and where its tiles are filled. The
-    first product of experts in int8 takes no other format: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
+    A tensor in NZ is legal where every reader is a matrix product that takes it as its weight, itself or as int4, and where its tiles
+    are filled. Two products of experts in int8 take no other format: the one with activation and rounding (documentation of
+    aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin), and the one with a scale in float32 (grouped_matmul_def.cpp of
+    hicann/ops-transformer, 8.5.0.alpha001).
 
     Raises:
         LoweringError: naming operator, input and format.
@@ -47,12 +49,25 @@ def check_formats(graph: Any) -> None:
             raise LoweringError(f"{tensor} is in format number {number}; legal are {FORMAT_NAMES}")
         if number == NZ and not fills_tiles(described[tensor]):
             raise LoweringError(f"{tensor} is in NZ and its sizes {list(described[tensor].shape.dim)} do not fill its tiles; legal is ND")
+    words = int4_words(graph)
+    formats |= {tensor: formats[source] for tensor, source in words.items()}
     for op in graph.op:
+        if f"{op.name}:0" in words:
+            continue
         for tensor, slot in zip(op.input, (desc.name for desc in op.input_desc), strict=False):
             if formats.get(tensor) == NZ and not is_weight(op.type, slot):
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, which is in NZ, as {slot}; legal is ND, or a product's weight")
-            if formats.get(tensor) == ND and op.type == _ONLY_NZ and is_weight(op.type, slot) and described[tensor].dtype == _INT8:
+            if formats.get(tensor) == NZ and tensor in described and described[tensor].dtype == _INT32:
+                raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, int32 in NZ, as {slot}; legal is its Bitcast to int4")
+            is_int8 = tensor in described and described[tensor].dtype == _INT8
+            if formats.get(tensor) == ND and is_int8 and is_weight(op.type, slot) and _only_nz(op):
                 raise LoweringError(f"{op.name} ({op.type}) takes {tensor}, int8 in ND, as {slot}; legal is NZ for int8 weights")
+
+
+def _only_nz(op: Any) -> bool:
+    """Whether a product takes int8 weights in NZ alone."""
+    scaled = any(desc.name == "scale0" and desc.dtype == _FLOAT for desc in op.input_desc)
+    return op.type == _ONLY_NZ or (op.type == "GroupedMatmul" and scaled)
 
 
 def check_communication(graph: Any, communicators: Mapping[str, Communicator], rank: int) -> None:

@@ -25,21 +25,23 @@ from .kernels_common import (
 )
 
 
-def npu_moe_gating_top_k(
-    x: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, out_flag: bool = False, routed_scaling_factor: float = 1.0, **options: Any
+def npu_moe_gating_top_k_softmax_v2(
+    x: torch.Tensor, *, k: int = 1, finished: torch.Tensor | None = None, renorm: int | None = 0, output_softmax: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [T, E] -> y [T, X] like x, int32 expert ids [T, X], f32 [T, E]: softmax over all experts, never renormalised.
+    """Logits [T, E] -> y [T, X] like x, int32 expert ids [T, X], f32 softmax; renorm 1 takes the softmax of the k largest alone.
 
-    The bias [E] affects the choice only; of equal scores the lower expert wins. The last result is the softmax when out_flag is
-    set, else undefined.
+    Of equal logits the lower expert wins. The last result is empty unless output_softmax is set, which renorm 1 ignores.
+    Restrictions: moe_gating_top_k_softmax_v2_tiling_base.cpp of hicann/ops-transformer, 8.5.0.alpha001.
     """
-    op = "npu_moe_gating_top_k"
-    refuse_options(op, options, k_group=1, group_count=1, eps=options.get("eps"))
-    scores = require(op, "x", x, FLOATS, (2,)).float().softmax(-1)
-    choice = scores if bias is None else scores + bias.float()
-    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    y = scores.gather(1, ids) * routed_scaling_factor
-    return y.to(x.dtype), ids.int(), scores if out_flag else undefined(*scores.shape, dtype=torch.float32)
+    op = "npu_moe_gating_top_k_softmax_v2"
+    refuse_options(op, {"finished": finished})
+    logits = require(op, "x", x, FLOATS, (2,)).float()
+    if renorm not in (0, 1) or not 0 < k <= min(1024, x.shape[1]):
+        raise LoweringError(f"{op}: renorm {renorm}, k {k} of {x.shape[1]} experts; legal are 0 or 1, and 1 to 1024 of them")
+    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    softmax = logits.softmax(-1)
+    y = logits.gather(1, ids).softmax(-1) if renorm else softmax.gather(1, ids)
+    return y.to(x.dtype), ids.int(), softmax if output_softmax and not renorm else torch.empty(0)
 
 
 def npu_moe_init_routing_v2(
@@ -128,8 +130,8 @@ def npu_grouped_matmul(
 ) -> list[torch.Tensor]:
     """One product per expert over its rows: x [M, K] by weight [E, K, N] -> [M, N]; rows beyond the groups are undefined.
 
-    bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias);
-    w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
+    bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias; or neither scale
+    and int32 results); w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
     The last form destroys its x, as the device does: x is undefined afterwards.
     """
     op = "npu_grouped_matmul"
@@ -140,6 +142,9 @@ def npu_grouped_matmul(
     rows = require(op, "x", operands[0], (*FLOATS, torch.int8), (2,))
     w = require(op, "weight", operands[1], (*FLOATS, torch.int8, torch.int32), (3,))
     bounds = group_bounds(op, group_list, group_list_type or 0, w.shape[0], rows.shape[0])
+    if rows.dtype == torch.int8 and output_dtype in (torch.int32, 3):
+        refuse_options(op, {"bias": bias, "scale": scale, "per_token_scale": per_token_scale})
+        return [_integer_groups(op, rows, require(op, "weight", w, (torch.int8,)), bounds)]
     if rows.dtype == torch.int8:
         y = _quantised_groups(op, rows, w, operands[3], operands[4], operands[2], bounds)
         if w.dtype == torch.int32:
@@ -159,6 +164,15 @@ def _single(op: str, tensors: list[torch.Tensor]) -> torch.Tensor | None:
     return tensors[0] if tensors else None
 
 
+def _integer_groups(op: str, x: torch.Tensor, weight: torch.Tensor, bounds: list[tuple[int, int]]) -> torch.Tensor:
+    """int8 x [M, K] by int8 [E, K, N] -> int32 [M, N]."""
+    require_shape(op, "weight", weight, (weight.shape[0], x.shape[1], weight.shape[2]))
+    y = undefined(x.shape[0], weight.shape[2], dtype=torch.int32)
+    for e, (low, high) in enumerate(bounds):
+        y[low:high] = int_matmul(x[low:high], weight[e]).to(torch.int32)
+    return y
+
+
 def _quantised_groups(
     op: str,
     x: torch.Tensor,
@@ -173,7 +187,7 @@ def _quantised_groups(
     w = unpack_int4(weight) if packed else require(op, "weight", weight, (torch.int8,))
     E, N = w.shape[0], w.shape[2]
     require_shape(op, "weight", w, (E, x.shape[1], N))
-    legal = (torch.int64, torch.uint64, torch.float32) if packed else (torch.float32, torch.bfloat16)
+    legal = (torch.int64, torch.uint64) if packed else (torch.float32, torch.bfloat16)
     wide = float_scale(require(op, "scale", scale, legal, (2, 3) if packed else (2,))).double()
     wide = wide[:, None] if wide.dim() == 2 else wide
     require_shape(op, "scale", wide, (E, wide.shape[1], N))
@@ -228,7 +242,8 @@ def npu_grouped_matmul_swiglu_quant_v2(
     """
     op = "npu_grouped_matmul_swiglu_quant_v2"
     refuse_options(op, options, dequant_dtype=6, quant_dtype=1)
-    w, scale = _single(op, weight), require(op, "weight_scale", _single(op, weight_scale), (torch.float32, torch.int64), (2, 3))
+    scales = (torch.float32, torch.int64, torch.uint64)
+    w, scale = _single(op, weight), require(op, "weight_scale", _single(op, weight_scale), scales, (2, 3))
     if dequant_mode != int(scale.dim() == 3 and scale.shape[1] > 1):
         raise LoweringError(f"{op}: dequant_mode {dequant_mode}, weight_scale {tuple(scale.shape)}; legal is 1 for input groups, else 0")
     assist = None if weight_assist_matrix is None else _single(op, weight_assist_matrix)
@@ -239,6 +254,48 @@ def npu_grouped_matmul_swiglu_quant_v2(
     if stacked.dtype == torch.int32:
         x.fill_(-128)
     return quantise_rows(torch.nn.functional.silu(gate) * up)
+
+
+def npu_dequant_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """swiglu of the groups' rows [M, 2F] and rounding by rows: int8 [M, F] and f32 [M]; rows beyond the groups are undefined.
+
+    x float as it is; int32 times weight_scale f32 [E, 2F] of its group and activation_scale f32 [M, 1]. silu is on the first half.
+    """
+    op = "npu_dequant_swiglu_quant"
+    refuse_options(op, options, clamp_limit=7.0, glu_alpha=1.702, glu_bias=1.0, dst_type=1, activate_dim=-1)
+    if not activate_left or quant_mode != 1:
+        raise LoweringError(f"{op}: activate_left {activate_left}, quant_mode {quant_mode}; legal is True, and 1 (by rows)")
+    counts = require(op, "group_index", group_index, (torch.int64,), (1,))
+    bounds = group_bounds(op, counts, 1, counts.shape[0], require(op, "x", x, (*FLOATS, torch.int32), (2,)).shape[0])
+    wide = x.float() if x.dtype != torch.int32 else _dequantised(op, x, weight_scale, activation_scale, bounds)
+    if x.dtype != torch.int32:
+        refuse_options(op, {"weight_scale": weight_scale, "activation_scale": activation_scale})
+    gate, up = wide.chunk(2, -1)
+    rows, scale = quantise_rows(torch.nn.functional.silu(gate) * up)
+    rows[bounds[-1][1] :], scale[bounds[-1][1] :] = -128, float("nan")
+    return rows, scale
+
+
+def _dequantised(
+    op: str, x: torch.Tensor, weight_scale: torch.Tensor | None, row_scale: torch.Tensor | None, bounds: list[tuple[int, int]]
+) -> torch.Tensor:
+    scale = require(op, "weight_scale", weight_scale, (torch.float32,), (2,))
+    require_shape(op, "weight_scale", scale, (len(bounds), x.shape[1]))
+    rows = require(op, "activation_scale", row_scale, (torch.float32,), (2,))
+    require_shape(op, "activation_scale", rows, (x.shape[0], 1))
+    wide = undefined(*x.shape, dtype=torch.float32)
+    for e, (low, high) in enumerate(bounds):
+        wide[low:high] = (x[low:high].double() * scale[e].double() * rows[low:high].double()).float()
+    return wide
 
 
 def npu_moe_finalize_routing(
@@ -256,7 +313,7 @@ def npu_moe_finalize_routing(
 
     Args:
         expanded_permuted_rows: [T*X, M]; modes 1 and 3: [E, C, M], read as [E*C, M].
-        scales: [T, X] in the rows' dtype, or None for ones (then X is k).
+        scales: [T, X] in the rows' dtype or f32, or None for ones (then X is k).
         expanded_src_to_dst_row: int32 [T*X]; modes 1 and 3 also take -1, which stands for a row of zeros.
         drop_pad_mode: 2 or 3; 0 and 1 are the same with map[x * T + t].
     """
@@ -266,7 +323,7 @@ def npu_moe_finalize_routing(
     index = require(op, "expanded_src_to_dst_row", expanded_src_to_dst_row, (torch.int32,), (1,)).long()
     if drop_pad_mode not in range(4):
         raise LoweringError(f"{op}: drop_pad_mode is {drop_pad_mode}; legal is 0 to 3")
-    X = (k or 1) if scales is None else require(op, "scales", scales, (rows.dtype,), (2,)).shape[1]
+    X = (k or 1) if scales is None else require(op, "scales", scales, (rows.dtype, torch.float32), (2,)).shape[1]
     lowest = -1 if padded else 0
     if index.numel() and not lowest <= int(index.min()) <= int(index.max()) < rows.shape[0]:
         raise LoweringError(f"{op}: row indices from {int(index.min())} to {int(index.max())}; legal is {lowest} to {rows.shape[0] - 1}")

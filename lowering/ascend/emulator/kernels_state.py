@@ -6,6 +6,7 @@ Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, INDICES, refuse_options, require, require_shape, undefined
 
 MASK_SIZE = 2048
-MAX_TOKENS = 8
+MAX_TOKENS, MAX_TOKENS_VLLM = 8, 16
+"""Of a sequence, in the recurrent operators of CANN and of vllm-ascend."""
 
 
 @functools.cache
@@ -128,6 +130,7 @@ def npu_fused_infer_attention_score(
     _check_mask(op, atten_mask, sparse_mode)
     tables = require(op, "block_table", block_table, (torch.int32,), (2,))
     G = num_key_value_heads or num_heads
+    _check_widths(op, key, num_heads, G, input_layout)
     keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
     flat = require(op, "query", query, (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
     out = undefined(*flat.shape[:2], values.shape[-1], dtype=query.dtype)
@@ -140,6 +143,26 @@ def npu_fused_infer_attention_score(
         k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
         _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high], lse[low:high])
     return out.reshape(*query.shape[:-1], -1), _lse_shape(lse, query, input_layout) if softmax_lse_flag else torch.empty(0)
+
+
+# Limits of the host tiling of ops-transformer@c29bc10, for a page table and no rotary part beside the query: widths of TND in
+# prompt_flash_attention_tiling.cpp (CheckInputShapeWhenLayoutIsTND); heads, groups and widths of the others there (NLIMIT, DLIMIT,
+# checkPAKeyValueDimsWhenBBH) and in incre_flash_attention_tiling_check.cpp. Its page sizes (multiples of 128, for one query of 16) are left
+# to the check of emitted graphs: graphs of small models have smaller pages.
+_TND_WIDTHS = (64, 128, 192)
+_MOST_HEADS, _LARGEST_GROUP, _WIDEST, _WIDEST_ROW = 256, 64, 512, 65535
+
+
+def _check_widths(op: str, key: torch.Tensor, H: int, G: int, layout: str) -> None:
+    row = key.shape[-1] if key.dim() == 3 else G * key.shape[-1]
+    D = row // G
+    if layout == "TND" and D not in _TND_WIDTHS:
+        raise LoweringError(f"{op}: heads of width {D} in layout TND with a block_table; legal are {_TND_WIDTHS}, or layout BSH or BSND")
+    if H % G or H > _MOST_HEADS or H // G > _LARGEST_GROUP or D > _WIDEST or row > _WIDEST_ROW:
+        raise LoweringError(
+            f"{op}: {H} query heads, {G} key heads of width {D}; legal are at most {_MOST_HEADS} heads, a multiple of the key heads, at "
+            f"most {_LARGEST_GROUP} a key head, of width at most {_WIDEST}, and key rows of at most {_WIDEST_ROW}"
+        )
 
 
 def _pages(op: str, name: str, cache: torch.Tensor, G: int, block_size: int) -> torch.Tensor:
@@ -242,27 +265,136 @@ def npu_recurrent_gated_delta_rule_functional(
     """
     op = "npu_recurrent_gated_delta_rule_functional"
     refuse_options(op, options)
-    T, Hv, Dv = require(op, "value", value, FLOATS, (3,)).shape
-    for name, operand, shape in (("query", query, key.shape), ("state", state, (state.shape[0], Hv, Dv, key.shape[-1]))):
-        require_shape(op, name, require(op, name, operand, (value.dtype,)), shape)
-    slots = require(op, "ssm_state_indices", ssm_state_indices, (torch.int32,), (1,))
-    require_shape(op, "ssm_state_indices", slots, (T,))
-    lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,))
-    accepted = torch.ones_like(lengths) if num_accepted_tokens is None else require(op, "num_accepted_tokens", num_accepted_tokens, INDICES)
-    q = query.float().repeat_interleave(Hv // query.shape[1], 1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    k = key.float().repeat_interleave(Hv // key.shape[1], 1)
-    decay = torch.ones(T, Hv) if g is None else require(op, "g", g, (torch.float32,), (2,)).exp()
-    write = torch.ones(T, Hv) if beta is None else beta.float()
-    out, pool, start = undefined(T, Hv, Dv, dtype=value.dtype), state.clone(memory_format=torch.contiguous_format), 0
-    for length, count in zip(lengths.tolist(), accepted.tolist(), strict=True):
-        if not (0 < length <= MAX_TOKENS and 0 < count <= length and start + length <= T):
-            raise LoweringError(f"{op}: {length} tokens, {count} accepted, from row {start} of {T}; legal is up to {MAX_TOKENS}")
-        S = state[slots[start + count - 1]].float()
-        for t in range(start, start + length):
-            S = S * decay[t, :, None, None]
-            delta = write[t, :, None] * (value[t].float() - (S * k[t, :, None]).sum(-1))
-            S = S + delta[..., None] * k[t, :, None]
-            out[t] = (S * q[t, :, None]).sum(-1).to(out.dtype)
-            pool[slots[t]] = S.to(pool.dtype)
-        start += length
-    return out, pool
+    require(op, "state", state, (value.dtype,))
+    lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,)).tolist()
+    pool = state.clone(memory_format=torch.contiguous_format)
+    rows = _Rows(op, query, key, value, beta, scale, ssm_state_indices, g)
+    return rows.run(state, pool, 0, lengths, num_accepted_tokens, MAX_TOKENS), pool
+
+
+class _Rows:
+    """Tokens of sequences that lie one after the other, checked and in float32; arguments as of the operators."""
+
+    def __init__(
+        self,
+        op: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        beta: torch.Tensor | None,
+        scale: float | None,
+        slots: torch.Tensor | None,
+        g: torch.Tensor | None,
+    ) -> None:
+        T, Hv, _ = require(op, "value", value, FLOATS, (3,)).shape
+        require_shape(op, "query", require(op, "query", query, (value.dtype,)), key.shape)
+        require(op, "key", key, (value.dtype,), (3,))
+        self.op, self.value, self.slots = op, value, slots
+        if slots is not None:
+            require_shape(op, "ssm_state_indices", require(op, "ssm_state_indices", slots, (torch.int32,), (1,)), (T,))
+        self.q = query.float().repeat_interleave(Hv // query.shape[1], 1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        self.k = key.float().repeat_interleave(Hv // key.shape[1], 1)
+        self.decay = torch.ones(T, Hv) if g is None else require(op, "g", g, (torch.float32,), (2,)).exp()
+        self.write = torch.ones(T, Hv) if beta is None else require(op, "beta", beta, (value.dtype,), (2,)).float()
+
+    def step(self, S: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state [Hv, Dv, Dk] after token t, and its output [Hv, Dv]."""
+        S = S * self.decay[t, :, None, None]
+        delta = self.write[t, :, None] * (self.value[t].float() - (S * self.k[t, :, None]).sum(-1))
+        S = S + delta[..., None] * self.k[t, :, None]
+        return S, (S * self.q[t, :, None]).sum(-1)
+
+    def run(
+        self, state: torch.Tensor, pool: torch.Tensor, start: int, lengths: list[int], accepted: torch.Tensor | None, most: int
+    ) -> torch.Tensor:
+        """The recurrent rule from the states of `state` into those of `pool`; o [T, Hv, Dv]."""
+        T, Hv, Dv = self.value.shape
+        require_shape(self.op, "state", state, (state.shape[0], Hv, Dv, self.k.shape[-1]))
+        slots = require(self.op, "ssm_state_indices", self.slots, (torch.int32,), (1,)).tolist()
+        counts = [1] * len(lengths) if accepted is None else require(self.op, "num_accepted_tokens", accepted, INDICES).tolist()
+        out = undefined(T, Hv, Dv, dtype=self.value.dtype)
+        for length, count in zip(lengths, counts, strict=True):
+            if not (0 < length <= most and 0 < count <= length and start + length <= T):
+                raise LoweringError(f"{self.op}: {length} tokens, {count} accepted, from row {start} of {T}; legal is up to {most}")
+            S = state[slots[start + count - 1]].float()
+            for t in range(start, start + length):
+                S, o = self.step(S, t)
+                out[t] = o.to(out.dtype)
+                pool[slots[t]] = S.to(pool.dtype)
+            start += length
+        return out
+
+
+def npu_recurrent_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    g: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """vllm-ascend's recurrent rule: as `npu_recurrent_gated_delta_rule_functional`, writing the pool itself.
+
+    Source: vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule.
+
+    Args:
+        state: of the dtype of value, or float32.
+        scale: must be given.
+        actual_seq_lengths: int32 [B + 1]: the first row of the first sequence, then the tokens of each, at most 16.
+    """
+    op = "_C_ascend.npu_recurrent_gated_delta_rule"
+    refuse_options(op, options)
+    require(op, "state", state, (value.dtype, torch.float32))
+    start, *lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,)).tolist()
+    if scale is None:
+        raise LoweringError(f"{op}: scale is absent; legal is a number")
+    rows = _Rows(op, query, key, value, beta, scale, ssm_state_indices, g)
+    return rows.run(state.clone(), state, start, lengths, num_accepted_tokens, MAX_TOKENS_VLLM)
+
+
+def npu_chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    g: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule of whole sequences; query, key, value, beta, g as of the recurrent operators.
+
+    Source: Ascend/op-plugin@517f2e7 docs/zh/custom_APIs/torch_npu/torch_npu-npu_chunk_gated_delta_rule.md.
+
+    Args:
+        initial_state: [B, Hv, Dv, Dk], of the dtype of value; heads of up to 128, at most 64.
+        actual_seq_lengths: int32 [B] tokens of each sequence, all tokens together.
+        scale: default 1.
+
+    Returns:
+        o [T, Hv, Dv] and the states after the sequences [B, Hv, Dv, Dk], of the dtype of value.
+    """
+    op = "npu_chunk_gated_delta_rule"
+    T, Hv, Dv = value.shape
+    states = require(op, "initial_state", initial_state, (value.dtype,), (4,))
+    require(op, "beta", beta, (value.dtype,), (2,))
+    lengths = require(op, "actual_seq_lengths", actual_seq_lengths, (torch.int32,), (1,)).tolist()
+    rows = _Rows(op, query, key, value, beta, 1.0 if scale is None else scale, None, g)
+    require_shape(op, "initial_state", states, (len(lengths), Hv, Dv, key.shape[-1]))
+    if sum(lengths) != T or min(lengths) < 1 or max(Dv, key.shape[-1]) > 128 or max(Hv, key.shape[1]) > 64:
+        raise LoweringError(
+            f"{op}: {lengths} tokens of {T}, {key.shape[1]} and {Hv} heads of {key.shape[-1]} and {Dv}; "
+            "legal are all tokens, up to 64 heads of up to 128"
+        )
+    outs, after = [], list(states.float())
+    for t, sequence in enumerate(itertools.chain.from_iterable([i] * length for i, length in enumerate(lengths))):
+        after[sequence], o = rows.step(after[sequence], t)
+        outs.append(o)
+    return torch.stack(outs).to(value.dtype), torch.stack(after).to(value.dtype)

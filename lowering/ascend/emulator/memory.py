@@ -217,10 +217,11 @@ def check_tiles(tensor: torch.Tensor) -> None:
         LoweringError: naming its sizes and those that are legal.
     """
     width = 32 // tensor.dtype.itemsize
-    if tensor.dim() < 2 or tensor.shape[-2] % 16 or tensor.shape[-1] % width or tensor.dtype.itemsize > 2:
+    legal = tensor.dtype.itemsize <= 2 or tensor.dtype == torch.int32
+    if not legal or tensor.dim() < 2 or tensor.shape[-2] % 16 or tensor.shape[-1] % width:
         raise LoweringError(
             f"{tuple(tensor.shape)} {tensor.dtype} in NZ does not fill its tiles; legal are multiples of 16 rows of {width} values"
-            " of one or two bytes"
+            " of one or two bytes, or of int32 words of int4"
         )
 
 

@@ -33,16 +33,19 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         state.npu_scatter_nd_update,
         state.npu_scatter_nd_update_,
         state.npu_recurrent_gated_delta_rule_functional,
-        moe.npu_moe_gating_top_k,
+        state.npu_chunk_gated_delta_rule,
+        moe.npu_moe_gating_top_k_softmax_v2,
         moe.npu_moe_init_routing_v2,
         moe.npu_grouped_matmul,
         moe.npu_grouped_matmul_swiglu_quant_v2,
+        moe.npu_dequant_swiglu_quant,
         moe.npu_moe_finalize_routing,
         in_place.npu_scatter_pa_kv_cache,
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
     **_named("air", state.npu_fused_infer_attention_score),
+    **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 

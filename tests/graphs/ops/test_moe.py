@@ -137,13 +137,15 @@ def test_quant_linear_is_the_integer_product() -> None:
 
 
 def calls(ranks: int, group: str, quantise: bool) -> list[tuple[Any, ...]]:
-    return [(draw(4, M, seed=r), choices(4, seed=r), torch.tensor([r], dtype=torch.int32), E, group, ranks, quantise) for r in range(ranks)]
+    x = [draw(4, M, seed=r) for r in range(ranks)]
+    return [(x[r], choices(4, seed=r), x[r], torch.tensor([r], dtype=torch.int32), E, group, ranks, quantise) for r in range(ranks)]
 
 
 def combining(sent: list[Any], ranks: int, group: str) -> list[tuple[Any, ...]]:
     return [
-        (draw(*s[0].shape, seed=50 + r), choices(4, seed=r), draw(4, X, seed=60 + r), *s[3:], torch.tensor([r]).int(), E, group, ranks)
+        (rows, choices(4, seed=r), draw(4, X, seed=60 + r), *s[3:], draw(4, M, seed=70 + r), torch.tensor([r]).int(), E, group, ranks)
         for r, s in enumerate(sent)
+        for rows in [draw(*s[0].shape, seed=50 + r)]
     ]
 
 

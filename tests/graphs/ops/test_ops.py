@@ -93,8 +93,8 @@ def distinct(*rows: tuple[int, ...]) -> torch.Tensor:
 def dispatched(r: Draw) -> tuple[Any, ...]:
     """Operands of a combine in a group of one rank."""
     ids = distinct((0, 3), (3, 1), (5, 4))
-    _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, ints(0), 6, "world", 1, False)
-    return r(6, 5), ids, r.uniform(3, 2).to(r.dtype), assist, received, ints(0), 6, "world", 1
+    _, _, _, assist, received = ops.moe_dispatch(r(3, 5), ids, r(3, 5), ints(0), 6, "world", 1, False)
+    return r(6, 5), ids, r.uniform(3, 2), assist, received, r(3, 5), ints(0), 6, "world", 1
 
 
 def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
@@ -173,8 +173,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
     "moe_combine": {"alone": dispatched},
     "moe_dispatch": {
-        "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), ints(0), 6, "world", 1, False),
-        "int8": lambda r: (r(2, 5), distinct((2, 0, 1), (1, 2, 3)), ints(0), 4, "world", 1, True),
+        "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), r(3, 5), ints(0), 6, "world", 1, False),
+        "int8": lambda r: (r(2, 5), distinct((2, 0, 1), (1, 2, 3)), r(2, 5), ints(0), 4, "world", 1, True),
     },
     "moe_experts": {
         "every expert": lambda r: experts(r, 5, 7, 4, 6),

@@ -8,6 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from npucompile.graphs import ops
+from npucompile.models.gated_attention import rotated_order
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -66,8 +67,9 @@ def test_rope(head_dim: int, factor: float, dtype: torch.dtype) -> None:
     cos, sin = theirs.Qwen3_5TextRotaryEmbedding(config)(q.float(), at[None])
     want = theirs.apply_rotary_pos_emb(q[None].float(), k[None].float(), cos, sin, unsqueeze_dim=2)
     angles = ops.rope_angles(at, int(head_dim * factor), 1e4)
+    order = rotated_order(head_dim, int(head_dim * factor))
     for x, rotated in zip((q, k), want, strict=True):
-        close(ops.rope(x, *angles).float(), rotated[0].to(dtype).float(), 1e-5 if dtype == torch.float32 else 1e-2)
+        close(ops.rope(x[..., order], *angles).float(), rotated[0][..., order].to(dtype).float(), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 # --- experts: loops ---

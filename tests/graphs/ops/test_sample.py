@@ -10,6 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from npucompile.graphs import ops
+from npucompile.graphs.ops.sample import part_length
+from npucompile.graphs.step_inputs import MAX_RANKED, UNDECIDED
 
 GRID = 4096
 
@@ -109,3 +111,97 @@ def test_rows_mix() -> None:
     for b, knob in enumerate(knobs):
         for t in range(2):
             assert together[b, t] == draws(logits[b, t].tolist(), *knob, uniform[b, t : t + 1])[0]
+
+
+# --- the lowering for NPUs, which ranks a few of the tokens only and sums in f32 ---
+
+K = MAX_RANKED
+LOWERED = ops.sample.lower_for("npu")
+
+
+def intervals(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Ends [V] of each token's share of the unit interval, in f64; a share is empty where the token is dropped."""
+    order = logits.double().argsort(descending=True, stable=True)
+    if temperature == 0:
+        return (torch.arange(len(logits)) >= order[0]).double()
+    heat = ((logits.double() - logits.max()) / temperature).exp()
+    ranked = heat[order]
+    kept = torch.arange(len(logits)) < (top_k or len(logits))
+    share = torch.where(kept, ranked, 0.0) / ranked[kept].sum()
+    kept &= (share.cumsum(0) - share < top_p) | torch.tensor(top_p >= 1)
+    weights = torch.where(torch.zeros(len(logits), dtype=torch.bool).scatter(0, order, kept) & (heat >= min_p), heat, 0.0)
+    return (weights / weights.sum()).cumsum(0)
+
+
+def check_lowered(logits: torch.Tensor, knobs: tuple[float, int, float, float], uniform: torch.Tensor) -> None:
+    """Each draw is the token in whose share the random number lies, to within f32 rounding, and never a dropped one."""
+    temperature, top_k, top_p, min_p = knobs
+    columns = (torch.tensor([temperature]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p]))
+    tokens = LOWERED(logits.expand(1, len(uniform), -1), *columns, uniform[None])[0]
+    assert tokens.dtype == torch.int32
+    ends = intervals(logits, *knobs)
+    starts = torch.cat([torch.zeros(1, dtype=torch.float64), ends[:-1]])
+    assert (ends > starts)[tokens].all(), "a dropped token was drawn"
+    if temperature > 0:
+        assert ((starts[tokens] - 2e-6 <= uniform) & (uniform <= ends[tokens] + 2e-6)).all()
+
+
+UNIFORM = torch.cat([torch.tensor([0.0, 1 - 2**-24]), torch.rand(30, generator=torch.Generator().manual_seed(3))])
+
+
+@given(LOGITS, *KNOBS)
+@example([0.0, 0.0, 0.0, 0.0], 1.0, 2, 1.0, 0.0)
+@example([1.0, 3.0, 3.0], 0.0, 1, 0.1, 1.0)
+def test_lowered_draws_are_those_of_a_small_vocabulary(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    masses(logits, temperature, top_k, top_p, min_p)
+    check_lowered(torch.tensor(logits), (temperature, max(top_k, 0), top_p, min_p), UNIFORM)
+
+
+LARGE = 3 * K + 64
+SHAPES = {
+    "flat": lambda r: torch.zeros(LARGE),
+    "two levels": lambda r: torch.randint(2, (LARGE,), generator=r).float(),
+    "many equals": lambda r: (torch.randn(LARGE, generator=r) * 4).round() / 2,
+    "bfloat16": lambda r: (torch.randn(LARGE, generator=r) * 3).bfloat16().float(),
+    "one peak": lambda r: torch.randn(LARGE, generator=r) + 30.0 * (torch.arange(LARGE) == LARGE - 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (1, 1.0), (5, 0.7), (K - 1, 0.5), (K, 1.0), (K, 0.9), (K, 1e-6), (LARGE, 1.0)])
+def test_lowered_draws_are_those_of_a_large_vocabulary(shape: str, top_k: int, top_p: float) -> None:
+    """Of more tokens than are ranked; equals of the border lie beyond the ranked ones too."""
+    logits = SHAPES[shape](torch.Generator().manual_seed(11))
+    for temperature, min_p in ((0.0, 0.0), (1e-38, 0.0), (0.3, 0.0), (1.0, 0.11), (50.0, 0.0)):
+        check_lowered(logits, (temperature, top_k, top_p, min_p), UNIFORM)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("min_p", [0.0, 0.11])
+def test_lowered_draws_of_top_p_alone_are_right_or_none(shape: str, top_p: float, min_p: float) -> None:
+    """No token exactly where it takes more than are ranked to reach top_p, and min_p drops none of those."""
+    logits = SHAPES[shape](torch.Generator().manual_seed(11))
+    for temperature in (0.0, 0.3, 1.0, 50.0):
+        heat = ((logits.double() - logits.max()) / max(temperature, 1e-30)).exp().sort(descending=True)[0]
+        needs_more = bool(heat[:K].sum() < top_p * heat.sum()) and float(heat[K - 1]) >= min_p
+        columns = (torch.tensor([temperature]), torch.zeros(1, dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p]))
+        tokens = LOWERED(logits.expand(1, len(UNIFORM), -1), *columns, UNIFORM[None])
+        if needs_more and temperature > 0:
+            assert (tokens == UNDECIDED).all()
+        else:
+            check_lowered(logits, (temperature, 0, top_p, min_p), UNIFORM)
+
+
+def test_lowered_greedy_rows_tell_the_closest_logits_apart() -> None:
+    """The weights of both at temperature 1 would be equal in f32."""
+    logits = torch.tensor([0.0, 1e-9, 1e-9, -1e-9])
+    check_lowered(logits, (0.0, 0, 1.0, 0.0), UNIFORM)
+
+
+@pytest.mark.parametrize("vocab_size, length", [(248320, 512), (151936, 128), (97, 1), (1, 1), (3136, 56)])
+def test_parts_of_a_vocabulary(vocab_size: int, length: int) -> None:
+    assert vocab_size % part_length(vocab_size) == 0
+    assert part_length(vocab_size) == length

@@ -374,6 +374,36 @@ def test_a_weight_that_would_be_padded_or_is_no_matrix_stays(dim, dtype):
     assert device.weight_operands(weights_model(dim=dim, dtype=dtype)) == ()
 
 
+def int4_model(*, words=8, second_reader="", of="int4") -> GeFile:
+    """A GroupedMatmul with int4 weights, of 16 rows of int32 words."""
+    model = messages().ModelDef()
+    graph = model.graph.add(name="main")
+    data = graph.op.add(name="packed", type="Data")
+    data.output_desc.add(name="y", dtype=messages().DataType.Value("DT_INT32")).shape.dim.extend((4, 16, words))
+    reader = [(second_reader, "x", f"{of}:0")] if second_reader else []
+    for kind, slot, tensor in (("Bitcast", "x", "packed:0"), ("GroupedMatmul", "weight0", "int4:0"), *reader):
+        op = graph.op.add(name="int4" if kind == "Bitcast" else kind, type=kind)
+        op.input.append(tensor)
+        op.input_desc.add(name=slot)
+        if kind == "Bitcast":
+            op.attr["type"].dt = 29
+    return GeFile(model.SerializeToString(), {}, (), (), 1, 1, ())
+
+
+def test_packed_int4_is_a_weight_through_its_bitcast():
+    assert device.weight_operands(int4_model()) == (0,)
+    assert device.weight_operands(int4_model(words=12)) == ()
+    assert device.weight_operands(int4_model(second_reader="Transpose")) == ()
+    assert device.weight_operands(int4_model(second_reader="Transpose", of="packed")) == ()
+
+
+def test_packed_int4_is_tiled_as_the_int8_that_two_of_them_share():
+    weight, seen = torch.arange(64, dtype=torch.int32).view(8, 8), []
+    tiled = device.to_nz(SimpleNamespace(npu_format_cast=lambda tensor, number: seen.append((tensor.dtype, number)) or tensor), weight)
+    assert seen == [(torch.int8, device.FRACTAL_NZ)]
+    assert (tiled.dtype, tiled.tolist()) == (torch.int32, weight.tolist())
+
+
 def test_int8_tiles_are_twice_as_wide():
     assert device.weight_operands(weights_model(dim=(64, 32), dtype=3)) == (1, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
+from npucompile.graphs.ir.record import record
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.lowering.ascend import moe_converters
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
 from npucompile.lowering.ascend.toolchain import harness
+from npucompile.lowering.platform import Platform
 
 BF16, F32 = torch.bfloat16, torch.float32
 Args = tuple[Any, ...]
+NEWEST = Platform("ascend910_93", "9.1").features("ge")
+FEATURES = pytest.mark.parametrize("features", [frozenset(), NEWEST], ids=["any", "newest"])
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +36,14 @@ def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def lowered(primitive: Primitive, args: Args) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+def lowered(primitive: Primitive, args: Args, features: frozenset[str] = frozenset()) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The lowering traced on meta tensors: its graph, which takes the tensors of args and returns a tuple."""
     with FakeTensorMode():
         metas = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in args if isinstance(a, torch.Tensor)]
 
         def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             rest = iter(tensors)
-            out = primitive.rule("lowering:npu")(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+            out = primitive.lower_for("npu", features)(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
             return out if isinstance(out, tuple) else (out,)
 
         return make_fx(run)(*metas), metas
@@ -57,8 +63,8 @@ def tensors(args: Args) -> list[torch.Tensor]:
     return [a.clone() for a in args if isinstance(a, torch.Tensor)]
 
 
-def on_cpu(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
-    graph, _ = lowered(primitive, args)
+def on_cpu(primitive: Primitive, args: Args, features: frozenset[str] = frozenset()) -> tuple[torch.Tensor, ...]:
+    graph, _ = lowered(primitive, args, features)
     results: tuple[torch.Tensor, ...] = OnCpu(graph).run(*tensors(args))
     return results
 
@@ -68,13 +74,33 @@ def reference(primitive: Primitive, args: Args) -> tuple[torch.Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
 
 
-def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args) -> list[str]:
-    """Types of the GE operators of the converted lowering, without those that only reshape or fill operands."""
-    graph, metas = lowered(primitive, args)
+def converted(torchair: harness.Torchair, primitive: Primitive, args: Args, features: frozenset[str] = frozenset()) -> list[Any]:
+    """The GE operators of the converted lowering."""
+    moe_converters.register(torchair)
+    graph, metas = lowered(primitive, args, features)
     with metas[0].fake_mode:
         runner = torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner
-    glue = {"Data", "Const", "Cast", "Fill", "NetOutput", "Reshape", "Bitcast", "Identity", "Shape", "ConcatV2", "Mul", "Transpose"}
-    return [op.type for op in runner.graph.op if op.type not in glue]
+    return list(runner.graph.op)
+
+
+def ge_ops(torchair: harness.Torchair, primitive: Primitive, args: Args, features: frozenset[str] = frozenset()) -> list[str]:
+    """Types of the GE operators of the converted lowering, without those that only reshape or fill operands."""
+    glue = {
+        "Data",
+        "Const",
+        "Cast",
+        "Fill",
+        "NetOutput",
+        "Reshape",
+        "Bitcast",
+        "Unsqueeze",
+        "Identity",
+        "Shape",
+        "ConcatV2",
+        "Mul",
+        "Transpose",
+    }
+    return [op.type for op in converted(torchair, primitive, args, features) if op.type not in glue]
 
 
 def draw(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
@@ -160,14 +186,15 @@ def test_grouped_experts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", [(ops.grouped_experts_w8a8, quantise_w8), (ops.grouped_experts_w4a8, quantise_w4)], ids=["w8a8", "w4a8"])
+@FEATURES
 @pytest.mark.usefixtures("torchair")
-def test_quantised_experts(form: tuple[Primitive, Callable[..., Any]]) -> None:
+def test_quantised_experts(form: tuple[Primitive, Callable[..., Any]], features: frozenset[str]) -> None:
     primitive, quantise = form
     args = experts_args(quantise, F32)
-    (got,), (want,) = on_cpu(primitive, args), reference(primitive, args)
+    (got,), (want,) = on_cpu(primitive, args, features), reference(primitive, args)
     torch.testing.assert_close(got[:9], want[:9], rtol=1e-4, atol=1e-5)
     assert not want[9:].any()
-    (got,) = on_cpu(primitive, experts_args(quantise, BF16))
+    (got,) = on_cpu(primitive, experts_args(quantise, BF16), features)
     assert got.dtype is BF16
 
 
@@ -186,50 +213,50 @@ def test_moe_experts_of_this_device(experts: int) -> None:
 
 # --- converted by torchair ---
 
-EXPERTS_BF16 = experts_args(None, BF16)
+EXPERTS_BF16, X_BF16 = experts_args(None, BF16), draw(5, 16, dtype=BF16)
 CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
     "quant_linear": (
         ops.quant_linear,
         (draw(5, 16, dtype=BF16), *quantise_w8(draw(16, 6))),
         ["DynamicQuant", "QuantBatchMatmulV3"],
     ),
-    "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopK", "ReduceSum", "RealDiv"]),
+    "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopKSoftmaxV2"]),
     "moe_sort": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, False), ["MoeInitRoutingV3"]),
     "moe_sort int8": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, True), ["MoeInitRoutingV3"]),
     "moe_unsort": (
         ops.moe_unsort,
-        (draw(6, 16, dtype=BF16), draw(3, 2, dtype=BF16), ints(-1, 2, -1, -1, 0, 1)),
+        (draw(6, 16, dtype=BF16), draw(3, 2), ints(-1, 2, -1, -1, 0, 1)),
         ["MoeFinalizeRoutingV2"],
     ),
     "grouped_experts": (ops.grouped_experts, EXPERTS_BF16, ["GroupedMatmul", "SwiGlu", "GroupedMatmul"]),
     "grouped_experts_w8a8": (
         ops.grouped_experts_w8a8,
         experts_args(quantise_w8, BF16),
-        ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+        ["GroupedMatmul", "DequantSwigluQuant", "GroupedMatmul"],
     ),
     "grouped_experts_w4a8": (
         ops.grouped_experts_w4a8,
         experts_args(quantise_w4, BF16),
-        ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+        ["GroupedMatmul", "DequantSwigluQuant", "GroupedMatmul"],
     ),
     "moe_dispatch": (
         ops.moe_dispatch,
-        (draw(5, 16, dtype=BF16), choices(5, 3, 8), ints(0), 8, "world", 4, False),
+        (X_BF16, choices(5, 3, 8), X_BF16, ints(0), 8, "world", 4, False),
         ["MoeDistributeDispatchV2"],
     ),
     "moe_dispatch int8": (
         ops.moe_dispatch,
-        (draw(5, 16, dtype=BF16), choices(5, 3, 8), ints(0), 8, "world", 4, True),
+        (X_BF16, choices(5, 3, 8), X_BF16, ints(0), 8, "world", 4, True),
         ["MoeDistributeDispatchV2"],
     ),
     "moe_combine": (
         ops.moe_combine,
-        (draw(40, 16, dtype=BF16), choices(5, 3, 8), draw(5, 3, dtype=BF16), ints(*[0] * 5120), ints(*[0] * 8), ints(0), 8, "world", 4),
-        ["MoeDistributeCombineV2"],
+        (draw(40, 16, dtype=BF16), choices(5, 3, 8), draw(5, 3), ints(*[0] * 5120), ints(*[0] * 8), X_BF16, ints(0), 8, "world", 4),
+        ["MoeDistributeCombineV2", "Add"],
     ),
     "moe_experts": (
         ops.moe_experts,
-        (draw(5, 6, dtype=BF16), draw(5, 3, dtype=BF16), choices(5, 3, 9), draw(4, 2, 4, 6, dtype=BF16), draw(4, 6, 4, dtype=BF16)),
+        (draw(5, 6, dtype=BF16), draw(5, 3), choices(5, 3, 9), draw(4, 2, 4, 6, dtype=BF16), draw(4, 6, 4, dtype=BF16)),
         [
             *("Less", "GreaterEqual", "LogicalOr", "MaskedFill"),
             *("MoeInitRoutingV3", "GroupedMatmul", "SwiGlu", "GroupedMatmul", "MoeFinalizeRoutingV2"),
@@ -242,6 +269,67 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
 def test_torchair_converts(torchair: harness.Torchair, name: str) -> None:
     primitive, args, wanted = CONVERSIONS[name]
     assert ge_ops(torchair, primitive, args) == wanted
+
+
+FUSED = {
+    "grouped_experts_w8a8": ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+    "grouped_experts_w4a8": ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
+    "moe_dispatch": ["MoeDistributeDispatchV2"],
+    "moe_combine": ["MoeDistributeCombineV2"],
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_newer_platforms_take_fewer_operators(torchair: harness.Torchair, name: str) -> None:
+    primitive, args, _ = CONVERSIONS[name]
+    assert ge_ops(torchair, primitive, args, NEWEST) == FUSED[name]
+    algorithms = {op.attr["comm_alg"].s for op in converted(torchair, primitive, args, NEWEST) if "comm_alg" in op.attr}
+    assert algorithms == ({b"fullmesh_v2"} if name.startswith("moe") else set())
+
+
+@FEATURES
+@pytest.mark.parametrize("name", ["grouped_experts_w8a8", "grouped_experts_w4a8"])
+def test_products_have_the_types_of_their_definitions(torchair: harness.Torchair, name: str, features: frozenset[str]) -> None:
+    """int4 weights beside uint64 scales and f32 corrections; int8 weights beside f32 scales, with an absent bias of the right type."""
+    primitive, args, _ = CONVERSIONS[name]
+    ops_by_name = {op.name: op for op in converted(torchair, primitive, args, features)}
+    types = torchair.torchair.ge._ge_graph.DataType
+
+    def dtype(op: Any, slot: str) -> int | None:
+        tensor = next((t for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == slot), None)
+        producer = ops_by_name[tensor.rpartition(":")[0]] if tensor else None
+        if producer is not None and producer.type == "Fill":
+            return number(ops_by_name[producer.input[1].rpartition(":")[0]].attr["dst_type"])
+        return number(producer.attr["type"]) if producer is not None and producer.type == "Bitcast" else None
+
+    def number(attribute: Any) -> int:
+        return int(getattr(attribute, attribute.WhichOneof("value")))
+
+    products = [op for op in ops_by_name.values() if op.type.startswith("GroupedMatmul")]
+    assert len(products) == 2
+    if name.endswith("w4a8"):
+        assert [dtype(op, "weight0") for op in products] == [types.DT_INT4] * 2
+        assert {dtype(op, slot) for op in products for slot in ("scale0", "weight_scale0")} <= {types.DT_UINT64, None}
+    else:
+        assert dtype(products[1], "bias0") == types.DT_BF16
+        assert dtype(products[0], "bias0") in (types.DT_INT32, None)
+
+
+def test_an_exchange_waits_for_the_one_before_it(torchair: harness.Torchair) -> None:
+    primitive, (x, ids, _, *rest), _ = CONVERSIONS["moe_dispatch"]
+    moe_converters.register(torchair)
+    mode = FakeTensorMode()
+    graph = record(
+        lambda x, ids: primitive.lower_for("npu")(x, ids, x.exp(), ids[0, :1], *rest[1:]),
+        [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, ids)],
+        mode,
+    )
+    with mode:
+        metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        graph = list(torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner.graph.op)
+    (sent,) = (op for op in graph if op.type == "MoeDistributeDispatchV2")
+    edges = [tensor for tensor in sent.input if tensor.endswith(":-1")]
+    assert [edge.rpartition(":")[0] for edge in edges] == [op.name for op in graph if op.type == "Exp"]
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -270,11 +358,11 @@ class Network:
         self.share = [draw(4, chosen, seed=30 + r).abs() for r in range(ranks)]
 
     def dispatch(self, quantise: bool) -> list[Args]:
-        return [(self.x[r], self.ids[r], ints(r), self.experts, "world", self.ranks, quantise) for r in range(self.ranks)]
+        return [(self.x[r], self.ids[r], self.x[r], ints(r), self.experts, "world", self.ranks, quantise) for r in range(self.ranks)]
 
     def combine(self, rows: list[torch.Tensor], sent: list[Args]) -> list[Args]:
         tail = (self.experts, "world", self.ranks)
-        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], ints(r), *tail) for r in range(self.ranks)]
+        return [(rows[r], self.ids[r], self.share[r], *sent[r][3:], self.x[r], ints(r), *tail) for r in range(self.ranks)]
 
     def own(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
         local = self.experts // self.ranks
@@ -284,23 +372,28 @@ class Network:
         """Results of one device with all experts for the same tokens."""
         gate_up = self.gate_up.transpose(1, 2).unflatten(1, (2, self.F))
         down = self.down.transpose(1, 2)
-        return [ops.moe_experts(x, share, ids, gate_up, down) for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
+        return [ops.moe_experts(x, share, ids, gate_up, down) + x for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
 
 
-def by_kernels(primitive: Primitive, calls: list[Args]) -> list[Any]:
+class _Collected(Exception):  # ends a run that needs other ranks' operands to go on
+    """The operands of a group's operator are known."""
+
+
+def by_kernels(primitive: Primitive, calls: list[Args], features: frozenset[str] = frozenset()) -> list[Any]:
     """Runs the lowering's only NPU operator for all ranks of the group, and the rest of their graphs around it."""
-    graphs = [lowered(primitive, args)[0] for args in calls]
+    graphs = [lowered(primitive, args, features)[0] for args in calls]
     collected: list[Any] = []
 
     class Collect(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Args, kwargs: dict[str, Any]) -> Any:
             if isinstance(target, torch._ops.OpOverload) and target.namespace == "npu":
                 collected.append((str(target), (args, kwargs)))
-                return [torch.empty(0)] * len(target._schema.returns)
+                raise _Collected
             return super().call_function(target, args, kwargs)
 
     for graph, args in zip(graphs, calls, strict=True):
-        Collect(graph).run(*tensors(args))
+        with contextlib.suppress(_Collected):
+            Collect(graph).run(*tensors(args))
     ((name, _), *_) = collected
     together = iter(GROUP_KERNELS[name]([call for _, call in collected]))
 
@@ -370,12 +463,13 @@ def test_dispatch_kernel_is_the_reference_up_to_the_rows_that_count(ranks: int, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
+@FEATURES
 @pytest.mark.usefixtures("torchair")
-def test_both_kernels_together_are_one_device(ranks: int) -> None:
+def test_both_kernels_together_are_one_device(ranks: int, features: frozenset[str]) -> None:
     net = Network(ranks)
-    sent = by_kernels(ops.moe_dispatch, net.dispatch(False))
+    sent = by_kernels(ops.moe_dispatch, net.dispatch(False), features)
     rows = [ops.grouped_experts(s[0], s[2], *net.own(r)) for r, s in enumerate(sent)]
-    for (got,), want in zip(by_kernels(ops.moe_combine, net.combine(rows, sent)), net.alone(), strict=True):
+    for (got,), want in zip(by_kernels(ops.moe_combine, net.combine(rows, sent), features), net.alone(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

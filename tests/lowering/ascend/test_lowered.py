@@ -50,12 +50,13 @@ def lowered(partitioned: Partitioned) -> GraphModule:
     [
         ("dp=2,tp=2", GROUPED, True, 1, (2, 2)),
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=1), True, 1, (1, 0)),
+        ("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), True, 1, (1, 2)),
         ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 1, (2, 1)),
         ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2)),
         ("tp=2", PLAIN, False, 0, (2,)),
         ("tp=2", PLAIN, False, 3, (2,)),
     ],
-    ids=["dispatched", "gathered", "w8a8", "w4a8", "dense", "dense, three drafts"],
+    ids=["dispatched", "gathered", "in parts", "w8a8", "w4a8", "dense", "dense, three drafts"],
 )
 def test_every_rank_says_and_remembers_the_same(mesh: str, variant: Variant, experts: bool, drafts: int, live: tuple[int, ...]) -> None:
     """Prompts of different lengths in each row and group, then decode steps that continue from any slot of the last step."""

@@ -19,9 +19,10 @@ from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.lowering import collectives_check
 from npucompile.lowering.ascend import inspect_ge
-from npucompile.lowering.ascend.ge_file import decode
+from npucompile.lowering.ascend.ge_file import decode, encode
 from npucompile.lowering.ascend.toolchain import harness
 from npucompile.lowering.backend import backend
+from npucompile.lowering.platform import Platform
 
 BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
 
@@ -133,6 +134,7 @@ def test_asking_for_the_backend_loads_neither_torchair_nor_the_converter():
     code = """
 import sys
 from npucompile.lowering.backend import backend
+from npucompile.lowering.platform import Platform
 found = backend("ge")
 assert (found.name, found.suffix) == ("ge", "ge")
 found.versions(), found.compiles_here()
@@ -141,3 +143,14 @@ sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_prove_refuses_what_the_chip_does_not_take(prepared, partitioned, tmp_path):
+    """Only where the platform names a chip: a graph for nothing in particular is held to no operator library."""
+    compiled = prepared.compile(prepared.lower(partitioned), cache_dir=tmp_path, threads=1)
+    ge_file = decode(compiled.data)
+    wrong = replace(compiled, data=encode(replace(ge_file, options={**ge_file.options, "ge.fastest": "1"})))
+    prepared.prove(compiled, partitioned, Platform("ascend910_93", "9.1"))
+    prepared.prove(wrong, partitioned)
+    with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take 1 operators or options .*ge.fastest"):
+        prepared.prove(wrong, partitioned, Platform("ascend910_93", "9.1"))

@@ -6,7 +6,7 @@ import pytest
 
 from npucompile.graphs.errors import RequestError
 from npucompile.graphs.types import Limits
-from npucompile.runtime.request import Request
+from npucompile.runtime.request import Request, Sampling
 from npucompile.runtime.scheduler.admission import check
 
 LIMITS = Limits(page_size=4, num_pages=17, num_slots=33, max_model_len=32, slots_per_request=4, drafts=3)
@@ -68,3 +68,35 @@ def test_a_prompt_beyond_the_context_has_its_code():
     with pytest.raises(RequestError) as caught:
         check(ask(prompt=[]), LIMITS, 13, 5)
     assert caught.value.code == "invalid_request_error"
+
+
+RANKABLE = [
+    Sampling(0.0, top_k=500, top_p=0.5),
+    Sampling(1.0),
+    Sampling(1.0, min_p=0.2),
+    Sampling(1.0, top_k=1, top_p=0.9),
+    Sampling(1.0, top_k=8, top_p=0.9),
+    Sampling(1.0, top_k=13),
+    Sampling(1.0, top_k=99),
+    Sampling(1.0, top_k=99, top_p=0.9),
+    Sampling(1.0, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("sampling", RANKABLE)
+def test_what_needs_no_more_ranks_than_steps_compute_is_served(sampling):
+    check(ask(sampling=sampling), LIMITS, 13, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "sampling, message, param",
+    [
+        (Sampling(1.0, top_k=9), "top_k is 9; these graphs rank the 8 most likely of 13 tokens, so legal is a top_k from 1 to 8", "top_k"),
+        (Sampling(1.0, top_k=12, top_p=0.5), "top_k is 12", "top_k"),
+    ],
+)
+def test_what_needs_more_is_refused_only_where_steps_rank_fewer(sampling, message, param):
+    check(ask(sampling=sampling), LIMITS, 13, 5)
+    with pytest.raises(RequestError, match=message) as caught:
+        check(ask(sampling=sampling), LIMITS, 13, 5, 8)
+    assert caught.value.param == param

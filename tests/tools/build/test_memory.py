@@ -176,8 +176,8 @@ def test_expert_dispatch_has_a_communicator_of_its_own():
 
 
 def test_dispatch_windows_follow_the_documented_formulas():
-    # 32 experts x 108 tokens x 16 ranks of 8192 bytes and 64 more, in units of 512; and ten rows a token. Twice.
-    assert dispatch_window_bytes(A3, 108, 4096, 512, 10, 16) == 2 * (32 * 108 * 16 * 8704 + 10 * 108 * 8192)
+    # 32 experts x 108 tokens x 16 ranks of 8192 bytes and 64 more, in 18 units of 512 that carry 480; and eleven rows a token. Twice.
+    assert dispatch_window_bytes(A3, 108, 4096, 512, 10, 16) == 2 * (32 * 108 * 16 * 18 * 512 + 11 * 108 * 8192)
     assert dispatch_window_bytes(A2, 16, 4096, 512, 10, 8) == 2 * (16 * 8 * 10 * 8192 + 2 * MIB)
     assert dispatch_window_bytes(A2, 16, 4096, 512, 10, 16) == (512 + 4) * 16 * (8192 + 256) + 8 * MIB
 

@@ -322,6 +322,7 @@ def test_arguments_of_a_deployment_make_the_same_plan(name, phase, changes):
         {"num_speculative_tokens": 0, "quantization": "w8a8", "dtype": "bfloat16"},
         {"max_logprobs": 4},
         {"weights": "bound"},
+        {"cann": "9.0", "operator_packages": ("vllm-ascend", "sgl-kernel-npu")},
     ],
 )
 def test_arguments_of_a_target_make_the_same_plan(tmp_path, changes):
@@ -392,6 +393,9 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
         ({"target": "ascend-a2", "mesh": "tp=16"}, SpecError, r"tp is 16 and a node of ascend-a2 has 8 NPUs; legal is tp up to 8"),
         ({"mesh": "pp=2", "deployment": SPLIT}, SpecError, r"mesh pp=2: unknown axis 'pp'; legal are dp and tp"),
         ({"mesh": "tp", "target": "ascend-a3"}, SpecError, r"'tp' is not NAME=SIZE"),
+        ({"cann": "8.4"}, SpecError, r"CANN release '8.4' is not known; legal are 8.3, 8.5, 9.0, 9.1"),
+        ({"operator_packages": ("mystery",)}, SpecError, r"operator packages mystery are not known; legal are sgl-kernel-npu, vllm-ascend"),
+        ({"target": "cpu", "backend": "null", "cann": "8.5"}, SpecError, r"--cann and --operator-packages are for NPUs, the target is cpu"),
         ({"quantization": "w2a8"}, SpecError, r"quantization is 'w2a8'; legal are none, w8a8, w4a8"),
         ({"num_speculative_tokens": 8}, SpecError, r"speculative tokens is 8; legal are 0 to 7"),
         ({"dtype": "float32"}, SpecError, r"dtype float32 for ascend-a3: its fused operators take bfloat16"),

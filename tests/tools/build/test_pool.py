@@ -31,10 +31,10 @@ FULL, LINEAR = "full_attention", "linear_attention"
 TAKE, OWN, DRAFT = "extend_draft_cache", "extend_draft_cache_own", "draft"
 
 # What the layers of the full model are made of, whatever else there is: every operator of these once a layer.
-MOE = ("MoeGatingTopK", "MoeDistributeDispatchV2", "GroupedMatmulSwigluQuantV2", "GroupedMatmul", "MoeDistributeCombineV2", "SwiGlu")
+MOE = ("MoeGatingTopKSoftmaxV2", "MoeDistributeDispatchV2", "DequantSwigluQuant", "MoeDistributeCombineV2", "SwiGlu")
 FUSED = {
-    FULL: {"FusedInferAttentionScore": 1, "ScatterPaKvCache": 1, "QuantBatchMatmulV3": 2, **dict.fromkeys(MOE, 1)},
-    LINEAR: {"RecurrentGatedDeltaRule": 1, "ScatterNdUpdate": 1, **dict.fromkeys(MOE, 1)},
+    FULL: {"FusedInferAttentionScore": 1, "ScatterPaKvCache": 1, "QuantBatchMatmulV3": 2, **dict.fromkeys(MOE, 1), "GroupedMatmul": 2},
+    LINEAR: {"RecurrentGatedDeltaRule": 1, "ScatterNdUpdate": 1, **dict.fromkeys(MOE, 1), "GroupedMatmul": 2},
 }
 
 
@@ -88,7 +88,7 @@ def test_drafts_are_made_in_the_graph_each_by_one_layer_that_is_not_quantised(lo
     counts_by_kind, bodies = census
     assert (bodies[TAKE], bodies[OWN], bodies[DRAFT]) == (1, 2, 3)
     assert lowered[0].limits.drafts == 3
-    once = ("FusedInferAttentionScore", "MoeGatingTopK", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+    once = ("FusedInferAttentionScore", "MoeGatingTopKSoftmaxV2", "MoeDistributeDispatchV2", "MoeDistributeCombineV2")
     for kind in (TAKE, OWN, DRAFT):
         assert {name: counts_by_kind[kind].get(name, 0) for name in once} == dict.fromkeys(once, int(kind == DRAFT))
         assert counts_by_kind[kind].get("ScatterPaKvCache", 0) == int(kind != DRAFT)

@@ -64,6 +64,6 @@ def test_resumed_run_equals_the_uninterrupted_one_and_frozen_leaves_stay():
 
 
 def test_which_leaves_are_matrices():
-    assert is_matrix("layers.0.mixer.qkvz", torch.zeros(4, 4))
+    assert is_matrix("layers.0.mixer.qkvzba", torch.zeros(4, 4))
     assert not is_matrix("layers.0.mlp.router", torch.zeros(4, 4))
     assert not is_matrix("norm", torch.zeros(4))

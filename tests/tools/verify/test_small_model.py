@@ -96,7 +96,7 @@ def test_layers_keep_their_period(kinds, small):
 
 def test_buckets_of_one_form_share_a_small_one():
     entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
-    cases = small_buckets(entries, 2, 3)
+    cases = small_buckets(entries, 2, 3, 60)
     images = [(case.bucket.name, [entry.bucket.batch * entry.bucket.q_len for entry in case.stands_for]) for case in cases]
     assert images == [
         ("prefill-b1-q192", [3584, 64, 4096]),
@@ -119,18 +119,22 @@ def test_buckets_of_one_form_share_a_small_one():
     ],
 )
 def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
-    (case,) = small_buckets([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3)
+    (case,) = small_buckets([entry(bucket.kind, bucket.batch, bucket.q_len)], tp, 3, 60)
     assert case.bucket.name == small
     assert Form.of(case.bucket, tp, "none") == Form.of(bucket, tp, "none")
 
 
 def test_exchange_forms_are_told_apart():
+    parts = ["moe_dispatch"] * 243
     graphs = (entry("prefill", 1, 4096), entry("prefill", 1, 512, DISPATCHED), entry("prefill", 1, 2048, DRAFTED))
+    graphs = (*graphs, entry("prefill", 1, 1024, parts))
     small = small_model.shrink(manifest(graphs=graphs), 3)
     limits = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
-    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1}
+    (split,) = (case for case in small.cases if case.form.dispatched == "parts")
+    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1, "parts": -(-split.bucket.tokens // 4)}
+    assert [small.model_for(case, F32).config.variant.dispatches_in_parts for case in small.cases] == [c is split for c in small.cases]
     # Without drafts every dispatch belongs to a layer.
-    assert [small_model.dispatched(graph, 0) for graph in graphs] == ["none", "all", "all"]
+    assert [small_model.dispatched(graph, 0, 60) for graph in graphs] == ["none", "all", "all", "parts"]
 
 
 @pytest.mark.parametrize(("tp", "batch", "small"), [(2, 300, "decode-b4-q4"), (16, 512, "decode-b16-q4"), (16, 1000, "decode-b8-q4")])
@@ -145,9 +149,9 @@ def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(
 
 def test_a_shrunkhas_the_variant_of_the_large_one():
     small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
-    assert small.shipped.config.variant == Variant(8, "w8a8", "w4a8", BF16)
-    assert small.model.config.variant == Variant(8, "w8a8", "w4a8", F32)
-    assert small.reference.config.variant == Variant(1, "w8a8", "w4a8", F32)
+    assert small.shipped.config.variant == Variant(8, "w8a8", "w4a8", BF16, dispatches_in_parts=True)
+    assert small.model.config.variant == Variant(8, "w8a8", "w4a8", F32, dispatches_in_parts=True)
+    assert small.reference.config.variant == Variant(1, "w8a8", "w4a8", F32, dispatches_in_parts=True)
     assert (small.model_in(F32), small.model_in(BF16)) == (small.model, small.shipped)
     assert small.requests == 3
     width, longest = 4, 192 + small_model.PROMPT_EXCESS + 4 * (1 + 3)
@@ -214,9 +218,10 @@ def test_one_checkpoint_loads_in_every_variant(quantization):
         dict(zip((name for name, _ in tree.flatten(model.params(F32))), small_model.model_params(model, tensors), strict=True))
         for model in (small.model, small.reference)
     )
-    key = "layers.3.mixer.kv" if quantization == "none" else "layers.3.mixer.kv.scale"
-    assert sharded[key].shape[0] == 2 * whole[key].shape[0]
-    assert torch.equal(sharded["layers.0.mixer.qkvz"], whole["layers.0.mixer.qkvz"])
+    key = "layers.3.mixer.qkv" if quantization == "none" else "layers.3.mixer.qkv.scale"
+    # Four query heads with their gates, and two key-value heads that are copied once.
+    assert (sharded[key].shape[0], whole[key].shape[0]) == (12 * 32, 10 * 32)
+    assert torch.equal(sharded["layers.0.mixer.qkvzba"], whole["layers.0.mixer.qkvzba"])
     assert min(float(tensor.float().abs().max()) for tensor in tensors.values()) > 0
     norms = [tensor for name, tensor in tensors.items() if "norm" in name]
     assert all(float(norm.std()) > 0.05 for norm in norms)

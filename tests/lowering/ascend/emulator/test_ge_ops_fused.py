@@ -29,15 +29,15 @@ def d(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def attention(layout: str, **more: Any) -> tuple[Any, ...]:
-    query = {"TND": d(6, 4, 32), "BSND": d(2, 3, 4, 32)}[layout]
+    query = {"TND": d(6, 4, 64), "BSND": d(2, 3, 4, 64)}[layout]
     options = {
         "atten_mask": causal_mask(),
         "actual_seq_lengths": torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3]),
         "actual_seq_lengths_kv": torch.tensor([21, 4]),
         "block_table": torch.tensor([[2, 0], [1, 0]], dtype=I32),
-        "num_heads": 4, "num_key_value_heads": 2, "scale": 32**-0.5, "input_layout": layout, "sparse_mode": 3, "block_size": 16,
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 64**-0.5, "input_layout": layout, "sparse_mode": 3, "block_size": 16,
     }  # fmt: skip
-    return (query, d(3, 16, 64, seed=1), d(3, 16, 64, seed=2)), options | more
+    return (query, d(3, 16, 128, seed=1), d(3, 16, 128, seed=2)), options | more
 
 
 def delta(**more: Any) -> tuple[Any, ...]:
@@ -71,6 +71,7 @@ def grouped(scheme: str) -> tuple[Any, ...]:
 def swiglu(scheme: str) -> tuple[Any, ...]:
     rows, weight, scale, assist, per_token = quantised(scheme)
     options = {"group_list_type": 1, "quant_dtype": 1, "dequant_dtype": 6}
+    scale = scale.view(torch.uint64) if scale.dtype == torch.int64 else scale
     return (rows, [weight], [scale], per_token, COUNTS), options | ({} if assist is None else {"weight_assist_matrix": [assist]})
 
 
@@ -80,6 +81,7 @@ def dense() -> tuple[Any, ...]:
     return (rows, weight, scale), {"pertoken_scale": scales, "output_dtype": BF16}
 
 
+ACTIVATION = {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}
 FINALIZE = (None, None, None, d(4, 2, seed=1))
 KV = (d(2, 2, 8), d(2, 2, 8, seed=1), d(3, 4, 2, 8, seed=2), d(3, 4, 2, 8, seed=3), gc.i32(5, 10))
 # GE type, torch operator, its arguments and options.
@@ -95,8 +97,11 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("DynamicQuant", "npu.npu_dynamic_quant", ((d(2, 4, 16),), {})),
     ("DynamicQuant", "npu.npu_dynamic_quant", ((d(4, 16),), {"smooth_scales": d(16, seed=1)})),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense()),
-    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8, dtype=F32), 3), {})),
-    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8), 3), {"bias": d(8, seed=1), "out_flag": True, "routed_scaling_factor": 2.5})),
+    ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
+    ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
+    ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((d(6, 16),), ACTIVATION)),
+    ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((torch.arange(96, dtype=I32).view(6, 16),), ACTIVATION | {
+        "weight_scale": d(4, 16, dtype=F32), "activation_scale": d(6, 1, dtype=F32)})),
     ("MoeInitRoutingV3", "npu.npu_moe_init_routing_v2", routing()),
     ("MoeInitRoutingV3", "npu.npu_moe_init_routing_v2", routing(quant_mode=1, row_idx_type=1, expert_tokens_num_type=0)),
     ("MoeFinalizeRoutingV2", "npu.npu_moe_finalize_routing", ((d(8, 16), *FINALIZE, torch.arange(8, dtype=I32), None, 2, 2), {})),
@@ -170,8 +175,10 @@ GATE = {"x": d(4, 8)}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("AddRmsNormDynamicQuant", {"x1": d(4, 16), "x2": d(4, 16), "gamma": d(16)}, {"dst_type": 29}, "dst_type is 29; legal is 2"),
     ("DynamicQuant", GATE, {"dst_type": 29}, "dst_type is 29"),
-    ("MoeGatingTopK", GATE, {"k": 2, "renorm": 1}, "renorm is 1"),
-    ("MoeGatingTopK", GATE, {"k": 2, "norm_type": 1}, "norm_type is 1"),
+    ("MoeGatingTopKSoftmaxV2", GATE, {"k": 2, "renorm": 2}, "renorm 2"),
+    ("DequantSwigluQuant", GATE | {"group_index": COUNTS}, {"quant_mode": "static"}, "quant_mode is 'static'"),
+    ("GroupedMatmul", PRODUCT | {"weight0": gc.i32([[1]])}, PRODUCT_ATTRS, r"weight0 is \(1, 1, 1\) int32; legal is its Bitcast to int4"),
+    ("GroupedMatmul", PRODUCT | {"scale0": torch.ones(4, 1, 8, dtype=torch.int64)}, PRODUCT_ATTRS, r"scale is .* int64; legal is uint64"),
     ("MoeInitRoutingV3", {"x": d(4, 8), "expert_idx": gc.i32([1])}, {"drop_pad_mode": 1}, "drop_pad_mode is 1"),
     ("GroupedMatmul", PRODUCT | {"offset0": d(4)}, PRODUCT_ATTRS, "has offset; the interpreter knows scale, bias and per_token_scale only"),
     ("GroupedMatmul", PRODUCT, PRODUCT_ATTRS | {"dtype": 3}, r"dtype is 3; legal are \[-1, 0, 1, 2\]"),

@@ -25,9 +25,31 @@ def products(meta: str = "bf16[64,32]", kind: str = "MatMul", slot: str = "x2", 
     return graph
 
 
+def grouped(meta: str, number: int, scale: str = "", *, cast: bool = False) -> Any:
+    """A GroupedMatmul whose weight, or what it is a Bitcast of, is in a format."""
+    hand = DeviceGraph()
+    inputs = {"x0": hand.operand(0, "i8[4,64]", "x"), "weight0": hand.operand(1, meta, "weight")}
+    if scale:
+        inputs["scale0"] = hand.operand(2, scale, "scale")
+    if cast:
+        inputs["weight0"] = hand.op("Bitcast", {"x": inputs["weight0"]}, "int4")
+    hand.op("GroupedMatmul", inputs, "product")
+    graph = hand.model.graph[0]
+    for op in graph.op:
+        if op.type == "Data":
+            op.output_desc[0].attr["format_for_int"].i = number if op.name == "weight" else ND
+        elif op.type == "Bitcast":
+            op.attr["type"].dt = 29
+        elif scale:
+            next(desc for desc in op.input_desc if desc.name == "scale0").dtype = graph.op[2].output_desc[0].dtype
+    return graph
+
+
 @pytest.mark.parametrize(
     "graph",
     [
+        grouped("i32[4,64,8]", NZ, cast=True),
+        grouped("i8[4,64,32]", NZ, "f32[4,32]"),
         products(number=NZ),
         products(number=ND),
         products("i8[64,32]", "GroupedMatmulSwigluQuantV2", "weight0", NZ),
@@ -47,6 +69,9 @@ def test_weights_of_products_may_be_in_nz(graph: Any) -> None:
         (products(slot="x3", number=NZ), r"product \(MatMul\) takes weight:0, which is in NZ, as x3"),
         (products("bf16[64,40]", number=NZ), r"weight:0 is in NZ and its sizes \[64, 40\] do not fill its tiles"),
         (products("i8[64,32]", "GroupedMatmulSwigluQuantV2", "weight0"), r"takes weight:0, int8 in ND, as weight0; legal is NZ"),
+        (grouped("i8[4,64,32]", ND, "f32[4,32]"), r"product \(GroupedMatmul\) takes weight:0, int8 in ND, as weight0; legal is NZ"),
+        (grouped("i32[4,64,12]", NZ, cast=True), r"weight:0 is in NZ and its sizes \[4, 64, 12\] do not fill its tiles"),
+        (grouped("i32[4,64,8]", NZ), r"weight:0, int32 in NZ, as weight0; legal is its Bitcast"),
         (products(number=3), "weight:0 is in format number 3; legal are"),
     ],
 )

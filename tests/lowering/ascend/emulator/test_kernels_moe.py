@@ -2,11 +2,13 @@
 
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.quantise import quantise_rows
 from npucompile.lowering.ascend.emulator import kernels_moe as moe
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -39,36 +41,54 @@ def bits(scale: torch.Tensor) -> torch.Tensor:
 # --- routing ---
 
 
+@pytest.mark.parametrize("renorm", [0, 1])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_gating_takes_the_softmax_as_it_is_and_the_lower_of_equals(dtype: torch.dtype) -> None:
+def test_gating_weighs_all_or_the_chosen_and_takes_the_lower_of_equals(dtype: torch.dtype, renorm: int) -> None:
     x = torch.randn(5, 8).to(dtype)
     x[0] = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 1.0, 1.0, 0.0])
-    y, ids, rest = moe.npu_moe_gating_top_k(x, 3, routed_scaling_factor=2.0)
+    y, ids, rest = moe.npu_moe_gating_top_k_softmax_v2(x, k=3, renorm=renorm)
     for row in range(5):
         e = [math.exp(v) for v in x[row].tolist()]
         wanted = sorted(range(8), key=lambda i, e=e: (-e[i], i))[:3]
         assert ids[row].tolist() == wanted
-        near(y[row], torch.tensor([2 * e[i] / sum(e) for i in wanted]))
-    assert (y.dtype, ids.dtype, rest.dtype, rest.shape) == (dtype, torch.int32, torch.float32, (5, 8))
-    assert rest.isnan().all()
-    near(moe.npu_moe_gating_top_k(x, 3, out_flag=True)[2], x.double().softmax(-1))
+        near(y[row], torch.tensor([e[i] / sum(e[i] for i in (wanted if renorm else range(8))) for i in wanted]))
+    assert (y.dtype, ids.dtype, rest.dtype, rest.shape) == (dtype, torch.int32, torch.float32, (0,))
+    assert moe.npu_moe_gating_top_k_softmax_v2(x, k=3, renorm=renorm, output_softmax=True)[2].shape == ((0,) if renorm else (5, 8))
 
 
 def test_gating_breaks_long_ties_by_the_lower_expert() -> None:
-    assert moe.npu_moe_gating_top_k(torch.zeros(2, 512), 10)[1].tolist() == [list(range(10))] * 2
+    assert moe.npu_moe_gating_top_k_softmax_v2(torch.zeros(2, 512), k=10)[1].tolist() == [list(range(10))] * 2
 
 
-def test_gating_chooses_by_bias_and_weighs_without() -> None:
-    x, bias = torch.zeros(1, 4), torch.tensor([0.0, 0.5, 0.0, 0.25])
-    y, ids, _ = moe.npu_moe_gating_top_k(x, 2, bias=bias, k_group=1, group_count=1, eps=1e-20)
-    assert ids.tolist() == [[1, 3]]
-    near(y, torch.full((1, 2), 0.25))
-
-
-@pytest.mark.parametrize("option", [{"norm_type": 1}, {"renorm": 1}, {"group_count": 4}])
-def test_gating_refuses_what_it_does_not_know(option: dict[str, int]) -> None:
+@pytest.mark.parametrize("option", [{"renorm": 2}, {"k": 5}, {"finished": torch.zeros(1, dtype=torch.bool)}])
+def test_gating_refuses_what_it_does_not_know(option: dict[str, Any]) -> None:
     with pytest.raises(LoweringError, match=next(iter(option))):
-        moe.npu_moe_gating_top_k(torch.zeros(1, 4), 2, **option)
+        moe.npu_moe_gating_top_k_softmax_v2(torch.zeros(1, 4), **{"k": 2} | option)
+
+
+def test_dequant_swiglu_quant_of_integers_is_that_of_the_floats() -> None:
+    counts, total = torch.tensor([2, 0, 1]), torch.randint(-900, 900, (5, 8), dtype=torch.int32)
+    scale, rows = torch.rand(3, 8) + 0.1, torch.rand(5, 1)
+    got, got_scale = moe.npu_dequant_swiglu_quant(
+        total, weight_scale=scale, activation_scale=rows, group_index=counts, activate_left=True, quant_mode=1
+    )
+    wide = (total * scale[torch.tensor([0, 0, 2, 2, 2])] * rows)[:3]
+    want, want_scale = quantise_rows(torch.nn.functional.silu(wide[:, :4]) * wide[:, 4:])
+    assert (got[:3] - want).abs().max() <= 1
+    near(got_scale[:3], want_scale)
+    assert got_scale[3:].isnan().all()
+    again, _ = moe.npu_dequant_swiglu_quant(wide, group_index=counts, activate_left=True, quant_mode=1)
+    assert (again - want).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"activate_left": False}, "activate_left"), ({"quant_mode": 0}, "quant_mode"), ({"weight_scale": torch.ones(1, 8)}, "weight_scale")],
+)
+def test_dequant_swiglu_quant_refuses_what_it_does_not_know(options: dict[str, Any], named: str) -> None:
+    legal = {"group_index": torch.tensor([2]), "activate_left": True, "quant_mode": 1}
+    with pytest.raises(LoweringError, match=named):
+        moe.npu_dequant_swiglu_quant(torch.zeros(2, 8), **legal | options)
 
 
 IDS = torch.tensor([[3, 0], [1, 3], [2, 1], [3, 5]], dtype=torch.int32)
@@ -175,8 +195,8 @@ def test_finalize_refuses_indices_and_dtypes_the_kernel_misreads() -> None:
     rows, scales, index = torch.ones(4, 1), torch.ones(2, 2), torch.tensor([3, 2, 0, -1], dtype=torch.int32)
     with pytest.raises(LoweringError, match="row indices from -1 to 3; legal is 0 to 3"):
         moe.npu_moe_finalize_routing(rows, None, None, None, scales, index, None, drop_pad_mode=2)
-    with pytest.raises(LoweringError, match=r"scales is .*float32; legal is a tensor of .*bfloat16"):
-        moe.npu_moe_finalize_routing(rows.bfloat16()[None], None, None, None, scales, index, None, drop_pad_mode=3)
+    with pytest.raises(LoweringError, match=r"scales is .*float16; legal is a tensor of .*bfloat16"):
+        moe.npu_moe_finalize_routing(rows.bfloat16()[None], None, None, None, scales.half(), index, None, drop_pad_mode=3)
     with pytest.raises(LoweringError, match="drop_pad_mode is 4"):
         moe.npu_moe_finalize_routing(rows, None, None, None, scales, index, None, drop_pad_mode=4)
     with pytest.raises(LoweringError, match=r"expanded_permuted_rows .* with \[3\] dimensions"):

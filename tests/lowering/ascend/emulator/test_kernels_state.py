@@ -86,7 +86,7 @@ class Paged:
     """Three sequences of 3, 1 and 4 queries over 13, 8 and 4 keys, in shuffled pages of 8, the rest of the pool NaN."""
 
     def __init__(self, dtype: torch.dtype, counts: tuple[int, ...] = (3, 1, 4)) -> None:
-        self.counts, self.query_lens, self.H, self.G, self.D = counts, (13, 8, 4), 6, 2, 16
+        self.counts, self.query_lens, self.H, self.G, self.D = counts, (13, 8, 4), 6, 2, 64
         self.q = torch.randn(sum(counts), self.H, self.D).to(dtype)
         self.k = [torch.randn(n, self.G, self.D).to(dtype) for n in self.query_lens]
         self.v = [torch.randn(n, self.G, self.D).to(dtype) for n in self.query_lens]
@@ -152,7 +152,7 @@ def test_attention_without_a_mask_sees_every_key() -> None:
 @pytest.mark.parametrize("layout", ["BSND", "BSH"])
 def test_attention_takes_padded_sequences(layout: str) -> None:
     paged = Paged(torch.float32)
-    query, start = torch.randn(3, 4, 6, 16), 0
+    query, start = torch.randn(3, 4, 6, 64), 0
     wanted = torch.full_like(query, NAN)
     for b, n in enumerate(paged.counts):
         query[b, :n], wanted[b, :n] = paged.q[start : start + n], paged.expected()[start : start + n]
@@ -167,8 +167,8 @@ def test_attention_takes_padded_sequences(layout: str) -> None:
 
 def test_queries_beyond_the_sequences_and_blind_ones_are_undefined() -> None:
     paged = Paged(torch.float32)
-    out, _ = paged.call(query=torch.cat((paged.q, torch.zeros(2, 6, 16))))
-    near(out, torch.cat((paged.expected(), torch.full((2, 6, 16), NAN))))
+    out, _ = paged.call(query=torch.cat((paged.q, torch.zeros(2, 6, 64))))
+    near(out, torch.cat((paged.expected(), torch.full((2, 6, 64), NAN))))
     short, _ = paged.call(actual_seq_lengths_kv=torch.tensor([13, 8, 2]))
     assert short[4:6].isnan().all()
     assert not short[6:].isnan().any()
@@ -205,6 +205,34 @@ def test_keys_a_query_does_not_see_have_no_part_in_it() -> None:
 def test_attention_refuses_what_the_device_would_misread(changes: dict[str, object], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         Paged(torch.float32).call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "H", "G", "D", "message"),
+    [
+        ("TND", 4, 2, 256, r"heads of width 256 in layout TND with a block_table; legal are \(64, 128, 192\), or layout BSH or BSND"),
+        ("BSH", 4, 2, 528, "2 key heads of width 528; legal are .* of width at most 512"),
+        ("BSND", 65, 1, 16, "65 query heads, 1 key heads of width 16; legal are .* at most 64 a key head"),
+        ("BSH", 260, 130, 16, "260 query heads, .*; legal are at most 256 heads"),
+        ("BSH", 256, 256, 256, "legal are .* key rows of at most 65535"),
+    ],
+)
+def test_attention_refuses_widths_that_the_tiling_refuses(layout: str, H: int, G: int, D: int, message: str) -> None:
+    query = {"TND": torch.zeros(1, H, D), "BSND": torch.zeros(1, 1, H, D), "BSH": torch.zeros(1, 1, H * D)}[layout]
+    cache = torch.zeros(1, 1, G * D)
+    with pytest.raises(LoweringError, match=message):
+        state.npu_fused_infer_attention_score(
+            query,
+            cache,
+            cache,
+            actual_seq_lengths=torch.tensor([1]),
+            actual_seq_lengths_kv=torch.tensor([1]),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            num_heads=H,
+            num_key_value_heads=G,
+            input_layout=layout,
+            block_size=1,
+        )
 
 
 class Delta:

@@ -24,7 +24,7 @@ def t(*shape: int, d: torch.dtype = bf16) -> torch.Tensor:
 
 
 def attention(layout: str, **more: Any) -> Arguments:
-    query = {"TND": t(6, 4, 32), "BSND": t(2, 3, 4, 32), "BSH": t(2, 3, 128)}[layout]
+    query = {"TND": t(6, 4, 64), "BSND": t(2, 3, 4, 64), "BSH": t(2, 3, 256)}[layout]
     ends = torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3])
     options = {
         "atten_mask": kernels_state.causal_mask(),
@@ -37,7 +37,7 @@ def attention(layout: str, **more: Any) -> Arguments:
         "sparse_mode": 3,
         "block_size": 16,
     }
-    return (query, t(3, 16, 64), t(3, 16, 64)), options | more
+    return (query, t(3, 16, 128), t(3, 16, 128)), options | more
 
 
 def delta(**more: Any) -> Arguments:
@@ -81,8 +81,12 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_scatter_nd_update.default", lambda: ((t(4, 2, 3), torch.tensor([[1], [0]], dtype=i32), t(2, 2, 3)), {})),
     ("npu.npu_scatter_nd_update_.default", lambda: ((t(4, 2, 3), torch.tensor([[1], [0]], dtype=i32), t(2, 2, 3)), {})),
     ("npu.npu_recurrent_gated_delta_rule_functional.default", delta),
-    ("npu.npu_moe_gating_top_k.default", lambda: ((t(4, 8, d=f32), 3), {})),
-    ("npu.npu_moe_gating_top_k.default", lambda: ((t(4, 8), 3), {"k_group": 1, "group_count": 1, "out_flag": True})),
+    ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8, d=f32),), {"k": 3, "renorm": 1})),
+    ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8),), {"k": 3, "output_softmax": True})),
+    (
+        "npu.npu_dequant_swiglu_quant.default",
+        lambda: ((t(6, 16),), {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}),
+    ),
     ("npu.npu_moe_init_routing_v2.default", routing),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(quant_mode=1)),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(expert_tokens_num_flag=False)),

@@ -1,0 +1,220 @@
+"""Dtype, sizes and storage format of every tensor of a GE graph, known before any compiler reads the graph."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from ...graphs.errors import LoweringError
+from .device import weight_operands
+from .ge_file import GeFile, messages, parse
+from .ge_type_rules import RULES, Rule, UnknownTypeError
+from .inspect_ge import DTYPES
+
+ND, NZ = "ND", "NZ"
+"""Row-major memory, and the tiled format of matrix units."""
+BITS = {
+    "i4": 4, "i8": 8, "u8": 8, "bool": 8, "f8e4m3": 8, "f8e5m2": 8, "i16": 16, "u16": 16, "f16": 16, "bf16": 16,
+    "i32": 32, "u32": 32, "f32": 32, "i64": 64, "u64": 64, "f64": 64,
+}  # fmt: skip
+"""Size of an element by the short name of its dtype."""
+# Letters of `struct` for constants that sizes, axes and bounds are given in.
+_CODES = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "u64": "Q", "f32": "f", "f64": "d"}
+_FORMATS = {"FRACTAL_NZ": NZ, "ND": ND}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What an operator is told of a tensor.
+
+    Attributes:
+        dtype: short name, one of `BITS`.
+        shape: sizes in elements; of an int4 tensor its int4 elements.
+        format: "ND", "NZ", or the name that a TransData gives.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    format: str = ND
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return (self.elements * BITS[self.dtype] + 7) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]" + ("" if self.format == ND else f" {self.format}")
+
+
+def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
+    """Type of each tensor `name:port` of a GE file; operands that are stored in NZ when they are loaded say so.
+
+    Raises:
+        LoweringError: a type that an operator reads cannot be told; names the operator that gives it.
+    """
+    wanted = set(weight_operands(ge_file))
+    graph = parse(ge_file.graph).graph[0]
+    operands = ge_file.data
+    nz = {f"{op.name}:0" for op in graph.op if op.type == "Data" and operands[op.attr["index"].i] in wanted}
+    return graph_types(graph, nz)
+
+
+def graph_types(graph: Any, nz: AbstractSet[str] = frozenset()) -> dict[str, TensorType]:
+    """Type of each tensor of a `GraphDef`.
+
+    An output that nobody reads, that the graph does not declare and that has no rule (`ge_type_rules.RULES`) is left out.
+
+    Args:
+        graph: a `GraphDef` message, its operators in topological order.
+        nz: tensors of `Data` operators that are stored in NZ.
+
+    Raises:
+        LoweringError: see `tensor_types`.
+    """
+    types: dict[str, TensorType] = {}
+    read = {tensor for op in graph.op for tensor in op.input}
+    known = _Graph(types)
+    for op in graph.op:
+        if op.type == "Const":
+            known.constants[f"{op.name}:0"] = op
+            types[f"{op.name}:0"] = _constant_type(op)
+        elif op.type == "Data":
+            types[f"{op.name}:0"] = _operand(op, NZ if f"{op.name}:0" in nz else ND)
+        else:
+            _add(op, types, known, read)
+    return types
+
+
+def _add(op: Any, types: dict[str, TensorType], known: _Graph, read: AbstractSet[str]) -> None:
+    if op.type in ("Pack", "ConcatV2", "Cast", "Identity"):
+        known.lists[f"{op.name}:0"] = op
+    inferred: list[TensorType] | None = None
+    for port, desc in enumerate(op.output_desc):
+        tensor = f"{op.name}:{port}"
+        declared = desc.attr["_meta"].s if "_meta" in desc.attr else b""
+        if declared:
+            made = declared_type(declared)
+            types[tensor] = made if op.type not in _KEEP_FORMAT else _with_format(made, op, types)
+            continue
+        if inferred is None:
+            inferred = _inferred(op, known, tensor in read)
+        if port < len(inferred):
+            types[tensor] = _with_format(inferred[port], op, types) if op.type in _KEEP_FORMAT else inferred[port]
+        elif tensor in read:
+            raise LoweringError(_untold(op, port))
+
+
+_KEEP_FORMAT = ("TransData", "Bitcast", "Identity")
+"""Operators whose output is in another format than ND."""
+
+
+def _inferred(op: Any, known: _Graph, needed: bool) -> list[TensorType]:
+    rule: Rule | None = RULES.get(op.type)
+    if rule is None:
+        if needed:
+            raise LoweringError(_untold(op, 0))
+        return []
+    try:
+        return [TensorType(dtype, shape) for dtype, shape in rule(op, known)]
+    except UnknownTypeError as error:
+        raise LoweringError(f"the type of {op.name} ({op.type}) cannot be told: {error}") from None
+
+
+def _untold(op: Any, port: int) -> str:
+    return (
+        f"the type of output {port} of {op.name} ({op.type}) cannot be told: the graph does not declare it;"
+        f" it is inferred for {', '.join(sorted(RULES))}"
+    )
+
+
+def _with_format(told: TensorType, op: Any, types: Mapping[str, TensorType]) -> TensorType:
+    if op.type == "TransData":
+        name = op.attr["dst_format"].s.decode()
+        return TensorType(told.dtype, told.shape, _FORMATS.get(name, name))
+    return TensorType(told.dtype, told.shape, types[op.input[0]].format)
+
+
+def _operand(op: Any, layout: str) -> TensorType:
+    desc = op.output_desc[0]
+    if "_meta" in desc.attr:
+        told = declared_type(desc.attr["_meta"].s)
+        return told if layout == ND else TensorType(told.dtype, told.shape, layout)
+    return TensorType(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim), layout)
+
+
+def _constant_type(op: Any) -> TensorType:
+    desc = op.attr["value"].t.desc
+    return TensorType(_message_dtype(desc.dtype, op.name), tuple(desc.shape.dim))
+
+
+@functools.cache
+def declared_type(text: bytes) -> TensorType:
+    """The type that conversion wrote as `bf16[16,2]`.
+
+    Raises:
+        LoweringError: it is written in another way.
+    """
+    match = re.fullmatch(r"(\w+)\[((\d+(,\d+)*)?)\]", text.decode())
+    if match is None or match[1] not in BITS:
+        raise LoweringError(f"a tensor's type is written {text.decode()!r}; legal is e.g. 'bf16[16,2]', with a dtype of {', '.join(BITS)}")
+    return TensorType(match[1], tuple(int(size) for size in match[2].split(",") if size))
+
+
+@functools.cache
+def _message_dtype(number: int, name: str) -> str:
+    long = messages().DataType.Name(number)
+    if long not in DTYPES:
+        raise LoweringError(f"{name} is of dtype {long}; legal are {', '.join(DTYPES)}")
+    return DTYPES[long]
+
+
+class _Graph:
+    """What rules may ask of the graph: types of tensors, and values of constant integers."""
+
+    def __init__(self, types: Mapping[str, TensorType]) -> None:
+        self._types = types
+        self.constants: dict[str, Any] = {}
+        self.lists: dict[str, Any] = {}
+
+    def type(self, tensor: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and sizes of a tensor.
+
+        Raises:
+            UnknownTypeError: no operator before gives it.
+        """
+        if tensor not in self._types:
+            raise UnknownTypeError(f"it reads {tensor}, whose type is not known")
+        told = self._types[tensor]
+        return told.dtype, told.shape
+
+    def numbers(self, tensor: str) -> list[int | float]:
+        """Values of a constant, or of an operator that lists constants.
+
+        Raises:
+            UnknownTypeError: they depend on the step.
+        """
+        if tensor in self.constants:
+            return _values(self.constants[tensor])
+        op = self.lists.get(tensor)
+        if op is None:
+            raise UnknownTypeError(f"it depends on the values of {tensor}, which are not constant")
+        parts = op.input[: int(op.attr["N"].i)] if op.type in ("Pack", "ConcatV2") else op.input[:1]
+        return [value for part in parts for value in self.numbers(part)]
+
+
+def _values(op: Any) -> list[int | float]:
+    message = op.attr["value"].t
+    dtype = _message_dtype(message.desc.dtype, op.name)
+    if dtype not in _CODES:
+        raise UnknownTypeError(f"it depends on the constant {op.name} of {dtype}; legal are {', '.join(_CODES)}")
+    return [value for (value,) in struct.iter_unpack(f"<{_CODES[dtype]}", message.data)]

@@ -1,0 +1,48 @@
+"""What the graphs of an artifact rely on although no public source says it of the release of CANN that they are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...platform import Platform
+from ..ge_file import GeFile
+from .check import DEFAULT, examine
+from .table import table
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A row of the table that is assumed.
+
+    Attributes:
+        operator: type of GE operator.
+        what: kind of row: form, types, folded, or the rule's name.
+        assumed: what is assumed and why.
+        operators: how many operators of the graphs rely on it.
+    """
+
+    operator: str
+    what: str
+    assumed: str
+    operators: int
+
+
+def assumptions(ge_files: Iterable[GeFile], platform: Platform = DEFAULT) -> list[Assumption]:
+    """Assumptions that graphs rely on, those with the most operators first.
+
+    Raises:
+        LoweringError: see `check.check`.
+    """
+    platform = platform if platform.chip else DEFAULT
+    relied: Counter[tuple[str, int]] = Counter()
+    for ge_file in ge_files:
+        relied.update(examine(ge_file, platform).relied)
+    rows = table().rows
+    found = [
+        Assumption(operator, rows[number].rule or rows[number].what, reason, count)
+        for (operator, number), count in relied.items()
+        if (reason := rows[number].assumption(platform.cann))
+    ]
+    return sorted(found, key=lambda assumption: (-assumption.operators, assumption.operator, assumption.what, assumption.assumed))

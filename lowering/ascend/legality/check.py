@@ -1,0 +1,206 @@
+"""Checks every operator of a GE graph against the table: what CANN would refuse when it compiles the graph, the build refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....graphs.errors import LoweringError
+from ...platform import CANN_RELEASES, Platform
+from ..ge_file import GeFile, parse
+from ..ge_types import TensorType, tensor_types
+from .matching import attributes_of, fitting, form_of, types_of
+from .node import Key, Node, key_of, node_of
+from .options import check_options
+from .rules import RULES
+from .table import FORM, RULE, Fact, Table, table
+from .thread_rules import GRAPH_RULES
+from .threads import answered
+
+STRUCTURE = frozenset({"Data", "Const", "NetOutput"})
+"""Operators that are the graph's inputs, constants and results; they run nothing."""
+DEFAULT = Platform("ascend910_93", CANN_RELEASES[-1])
+"""What a graph is checked for where the caller names no platform."""
+STATIC = "Ascend/torchair@fced884 docs/zh/ascend_ir/features/advanced/tiling_schedule_optimize.md: graphs on the device are static"
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What CANN does not take.
+
+    Attributes:
+        operator: its name in the graph; "" for an option of the graph.
+        type: of the operator, or the option's name.
+        message: what was given and what is legal.
+        source: where that can be read.
+        sizes: whether a size is too small or large, see `Fact.sizes`.
+    """
+
+    operator: str
+    type: str
+    message: str
+    source: str
+    sizes: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.operator} ({self.type})" if self.operator else f"option {self.type}"
+        return f"{where}: {self.message} [{self.source}]"
+
+
+@dataclass
+class Checked:
+    """What a check of a graph found.
+
+    Attributes:
+        violations: each kind once, for the first operator that has it.
+        copies: how many operators have a violation, by its place in `violations`.
+        relied: operators that rely on a fact, by their type and the fact's number.
+    """
+
+    violations: list[Violation] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    relied: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def pairs(self) -> Iterator[tuple[Violation, int]]:
+        """Violations, each with the number of its operators."""
+        return zip(self.violations, self.copies, strict=True)
+
+
+def check(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None = None) -> list[Violation]:
+    """What CANN would refuse of a graph on a platform; empty where every operator and option is legal.
+
+    Args:
+        platform: chip, release of CANN and operator packages.
+        facts: the table; by default the one of this package.
+
+    Raises:
+        LoweringError: the graph is no GE model, or types of its tensors do not follow from it.
+    """
+    return examine(ge_file, platform, facts).violations
+
+
+def prove(ge_file: GeFile, platform: Platform = DEFAULT, *, sizes: bool = True) -> None:
+    """Refuses a graph that CANN would refuse.
+
+    Args:
+        sizes: whether limits of sizes count, see `Fact.sizes`.
+
+    Raises:
+        LoweringError: naming operators, what was given, what is legal and the source.
+    """
+    platform = platform if platform.chip else DEFAULT
+    kinds: dict[tuple[str, str], tuple[Violation, int]] = {}
+    for violation, copies in examine(ge_file, platform).pairs():
+        if sizes or not violation.sizes:
+            first, known = kinds.setdefault((violation.type, violation.message), (violation, 0))
+            kinds[violation.type, violation.message] = first, known + copies
+    if kinds:
+        told = [f"{violation} (and {copies - 1} more)" if copies > 1 else str(violation) for violation, copies in kinds.values()]
+        more = f"; and {len(told) - _SHOWN} other kinds" if len(told) > _SHOWN else ""
+        number = sum(copies for _, copies in kinds.values())
+        where = f"CANN {platform.cann} on {platform.chip}"
+        raise LoweringError(f"{where} does not take {number} operators or options of the graph: {'; '.join(told[:_SHOWN])}{more}")
+
+
+def examine(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None = None) -> Checked:
+    """`check`, with how many operators each violation has, and which rows of the table the graph relies on."""
+    platform = platform if platform.chip else DEFAULT
+    types = tensor_types(ge_file)
+    checker = _Checker(facts or table(), platform, ge_file.options)
+    ops = parse(ge_file.graph).graph[0].op
+    checker.refuse(_dynamic(ops, types))
+    for op, constants in _computed(ops):
+        if op.type not in STRUCTURE:
+            checker.add(op, types, constants)
+    for name, rule in GRAPH_RULES.items():
+        checker.refuse(Violation(op.name, op.type, message, f"rule {name}" + answered(name, op.type)) for op, message in rule(ops))
+    for option, message, source in check_options(ge_file.options, ge_file.engine):
+        checker.refuse([Violation("", option, message, source)])
+    return checker.checked
+
+
+class _Checker:
+    """Checks operators, each combination of type, operands and attributes once."""
+
+    def __init__(self, facts: Table, platform: Platform, options: Mapping[str, str]) -> None:
+        self.checked = Checked()
+        self._facts, self._platform, self._options = facts, platform, options
+        self._known: dict[Key, tuple[list[int], tuple[int, ...]]] = {}
+
+    def add(self, op: Any, types: Mapping[str, TensorType], constants: set[str]) -> None:
+        """Checks one operator."""
+        key = key_of(op, types, constants)
+        known = self._known.get(key)
+        if known is None:
+            node = node_of(op, types, constants)
+            rows = self._facts.facts(op.type, self._platform.chip, self._platform.cann, self._platform.packages)
+            places = self.refuse(self._node(node, rows))
+            fit = fitting(node, rows)
+            numbers = (*((fit.number,) if fit else ()), *(row.number for row in rows if row.what == RULE and _applies(row, node)))
+            self._known[key] = places, numbers
+            self.checked.relied.update((op.type, number) for number in numbers)
+            return
+        places, numbers = known
+        for place in places:
+            self.checked.copies[place] += 1
+        self.checked.relied.update((op.type, number) for number in numbers)
+
+    def refuse(self, violations: Iterable[Violation]) -> list[int]:
+        """Notes violations; returns their places."""
+        first = len(self.checked.violations)
+        self.checked.violations.extend(violations)
+        self.checked.copies.extend([1] * (len(self.checked.violations) - first))
+        return list(range(first, len(self.checked.violations)))
+
+    def _node(self, node: Node, rows: tuple[Fact, ...]) -> Iterator[Violation]:
+        if not any(row.what == FORM for row in rows):
+            yield Violation(node.name, node.type, _unknown(node.type, self._facts, self._platform), "operators.json")
+            return
+        for message, source in (*form_of(node, rows), *attributes_of(node, rows)):
+            yield Violation(node.name, node.type, message, source)
+        for message, source in types_of(node, rows):
+            yield Violation(node.name, node.type, message, source + answered("types", node.type))
+        for row in rows:
+            if row.what == RULE and _applies(row, node):
+                wrong = RULES[row.rule](node, self._options, **row.parameters)
+                if wrong:
+                    source = row.source or f"assumed: {row.assumed}"
+                    yield Violation(node.name, node.type, wrong, source + answered(row.rule, node.type), row.sizes)
+
+
+def _computed(ops: Iterable[Any]) -> Iterator[tuple[Any, set[str]]]:
+    """Operators in order, each with the names of those before it that are computed from constants alone."""
+    constants: set[str] = set()
+    for op in ops:
+        yield op, constants
+        producers = {tensor.rpartition(":")[0] for tensor in op.input if tensor}
+        if op.type == "Const" or (producers and op.type not in STRUCTURE and producers <= constants):
+            constants.add(op.name)
+
+
+def _applies(row: Fact, node: Node) -> bool:
+    return all(node.attributes.get(name) in values for name, values in row.when.items())
+
+
+def _dynamic(ops: Iterable[Any], types: Mapping[str, TensorType]) -> Iterator[Violation]:
+    dynamic = {name: tensor for name, tensor in types.items() if min(tensor.shape, default=0) < 0}
+    for op in ops if dynamic else ():
+        for tensor in (f"{op.name}:{port}" for port in range(len(op.output_desc))):
+            if tensor in dynamic:
+                message = f"{tensor} is {dynamic[tensor]}; legal are sizes that are known when the graph is compiled"
+                yield Violation(op.name, op.type, message, STATIC)
+
+
+def _unknown(operator: str, facts: Table, platform: Platform) -> str:
+    rows = [row for row in facts.by_operator.get(operator, ()) if row.what == FORM]
+    if not rows:
+        return f"the table knows no such operator; legal are the {len(facts.by_operator)} that it has facts about"
+    known = sorted({(chip, row.since, row.until, row.package) for row in rows for chip in row.chips})
+    places = ", ".join(
+        f"{chip} from CANN {since}" + (f" to {until}" if until else "") + (f" with {package}" if package else "")
+        for chip, since, until, package in known
+    )
+    return f"nothing is known of it for {platform.chip} under CANN {platform.cann}; legal is {places}"

@@ -1,0 +1,92 @@
+"""An operator of a GE graph as the legality rules see it: its name, the types of its inputs and outputs, and its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..ge_types import TensorType
+
+PRIVATE = frozenset(
+    {
+        *("_input_name_key", "_input_name_value", "_output_name_key", "_output_name_value", "_inputs_all_sym", "_readable_value"),
+        *("_is_unfed_optional", "_user_stream_label", "_user_stream_priority", "_super_kernel_scope", "_super_kernel_options"),
+        *("_op_aicore_num", "_op_vectorcore_num", "_op_exec_never_timeout", "_enable_inner_parallel", "_fx_tensor_name"),
+    }
+)
+"""Attributes that torchair and GE know of every operator (torchair of torch_npu 2.13.0: scope/_scope_attr.py, _ge_concrete_graph)."""
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator.
+
+    Attributes:
+        name: in its graph.
+        type: GE's name of the operator, "GroupedMatmul".
+        inputs: type of each input that is there, by its name; those of a list are numbered ("weight0").
+        constants: names of the inputs that are computed from constants alone: known when the graph is compiled.
+        outputs: type of each output by its name; one that nobody reads and the graph does not declare is absent.
+        attributes: values by name, without those that begin with "_".
+        private: names of attributes that begin with "_" and are not among `PRIVATE`.
+    """
+
+    name: str
+    type: str
+    inputs: Mapping[str, TensorType]
+    constants: frozenset[str]
+    outputs: Mapping[str, TensorType]
+    attributes: Mapping[str, Any]
+    private: frozenset[str] = field(default_factory=frozenset)
+
+    def describe(self) -> str:
+        """Inputs with their types, as in `x=i8[4,16], weight0=i8[2,16,32] NZ`."""
+        return ", ".join(f"{name}={tensor}" for name, tensor in self.inputs.items()) or "no input"
+
+
+def key_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Key:
+    """What an operator's legality depends on: equal for the copies of an operator in the layers of a model.
+
+    Args:
+        op: an OpDef message.
+        types: of all tensors, by name.
+        constants: names of the operators that are computed from constants alone.
+    """
+    attributes = tuple(sorted((name, value_of(value)) for name, value in op.attr.items() if name not in PRIVATE))
+    named = zip(op.input, op.input_desc, strict=False)
+    inputs = tuple((desc.name, types.get(tensor), tensor.rpartition(":")[0] in constants) for tensor, desc in named if tensor)
+    outputs = tuple(types.get(f"{op.name}:{port}") for port in range(len(op.output_desc)))
+    return op.type, inputs, outputs, attributes
+
+
+def node_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Node:
+    """The view of an OpDef message; the arguments are those of `key_of`."""
+    # Control inputs have no description, and absent ones have no name.
+    named = [(desc.name, tensor) for tensor, desc in zip(op.input, op.input_desc, strict=False) if tensor]
+    outputs = {desc.name: types.get(f"{op.name}:{port}") for port, desc in enumerate(op.output_desc)}
+    return Node(
+        name=op.name,
+        type=op.type,
+        inputs={name: types[tensor] for name, tensor in named},
+        constants=frozenset(name for name, tensor in named if tensor.rpartition(":")[0] in constants),
+        outputs={name: told for name, told in outputs.items() if told is not None},
+        attributes={name: value_of(value) for name, value in op.attr.items() if not name.startswith("_")},
+        private=frozenset(name for name in op.attr if name.startswith("_") and name not in PRIVATE),
+    )
+
+
+def value_of(attribute: Any) -> Any:
+    """Value of an AttrDef message: a number, a truth value, a string, or a tuple of them; None for a tensor or a graph."""
+    kind = attribute.WhichOneof("value")
+    if kind in ("i", "f", "b", "dt"):
+        return getattr(attribute, kind)
+    if kind == "s":
+        return attribute.s.decode(errors="replace")
+    if kind == "list":
+        items = attribute.list
+        return tuple(items.i) or tuple(items.f) or tuple(items.b) or tuple(text.decode(errors="replace") for text in items.s)
+    return None

@@ -1,0 +1,117 @@
+"""The checks of single operators that are more than a list of dtypes; rows of the table name them and give their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..ge_types import NZ, TensorType
+from . import rules_attention, rules_experts, thread_rules
+from .node import Node
+
+Rule = Callable[..., str | None]
+"""rule(node, options, **parameters of the row): what is wrong and what is legal, or None. `options` are those of the graph."""
+
+
+def attribute_values(node: Node, options: Mapping[str, str], attribute: str, legal: list[Any], default: Any = None) -> str | None:
+    """An attribute has one of some values; `default` is that of an operator which does not name it."""
+    value = node.attributes.get(attribute, default)
+    return None if value in legal else f"{attribute} is {value!r}; legal are {', '.join(map(repr, legal))}"
+
+
+def attribute_range(node: Node, options: Mapping[str, str], attribute: str, least: int, most: int, multiple: int = 1) -> str | None:
+    """A number among the attributes lies in a range."""
+    value = node.attributes.get(attribute)
+    if isinstance(value, int) and least <= value <= most and value % multiple == 0:
+        return None
+    return f"{attribute} is {value}; legal is {_range(least, most, multiple)}"
+
+
+def no_attribute(node: Node, options: Mapping[str, str], attribute: str) -> str | None:
+    """A release of CANN does not know an attribute that later ones have."""
+    return f"has the attribute {attribute}; legal is an operator without it" if attribute in node.attributes else None
+
+
+def no_inputs(node: Node, options: Mapping[str, str], inputs: list[str]) -> str | None:
+    """Optional inputs that have to be absent."""
+    given = [name for name in inputs if name in node.inputs]
+    return f"takes {', '.join(given)}; legal is to leave them out" if given else None
+
+
+def dimension(
+    node: Node, options: Mapping[str, str], inputs: list[str], axis: int, least: int, most: int, meaning: str, multiple: int = 1
+) -> str | None:
+    """One size of each of some inputs lies in a range; inputs that are absent, or shorter, are passed over."""
+    for name, tensor in listed(node, inputs):
+        if len(tensor.shape) > (axis if axis >= 0 else -axis - 1):
+            size = tensor.shape[axis]
+            if not least <= size <= most or size % multiple:
+                return f"{name} is {tensor}: {meaning} is {size}; legal is {_range(least, most, multiple)}"
+    return None
+
+
+def rank(node: Node, options: Mapping[str, str], inputs: list[str], legal: list[int]) -> str | None:
+    """Inputs have one of some numbers of dimensions."""
+    for name, tensor in listed(node, inputs):
+        if len(tensor.shape) not in legal:
+            return f"{name} is {tensor}, of {len(tensor.shape)} dimensions; legal are {', '.join(map(str, legal))}"
+    return None
+
+
+def known_at_build(node: Node, options: Mapping[str, str], inputs: list[str]) -> str | None:
+    """Inputs that shapes of results follow from are constants: otherwise the graph has dynamic shapes, and the host schedules it."""
+    for name, tensor in listed(node, inputs):
+        if name not in node.constants:
+            return f"{name} ({tensor}) is computed in the step, and the shape of a result depends on it; legal is a constant"
+    return None
+
+
+def filled_tiles(node: Node, options: Mapping[str, str], inputs: list[str], rows: int, widths: Mapping[str, int]) -> str | None:
+    """An input in NZ divides into whole tiles; `widths` are columns of a tile by dtype."""
+    for name, tensor in listed(node, inputs):
+        if tensor.format == NZ:
+            width = widths.get(tensor.dtype)
+            if width is None or len(tensor.shape) < 2 or tensor.shape[-2] % rows or tensor.shape[-1] % width:
+                sizes = f"{rows} rows of {width} {tensor.dtype}" if width else f"dtypes {', '.join(widths)}"
+                return f"{name} is {tensor}, which does not divide into tiles; legal are multiples of {sizes}, or ND"
+    return None
+
+
+def listed(node: Node, names: list[str]) -> list[tuple[str, TensorType]]:
+    """Inputs of some names, those of lists with all their elements ("weight" means weight0, weight1, ...)."""
+    return [(name, tensor) for name, tensor in node.inputs.items() if name in names or name.rstrip("0123456789") in names]
+
+
+def _range(least: int, most: int, multiple: int) -> str:
+    return f"{least} to {most}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+
+
+RULES: Mapping[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        attribute_values,
+        attribute_range,
+        no_attribute,
+        no_inputs,
+        dimension,
+        rank,
+        known_at_build,
+        filled_tiles,
+        rules_attention.widths_of_packed_tokens,
+        rules_attention.lengths_on_the_device,
+        rules_attention.paged_cache,
+        rules_attention.mask,
+        rules_attention.head_groups,
+        rules_attention.delta_rule_sizes,
+        rules_experts.experts_of_a_rank,
+        rules_experts.communicator,
+        rules_experts.groups_of_weights,
+        thread_rules.no_mask_over_pages,
+        thread_rules.mask_or_pages,
+        thread_rules.as_many_tensors,
+        thread_rules.one_number_an_expert,
+        thread_rules.no_empty_input,
+        thread_rules.transposed_product,
+    )
+}
+"""Rules by the names that the table gives them."""

@@ -1,0 +1,110 @@
+"""Rules of attention and of the recurrent delta rule, from the host's tiling code and the interface documentation that the table names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .node import Node
+
+SINK = "ge.tiling_schedule_optimize"
+"""GE's option that lets the device compute an operator's tiling: "1" where it does."""
+
+
+def widths_of_packed_tokens(node: Node, options: Mapping[str, str], equal: list[int], wide: list[list[int]]) -> str | None:
+    """Head widths of a packed layout (TND): query, key and value have one of the widths `equal`, or one of the combinations `wide`.
+
+    A paged cache has its heads and their widths in one axis, or in two; the number of heads is an attribute.
+    """
+    query, key, value = node.inputs["query"].shape[-1], _width(node, "key0"), _width(node, "value0")
+    if [query, key, value] in wide or (query == key == value and query in equal):
+        return None
+    combinations = "; ".join("/".join(map(str, widths)) for widths in wide)
+    return (
+        f"heads of query, key and value are {query}, {key} and {value} wide in layout {node.attributes.get('input_layout')};"
+        f" legal are {', '.join(map(str, equal))} for all three, or {combinations}; BSND and BSH take up to 512"
+    )
+
+
+def lengths_on_the_device(node: Node, options: Mapping[str, str], inputs: list[str], packed: list[str]) -> str | None:
+    """Lengths that the step computes need tiling on the device, which packed layouts do not have."""
+    given = [name for name in inputs if name in node.inputs and name not in node.constants]
+    if not given:
+        return None
+    layout = node.attributes.get("input_layout", "BSH")
+    if options.get(SINK) != "1":
+        return (
+            f"{' and '.join(given)} are computed in the step and {SINK} is {options.get(SINK)!r}: the host would read them and schedule"
+            " every step; legal is '1'"
+        )
+    if layout in packed:
+        return f"{' and '.join(given)} are computed in the step in layout {layout}, which the device cannot tile; legal are BSND and BSH"
+    return None
+
+
+def paged_cache(node: Node, options: Mapping[str, str], ranks: list[int], least: int, most: int, multiple: int) -> str | None:
+    """The form of a paged cache: dimensions of its tensors, and tokens of a page."""
+    if "block_table" not in node.inputs:
+        return None
+    page = node.attributes.get("block_size", 0)
+    if not least <= page <= most or page % multiple:
+        return f"block_size is {page}; legal is {least} to {most}, a multiple of {multiple}"
+    for name in ("key0", "value0"):
+        cache = node.inputs[name]
+        if len(cache.shape) not in ranks:
+            legal = ", ".join(f"{dimensions} dimensions" for dimensions in ranks)
+            return f"{name} is the paged cache {cache} in layout {node.attributes.get('input_layout')}; legal is {legal}"
+    if "actual_seq_lengths_kv" not in node.inputs:
+        return "a paged cache is read without actual_seq_lengths_kv; legal is to give the lengths"
+    return None
+
+
+def mask(node: Node, options: Mapping[str, str], size: int) -> str | None:
+    """The compressed causal mask of the sparse modes 2, 3 and 4."""
+    given = node.inputs.get("atten_mask")
+    if given is None or given.shape[-2:] != (size, size):
+        return f"sparse_mode is {node.attributes.get('sparse_mode', 0)} and atten_mask {given}; legal is [{size}, {size}]"
+    return None
+
+
+def head_groups(node: Node, options: Mapping[str, str], most: int) -> str | None:
+    """Query heads are a multiple of the key's, and at most `most` times as many."""
+    queries = node.attributes.get("num_heads", 1)
+    keys = node.attributes.get("num_key_value_heads", 0) or queries
+    if queries % keys or queries // keys > most:
+        return f"{queries} query heads share {keys} key heads; legal is a multiple, up to {most} query heads a key head"
+    return None
+
+
+def delta_rule_sizes(node: Node, options: Mapping[str, str], heads: int, width: int, tokens: int) -> str | None:
+    """Sizes of the recurrent delta rule.
+
+    Args:
+        heads: most key heads, and most value heads.
+        width: widest head.
+        tokens: most tokens of one sequence in a step.
+    """
+    shapes = {name: tensor.shape for name, tensor in node.inputs.items()}
+    if any(len(shapes[name]) != 3 for name in ("query", "key", "value")) or len(shapes["state"]) != 4:
+        return f"takes {node.describe()}; legal are query, key and value of three dimensions, and a state of four"
+    (total, key_heads, key_width), (_, value_heads, value_width) = shapes["key"], shapes["value"]
+    if max(key_heads, value_heads) > heads or max(key_width, value_width) > width or value_heads % key_heads:
+        return (
+            f"has {key_heads} key and {value_heads} value heads of widths {key_width} and {value_width}; legal are up to {heads} heads, a"
+            f" multiple of the key heads as value heads, and widths up to {width}"
+        )
+    if shapes["state"][1:] != (value_heads, value_width, key_width):
+        state, sizes = node.inputs["state"], f"{value_heads},{value_width},{key_width}"
+        return f"state is {state}; legal is [slots,{sizes}]: value heads, value width, key width"
+    sequences = shapes["actual_seq_lengths"][0]
+    if total > tokens * sequences:
+        return f"takes {total} tokens of {sequences} sequences; legal are up to {tokens} tokens a sequence"
+    return None
+
+
+def _width(node: Node, name: str) -> int:
+    """Width of a cache's heads; a paged cache of three dimensions has all heads in the last."""
+    shape = node.inputs[name].shape
+    if "block_table" in node.inputs and len(shape) == 3:
+        heads: int = node.attributes.get("num_key_value_heads", 0) or node.attributes.get("num_heads", 1)
+        return shape[-1] // heads
+    return shape[-1]

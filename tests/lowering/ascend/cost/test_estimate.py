@@ -1,0 +1,136 @@
+"""lowering/ascend/cost/estimate.py: predictions of small emitted graphs move as they should when graph, batch, context or mesh change."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from support import fleets
+from support import ge_bodies as gb
+
+from npucompile.graphs.types import Bucket, Mesh
+from npucompile.lowering.ascend.cost.estimate import StepCost, estimate
+from npucompile.lowering.ascend.cost.parameters import parameters
+from npucompile.lowering.ascend.cost.timing import CAUSES
+from npucompile.lowering.ascend.ge_file import GeFile, parse
+from npucompile.lowering.ascend.launches import launches
+from npucompile.lowering.ascend.link import link
+from npucompile.lowering.ascend.lowered import lower
+from npucompile.models import sharding_rules
+from npucompile.models.variant import Variant
+
+A3, A2 = parameters("ascend910_93"), parameters("ascend910b")
+MESH = Mesh.parse("dp=2,tp=2")
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    """GE file of a small model's decode step, by batch size."""
+    ta = gb.loaded(tmp_path_factory.mktemp("stubs"))
+    model = fleets.model(Variant(experts="grouped"), drafts=1)
+
+    @functools.cache
+    def decode(batch: int) -> GeFile:
+        rules = sharding_rules.rules(MESH, experts=model.config.num_experts, expert_parallel=True, tokens=2 * batch)
+        partitioned = fleets.partitioned(model, MESH, rules, Bucket("decode", batch, 2), fleets.limits(1), False, 0)
+        lowered = lower(partitioned)
+        return link(lowered.graph, lowered.signature, ta)
+
+    return decode
+
+
+def cost(ge_file: GeFile, *, speeds=A3, mesh: Mesh = MESH, context: int = 16) -> StepCost:
+    return estimate(ge_file, speeds, mesh, context)
+
+
+def edited(ge_file: GeFile, edit) -> GeFile:
+    """The GE file after `edit(graph)`."""
+    model = parse(ge_file.graph)
+    edit(model.graph[0])
+    return replace(ge_file, graph=model.SerializeToString(deterministic=True))
+
+
+def test_parts_add_up(graph):
+    """Causes, kinds of bodies and operators are three cuts of the same step."""
+    step = cost(graph(2))
+    assert list(step.parts_ms) == list(CAUSES)
+    assert sum(step.parts_ms.values()) == pytest.approx(step.step_ms)
+    assert sum(operator.total_ms for operator in step.operators) + step.parts_ms["waiting"] == pytest.approx(step.step_ms)
+    assert step.launches == sum(operator.launches for operator in step.operators) == len(launches(parse(graph(2).graph).graph[0]))
+    assert step.bodies["linear_attention"] == 3 * step.bodies["full_attention"]
+    assert min(step.parts_ms["launch"], step.parts_ms["collectives"], step.floor_ms) > 0
+    assert step.floor_ms < step.step_ms
+    shown = step.as_dict()
+    assert sum(kind["launches"] for kind in shown["kinds"].values()) == shown["launches"]
+
+
+def test_a_larger_batch_and_a_longer_context_take_longer(graph):
+    assert cost(graph(2)).step_ms < cost(graph(4)).step_ms
+    short, long = cost(graph(2), context=8), cost(graph(2), context=24)
+    assert short.step_ms < long.step_ms
+    changed = {a.type for a, b in zip(short.operators, long.operators, strict=True) if a.parts_ms != b.parts_ms}
+    assert changed == {"FusedInferAttentionScore"}
+
+
+def fuse(graph) -> None:
+    """Replaces the first elementwise operator whose only reader is another one by one operator with the operands of both."""
+    started = {op.name: op for op in launches(graph) if op.type in ("Add", "Mul", "Sub", "Sigmoid", "Neg", "Exp")}
+    readers: dict[str, list] = {}
+    for op in graph.op:
+        for tensor in op.input:
+            readers.setdefault(tensor.rpartition(":")[0], []).append(op)
+    for first in started.values():
+        (reader, *others) = readers.get(first.name, [None])
+        if reader is not None and not others and reader.name in started:
+            at = list(reader.input).index(f"{first.name}:0")
+            inputs, descs = [*reader.input], [*reader.input_desc]
+            inputs[at : at + 1], descs[at : at + 1] = [*first.input], [*first.input_desc]
+            del reader.input[:], reader.input_desc[:]
+            reader.input.extend(inputs)
+            reader.input_desc.extend(descs)
+            graph.op.remove(first)
+            return
+    raise AssertionError("no two neighbours to fuse")
+
+
+def test_a_fused_pair_costs_less(graph):
+    """A launch, and the intermediate result written and read once less."""
+    before, after = cost(graph(2)), cost(edited(graph(2), fuse))
+    assert after.launches == before.launches - 1
+    saved_s = (before.step_ms - after.step_ms) / 1e3
+    assert A3.vector_launch_s < saved_s < 2 * A3.vector_launch_s
+    assert after.parts_ms["launch"] < before.parts_ms["launch"]
+    assert after.parts_ms["collectives"] == pytest.approx(before.parts_ms["collectives"])
+
+
+def test_collectives_grow_with_ranks_and_across_nodes(graph):
+    """The same graph, its groups larger; and with 16 ranks on nodes of 16 and of 8."""
+    small, large = cost(graph(2)), cost(graph(2), mesh=Mesh.parse("dp=4,tp=4"))
+    assert small.parts_ms["collectives"] < large.parts_ms["collectives"]
+    assert small.parts_ms["memory"] == pytest.approx(large.parts_ms["memory"])
+    two_nodes = cost(graph(2), mesh=Mesh.parse("dp=4,tp=4"), speeds=A2)
+    assert two_nodes.parts_ms["collectives"] > large.parts_ms["collectives"]
+
+
+def test_a_stream_beside_the_experts_exchange_hides_it(graph):
+    """The shared expert on a stream of its own: the same kernels, and part of dispatch or combine runs behind them."""
+
+    def label(graph) -> None:
+        ops = {op.name: op for op in graph.op}
+        for op in list(ops.values()):
+            if op.type == "SwiGlu" and "layer" in op.name:
+                (product,) = [ops[tensor.rpartition(":")[0]] for tensor in op.input]
+                if product.type != "MatMul":  # the routed experts'
+                    continue
+                chain = [product, op]
+                for chained in chain:  # up to the combine, which adds the shared expert's result
+                    chained.attr["_user_stream_label"].s = b"shared"
+                    readers = [reader for reader in graph.op if f"{chained.name}:0" in reader.input and reader not in chain]
+                    chain += [reader for reader in readers if not reader.type.startswith("Moe")]
+
+    before, after = cost(graph(2)), cost(edited(graph(2), label))
+    hidden = before.step_ms - after.step_ms
+    assert hidden >= 4 * 2 * A3.matrix_launch_s * 1e3, "two products in each of four layers"
+    assert after.parts_ms["collectives"] == pytest.approx(before.parts_ms["collectives"] - hidden)
+    assert after.parts_ms["launch"] == pytest.approx(before.parts_ms["launch"])

@@ -1,0 +1,32 @@
+"""lowering/ascend/cost/experts.py: rows follow from the routing behind a list of group sizes, and few rows read few experts."""
+
+from __future__ import annotations
+
+import pytest
+from support import ge_calls as gc
+
+from npucompile.lowering.ascend.cost.experts import Rows, experts_read, routed_rows
+from npucompile.lowering.ascend.ge_types import declared_type
+
+
+def test_experts_that_are_read():
+    """One row reads one expert of all ranks; many rows read all of a rank's; without skew it is the textbook's expectation."""
+    assert experts_read(Rows(1, 1, 512, 512), 0.6) == pytest.approx(1)
+    assert experts_read(Rows(1e6, 1.6e7, 32, 512), 0.6) == pytest.approx(32)
+    assert experts_read(Rows(8, 8, 16, 16), 0.0) == pytest.approx(16 * (1 - (15 / 16) ** 8))
+    assert experts_read(Rows(8, 8, 16, 16), 0.6) < experts_read(Rows(8, 8, 16, 16), 0.0)
+
+
+def routed(kind: str, **attrs):
+    hand = gc.Hand()
+    ids = {"x": hand.data(0, "bf16[4,64]"), "expert_ids": hand.data(1, "i32[4,3]")}
+    hand.op(kind, ids, "route", ["bf16[12,64]"] * 4, **attrs)
+    hand.op("Cast", {"x": "route:2"}, "counts", ["i64[2]"])
+    ops = {op.name: op for op in hand.model.graph[0].op}
+    types = {"x0:0": declared_type(b"bf16[4,64]"), "x1:0": declared_type(b"i32[4,3]")}
+    return routed_rows(ops, types, "counts:0", 4), routed_rows(ops, types, "x0:0", 4)
+
+
+def test_rows_are_those_of_the_routing():
+    assert routed("MoeDistributeDispatchV2", ep_world_size=4, moe_expert_num=8) == (Rows(12, 48, 2, 8), None)
+    assert routed("MoeInitRoutingV3", expert_num=8, active_expert_range=[2, 4])[0] == Rows(3, 12, 2, 8)

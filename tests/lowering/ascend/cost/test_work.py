@@ -1,0 +1,107 @@
+"""lowering/ascend/cost/work.py: bytes, operations and messages of operators against what their definition says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import ge_calls as gc
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.cost.experts import Rows
+from npucompile.lowering.ascend.cost.work import Facts, Work, work_of
+from npucompile.lowering.ascend.ge_types import declared_type
+
+
+def work(
+    kind: str, inputs: dict[str, str], results: list[str], *, pools: tuple[str, ...] = (), context: int = 64, rows: Any = None, **attrs: Any
+) -> Work:
+    """Work of one operator whose operands all lie in HBM."""
+    hand = gc.Hand()
+    for i, meta in enumerate(inputs.values()):
+        hand.data(i, meta)
+    hand.op(kind, {name: f"x{i}:0" for i, name in enumerate(inputs)}, "op", results, **attrs)
+    types = {f"x{i}:0": declared_type(meta.encode()) for i, meta in enumerate(inputs.values())}
+    resident, names = frozenset(types), list(inputs)
+    types |= {f"op:{port}": declared_type(meta.encode()) for port, meta in enumerate(results)}
+    in_place = frozenset(f"x{names.index(name)}:0" for name in pools)
+    groups = {"tp": 4, "dispatch": 4}
+    return work_of(hand.model.graph[0].op[-1], Facts(types, resident, in_place, context, groups, 1e8, 0.6, 2.0, rows or {}))
+
+
+def test_products():
+    dense = work("MatMul", {"x1": "bf16[20,64]", "x2": "bf16[64,48]"}, ["bf16[20,48]"], transpose_x1=False)
+    assert dense.bf16_ops == 2 * 32 * 48 * 64, "20 rows fill two tiles of 16"
+    assert (dense.hbm_bytes, dense.cache_bytes) == (2 * (20 * 64 + 64 * 48), 2 * 20 * 48)
+    quantised = work("QuantBatchMatmulV3", {"x1": "i8[16,64]", "x2": "i8[64,48]", "scale": "f32[48]"}, ["bf16[16,48]"])
+    assert (quantised.int8_ops, quantised.bf16_ops) == (2 * 16 * 48 * 64, 0)
+
+
+def test_grouped_products_read_packed_weights_of_the_experts_that_have_rows():
+    operands = {"x0": "i8[64,128]", "weight0": "i32[8,128,32]", "scale0": "u64[8,1,256]", "group_list": "i64[8]"}
+    grouped = work("GroupedMatmul", operands, ["bf16[64,256]"])
+    assert grouped.int8_ops == pytest.approx(2 * 64 * 256 * 128, rel=0.1)
+    weights = 8 * 128 * 256 / 2
+    assert 0.9 * weights < grouped.hbm_bytes < weights + 64 * 128 + 8 * 256 * 8 + 100
+
+
+def test_an_activation_of_experts_does_the_rows_that_are_there():
+    """64 rows of room; a quarter of 40 rows on each of four ranks, twice as many on the busiest."""
+    operands = {"x": "bf16[64,128]", "group_index": "i64[8]"}
+    full = work("DequantSwigluQuant", operands, ["i8[64,64]", "f32[64]"])
+    share = work("DequantSwigluQuant", operands, ["i8[64,64]", "f32[64]"], rows={"x1:0": Rows(10, 40, 8, 32)})
+    assert share.hbm_bytes == pytest.approx(full.hbm_bytes * 2 * 10 / 64)
+    assert share.vector_ops == pytest.approx(full.vector_ops * 2 * 10 / 64)
+
+
+def test_attention_reads_each_request_s_context_once():
+    paged = {"query": "bf16[6,4,64]", "key0": "bf16[32,16,128]", "value0": "bf16[32,16,128]", "block_table": "i32[3,8]"}
+    attrs = {"num_heads": 4, "num_key_value_heads": 2, "block_size": 16}
+    attended = work("FusedInferAttentionScore", paged, ["bf16[6,4,64]"], **attrs)
+    assert attended.streamed_bytes == 2 * 3 * 64 * 2 * 64 * 2
+    assert (attended.tasks, attended.attention_ops) == (6, 4 * 6 * 4 * 64 * 63)
+    most = work("FusedInferAttentionScore", paged, ["bf16[6,4,64]"], context=10**6, **attrs)
+    assert most.streamed_bytes == 2 * attended.streamed_bytes, "a page table of 8 pages of 16 tokens holds 128"
+
+
+def test_a_pool_costs_what_is_read_and_written_of_it():
+    pool = {"var": "bf16[1000,64]", "indices": "i32[4,1]", "updates": "bf16[4,64]"}
+    scattered = work("ScatterNdUpdate", pool, ["bf16[1000,64]"], pools=("var",))
+    assert scattered.hbm_bytes + scattered.cache_bytes == 2 * (16 + 4 * 64 * 2)
+    gathered = work("GatherV2", {"x": "bf16[1000,64]", "indices": "i32[4]", "axis": "i64[]"}, ["bf16[4,64]"])
+    assert gathered.hbm_bytes + gathered.cache_bytes == 16 + 2 * 4 * 64 * 2
+
+
+def test_a_recurrence_reads_a_state_a_request_and_writes_one_a_token():
+    operands = {
+        "query": "bf16[8,2,16]", "key": "bf16[8,2,16]", "value": "bf16[8,4,16]", "state": "bf16[100,4,16,16]",
+        "actual_seq_lengths": "i32[2]",
+    }  # fmt: skip
+    rule = work("RecurrentGatedDeltaRule", operands, ["bf16[8,4,16]", "bf16[100,4,16,16]"], pools=("state",))
+    assert rule.streamed_bytes == (2 + 8) * 4 * 16 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "result", "received"),
+    [
+        ("HcomAllGather", "bf16[2,8]", "bf16[8,8]", 96),
+        ("HcomReduceScatter", "bf16[8,8]", "bf16[2,8]", 96),
+        ("HcomAllReduce", "bf16[8,8]", "bf16[8,8]", 192),
+        ("HcomAllToAll", "bf16[8,8]", "bf16[8,8]", 96),
+    ],
+)
+def test_bytes_of_collectives(kind, given, result, received):
+    assert work(kind, {"x": given}, [result], group="tp").sent_bytes == received
+
+
+def test_experts_exchange_a_row_a_token_and_choice():
+    ids = {"x": "bf16[4,64]", "expert_ids": "i32[4,3]"}
+    exchange = work("MoeDistributeDispatchV2", ids, ["i8[48,64]"], ep_world_size=4, group_ep="dispatch")
+    assert exchange.sent_bytes == 2.0 * 4 * 3 * 64 * 3 / 4
+
+
+def test_unknown_collectives_and_groups_are_refused():
+    with pytest.raises(LoweringError, match=r"op \(HcomGather\) is a collective whose bytes are not known"):
+        work("HcomGather", {"x": "bf16[8]"}, ["bf16[8]"], group="tp")
+    with pytest.raises(LoweringError, match="over 'pp'; the mesh has dispatch, tp"):
+        work("HcomAllReduce", {"x": "bf16[8]"}, ["bf16[8]"], group="pp")

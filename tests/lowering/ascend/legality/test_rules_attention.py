@@ -1,0 +1,81 @@
+"""lowering/ascend/legality/rules_attention.py: forms that documents and hardware threads name as legal pass, their neighbours do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from npucompile.lowering.ascend.ge_types import TensorType
+from npucompile.lowering.ascend.legality import rules_attention as rules
+from npucompile.lowering.ascend.legality.node import Node
+
+PACKED = {"equal": [64, 128, 192], "wide": [[192, 192, 128]]}
+LENGTHS = {"inputs": ["actual_seq_lengths_kv"], "packed": ["TND"]}
+
+
+def attention(
+    query: tuple[int, ...], cache: tuple[int, ...], *, paged: bool = True, constants: tuple[str, ...] = (), **attributes: Any
+) -> Node:
+    inputs = {"query": TensorType("bf16", query), "key0": TensorType("bf16", cache), "value0": TensorType("bf16", cache)}
+    if paged:
+        inputs |= {"block_table": TensorType("i32", (4, 2)), "actual_seq_lengths_kv": TensorType("i64", (4,))}
+    return Node("n", "FusedInferAttentionScore", inputs, frozenset(constants), {}, attributes)
+
+
+@pytest.mark.parametrize(("width", "legal"), [(64, True), (128, True), (192, True), (256, False), (512, False)])
+@pytest.mark.parametrize("cache", [(9, 128, 2, -1), (9, 128, -2)])
+def test_widths_of_packed_tokens(width, legal, cache):
+    """The message of vllm-ascend issue 4020: queryD(256), keyD(256) and valueD(256) must be same equal 192/128/64."""
+    shape = tuple(size * -width if size < 0 else size for size in cache)
+    told = rules.widths_of_packed_tokens(attention((8, 4, width), shape, num_heads=4, num_key_value_heads=2), {}, **PACKED)
+    assert (told is None) == legal, told
+
+
+def test_lengths_that_the_step_computes():
+    sink, host = {rules.SINK: "1"}, {rules.SINK: "0"}
+    cache = (9, 128, 512)
+    assert rules.lengths_on_the_device(attention((4, 2, 1024), cache, input_layout="BSH"), sink, **LENGTHS) is None
+    assert rules.lengths_on_the_device(attention((4, 2, 1024), cache, constants=("actual_seq_lengths_kv",)), host, **LENGTHS) is None
+    assert "legal is '1'" in str(rules.lengths_on_the_device(attention((4, 2, 1024), cache), host, **LENGTHS))
+    assert "which the device cannot tile" in str(
+        rules.lengths_on_the_device(attention((8, 4, 64), cache, input_layout="TND"), sink, **LENGTHS)
+    )
+
+
+def test_paged_caches():
+    limits = {"ranks": [3], "least": 128, "most": 512, "multiple": 128}
+    assert rules.paged_cache(attention((4, 2, 1024), (9, 128, 512), block_size=128), {}, **limits) is None
+    assert rules.paged_cache(attention((4, 2, 4, 256), (4, 2, 2, 256), paged=False), {}, **limits) is None
+    assert "block_size is 64" in str(rules.paged_cache(attention((4, 2, 1024), (9, 64, 512), block_size=64), {}, **limits))
+    told = rules.paged_cache(attention((4, 2, 1024), (9, 128, 2, 256), block_size=128, input_layout="BSH"), {}, **limits)
+    assert told == "key0 is the paged cache bf16[9,128,2,256] in layout BSH; legal is 3 dimensions"
+
+
+def test_mask_and_head_groups():
+    plain = attention((4, 2, 1024), (9, 128, 512), sparse_mode=3, num_heads=16, num_key_value_heads=1)
+    assert "atten_mask None; legal is [2048, 2048]" in str(rules.mask(plain, {}, size=2048))
+    assert rules.head_groups(plain, {}, most=64) is None
+    wide = attention((4, 2, 1024), (9, 128, 512), num_heads=65, num_key_value_heads=1)
+    assert "up to 64 query heads a key head" in str(rules.head_groups(wide, {}, most=64))
+
+
+def delta(tokens: int = 8, heads: tuple[int, int] = (2, 4), width: int = 128, sequences: int = 2, state: tuple[int, ...] = ()) -> Node:
+    shapes = {
+        "query": (tokens, heads[0], width), "key": (tokens, heads[0], width), "value": (tokens, heads[1], width),
+        "state": state or (9, heads[1], width, width), "actual_seq_lengths": (sequences,),
+    }  # fmt: skip
+    return Node("n", "RecurrentGatedDeltaRule", {name: TensorType("bf16", shape) for name, shape in shapes.items()}, frozenset(), {}, {})
+
+
+def test_sizes_of_the_delta_rule():
+    limits = {"heads": 256, "width": 512, "tokens": 8}
+    assert rules.delta_rule_sizes(delta(tokens=16), {}, **limits) is None
+    for wrong, message in [
+        (delta(tokens=17), "takes 17 tokens of 2 sequences; legal are up to 8 tokens a sequence"),
+        (delta(heads=(3, 4)), "has 3 key and 4 value heads"),
+        (delta(width=513), "widths up to 512"),
+        (delta(state=(9, 128, 4, 128)), "legal is [slots,4,128,128]"),
+        (delta(state=(9, 128)), "a state of four"),
+    ]:
+        assert message in str(rules.delta_rule_sizes(wrong, {}, **limits))

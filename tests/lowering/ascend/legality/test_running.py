@@ -1,0 +1,48 @@
+"""lowering/ascend/legality/running.py: an older CANN and another chip are refused by name; a newer CANN is asked about each graph."""
+
+from __future__ import annotations
+
+import pytest
+from support import legal_graph
+from support.legal_graph import edited
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.legality.running import check_running
+from npucompile.lowering.platform import CPU, Platform
+
+BUILT = Platform("ascend910_93", "9.0")
+
+
+def unread():
+    raise AssertionError("the graph is read though no newer release runs")
+
+
+@pytest.mark.parametrize("version", ["cann-9.0.0-Ascend910_9391", "cann-9.0.RC2-Ascend910_9382", "emulated"])
+def test_same_release(version):
+    check_running(version, BUILT, [unread])
+    check_running(version, CPU, [unread])
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (
+            "cann-8.5.0.alpha001-Ascend910_9391",
+            r"for CANN 9.0, and CANN 8.5 runs here; legal is 9.0 or newer, or a build with --cann 8.5",
+        ),
+        ("cann-9.0.0-Ascend910B3", "built for ascend910_93, and this machine has Ascend910B3"),
+    ],
+)
+def test_older_release_or_other_chip(version, message):
+    with pytest.raises(LoweringError, match=message):
+        check_running(version, BUILT, [unread])
+
+
+@pytest.mark.parametrize("running", ["9.1.0", "9.7.2"])
+def test_newer_release_is_asked_about_each_graph(running, tmp_path_factory):
+    """Also one that this version does not know yet, which is held to the newest that it knows."""
+    graph = legal_graph.legal(tmp_path_factory.mktemp("stubs"))
+    check_running(f"cann-{running}-Ascend910_9391", BUILT, [lambda: graph])
+    wrong = edited(graph, lambda first: setattr(first["MoeDistributeCombineV2"].attr["comm_alg"], "s", b"ring"))
+    with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take .*comm_alg is 'ring'"):
+        check_running(f"cann-{running}-Ascend910_9391", BUILT, [lambda: graph, lambda: wrong])
