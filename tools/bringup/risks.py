@@ -17,7 +17,6 @@ ASSUMPTIONS: Mapping[str, str] = {
     "aiv-mode": "AIV mode in a graph",
     "ge-cache": "GE's cache",
     "derived-values": "derived values",
-    "capture": "no graph has been captured",
     "toolchain": "the release of CANN",
     "architecture": "aarch64",
     "attention": "Attention over pages.",
