@@ -89,3 +89,23 @@ def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mes
     checked.check(PROMPTS, drafted, plain)
     checked.check(LONG, roomy, crowded)
     assert checked.decided >= 20
+
+
+def test_both_backends_for_npus_serve_the_same_tokens(checkpoints, tmp_path):
+    """GE's interpreter and captured graphs run the same operators on the same numbers, so they agree beyond what is decided."""
+    served_tokens = {}
+    for backend in ("ge", "aclgraph"):
+        plan = tiny.planned_device(checkpoints["moe"], mesh="dp=2,tp=2", quantization="w8a8", backend=backend, **SIZES)
+        tiny.built(plan, tmp_path / backend)
+        artifact, checked = Artifact.open(tmp_path / backend), Checked(checkpoints["moe"], "w8a8")
+        with emulated(artifact, tmp_path / "cache") as executor:
+            assert set(executor.backends.values()) == {backend}
+            assert executor.run_ahead == 1
+            drafted = complete(executor, PROMPTS, Sampling(), 12, frozenset())
+            long = complete(executor, LONG, Sampling(), 12, frozenset())
+            assert executor.compiles() == 0
+        checked.check(PROMPTS, drafted, drafted)
+        checked.check(LONG, long, long)
+        assert checked.decided >= 10
+        served_tokens[backend] = [completion.token_ids for completion in (*drafted, *long)]
+    assert served_tokens["ge"] == served_tokens["aclgraph"]

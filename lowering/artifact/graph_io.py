@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from ...graphs.errors import LoweringError
 
@@ -29,6 +31,26 @@ _NAMED = {
     "format": torch.memory_format,
 }
 _LEGAL = "None, bool, int, float, str, node, list, tuple, dtype, device, layout, memory format"
+
+
+@dataclass(frozen=True)
+class NamedOperator:
+    """An operator that need not be registered in this process; its text is its name."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name.split(".")[1]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises:
+        LoweringError: always; a program gives it a kernel.
+        """
+        raise LoweringError(f"{self.name} has no kernel in this process")
 
 
 def encode(graph: GraphModule) -> bytes:
@@ -69,7 +91,8 @@ def decode(data: bytes, find: Callable[[str], Callable[..., Any]] | None = None)
         graph.lint()
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         raise LoweringError(f"node {len(decoded)} of a serialised graph cannot be read: {error}") from error
-    return GraphModule(torch.nn.Module(), graph)
+    # Its code is written when somebody calls it; most readers walk its nodes.
+    return _make_graph_module(torch.nn.Module(), graph)
 
 
 def target_name(target: Any) -> str:
@@ -78,6 +101,8 @@ def target_name(target: Any) -> str:
     Raises:
         LoweringError: when it is neither an operator overload nor one of the listed functions.
     """
+    if isinstance(target, NamedOperator):
+        return target.name
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
     try:

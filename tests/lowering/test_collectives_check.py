@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import acl_graphs as ag
+from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend.ge_file import GROUPS, GeFile, messages, patched
-from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_ge_file, of_rank
+from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_acl_file, of_acl_rank, of_ge_file, of_rank
 
 MESH = Mesh.parse("dp=2,tp=2")
 LAYER = [
@@ -271,3 +274,21 @@ def test_a_permuted_patched_container_is_caught(order, rank):
     else:
         with pytest.raises(LoweringError):
             check_ranks(per_rank)
+
+
+def test_captured_graphs_list_their_collectives_as_ge_graphs_do(tmp_path):
+    gb.loaded(tmp_path)
+
+    def exchanged(x, ids, group):
+        rows, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, ids, group, 4, 0, 8, quant_mode=0)
+        return (rows.sum() + torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "tp").sum(),)
+
+    def made(group):
+        return ag.of_body(lambda x, ids: exchanged(x, ids, group), inputs_x=((4, 32), torch.bfloat16), inputs_ids=((4, 2), torch.int32))[0]
+
+    file = made("dispatch")
+    assert sorted(of_acl_file(file)) == [("all_gather_into_tensor", "tp", "bf16[8,32]"), ("moe_dispatch", "world", "bf16[32,32]")]
+    talks = of_acl_rank(file, {"tp": (2, 3), "dispatch": (0, 1, 2, 3)})
+    assert {members for _, members, _ in talks} == {(2, 3), (0, 1, 2, 3)}
+    with pytest.raises(LoweringError, match="moe_dispatch is over group world; legal is dispatch"):
+        of_acl_file(made("world"))

@@ -94,16 +94,18 @@ def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: i
     return graphs
 
 
-_SHIPPED: dict[tuple[str, str], Artifact] = {}
+_SHIPPED: dict[tuple[str, str, str], Artifact] = {}
 
 
-def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantization: str = "none", mesh: str = "dp=2,tp=2") -> Artifact:
+def shipped(
+    sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantization: str = "none", mesh: str = "dp=2,tp=2", backend: str = "ge"
+) -> Artifact:
     """An artifact for NPUs of six random layers, one prefill and one decode bucket; not to be changed."""
-    if (quantization, mesh) not in _SHIPPED:
+    if (quantization, mesh, backend) not in _SHIPPED:
         home = factory.mktemp("shipped")
         layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
         model = tiny.write_checkpoint(home / "small", **sizes, **layers)
-        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh)
+        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh, backend=backend)
         # The kernel of the delta rule takes states in the dtype of the activations.
         variant = replace(plan.model.config.variant, recurrent=BF16)
         plan = replace(plan, model=replace(plan.model, config=replace(plan.model.config, variant=variant)))
@@ -111,5 +113,5 @@ def shipped(sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantizat
         driver.build(plan, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
-        _SHIPPED[quantization, mesh] = Artifact.open(home / "artifact")
-    return _SHIPPED[quantization, mesh]
+        _SHIPPED[quantization, mesh, backend] = Artifact.open(home / "artifact")
+    return _SHIPPED[quantization, mesh, backend]

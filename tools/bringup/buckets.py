@@ -15,12 +15,12 @@ from ...graphs.errors import NpucompileError
 from ...graphs.types import Bucket, Leaf, Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
-from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...runtime.device_params import LoadParams
 from ...runtime.executor import Executor, Outputs
 from ..commands.doctor import available_bytes
 from ..progress import Bar
 from ..verify.compare import is_paged, is_request_slots
+from .captured import CapturedBucket
 from .comparison import INTEGERS, Deviations
 from .recording import BucketGraph
 from .results import Failure, Timing
@@ -44,9 +44,9 @@ class MeshOracle:
         load_params: of a rank.
     """
 
-    def __init__(self, graphs: Sequence[BucketGraph], mesh: Mesh, load_params: Callable[[int], LoadParams]) -> None:
+    def __init__(self, graphs: Sequence[BucketGraph | CapturedBucket], mesh: Mesh, load_params: Callable[[int], LoadParams]) -> None:
         self._graphs = {graph.bucket: graph for graph in graphs}
-        self._interpreters = {graph.bucket: GeInterpreter(graph.whole.ge_file, mesh) for graph in graphs}
+        self._interpreters = {graph.bucket: graph.interpreter(mesh) for graph in graphs}
         self._mesh, signature = mesh, graphs[0].signature
         names = [leaf.name for leaf in signature.params]
         self._params = []

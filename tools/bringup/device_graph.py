@@ -1,4 +1,4 @@
-"""Runs a GE graph on a device with operands from the host, a step at a time, and reads what it left behind."""
+"""Runs a graph on a device with operands from the host, a step at a time, and reads what it left behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 import torch
 
+from ...lowering.ascend.acl_graph.file import SUFFIX, AclFile
+from ...lowering.ascend.acl_graph.file import encode as acl_encode
 from ...lowering.ascend.ge_file import GeFile, encode
 from ...lowering.device import Device
 
@@ -47,9 +49,9 @@ class Host:
         """Waits for everything that is queued."""
         self.device.record().wait(self.timeout_s)
 
-    def path(self) -> Path:
+    def path(self, suffix: str) -> Path:
         """A new file of the scratch directory."""
-        return self._directory / f"{next(self._numbers)}.ge"
+        return self._directory / f"{next(self._numbers)}.{suffix}"
 
     def _staged(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         nbytes = dtype.itemsize * torch.Size(shape).numel()
@@ -59,7 +61,7 @@ class Host:
 
 
 class DeviceGraph:
-    """A GE graph that is compiled for operands in the device's memory.
+    """A graph that is compiled or captured for operands in the device's memory.
 
     Args:
         operands: initial values, in the order of the graph's operands; those that a matrix product takes as its weight are stored in NZ
@@ -74,15 +76,16 @@ class DeviceGraph:
     def __init__(
         self,
         host: Host,
-        ge_file: GeFile,
+        ge_file: GeFile | AclFile,
         operands: Sequence[torch.Tensor],
         rank: int = 0,
         communicators: Mapping[str, str] = MappingProxyType({}),
         *,
         weights_in_nz: bool = True,
     ) -> None:
-        self._host, path = host, host.path()
-        path.write_bytes(encode(ge_file))
+        self._host, captured = host, isinstance(ge_file, AclFile)
+        path = host.path(SUFFIX if captured else "ge")
+        path.write_bytes(acl_encode(ge_file) if isinstance(ge_file, AclFile) else encode(ge_file))
         try:
             self._executable = host.device.open(path, rank, communicators)
         finally:

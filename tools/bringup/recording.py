@@ -13,6 +13,7 @@ from ...graphs.types import Aval, Bucket, Leaf, Mesh, Signature, leaf_name
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.artifact.shards import local_signature
+from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.emulator.ge_ops_common import INT4, Call, GeOp, Results, read
 from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from ...lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
@@ -42,6 +43,10 @@ class BucketGraph:
     @property
     def bucket(self) -> Bucket:
         return self.entry.bucket
+
+    def interpreter(self, mesh: Mesh) -> GeInterpreter:
+        """Runs the graph on all ranks of a mesh on the CPU."""
+        return GeInterpreter(self.whole.ge_file, mesh)
 
     @property
     def operand(self) -> Mapping[str, Leaf]:

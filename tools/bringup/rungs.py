@@ -17,6 +17,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.device import open_device
 from ...runtime.device_executor import DeviceExecutor
+from ...runtime.device_params import LoadParams
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from ...runtime.distributed.sharded_executor import ShardedExecutor
 from ...runtime.executor import Executor
@@ -27,6 +28,7 @@ from ..serve.executors import params_of
 from ..serve.launch import opened_ranks
 from ..serve.rank_settings import RankSettings
 from . import buckets, layers, operators, short_serve
+from .captured import CallRecorder, OperatorCall, captured_buckets, run_calls
 from .collectives import collectives_check, failure_in
 from .device_graph import Host
 from .environment import check_environment
@@ -65,7 +67,10 @@ class Bringup:
 
     def __post_init__(self) -> None:
         manifest = self.artifact.manifest
-        self._mesh, self._graphs = Mesh.parse(manifest.mesh), bucket_graphs(self.artifact)
+        self._mesh = Mesh.parse(manifest.mesh)
+        captured = manifest.backend == "aclgraph"
+        self._captured = captured_buckets(self.artifact) if captured else []
+        self._graphs = [] if captured else bucket_graphs(self.artifact)
         self._most_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
 
     @property
@@ -137,7 +142,30 @@ class Bringup:
         manifest = self.artifact.manifest
         return StepPlanner(manifest.limits, int(manifest.model["vocab_size"]), self._mesh.axis("dp"), self._most_logprobs)
 
+    def _params_of(self, rank: int) -> LoadParams:
+        return params_of(self.artifact, self.settings, rank, Progress(quiet=True))
+
+    def _operator_calls(self, host: Host, result: RungResult) -> None:
+        """The operators rung of captured graphs."""
+        calls: dict[str, OperatorCall] = {}
+        with self.progress.bar("record", len(self._captured)) as bar:
+            for graph in self._captured:
+                planner = self._planner()
+                state = [planner.initial_state(graph.signature.state) for _ in range(self._mesh.size)]
+                recorder = CallRecorder(graph, self._mesh, self._params_of, state)
+                for step in planner.of_one_bucket(graph.bucket, RECORDED_STEPS):
+                    recorder.run(step)
+                calls = {**recorder.calls, **calls}
+                bar.step(graph.bucket.name)
+        result.facts = {"distinct": len(calls), "run": len(calls)}
+        with self.progress.bar("operators", len(calls)) as bar:
+            result.failures, timings = run_calls(host, list(calls.values()), bar)
+        result.timings = [self._with_estimate(timing) for timing in timings]
+
     def _operators(self, host: Host, result: RungResult) -> None:
+        if self._captured:
+            self._operator_calls(host, result)
+            return
         cases: dict[tuple[str, ...], operators.OperatorCase] = {}
         with self.progress.bar("record", len(self._graphs)) as bar:
             for graph in self._graphs:
@@ -154,6 +182,8 @@ class Bringup:
         result.timings = [self._with_estimate(timing) for timing in timings]
 
     def _layers(self, host: Host, result: RungResult) -> None:
+        if self._captured:
+            result.left_out = ["layers of captured graphs: they run within their buckets"]
         with self.progress.bar("layers", len(self._graphs) * layers.STEPS) as bar:
             for graph in self._graphs:
                 recorder, planner = self._recorder(graph)
@@ -175,8 +205,9 @@ class Bringup:
             collectives.facts["collectives"], collectives.seconds, collectives.left_out = count, seconds, left_out
 
         settings = replace(self.settings, before_loading=collectives_check(self.artifact, report))
-        if COLLECTIVES not in self.wanted:
+        if COLLECTIVES not in self.wanted or self._captured:
             settings = self.settings
+            collectives.left_out = ["collectives of captured graphs: they run within their buckets"]
         began = time.monotonic()
         with opened_ranks(self.artifact, self.config, settings, self.environment, self.progress) as load:
             try:
@@ -216,7 +247,9 @@ class Bringup:
             note = f"nothing was compared with the CPU: all ranks take {needed:,} bytes there, and {free:,} are free"
             return buckets.Comparison(executor.vocab_size, None), [note]
         quiet = Progress(quiet=True)
-        oracle = buckets.MeshOracle(self._graphs, self._mesh, lambda rank: params_of(self.artifact, self.settings, rank, quiet))
+        oracle = buckets.MeshOracle(
+            self._graphs or self._captured, self._mesh, lambda rank: params_of(self.artifact, self.settings, rank, quiet)
+        )
         return buckets.Comparison(executor.vocab_size, oracle), []
 
     def _estimate(self, entry: GraphEntry) -> float | None:

@@ -220,7 +220,7 @@ def _backend(options: Options, source: registry.ModelSource, instance: Instance)
     if chosen not in target.backends:
         if chosen in NPU_BACKENDS:
             raise SpecError(f"--backend {chosen} is for NPUs; name a --deployment, or a --target and a --mesh")
-        raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {' and '.join(target.backends)}")
+        raise SpecError(f"--backend {chosen} makes nothing that {target.name} runs; legal are {', '.join(target.backends)}")
     if target.local and source.checkpoint_dir is None and chosen != "null":
         raise SpecError(
             f"{source.name} is a set of sizes without weights, and --backend {options.backend or target.backend} runs them; "

@@ -47,8 +47,8 @@ def precompile(home: Home, path: Path, requested: str, progress: Progress) -> st
     if artifact.manifest.backend != "ge":
         if requested == AUTO:
             return NEVER
-        what = f"{path} is for {artifact.manifest.target} and built with --backend {artifact.manifest.backend}"
-        raise SpecError(f"--precompile {requested}: {what}, whose graphs no device can store; legal are {AUTO} and {NEVER}")
+        captured = " and built with --backend aclgraph, whose graphs no device can store" if artifact.manifest.backend == "aclgraph" else ""
+        raise SpecError(f"--precompile {requested}: {path} is for {artifact.manifest.target}{captured}; legal are {AUTO} and {NEVER}")
     try:
         _compile(home, artifact, kind, progress)
     except NpucompileError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import msgpack
 from torch.fx import GraphModule
 
 from ....graphs.errors import LoweringError
-from ...artifact import graph_io
+from ...artifact.graph_io import NamedOperator
+from ...artifact.graph_io import decode as decode_graph
 from ..ge_file import Folded
 
 FORMAT = "npucompile.aclgraph/1"
@@ -120,33 +122,14 @@ def decode(data: bytes) -> AclFile:
     return acl_file
 
 
-@dataclass(frozen=True)
-class NamedOperator:
-    """An operator that need not be registered in this process; its text is its name."""
-
-    name: str
-
-    @property
-    def __name__(self) -> str:
-        return self.name.split(".")[1]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises:
-        LoweringError: always; a program gives it a kernel.
-        """
-        raise LoweringError(f"{self.name} has no kernel in this process")
-
-
+@functools.lru_cache(maxsize=2)
 def graph_of(acl_file: AclFile) -> GraphModule:
-    """The graph, with a `NamedOperator` as the target of each operator.
+    """The graph, with a `NamedOperator` as the target of each operator; not to be changed.
 
     Raises:
         LoweringError: the bytes are no graph.
     """
-    return graph_io.decode(acl_file.graph, NamedOperator)
+    return decode_graph(acl_file.graph, NamedOperator)
 
 
 def _check(acl_file: AclFile) -> None:

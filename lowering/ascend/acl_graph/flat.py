@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 
+from ....graphs import ordering as ordering
 from ....graphs.errors import LoweringError
 from ....graphs.invariants import results_of
 from ....graphs.ir.alias import owner
@@ -18,6 +19,7 @@ from ..fold import FOLDED
 from .file import GROUP_ARGUMENTS, HOST_LISTS
 
 _PLAIN = ("aten", "npu")
+_AFTER = torch.ops.npuc_order.after.default
 BODY = "body"
 """Key in a node's `meta` for the name of the call that it belongs to."""
 
@@ -83,6 +85,9 @@ def _inlined(graph: Graph, module: GraphModule, arguments: list[Node], call: str
             values[node] = next(operands)
         elif node.op == "output":
             return tuple(values[result] for result in node.args[0])
+        elif node.target is _AFTER:
+            # One stream runs what communicates in the order of the nodes.
+            values[node] = values[node.args[0]]
         else:
             values[node] = _copied(graph.node_copy(node, values.__getitem__), node)
             values[node].meta[BODY] = call

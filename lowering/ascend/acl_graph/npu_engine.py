@@ -78,13 +78,12 @@ class NpuAclEngine:
         Raises:
             LoweringError: torch_npu or CANN refuses.
         """
-        npu = self._torch_npu.npu
-        graph, local = npu.NPUGraph(), list(values)
+        graph, local = self._torch_npu.npu.NPUGraph(), list(values)
         for number in segment.lists:
             local[number] = [CAPTURED_LENGTH] * values[number].numel()
         try:
             # Threads that wait for an earlier step or read lengths may call the device meanwhile.
-            with npu.graph(
+            with self._torch_npu.npu.graph(
                 graph,
                 pool=self._memory.pool,
                 stream=self._memory.stream,

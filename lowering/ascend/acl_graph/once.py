@@ -31,12 +31,12 @@ def drop_unread(graph: GraphModule) -> None:
     """Removes plain computations that nobody reads."""
     memory = written_memory(graph)
     for node in reversed(list(graph.graph.nodes)):
-        if not node.users and node.op == "call_function" and (not is_fixed(node, memory) or _is_view(node)):
+        if not node.users and node.op == "call_function" and (not is_fixed(node, memory) or _only_reads(node)):
             graph.graph.erase_node(node)
 
 
-def _is_view(node: Node) -> bool:
-    """A view of a pool has to stay where it is, and computes nothing."""
+def _only_reads(node: Node) -> bool:
+    """Whether a node that must stay where it is can be left out: it reads a pool, and writes and sends nothing."""
     return not (isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or node.target.namespace != "aten"))
 
 

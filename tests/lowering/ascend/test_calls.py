@@ -9,7 +9,7 @@ from pathlib import Path
 import npucompile
 
 ROOT = Path(npucompile.__file__).parent
-FILES = [ROOT / "lowering" / "ascend" / name for name in ("device.py", "npu.py", "hccl.py")]
+FILES = [ROOT / "lowering" / "ascend" / name for name in ("device.py", "npu.py", "hccl.py", "acl_graph/npu_engine.py")]
 OF_OBJECTS = {"get_hccl_comm_name"}
 """Methods of HCCL's objects; those of torchair's graphs and torch_npu's events are listed with their classes."""
 

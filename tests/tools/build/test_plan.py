@@ -379,7 +379,7 @@ def test_a_context_shorter_than_the_published_chunk_is_one_chunk():
         ({"target": "ascend-a4"}, SpecError, r"target 'ascend-a4' is not known \(did you mean ascend-a3\?\); legal are cpu, ascend-a3"),
         ({"target": "cpu", "backend": "ge"}, SpecError, r"--backend ge is for NPUs; name a --deployment, or a --target"),
         ({"target": "ascend-a3", "backend": "inductor"}, SpecError, r"--backend inductor makes nothing that ascend-a3 runs; legal are ge"),
-        ({"backend": "eager", "deployment": SPLIT}, SpecError, r"--backend eager makes nothing that ascend-a3 runs; legal are ge and null"),
+        ({"backend": "eager", "deployment": SPLIT}, SpecError, r"makes nothing that ascend-a3 runs; legal are ge, aclgraph, null"),
         ({"target": "ascend-a3", "mesh": "dp=3,tp=2"}, PartitionError, r"512 experts over the 6 devices of mesh dp=3,tp=2"),
         ({"target": "ascend-a3", "mesh": "dp=768"}, PartitionError, r"512 experts over the 768 devices of mesh dp=768"),
         ({"target": "ascend-a3", "mesh": "dp=1024"}, SpecError, r"mesh dp=1024 has 1024 ranks and ascend-a3 at most 768"),

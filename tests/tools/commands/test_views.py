@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import tiny
+from support import ranks, tiny
+from support import small_images as images
 
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.graphs.types import Limits
@@ -189,3 +190,17 @@ def test_folding_tells_layers_once():
     assert views.folded([LAST, LAST, LAYER[0]] * 2) == [(2, [LAST, LAST, LAYER[0]])]
     assert views.folded([LAST] * 5) == [(5, [LAST])]
     assert views.folded([]) == []
+
+
+def test_a_captured_graph_is_shown_and_counted(tmp_path_factory):
+    artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph")
+    decode, prefill = (entry(artifact, name) for name in ("decode-b4-q2", "prefill-b1-q16"))
+    shown = views.ge_graph(artifact, decode)
+    assert (shown.data["stage"], shown.data["captured"]) == ("aclgraph", True)
+    assert sum(line.startswith("-- the host reads lengths") for line in shown.lines) == len(shown.data["cuts"]) == 2
+    counts = views.census(artifact, decode)
+    assert 0 < counts.data["launches"] < sum(decode.census.values())
+    assert counts.data["host_reads"] == 2
+    assert not views.census(artifact, prefill).data["captured"]
+    assert any("launches a step, captured" in line for line in counts.lines)
+    assert "proved: the shipped graph has this list, on one stream" in views.collectives(artifact, decode).lines

@@ -53,6 +53,12 @@ def test_nothing_is_compiled_where_there_is_no_device_or_nothing_to_compile(npu_
         precompile(home, tiny_artifact, "emulated", tiny.QUIET)
     monkeypatch.setattr(module, "missing", lambda kind: None)
     assert precompile(home, tiny_artifact, "auto", tiny.QUIET) == "none"
+    captured = tiny.published(
+        tiny.copied(npu_artifact(""), tmp_path / "captured"), lambda manifest, _: replace(manifest, backend="aclgraph")
+    )
+    assert precompile(home, captured.path, "auto", tiny.QUIET) == "none"
+    with pytest.raises(SpecError, match="--backend aclgraph, whose graphs no device can store; legal are auto and none"):
+        precompile(home, captured.path, "emulated", tiny.QUIET)
 
 
 def test_a_device_that_fails_ends_a_build_only_where_it_was_asked_for(npu_artifact, tmp_path, monkeypatch):

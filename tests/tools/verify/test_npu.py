@@ -231,3 +231,17 @@ KINDS = (("decode", 1), ("decode", 2), ("prefill", 64))
 
 def test_measurements_are_shown_in_few_digits():
     assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"
+
+
+def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory):
+    """The shipped form computes what the trace says in float32, and in bfloat16 bit for bit what the lowered bodies do."""
+    artifact, threads = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph"), torch.get_num_threads()
+    try:
+        measured = npu.verify_device(artifact, tmp_path_factory.mktemp("cache"), tiny.QUIET, steps=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert measured["aclgraph f32"] == measured["lowered f32"]
+    assert 0 < measured["lowered f32"]["logits_error"] < npu.FLOAT.worst / 10
+    assert measured["aclgraph bf16 as lowered"]["tokens"] >= 10
+    assert measured["ranks"] == {"ranks": 4, "buckets": 2, "patched": 2}
+    assert measured["decode-b4-q2 shipped"]["pools"] == len(artifact.manifest.state)

@@ -183,3 +183,30 @@ def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, deco
         shipped.check_small_bucket(artifact, case, small, edited(ge_file, change))
     with pytest.raises(VerifyError, match="decode-b4-q2 small: collective"):
         shipped.check_small_bucket(artifact, case, SimpleNamespace(collectives=decode_entry.collectives[1:]), ge_file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"written": (0,)}, "shipped: the graph writes params"),
+        ({"outputs": 9}, "results; its signature has"),
+    ],
+)
+def test_a_captured_graph_that_writes_or_returns_something_else_is_refused(tmp_path_factory, monkeypatch, change, message):
+    artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph")
+    (entry,) = (entry for entry in artifact.manifest.graphs if entry.bucket.kind == "decode")
+    assert shipped.check_entry(artifact, entry)["collectives"] == len(entry.collectives)
+    right = shipped.shipped_file(artifact, entry)
+    monkeypatch.setattr(shipped, "shipped_file", lambda artifact, entry: replace(right, **change))
+    with pytest.raises(VerifyError, match=message):
+        shipped.check_entry(artifact, entry)
+
+
+def test_ranks_of_captured_graphs_run_the_collectives_of_the_manifest(tmp_path_factory):
+    artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph")
+    entry = artifact.manifest.graphs[0]
+    talks = shipped.rank_collectives(shipped.shipped_file(artifact, entry), artifact.manifest)
+    assert talks == expand(entry.collectives, Mesh.parse("dp=2,tp=2"))
+    kinds = shipped._launched_kinds(shipped.shipped_file(artifact, entry))
+    assert {"linear_attention", "full_attention"} <= set(kinds)
+    assert "aten.view.default" not in kinds["full_attention"]

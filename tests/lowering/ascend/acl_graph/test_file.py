@@ -10,7 +10,8 @@ from support import acl_graphs as ag
 from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.lowering.ascend.acl_graph.file import AclFile, NamedOperator, decode, encode, graph_of
+from npucompile.lowering.artifact.graph_io import NamedOperator
+from npucompile.lowering.ascend.acl_graph.file import AclFile, decode, encode, graph_of
 from npucompile.lowering.ascend.acl_graph.make import acl_file
 from npucompile.lowering.ascend.ge_file import Folded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from support import acl_graphs as ag
 from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.ordering import after
+from npucompile.lowering.ascend.acl_graph.file import graph_of
 from npucompile.lowering.ascend.acl_graph.flat import BODY, flat, is_fixed, writes, written_memory
 from npucompile.lowering.ascend.hoist import hoist
 
@@ -52,3 +55,16 @@ def test_another_main_graph_is_refused() -> None:
     empty.output(())
     with pytest.raises(LoweringError, match="the graph has 0 operands and 0 results, its signature"):
         flat(torch.fx.GraphModule(main.root, empty), gb.two_kinds(2)[1])
+
+
+def test_an_order_of_collectives_is_that_of_the_nodes() -> None:
+    """GE needs data to order what communicates; a stream does not."""
+
+    def body(x: Any) -> tuple[Any, ...]:
+        first = torch.ops._c10d_functional.all_reduce(x, "sum", "tp")
+        second = torch.ops._c10d_functional.all_reduce(after(x.exp(), first), "max", "tp")
+        return (first + second,)
+
+    made, _ = ag.of_body(body, inputs_x=((2,), ag.F32))
+    assert not [name for name in ag.names(made) if "after" in name]
+    assert [node.args[1] for node in graph_of(made).graph.nodes if "all_reduce" in str(node.target)] == ["sum", "max"]

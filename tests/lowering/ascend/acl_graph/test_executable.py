@@ -1,0 +1,123 @@
+"""lowering/ascend/acl_graph/executable.py: replays first, then reads, then updates; derived values come from parameters and constants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import acl_graphs as ag
+from support import ge_bodies as gb
+
+from npucompile.lowering.ascend.acl_graph.executable import AclExecutable
+from npucompile.lowering.ascend.acl_graph.program import AclProgram, Segment, run
+from npucompile.lowering.ascend.acl_graph.updates import Updates
+
+POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
+
+
+@pytest.fixture(autouse=True)
+def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
+    gb.loaded(tmp_path_factory.mktemp("stubs"))
+
+
+class Recorder:
+    """An engine that writes down what it is asked; reads wait until the test lets them."""
+
+    name, torch_device = "cpu", torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.updates, self.log, self.gate = Updates("recorder"), list[Any](), threading.Event()
+
+    def find(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: torch.zeros(2)
+
+    def place(self, tensor: torch.Tensor) -> str:
+        return tensor.device.type
+
+    def check(self, program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
+        self.log.append("check")
+
+    def capture(self, program: AclProgram, segment: Segment, values: list[Any]) -> Any:
+        run(segment.calls, values)
+        return Replayed(program.segments.index(segment), self.log)
+
+    def launch(self, program: AclProgram, segment: Segment, values: list[Any]) -> None:
+        self.log.append(("launch", program.segments.index(segment), [values[number] for number in segment.lists]))
+        run(segment.calls, values)
+
+    def fetch(self, number: int, tensor: torch.Tensor) -> Callable[[], list[int]]:
+        self.log.append("fetch")
+
+        def read() -> list[int]:
+            self.gate.wait(30)
+            return [7, 8]
+
+        return read
+
+
+class Replayed:
+    def __init__(self, number: int, log: list[Any]) -> None:
+        self.number, self.log = number, log
+
+    def replay(self) -> None:
+        self.log.append(("replay", self.number))
+
+    def update(self, lists: Any) -> None:
+        self.log.append(("update", self.number, list(lists.values())))
+
+
+def twice(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
+    first = ag.attend(x, pool, pages, (starts + 1).long())
+    return (ag.attend(first, pool, pages, (starts + (first.sum(-1) > 0).int()).long()),)
+
+
+def executable(engine: Recorder, *, captured: bool) -> tuple[AclExecutable, list[torch.Tensor]]:
+    made, _ = ag.of_body(twice, captured=captured, state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES, inputs_starts=STARTS)
+    return AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES, STARTS)]
+
+
+def test_all_segments_are_queued_before_the_first_length_is_known() -> None:
+    engine = Recorder()
+    opened, operands = executable(engine, captured=True)
+    opened.compile(operands)
+    opened(operands)
+    assert engine.log == ["check", ("replay", 0), "fetch", ("replay", 1), "fetch", ("replay", 2)]
+    engine.gate.set()
+    engine.updates.close()
+    assert engine.log[6:] == [("update", 1, [[7, 8]]), ("update", 2, [[7, 8]])]
+
+
+def test_operators_that_are_launched_one_by_one_wait_for_their_lengths() -> None:
+    engine = Recorder()
+    engine.gate.set()
+    opened, operands = executable(engine, captured=False)
+    opened.compile(operands)
+    opened(operands)
+    assert engine.log == ["check", ("launch", 0, []), "fetch", ("launch", 1, [[7, 8]]), "fetch", ("launch", 2, [[7, 8]])]
+
+
+def test_an_operator_whose_lengths_are_constant_is_released_all_the_same() -> None:
+    engine = Recorder()
+    lengths: Any = lambda: torch.full((2,), 3, dtype=ag.I64, device="meta")  # noqa: E731
+    made, _ = ag.of_body(lambda pool, x, pages: (ag.attend(x, pool, pages, lengths()),), state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES)
+    opened, operands = AclExecutable(made, engine), [torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES)]
+    opened.compile(operands)
+    opened(operands)
+    engine.updates.close()
+    assert engine.log == ["check", ("replay", 0), ("update", 0, [])]
+
+
+def test_derived_values_come_from_parameters_and_from_constants() -> None:
+    made, signature = ag.of_body(
+        lambda g, x: (x * (1 + g) + torch.arange(2, dtype=ag.F32, device="meta").exp(),), params_g=((2,), ag.F32), inputs_x=((2,), ag.F32)
+    )
+    opened = AclExecutable(made, Recorder())
+    of_params, constant = opened.derived(signature.params)
+    assert (of_params.sources, constant.sources) == ((0,), ())
+    assert "params.g" in of_params.expression
+    torch.testing.assert_close(opened.derive(0, [torch.tensor([1.0, 2.0])]), torch.tensor([2.0, 3.0]))
+    torch.testing.assert_close(opened.derive(1, []), torch.arange(2.0).exp())
+    assert opened.reads == {1, 2, 3}

@@ -1,0 +1,105 @@
+"""lowering/ascend/acl_graph/npu_engine.py: the calls of torch_npu, with the arguments that its own sources take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import acl_graphs as ag
+from support import ge_bodies as gb
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.acl_graph.file import HOST_LISTS
+from npucompile.lowering.ascend.acl_graph.npu_engine import AclMemory, NpuAclEngine
+from npucompile.lowering.ascend.acl_graph.program import AclProgram
+from npucompile.lowering.ascend.acl_graph.updates import Updates
+
+POOL, ROWS, PAGES, STARTS = ((4, 128, 16), ag.BF16), ((2, 16), ag.BF16), ((2, 2), ag.I32), ((2,), ag.I32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_npu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return gb.loaded(tmp_path_factory.mktemp("stubs")).torch_npu
+
+
+class Npu:
+    """`torch_npu.npu` on a machine without one: graphs write down what is done with them."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.refuses = ""
+
+    def NPUGraph(self) -> Any:  # noqa: N802  # torch_npu's name
+        return SimpleNamespace(
+            replay=lambda: self.log.append("replay"), update=lambda cpu_update_input: self.log.append(("update", cpu_update_input))
+        )
+
+    @contextmanager
+    def graph(
+        self, npu_graph: Any, pool: Any = None, stream: Any = None, auto_dispatch_capture: bool = False, **mode: Any
+    ) -> Iterator[None]:
+        self.log.append((pool, stream, auto_dispatch_capture, mode))
+        yield
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+
+
+def attended(pool: Any, x: Any, pages: Any, starts: Any) -> tuple[Any, ...]:
+    return (ag.attend(x, pool, pages, (starts + 1).long()),)
+
+
+def captured(npu: Npu) -> tuple[list[Any], AclProgram, list[Any]]:
+    made, _ = ag.of_body(attended, state_pool=POOL, inputs_x=ROWS, inputs_pages=PAGES, inputs_starts=STARTS)
+    engine = NpuAclEngine(SimpleNamespace(npu=npu), "cpu", AclMemory("pool", "stream", Updates("npu:0")))
+
+    def find(name: str) -> Any:
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            npu.log.append(kwargs["actual_seq_lengths_kv"])
+            return torch.zeros(2, 1, 1, 16, dtype=ag.BF16), None
+
+        return attention if name in HOST_LISTS else engine.find(name)
+
+    program = AclProgram(made, find, 0, {}, torch.device("cpu"))
+    values = [*(torch.zeros(shape, dtype=dtype) for shape, dtype in (POOL, ROWS, PAGES, STARTS)), *[None] * (len(program.nodes) - 4)]
+    return [engine.capture(program, segment, values) for segment in program.segments], program, values
+
+
+def test_segments_are_captured_into_one_pool_and_updated_behind_their_replay() -> None:
+    npu = Npu()
+    (first, second), program, values = captured(npu)
+    mode = {"capture_error_mode": "thread_local"}
+    assert npu.log == [("pool", "stream", False, mode), ("pool", "stream", True, mode), [1, 1]]
+    (number,) = program.segments[0].fetched
+    # What the host reads is still the tensor that the first segment writes.
+    assert values[number].tolist() == [1, 1]
+    del npu.log[:]
+    first.replay()
+    second.replay()
+    second.update({number: [5, 6]})
+    assert npu.log == ["replay", "replay", ("update", [{"actual_seq_lengths_kv": [5, 6]}])]
+
+
+def test_what_the_device_refuses_is_said() -> None:
+    npu = Npu()
+    npu.refuses = "EE1023: The operation is not permitted when stream is capturing"
+    with pytest.raises(LoweringError, match=r"a segment of .* operators cannot be captured on cpu: EE1023"):
+        captured(npu)
+
+
+def test_torch_npu_has_the_calls(torch_npu: Any) -> None:
+    graphs = torch_npu.npu.graphs
+    assert {"pool", "stream", "auto_dispatch_capture", "capture_error_mode"} <= set(inspect.signature(graphs.graph.__init__).parameters)
+    assert list(inspect.signature(graphs.NPUGraph.update).parameters) == ["self", "cpu_update_input"]
+    assert callable(graphs.graph_pool_handle)
+    for name, arguments in HOST_LISTS.items():
+        # Only operators with a handler can be given other lengths after the capture.
+        specs = graphs._NPU_GRAPH_OP_HANDLERS[name.removeprefix("npu.")].get_update_specs(name.removeprefix("npu."))
+        assert {key for _, _, key in specs} == set(arguments)
+        schema = getattr(torch.ops.npu, name.split(".")[1]).default._schema
+        types = {argument.name: str(argument.type) for argument in schema.arguments}
+        assert all("int[]" in types[argument].lower() or "list[" in types[argument].lower() for argument in arguments), types

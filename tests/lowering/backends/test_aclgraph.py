@@ -1,0 +1,102 @@
+"""lowering/backends/aclgraph.py: a prepared process lowers to torch operators; what a file must hold is proved of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npucompile.graphs import ops
+from npucompile.graphs.errors import LoweringError
+from npucompile.graphs.passes.optimise import optimise
+from npucompile.graphs.spmd.layout import constrain
+from npucompile.graphs.spmd.partition import Partitioned, partition
+from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
+from npucompile.lowering import collectives_check
+from npucompile.lowering.ascend.acl_graph.file import decode
+from npucompile.lowering.backend import backend
+
+BF16, T, M, F, G, D, P = torch.bfloat16, 4, 32, 64, 2, 16, 128
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    chosen = backend("aclgraph")
+    chosen.prepare(tmp_path_factory.mktemp("stubs"))
+    return chosen
+
+
+def forward(params: Any, state: Any, inputs: Any) -> Any:
+    """A partitioned layer with pools and one all-reduce."""
+    x = inputs["x"]
+    key, value = (ops.linear(x, params[name]).view(T, G, D) for name in ("key", "value"))
+    k, v = ops.cache_write(state["k"], state["v"], key, value, inputs["slots"])
+    y = constrain(ops.linear(torch.nn.functional.silu(ops.linear(x, params["up"])), params["down"]), None, None)
+    return {"y": y}, {"k": k, "v": v}
+
+
+def split(mesh: str, kind: str = "decode") -> Partitioned:
+    heads, pool = ("kv_heads", None), Aval((8, P, G, D), BF16, (None, None, "kv_heads", None))
+    params = {
+        "key": Aval((G * D, M), BF16, heads), "value": Aval((G * D, M), BF16, heads),
+        "up": Aval((F, M), BF16, ("ffn", None)), "down": Aval((M, F), BF16, (None, "ffn")),
+    }  # fmt: skip
+    inputs = {"x": Aval((T, M), BF16), "slots": Aval((T,), torch.int32)}
+    program = Program("toy", Bucket(kind, T, 1), forward, params, {"k": pool, "v": pool}, inputs)
+    return optimise(partition(program, Mesh.parse(mesh), Rules.of({"kv_heads": "tp", "ffn": "tp"})))
+
+
+def test_decode_is_captured_and_prefill_is_not(prepared: Any, tmp_path: Path) -> None:
+    for kind in ("decode", "prefill"):
+        partitioned = split("tp=2", kind)
+        lowered = prepared.lower(partitioned)
+        assert (lowered.backend, lowered.signature) == ("aclgraph", partitioned.signature)
+        compiled = prepared.compile(lowered, cache_dir=tmp_path, threads=0)
+        prepared.prove(compiled, partitioned)
+        file = decode(compiled.data)
+        assert file.captured == (kind == "decode")
+        first = len(lowered.signature.params)
+        assert file.written == (first, first + 1)
+        assert compiled.census["npu.npu_scatter_pa_kv_cache.default"] == 1
+        assert collectives_check.of_acl_file(file) == partitioned.collectives == (("all_reduce", "tp", "bf16[4,32]"),)
+        assert prepared.compile(prepared.lower(partitioned), cache_dir=tmp_path, threads=0) == compiled
+
+
+def test_a_file_with_other_collectives_is_refused(prepared: Any, tmp_path: Path) -> None:
+    partitioned = split("tp=2")
+    compiled = prepared.compile(prepared.lower(partitioned), cache_dir=tmp_path, threads=0)
+    with pytest.raises(LoweringError, match="legal is the same list"):
+        prepared.prove(compiled, replace(partitioned, graph=split("").graph))
+
+
+def test_a_process_that_is_not_prepared_says_what_to_call(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_prepared", False)
+    with pytest.raises(LoweringError, match=r"backend aclgraph is not prepared in this process; call its `prepare`"):
+        prepared.lower(split("tp=2"))
+
+
+def test_it_runs_on_a_device_alone(prepared: Any, tmp_path: Path) -> None:
+    assert "needs CANN and an NPU" in prepared.runs_here()
+    assert prepared.compiles_here() is None
+    assert prepared.versions()["torch_npu"]
+    with pytest.raises(LoweringError, match="backend aclgraph has no executables that run on a CPU"):
+        prepared.open(tmp_path / "x.aclgraph")
+
+
+def test_asking_for_the_backend_loads_no_torch_npu() -> None:
+    code = """
+import sys
+from npucompile.lowering.backend import backend
+found = backend("aclgraph")
+assert (found.name, found.suffix) == ("aclgraph", "aclgraph")
+found.versions(), found.compiles_here()
+heavy = {"torch_npu", "torchair", "google.protobuf", "npucompile.lowering.ascend.lowered"}
+sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
