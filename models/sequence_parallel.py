@@ -50,7 +50,8 @@ def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         [padded(T), M], laid out as the stream.
     """
     missing = padded(tokens.shape[0]) - tokens.shape[0]
-    tokens = torch.nn.functional.pad(tokens, (0, missing)) if missing else tokens
+    # Not `pad`, which the NPU has for no integers.
+    tokens = torch.cat([tokens, tokens.new_zeros(missing)]) if missing else tokens
     if num_shards("vocab") == 1:
         return constrain(ops.embed(tokens, table), "tokens", None)
     x = shard_map(_local_rows, [(tokens, (None,)), (table, ("vocab", None))], Sum("vocab"))

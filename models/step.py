@@ -115,7 +115,7 @@ class _Step:
         tokens, num_computed_tokens, Q = inputs["tokens"], inputs["num_computed_tokens"], self.bucket.q_len
         after_chunk = torch.where(inputs["next_tokens"] < 0, sampled, inputs["next_tokens"])
         is_last = ops.positions(num_computed_tokens, Q).view(-1, Q) == (num_computed_tokens + inputs["query_lens"] - 1)[:, None]
-        return torch.where(is_last, after_chunk[:, None], torch.nn.functional.pad(tokens[:, 1:], (0, 1)))
+        return torch.where(is_last, after_chunk[:, None], torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], 1))
 
 
 def program(
