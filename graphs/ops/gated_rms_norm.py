@@ -43,6 +43,7 @@ def _npu(args: GatedRmsNorm) -> Any:
     x, gate, weight, eps = args
     unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]
     # The gate is rounded to its dtype before the product, which the reference does not do: three launches instead of six.
+    # A gate that is a slice of a projection has its strides, which a product may keep.
     return (unit * torch.nn.functional.silu(gate)).contiguous()
 
 

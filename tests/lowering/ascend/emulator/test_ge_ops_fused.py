@@ -12,6 +12,7 @@ from support import ge_calls as gc
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.lowering.ascend.emulator.ge_ops_common import Int4
 from npucompile.lowering.ascend.emulator.ge_ops_fused import FUSED
@@ -197,3 +198,24 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_what_has_no_meaning_is_refused(kind: str, inputs: Any, attrs: Any, message: str) -> None:
     with pytest.raises(LoweringError, match=message):
         gc.run(kind, inputs, **attrs)
+
+
+def test_the_delta_rule_of_a_package_writes_its_float32_pool(ta: Any) -> None:
+    """vllm-ascend's operator has the type of CANN's; its lengths begin with the first row."""
+    packages.declare()
+    (q, k, v, pool), options = delta(actual_seq_lengths=gc.i32(0, 2, 2))
+    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    operands = [pool.float(), q, k, v, *tensors.values()]
+
+    def body(pool: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
+        rule = torch.ops._C_ascend.npu_recurrent_gated_delta_rule
+        return (rule(q, k, v, pool, scale=0.5, **dict(zip(tensors, rest, strict=True))),)
+
+    _, ge_file = gc.shipped(ta, body, operands, states=1)
+    assert ge_file.bound == (0,)
+    written, wanted = operands[0].clone(), operands[0].clone()
+    (((out,)),) = GeInterpreter(ge_file, Mesh())([[written, *operands[1:]]])
+    want = KERNELS["_C_ascend.npu_recurrent_gated_delta_rule.default"](q, k, v, wanted, scale=0.5, **tensors)
+    assert torch.equal(out, want)
+    assert torch.equal(written, wanted)
+    assert not torch.equal(written, operands[0])
