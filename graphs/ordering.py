@@ -8,7 +8,8 @@ _LIBRARY.define("after(Tensor(a) x, Tensor earlier) -> Tensor(a)")
 
 
 def _after(x: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.alias(x)
+    alias: torch.Tensor = torch.ops.aten.alias(x)
+    return alias
 
 
 _LIBRARY.impl("after", _after, "CompositeExplicitAutograd")

@@ -171,10 +171,9 @@ def _with_routed(
         share, ids = ops.moe_route(logits, choices, True)
         if x.shape[0] <= most:
             return _dispatched(cfg, devices, experts, x, share, ids, shared, x)
-        parts = zip(*(tensor.split(most) for tensor in (x, share, ids, shared)), strict=True)
         outs: list[torch.Tensor] = []
-        for part in parts:
-            outs.append(_dispatched(cfg, devices, experts, *part, outs[-1] if outs else part[0]))
+        for part, weights, chosen, added in zip(*(tensor.split(most) for tensor in (x, share, ids, shared)), strict=True):
+            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, added, outs[-1] if outs else part))
         return torch.cat(outs)
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.

@@ -263,9 +263,7 @@ def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def extend_draft_cache(
-    cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool
-) -> tuple[torch.Tensor, Tree]:
+def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
     """Writes the multi-token-prediction head's keys and values, from the hidden state of token i and the id of token i+1.
 
     Args:
@@ -276,7 +274,8 @@ def extend_draft_cache(
         first: whether it is from `forward`; this head treats both alike.
 
     Returns:
-        the head's residual stream [T, M], all of it on every device, that `draft` continues from; and the new state.
+        what `draft` continues from, all of it on every device: the head's residual stream `stream` and its layer's normalised input
+        `normed`, each [T, M]; and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
@@ -284,25 +283,24 @@ def extend_draft_cache(
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
     pool = gated_attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
-    return stream, {**state, DRAFT: pool}
+    return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 
 
-def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: torch.Tensor) -> torch.Tensor:
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
     """Runs the multi-token-prediction head's layer over tokens that are in its cache already.
 
     Args:
         params, state: as for `extend_draft_cache`.
         inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
-        rows: their rows of what `extend_draft_cache` returned, [T, M].
+        rows: their rows of what `extend_draft_cache` returned.
 
     Returns:
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
     cfg, mtp = _unquantised(cfg), params[DRAFT]
-    x = ops.rms_norm(rows, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
-    return _feed_forward(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows), mtp["norm"])[0]
+    mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
+    return _feed_forward(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
 
 
 FAMILY = Family(

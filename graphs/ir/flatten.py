@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,10 +18,18 @@ def bodies(graph: GraphModule) -> dict[str, GraphModule]:
 
 def flatten(graph: GraphModule) -> GraphModule:
     """A new graph in which every call is replaced by a copy of its body's nodes."""
-    flat, values = Graph(), dict[Node, Node]()
+    return inlined(graph, bodies(graph))
+
+
+def inlined(graph: GraphModule, names: Collection[str]) -> GraphModule:
+    """A new graph in which calls of some bodies are replaced by a copy of their nodes; those of others stay."""
+    flat, root, values = Graph(), torch.nn.Module(), dict[Node, Node]()
     unpacked: dict[Node, tuple[Node, ...]] = {}
+    for name, body in bodies(graph).items():
+        if name not in names:
+            setattr(root, name, body)
     for node in graph.graph.nodes:
-        if node.op == "call_module":
+        if node.op == "call_module" and node.target in names:
             unpacked[node] = _inline(flat, graph.get_submodule(str(node.target)), [values[a] for a in node.args])  # type: ignore[arg-type]
         elif node.target is operator.getitem and node.args[0] in unpacked:
             values[node] = unpacked[node.args[0]][node.args[1]]
@@ -28,7 +37,7 @@ def flatten(graph: GraphModule) -> GraphModule:
             flat.output(torch.fx.node.map_arg(node.args[0], values.__getitem__))
         else:
             values[node] = _copy(flat, node, values)
-    return _make_graph_module(torch.nn.Module(), flat)
+    return _make_graph_module(root, flat)
 
 
 def _inline(flat: Graph, body: GraphModule, arguments: list[Node]) -> tuple[Node, ...]:

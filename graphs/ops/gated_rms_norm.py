@@ -43,7 +43,7 @@ def _npu(args: GatedRmsNorm) -> Any:
     x, gate, weight, eps = args
     unit = torch.ops.npu.npu_rms_norm(x.to(gate.dtype), weight.to(gate.dtype), eps)[0]
     # The gate is rounded to its dtype before the product, which the reference does not do: three launches instead of six.
-    return unit * torch.nn.functional.silu(gate)
+    return (unit * torch.nn.functional.silu(gate)).contiguous()
 
 
 @gated_rms_norm.cost

@@ -110,7 +110,7 @@ def _npu(args: PagedAttention) -> Any:
         row = torch.arange(_MASK, dtype=torch.int32, device=q.device)
         mask = row[None, :] > row[:, None]
         # Invalid queries at the end of a full context have keys beyond the table; the kernel finds the null page for them.
-        table = torch.nn.functional.pad(page_table, (0, -(-(Q - 1) // P)))
+        table = torch.cat([page_table, page_table.new_zeros(B, -(-(Q - 1) // P))], 1)
     out, _ = torch.ops.air.npu_fused_infer_attention_score(
         q.view(B, Q, H * D),
         k_cache.view(pages, P, G * D),

@@ -87,7 +87,8 @@ def convert_body(gm: fx.GraphModule, ta: Torchair, name: str = "body") -> Body:
     runner = _run(name, gm, vals, ta)
     if missing := [i for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         # torchair does not count a tensor that shares memory with an operand as a result of the graph.
-        runner = _run(name, _unaliased(gm, missing, ta), vals, ta)
+        gm = _unaliased(gm, missing, ta)
+        runner = _run(name, gm, vals, ta)
     if dropped := [str(returned[i]) for i in range(len(returned)) if i not in runner._fx_outputs_mapping]:
         raise LoweringError(f"{name}: results {dropped} are no tensors with elements; a body can return nothing else")
     operands = {str(node.target): i for i, node in enumerate(placeholders)}
@@ -139,7 +140,9 @@ def _unaliased(gm: fx.GraphModule, results: list[int], ta: Torchair) -> fx.Graph
     returned: Any = graph.graph_copy(gm.graph, copied)
     nodes = list(returned)
     for i in results:
+        val = nodes[i].meta["val"]
         nodes[i] = graph.call_function(_new_tensor, (nodes[i],))
+        nodes[i].meta["val"] = val
     graph.output(tuple(nodes))
     return fx.GraphModule(gm, graph)
 

@@ -13,24 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.node import map_aggregate
 
 from ...graphs.errors import LoweringError
 from ...graphs.invariants import results_of
 from ...graphs.ir.flatten import bodies
-from ...graphs.ir.record import record
 from ...graphs.primitive import nbytes
 from ...graphs.types import Signature
+from .bodies import is_operand, is_plain, taking
 from .fold import FOLDED, expression
-from .ge_file import GE_DTYPES
 from .inspect_weights import LARGE_BYTES
 
 _CONTIGUOUS = torch.ops.aten.clone.default
-# Memory that nobody has written: two of equal expression differ.
-_UNDEFINED = ("empty", "new_empty")
 
 
 @dataclass(frozen=True)
@@ -86,30 +82,16 @@ def _body(graph: GraphModule, name: str, params: set[Node], stays: set[Node]) ->
     own = {node: i for i, node in enumerate(operands) if all(call.args[i] in params for call in calls)}
     derivable, constant = set[Node](), set[Node]()
     for node in module.graph.nodes:
-        if node.op != "call_function" or node in stays or not _is_plain(node):
+        if node.op != "call_function" or node in stays or not is_plain(node):
             continue
         if all(source in constant for source in node.all_input_nodes):
             constant.add(node)
         elif all(source in own or source in constant or source in derivable for source in node.all_input_nodes):
             derivable.add(node)
     hoisted = tuple(node for node in module.graph.nodes if node in derivable and any(user not in derivable for user in node.users))
-    if several := [node for node in hoisted if not _is_operand(node.meta["val"])]:
+    if several := [node for node in hoisted if not is_operand(node.meta["val"])]:
         return _body(graph, name, params, stays | set(several))
     return _Body(module, calls, own, frozenset(derivable), hoisted)
-
-
-def _is_plain(node: Node) -> bool:
-    """Whether a node computes the same values wherever and whenever it runs, and writes nothing."""
-    if node.target is operator.getitem:
-        return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and not target._opname.startswith(_UNDEFINED)
-
-
-def _is_operand(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in GE_DTYPES
 
 
 def _costs_memory(graph: GraphModule, parts: Iterable[_Body]) -> set[Node]:
@@ -146,7 +128,7 @@ def _hoisted(graph: GraphModule, params: Sequence[Node], parts: Mapping[str, _Bo
     results = {call: [folding.value(node, part, call) for node in part.hoisted] for part in parts.values() for call in part.calls}
     calls, values, root = Graph(), dict[Node, Node](), torch.nn.Module()
     setattr(root, FOLDED, folding.done())
-    rest = {name: _without(part) for name, part in parts.items()}
+    rest = {name: taking(part.module, part.hoisted, part.derivable) for name, part in parts.items()}
     for name, (module, _) in rest.items():
         setattr(root, name, module)
     derived: list[Node] = []
@@ -162,28 +144,6 @@ def _hoisted(graph: GraphModule, params: Sequence[Node], parts: Mapping[str, _Bo
             kept = [values[node.args[position]] for position in rest[str(node.target)][1]]
             values[node].args = (*kept, *(derived[i] for i in results[node]))
     return _make_graph_module(root, calls)
-
-
-def _without(part: _Body) -> tuple[GraphModule, list[int]]:
-    """The body that takes the hoisted values behind its operands, and the positions of the operands that it still reads."""
-    graph, values = Graph(), dict[Node, Node]()
-    operands = [node for node in part.module.graph.nodes if node.op == "placeholder"]
-    kept = [i for i, node in enumerate(operands) if not node.users or not part.derivable.issuperset(node.users)]
-    if len(kept) == len(operands) and not part.hoisted:
-        return part.module, kept
-    read = [operands[i] for i in kept] + list(part.hoisted)
-    for node in read:
-        values[node] = graph.placeholder(node.name)
-    for node in part.module.graph.nodes:
-        if node.op not in ("placeholder", "output") and node not in part.derivable:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(tuple(values[node] for node in results_of(part.module)))
-    module = _make_graph_module(torch.nn.Module(), graph)
-    # Recorded again, because a value that is handed over is contiguous whatever the strides of the hoisted node were.
-    like = [torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta") for node in read]
-    recorded = record(Interpreter(module).run, like, FakeTensorMode())
-    recorded.recompile()
-    return recorded, kept
 
 
 class _Folding:

@@ -15,9 +15,11 @@ from torch import fx
 from ...graphs.errors import LoweringError
 from ...graphs.types import Signature
 from ..artifact import graph_io
+from ..platform import CPU, Platform
 from .convert import Body, Port, convert_body, shape_of
 from .fold import FOLDED
 from .ge_file import GE_DTYPES, Folded, GeFile, messages
+from .options import Operand, graph_options, operand_options
 from .toolchain.harness import Torchair
 
 _LAYER = re.compile(r"\w+\.(?:(.+)\.)?layers\.(\d+)\.")
@@ -54,7 +56,7 @@ class _Builder:
         return self.model.graph[0].op
 
 
-def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = "graph") -> GeFile:
+def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = "graph", platform: Platform = CPU) -> GeFile:
     """Makes one GE graph of a graph lowered for GE.
 
     Constants are copied with their body, as torchair would have emitted them: GE's fusions treat a constant with two readers
@@ -66,6 +68,7 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
         signature: of the program; bodies may write its state.
         ta: torchair, loaded.
         name: of the GE graph.
+        platform: decides on options that torchair leaves off.
 
     Raises:
         LoweringError: the graph has another form, a body cannot be converted, or bodies disagree on options.
@@ -95,11 +98,12 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     _net_output(builder, [*_distinct(builder, results), *(builder.values[node] for node in carried)])
     donations = tuple((len(results) + i, builder.operand[node]) for i, node in enumerate(carried))
     _attributes(builder, len(feeds))
+    fixed = len(signature.params) + len(signature.state)
+    # Step inputs lie between the state and the derived values.
+    operands = [Operand([*placeholders, *derived][i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]
     return GeFile(
         graph=builder.model.SerializeToString(deterministic=True),
-        options=_options(
-            builder, [[*placeholders, *derived][i].meta["val"] for i in feeds], len(results), {i: o for o, i in donations}, feeds
-        ),
+        options=_options(builder, operands, len(results), {i: o for o, i in donations}, feeds) | graph_options(platform),
         donations=donations,
         bound=tuple(sorted(builder.operand[node] for node, carry in builder.written.items() if not carry)),
         inputs=len(placeholders),
@@ -269,13 +273,11 @@ def _attributes(builder: _Builder, data: int) -> None:
     attr["_executor_type"].i = 1
 
 
-def _options(builder: _Builder, vals: list[torch.Tensor], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
-    """Compile options: those of the bodies, and those that torchair derives from all operands and results."""
+def _options(builder: _Builder, operands: list[Operand], results: int, carried: Mapping[int, int], feeds: list[int]) -> dict[str, str]:
+    """Compile options: those of the bodies, and those that follow from all operands and results."""
     options = dict(builder.options)
     index = {operand: i for i, operand in enumerate(feeds)}
     options["ge.exec.outputReuseMemIndexes"] = ",".join(map(str, range(results)))
     if carried:
         options["ge.exec.outputReuseInputMemIndexes"] = "|".join(f"{index[operand]},{output}" for operand, output in carried.items())
-    options["frozenInput"] = ",".join("0" for _ in vals)
-    options["ge.inputHintShape"] = ";".join(f"{i}:{list(val.shape)}" for i, val in enumerate(vals))
-    return options
+    return options | operand_options(operands)

@@ -23,6 +23,7 @@ from ..platform import CPU, Platform
 from . import packages
 from .donation import Donated, Donations, donations
 from .hoist import hoist
+from .share import share
 
 if TYPE_CHECKING:
     from ...graphs.spmd.partition import Partitioned
@@ -47,7 +48,9 @@ def lower(partitioned: Partitioned, platform: Platform = CPU, backend: str = "ge
     donated = donations(graph, signature)
     features = platform.features(backend)
     lowered = {name: _lower_body(body, donated.bodies[name], features) for name, body in bodies(graph).items()}
-    calls = hoist(_calls(graph, signature, donated, lowered), signature)
+    calls = _calls(graph, signature, donated, lowered)
+    runs = bodies(graph).keys() - bodies(partitioned.graph).keys()
+    calls = hoist(share(calls, signature, runs), signature)
     return Lowered(partitioned.program.bucket, backend, calls, signature, platform)
 
 

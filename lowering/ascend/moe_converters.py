@@ -20,6 +20,7 @@ _AFTER = "_npucompile_after"
 def register(ta: Torchair) -> None:
     """Makes torchair convert the operators of this file with its converters; a second call changes nothing."""
     npu = torch.ops.npu
+    op: Any
     for op, converter in (
         (npu.npu_moe_gating_top_k_softmax_v2.default, _gating),
         (npu.npu_grouped_matmul_swiglu_quant_v2.default, _swiglu_quant),

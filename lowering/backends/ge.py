@@ -57,24 +57,25 @@ class Ge(Backend):
         from ..ascend.ge_file import encode
         from ..ascend.link import link
 
-        ge_file = link(lowered.graph, lowered.signature, self._torchair())
+        ge_file = link(lowered.graph, lowered.signature, self._torchair(), platform=lowered.platform)
         return Compiled(encode(ge_file), inspect_ge.census(ge_file.graph))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
-        """Checks that pools are written in place, no length is baked in, no step repeats work on weights, collectives are those of the
-        partitioned graph in order, and CANN takes every operator where the platform names a chip.
+        """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice,
+        collectives are those of the partitioned graph in order, and CANN takes every operator where the platform names a chip.
 
         Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL`: no kernel is made for those, which are
         shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
         """
         from .. import collectives_check
-        from ..ascend import inspect_ge, inspect_weights
+        from ..ascend import inspect_ge, inspect_repeats, inspect_weights
         from ..ascend.ge_file import decode
         from ..ascend.legality import check as legality
 
         ge_file = decode(compiled.data)
         inspect_ge.check(ge_file, partitioned.signature)
         inspect_weights.check_folded(ge_file, len(partitioned.signature.params))
+        inspect_repeats.check_unrepeated(ge_file)
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         if platform.chip:
             vectors = [leaf.aval.shape[0] for leaf in partitioned.signature.params if len(leaf.aval.shape) == 1]

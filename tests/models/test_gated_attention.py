@@ -123,12 +123,12 @@ def test_rows_of_the_joined_matrix_lie_by_key_head(copies):
     want = [head[:, 0][:, order].flatten(0, 1), head[:, 1].flatten(0, 1), tensors[1].view(-1, D, M)[1][order], tensors[2].view(-1, D, M)[1]]
     assert torch.equal(first, torch.cat(want))
     assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), tensors, strict=True))
-    mesh, rules = Mesh({"tp": G}), Rules({"kv_heads": "tp"})
+    mesh, rules = Mesh((("tp", G),)), Rules.of({"kv_heads": "tp"})
     for rank in range(G):
         shard = Shard(mesh, rules, rank)
         axes = zip(tensors, param.source_axes, strict=True)
         pieces = [tensor[source_region(tensor.shape, axis, shard, sliced_axes([param], shard))[0][0]] for tensor, axis in axes]
-        assert [piece.shape[0] for piece in pieces] == [2 * per * D, D, D]
+        assert [piece.shape[0] for piece in pieces] == [2 * per * D, D, D], "a rank reads no other heads"
         assert torch.equal(param.source.join(*pieces), joined.view(G, -1, M)[rank])
 
 

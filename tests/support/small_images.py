@@ -29,7 +29,7 @@ from npucompile.tools.verify.step_trace import StepTrace, record_trace
 
 F32, BF16 = torch.float32, torch.bfloat16
 MOE = "qwen3.5-397b"
-DISPATCHED = ("moe_dispatch",) * 64
+DISPATCHED, IN_PARTS = ("moe_dispatch",) * 63, ("moe_dispatch",) * 243
 
 
 def entry(kind: str, batch: int, q_len: int, talks: tuple[str, ...] = ()) -> GraphEntry:
@@ -45,7 +45,7 @@ def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifes
         "model": {"name": name, "config": registry.find(name).text}, "mesh": mesh, "target": "ascend-a3", "quantization": "w4a8",
         "state": (SimpleNamespace(name="state.layers.0.delta", aval=SimpleNamespace(dtype=BF16)),), "dtype": "bf16",
         "limits": Limits(128, 1000, 400, 4096, 4, 3),
-        "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
+        "graphs": (entry("prefill", 1, 3584, IN_PARTS), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     return Manifest(**{**dict.fromkeys(Manifest.__dataclass_fields__), **chosen, **fields})
 

@@ -59,8 +59,8 @@ _BY_TYPE: Mapping[str, str] = {
 }
 ORDER = (
     "FusedInferAttentionScore", "RecurrentGatedDeltaRule", "ScatterPaKvCache", "ScatterNdUpdate", "GroupedMatmul",
-    "GroupedMatmulSwigluQuantV2", "DequantSwigluQuant", "MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "MoeFinalizeRoutingV2", "QuantBatchMatmulV3", "DynamicQuant",
-    "AddRmsNormDynamicQuant",
+    "GroupedMatmulSwigluQuantV2", "DequantSwigluQuant", "MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "MoeFinalizeRoutingV2",
+    "QuantBatchMatmulV3", "DynamicQuant", "AddRmsNormDynamicQuant",
 )  # fmt: skip
 """Types of operators in the order of risk; all others come after them."""
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from ....graphs import ops as ops
+from ....graphs import ordering
 from ....graphs.errors import LoweringError
 from ....graphs.primitive import NAMESPACE, Primitive, of_target
 from ....graphs.types import Mesh
@@ -20,7 +21,7 @@ from .npu_reference import GROUP_KERNELS, KERNELS, group_of
 Values = list[dict[Node, Any]]
 """Values of each rank, by node."""
 
-_PLAIN = ("aten", NAMESPACE)
+_PLAIN = ("aten", NAMESPACE, ordering.NAMESPACE)
 
 
 class RankEmulator:
@@ -138,7 +139,7 @@ def _kernel(node: Node) -> Callable[..., Any]:
     if isinstance(target, torch._ops.OpOverload) and target.namespace in _PLAIN:
         return target
     kernels = ", ".join(sorted([*KERNELS, *GROUP_KERNELS]))
-    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {' and '.join(_PLAIN)} there are {kernels}")
+    raise LoweringError(f"{node.name} calls {name}, which has no CPU kernel; besides {', '.join(_PLAIN)} there are {kernels}")
 
 
 def _identity(value: torch.Tensor) -> torch.Tensor:

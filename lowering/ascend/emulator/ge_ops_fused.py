@@ -122,12 +122,12 @@ def _weight(call: Call) -> torch.Tensor:
     return weight
 
 
-def _scale(call: Call, slot: str) -> torch.Tensor | None:
+def _scale(call: Call, slot: str) -> torch.Tensor:
     """The scale of stacked weights, for the kernels; int4 has bits of f32 in uint64."""
-    scale = call.single(slot) if slot == "scale" else call.tensor(slot)
-    if scale is not None and scale.dtype == torch.int64:
+    scale = call.tensor(slot)
+    if scale.dtype == torch.int64:
         raise LoweringError(f"{call.op}: {slot} is {tuple(scale.shape)} int64; legal is uint64 beside int4 weights")
-    return None if scale is None else _signed(scale)
+    return _signed(scale)
 
 
 def _grouped_matmul(call: Call) -> Results:
@@ -138,12 +138,12 @@ def _grouped_matmul(call: Call) -> Results:
     number = call.attr("dtype", 0)
     if number not in _PRODUCT_DTYPES:
         raise LoweringError(f"{call.op}: attribute dtype is {number}; legal are {sorted(_PRODUCT_DTYPES)}")
-    bias, scale, rows = call.single("bias"), _scale(call, "scale"), call.optional("per_token_scale")
+    bias, scale, rows = call.single("bias"), _scale(call, "scale0"), call.optional("per_token_scale")
     (y,) = moe.npu_grouped_matmul(
         [call.tensor("x0")],
         [_weight(call)],
         bias=None if bias is None else [bias],
-        scale=None if scale is None else [scale],
+        scale=[scale] if scale.numel() else None,
         per_token_scale=None if rows is None else [rows],
         group_list=call.optional("group_list"),
         split_item=call.attr("split_item", 0),

@@ -131,8 +131,8 @@ def npu_grouped_matmul(
     """One product per expert over its rows: x [M, K] by weight [E, K, N] -> [M, N]; rows beyond the groups are undefined.
 
     bf16 (x and weight of one dtype, bias [E, N]); w8a8 (int8 both, scale [E, N], per_token_scale f32 [M], int32 bias; or neither scale
-    and int32 results); w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N] = 8 * sum over K of weight * scale).
-    The last form destroys its x, as the device does: x is undefined afterwards.
+    and int32 results); w4a8 (weight int32 [E, K, N/8], scale int64 or uint64 [E, N] or [E, groups, N], bias f32 [E, N], which is
+    8 * sum over K of weight * scale). The last form destroys its x, as the device does: x is undefined afterwards.
     """
     op = "npu_grouped_matmul"
     refuse_options(op, options)

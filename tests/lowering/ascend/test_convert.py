@@ -200,3 +200,11 @@ def test_conversion_leaves_the_body_as_it_was(ta):
 def test_shape_of():
     assert shape_of(torch.empty(2, 3, dtype=gb.BF16, device="meta")) == "bf16[2,3]"
     assert shape_of(torch.empty((), dtype=torch.bool, device="meta")) == "bool[]"
+
+
+def test_a_result_in_the_memory_of_an_operand_has_its_own_shape(tmp_path_factory):
+    """torchair does not count it as a result, so the body is converted again with a new tensor in its place."""
+    body = convert_body(gb.trace(gb.FakeTensorMode(), lambda x: (x[1:3], x * 2), [((4, 8), gb.F32)]), gb.loaded(tmp_path_factory.mktemp("stubs")))
+    (part,) = (op for op in body.ops if op.type == "StridedSliceV2")
+    assert part.output_desc[0].attr["_meta"].s == b"f32[2,8]"
+    assert body.results[0].tensor == f"{part.name}:0"

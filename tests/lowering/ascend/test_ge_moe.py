@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
-from npucompile.graphs.ir.record import record
 from npucompile.graphs.primitive import Primitive
 from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
 from npucompile.lowering.ascend import moe_converters
@@ -315,23 +314,6 @@ def test_products_have_the_types_of_their_definitions(torchair: harness.Torchair
         assert dtype(products[0], "bias0") in (types.DT_INT32, None)
 
 
-def test_an_exchange_waits_for_the_one_before_it(torchair: harness.Torchair) -> None:
-    primitive, (x, ids, _, *rest), _ = CONVERSIONS["moe_dispatch"]
-    moe_converters.register(torchair)
-    mode = FakeTensorMode()
-    graph = record(
-        lambda x, ids: primitive.lower_for("npu")(x, ids, x.exp(), ids[0, :1], *rest[1:]),
-        [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, ids)],
-        mode,
-    )
-    with mode:
-        metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        graph = list(torchair.get_compiler(torchair.CompilerConfig())(graph, metas).runner.graph.op)
-    (sent,) = (op for op in graph if op.type == "MoeDistributeDispatchV2")
-    edges = [tensor for tensor in sent.input if tensor.endswith(":-1")]
-    assert [edge.rpartition(":")[0] for edge in edges] == [op.name for op in graph if op.type == "Exp"]
-
-
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.usefixtures("torchair")
 def test_meta_kernels_agree_on_shapes(name: str) -> None:
@@ -375,7 +357,7 @@ class Network:
         return [ops.moe_experts(x, share, ids, gate_up, down) + x for x, share, ids in zip(self.x, self.share, self.ids, strict=True)]
 
 
-class _Collected(Exception):  # ends a run that needs other ranks' operands to go on
+class _Collected(Exception):
     """The operands of a group's operator are known."""
 
 

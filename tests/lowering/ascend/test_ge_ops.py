@@ -237,7 +237,7 @@ CHUNKED = types_of(
     "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd"
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
-MASK = types_of("Range Unsqueeze Greater PadV3")
+MASK = types_of("Range Unsqueeze Greater ConcatV2 Fill")
 ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
 UNIT = types_of("Fill RmsNorm")
 DRAWN = types_of(

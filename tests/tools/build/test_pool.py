@@ -187,7 +187,7 @@ def test_without_a_compiler_there_are_numbers_and_no_file(model, tmp_path):
 def test_weights_are_multiplied_as_they_are_held(model, tmp_path, scheme):
     plan = tiny.planned_device(model, quantization=scheme)
     result = tiny.compile_once(CompileJob(plan, plan.buckets[-1], tmp_path))
-    fused, dense = result.compiled.census.get("GroupedMatmulSwigluQuantV2", 0), result.compiled.census.get("QuantBatchMatmulV3", 0)
+    fused, dense = result.compiled.census.get("DequantSwigluQuant", 0), result.compiled.census.get("QuantBatchMatmulV3", 0)
     assert (fused, dense) == ((4, 2) if scheme == "w4a8" else (0, 0))
     # Four layers and the draft head.
     assert result.compiled.census["MoeDistributeDispatchV2"] == 5

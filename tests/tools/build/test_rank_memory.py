@@ -60,7 +60,7 @@ def test_the_default_deployment_fits_activations_and_all():
     planned = held(plan, rank_memory._largest_partitioned(plan))
     parts = {part.name: part.nbytes / 2**30 for part in planned.parts}
     assert planned.fits
-    assert 1 < parts["activations"] < 8
+    assert 0.3 < parts["activations"] < 4
 
 
 def asked_and_fitting(text):
@@ -128,13 +128,17 @@ def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
         memory_plan = held(planning.plan(planning.Options(BIG, **changes)))
         return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in memory_plan.parts if part.name == "communication")
 
-    # The published chunk gathers: 1792 tokens a rank are more than one dispatch takes.
-    small, most = talks(buckets=(2,)), talks(buckets=(128,))
+    small, most = talks(buckets=(2,), prefill=(64,)), talks(buckets=(128,), prefill=(64,))
     assert small != most
-    assert talks(buckets=(128, 150)) == most
-    assert talks(buckets=(2,), prefill=(512,)) == most
-    # Of 150 rows, and of 300 with one draft, the tokens that drafts are made from are few enough: one a row.
-    assert talks(buckets=(150,)) == talks(buckets=(150,), num_speculative_tokens=0)
-    assert talks(buckets=(300,), num_speculative_tokens=1) == talks(buckets=(300,), num_speculative_tokens=0)
-    assert "world" in talks(buckets=(600,), num_speculative_tokens=0), "nothing dispatches"
+    # More tokens are dispatched in parts, none of them larger.
+    assert talks(buckets=(128, 150), prefill=(64,)) == talks(buckets=(2,), prefill=(512,)) == talks(buckets=(2,)) == most
+    few = {
+        "target": "ascend-a3",
+        "quantization": "w4a8",
+        "mesh": "dp=2,tp=2",
+        "buckets": (600,),
+        "prefill": (2048,),
+        "num_speculative_tokens": 0,
+    }
+    assert "world" in talks(**few), "four devices gather"
     assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"

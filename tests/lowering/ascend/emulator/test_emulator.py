@@ -279,7 +279,7 @@ def test_values_are_freed_after_their_last_reader(shout: Primitive[Shout], monke
 
 def test_a_missing_kernel_is_named() -> None:
     graph = built("x", fn=lambda g, x: [g.call_function(Named("npu.npu_moonwalk.default"), (x,))])
-    message = r"npu.npu_moonwalk.default, which has no CPU kernel; besides aten and npuc there are .*npu_rms_norm"
+    message = r"npu.npu_moonwalk.default, which has no CPU kernel; besides aten, npuc, npuc_order there are .*npu_rms_norm"
     with pytest.raises(LoweringError, match=message):
         run(graph, "", lambda rank: [torch.zeros(1)])
 

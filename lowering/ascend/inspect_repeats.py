@@ -1,0 +1,70 @@
+"""Finds operators of a GE graph that compute what another one has computed: a step would pay for them twice."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from ...graphs.errors import LoweringError
+from .ge_file import GeFile, parse
+from .inspect_ge import VIEWS
+
+# Operators that exchange data between ranks: two calls are two exchanges.
+_COLLECTIVE = ("Hcom", "MoeDistribute")
+# Attributes that name a place in the graph, not a computation.
+_NAMES = ("_readable_value", "_fx_tensor_name")
+
+
+def repeated(ge_file: GeFile) -> dict[str, str]:
+    """Operators whose type, attributes, inputs and results equal those of an earlier one, with the earlier one's name.
+
+    Not counted are views, which are no kernels; operators that read constants alone, which GE computes when it compiles the graph; and
+    those that exchange data between ranks. An operator that writes in place gives a new value, so that reads before and after it differ.
+
+    Raises:
+        LoweringError: the graph is no GE model.
+    """
+    numbers: dict[str, Hashable] = {}
+    first: dict[Hashable, tuple[str, int]] = {}
+    constant, repeats = set[str](), dict[str, str]()
+    for op in parse(ge_file.graph).graph[0].op:
+        sources = [tensor.rpartition(":")[0] for tensor in op.input if tensor]
+        if op.type in ("Data", "NetOutput") or op.type.startswith(_COLLECTIVE):
+            numbers[op.name] = op.name
+            continue
+        if all(name in constant for name in sources):
+            constant.add(op.name)
+        earlier, number = first.setdefault(_computation(op, numbers), (op.name, len(first)))
+        numbers[op.name] = number
+        if earlier != op.name and op.name not in constant and op.type not in VIEWS:
+            repeats[op.name] = earlier
+    return repeats
+
+
+def check_unrepeated(ge_file: GeFile) -> None:
+    """Proves that no step computes a value twice.
+
+    Raises:
+        LoweringError: naming operators that do.
+    """
+    if repeats := repeated(ge_file):
+        names = ", ".join(f"{name} as {earlier}" for name, earlier in list(repeats.items())[:8]) + (", ..." if len(repeats) > 8 else "")
+        raise LoweringError(
+            f"{len(repeats)} operators compute what others have computed: {names}; legal is each value once in a step. share.py merges "
+            "nodes of lowered bodies; what a converter adds to each of several nodes, such as a cast, must be written in the lowering"
+        )
+
+
+def _computation(op: Any, numbers: dict[str, Hashable]) -> Hashable:
+    inputs = tuple(_value(tensor, numbers) for tensor in op.input)
+    attributes = tuple((key, op.attr[key].SerializeToString(deterministic=True)) for key in sorted(op.attr) if key not in _NAMES)
+    return op.type, inputs, attributes, _results(op.output_desc)
+
+
+def _value(tensor: str, numbers: dict[str, Hashable]) -> Hashable:
+    name, _, port = tensor.rpartition(":")
+    return (numbers[name], port) if tensor else None
+
+
+def _results(descs: Sequence[Any]) -> Hashable:
+    return tuple((desc.dtype, tuple(desc.shape.dim), desc.layout) for desc in descs)

@@ -1,0 +1,81 @@
+"""Options of GE that graphs are compiled with beyond torchair's defaults, each with the release it needs, its reason and its source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..platform import Platform
+
+# Sources, by their shares of the reasons below:
+#   TA: Ascend/torchair@fced884, docs/zh/ascend_ir/features/advanced and torchair/npu_graph_executor.
+#   CR: hicann/cann-recipes-infer@fbc225d, executor/utils/graph_utils.py, what Huawei runs Qwen3.5-397B with through GE.
+
+
+class Option(NamedTuple):
+    """One option of a graph.
+
+    Attributes:
+        name, value: as GE reads them.
+        needs: what the platform must have (`Platform.features`).
+        reason: why graphs have it, with its source.
+    """
+
+    name: str
+    value: str
+    needs: frozenset[str]
+    reason: str
+
+
+OPTIONS = (
+    Option(
+        "ge.tiling_schedule_optimize",
+        "1",
+        frozenset({"cann>=8.3"}),
+        "Lengths of attention are computed on the device. With this option its tiling is too, and the whole static graph is launched once; "
+        "without it the host schedules the graph in every step (TA tiling_schedule_optimize.md, typical_issues.md; CR). Legal for layouts "
+        "other than TND (ops-transformer@c29bc10, prompt_flash_attention_tiling.cpp)",
+    ),
+    Option(
+        "ge.topoSortingMode",
+        "3",
+        frozenset({"cann>=8.3"}),
+        "StableRDFS: operators run in the order of the graph, in which the model calls them on every rank; those that GE adds "
+        "are sorted in reverse depth-first order (TA topology_sorting_strategy.md; CR)",
+    ),
+)
+"""Options besides `frozenInput`. torchair's own default of the memory policy, `ge.exec.staticMemoryPolicy=2`, is what CR runs with."""
+
+FROZEN = "frozenInput"
+"""torchair's option: 1 for each input whose address is the same in every call. Such an input is not updated between calls (TA
+frozen_parameter.md; static_npu_graph_executor.cpp, UpdateInputsInner)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a GE graph.
+
+    Attributes:
+        value: abstract.
+        fixed: it is a parameter, a derived value or a pool, which lie where they are from loading on (device.py).
+    """
+
+    value: torch.Tensor
+    fixed: bool
+
+
+def graph_options(platform: Platform) -> dict[str, str]:
+    """Options for every graph of a platform."""
+    features = platform.features("ge")
+    return {option.name: option.value for option in OPTIONS if option.needs <= features}
+
+
+def operand_options(operands: Sequence[Operand]) -> dict[str, str]:
+    """Options that say something of each operand, by number of its `Data` operator."""
+    return {
+        FROZEN: ",".join(str(int(operand.fixed)) for operand in operands),
+        "ge.inputHintShape": ";".join(f"{i}:{list(operand.value.shape)}" for i, operand in enumerate(operands)),
+    }

@@ -1,0 +1,27 @@
+"""lowering/ascend/options.py: options follow the platform, and each says where it comes from."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from npucompile.lowering.ascend.options import OPTIONS, Operand, graph_options, operand_options
+from npucompile.lowering.platform import CANN_RELEASES, CPU, Platform
+
+
+def test_every_release_sinks_tiling_and_keeps_the_order_of_operators() -> None:
+    for release in CANN_RELEASES:
+        options = graph_options(Platform("ascend910_93", release))
+        assert options == {"ge.tiling_schedule_optimize": "1", "ge.topoSortingMode": "3"}
+    assert graph_options(CPU) == {}
+
+
+def test_options_name_their_sources() -> None:
+    assert all(re.search(r"\((TA|CR)\b.*\)", option.reason) for option in OPTIONS)
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_operands_that_lie_where_they_are_are_frozen() -> None:
+    operands = [Operand(torch.empty(2, 3, device="meta"), True), Operand(torch.empty(4, device="meta"), False)]
+    assert operand_options(operands) == {"frozenInput": "1,0", "ge.inputHintShape": "0:[2, 3];1:[4]"}

@@ -1,0 +1,146 @@
+"""lowering/ascend/share.py: what calls compute alike is computed once, before them, and the graph computes what it did before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import ge_bodies as gb
+from torch.fx import GraphModule
+
+from npucompile.graphs.ir.flatten import bodies
+from npucompile.graphs.text import target_name
+from npucompile.graphs.types import Mesh, Signature
+from npucompile.lowering.ascend.emulator.emulator import RankEmulator
+from npucompile.lowering.ascend.share import LARGE_CONSTANT_BYTES, share
+
+F32, I32 = gb.F32, torch.int32
+X, STARTS, POOL = ((4, 8), F32), ((4,), I32), ((4, 8), F32)
+
+
+def agree(graph: GraphModule, signature: Signature, runs: tuple[str, ...] = ()) -> GraphModule:
+    """The shared graph; both graphs give the same bits, results and pools."""
+    operands = [(torch.arange(leaf.aval.nbytes // 4) / 9).reshape(leaf.aval.shape).to(leaf.aval.dtype) for leaf in signature.operands]
+    theirs_operands, ours_operands = ([t.clone() for t in operands] for _ in range(2))
+    theirs = RankEmulator(graph, Mesh())([theirs_operands])[0]
+    shared = share(graph, signature, runs)
+    ours = RankEmulator(shared, Mesh())([ours_operands])[0]
+    assert all(torch.equal(a, b) for a, b in zip([*ours, *ours_operands], [*theirs, *theirs_operands], strict=True))
+    return shared
+
+
+def ops(graph: GraphModule, body: str) -> list[str]:
+    return [target_name(n.target) for n in bodies(graph)[body].graph.nodes if n.op == "call_function"]
+
+
+def layers(layer: Any, count: int = 3, *, state: bool = False) -> tuple[GraphModule, Signature]:
+    """A graph of calls of one body, each with the last one's result and the step's input; with a pool, which all of them get."""
+    main = gb.Main()
+    pool = [main.operand("state.pool", POOL)] if state else []
+    x, starts = main.operand("inputs.x", X), main.operand("inputs.starts", STARTS)
+    main.body("layer", layer, [X, STARTS, *([POOL] if state else [])])
+    for _ in range(count):
+        x, *_ = main.call("layer", x, starts, *pool)
+    return main.done(x)
+
+
+def angles(x: Any, starts: Any) -> tuple[Any, ...]:
+    return (x.exp() * (starts.float()[:, None] + torch.arange(8, device="meta")).cos(),)
+
+
+def test_what_all_layers_compute_of_a_step_is_computed_before_them() -> None:
+    shared = agree(*layers(angles))
+    assert [str(n.target) for n in shared.graph.nodes if n.op == "call_module"] == ["prologue", *["layer"] * 3]
+    assert ops(shared, "layer") == ["aten.exp", "aten.mul.Tensor"]
+    assert [op for op in ops(shared, "prologue") if "cos" in op] == ["aten.cos"]
+
+
+def test_one_call_keeps_its_own() -> None:
+    assert ops(agree(*layers(angles, 1)), "layer") == ops(layers(angles, 1)[0], "layer")
+
+
+def test_what_depends_on_a_layer_stays_in_it() -> None:
+    shared = agree(*layers(lambda x, starts: (x.exp() * x.sin(),)))
+    assert sorted(bodies(shared)) == ["layer"]
+
+
+def test_what_a_body_computes_twice_it_computes_once() -> None:
+    shared = agree(*layers(lambda x, starts: (x.tanh() + x.tanh().sin() * x.tanh(),)))
+    assert ops(shared, "layer").count("aten.tanh") == 1
+
+
+def test_equal_numbers_of_other_types_differ() -> None:
+    shared = agree(*layers(lambda x, starts: (torch.stack([x + 1, x + 1.0]).sum(0),)))
+    assert ops(shared, "layer").count("aten.add.Tensor") == 2
+
+
+def writing(x: Any, starts: Any, pool: Any) -> tuple[Any, ...]:
+    before = pool + starts[:, None]
+    pool.add_(1.0)
+    return (x + before + (pool + starts[:, None]),)
+
+
+def test_reads_of_a_pool_that_is_written_are_not_shared() -> None:
+    """Neither between calls nor within one."""
+    shared = agree(*layers(writing, state=True))
+    assert ops(shared, "layer").count("aten.add.Tensor") == 4
+
+
+def scratch(x: Any, starts: Any) -> tuple[Any, ...]:
+    total = starts.float()
+    once = total * 2
+    total.add_(1.0)
+    return (x + once[:, None] + (total * 2)[:, None],)
+
+
+def test_memory_that_a_body_writes_stays_in_it() -> None:
+    shared = agree(*layers(scratch))
+    assert ops(shared, "layer").count("aten.mul.Tensor") == 2
+
+
+def test_runs_between_calls_and_bodies_of_other_names_share_too() -> None:
+    """A value of the first run is not computed again by a body, nor by a run behind it."""
+    main = gb.Main()
+    x, starts = main.operand("inputs.x", X), main.operand("inputs.starts", STARTS)
+
+    def before(starts: Any) -> tuple[Any, ...]:
+        return (starts.float().cos().sin(),)
+
+    def after(x: Any, starts: Any) -> tuple[Any, ...]:
+        return (x * starts.float().cos()[:, None],)
+
+    main.body("prologue", before, [STARTS])
+    main.body("one", lambda x, s, starts: (x + s[:, None] + starts.float().cos()[:, None],), [X, ((4,), F32), STARTS])
+    main.body("epilogue", after, [X, STARTS])
+    (s,) = main.call("prologue", starts)
+    (x,) = main.call("one", x, s, starts)
+    shared = agree(*main.done(*main.call("epilogue", x, starts)), ("prologue", "epilogue"))
+    every = [op for name in bodies(shared) for op in ops(shared, name)]
+    assert every.count("aten.cos") == 1
+    assert ops(shared, "prologue").count("aten.cos") == 1
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_large_constants_are_held_once(large: bool) -> None:
+    side = int((LARGE_CONSTANT_BYTES / 4) ** 0.5) + (1 if large else 0)
+
+    def masked(x: Any, starts: Any) -> tuple[Any, ...]:
+        row = torch.arange(side, device="meta", dtype=F32)
+        return (x + (row[None] * row[:, None])[:4, :8],)
+
+    assert ("aten.mul.Tensor" in ops(agree(*layers(masked)), "layer")) == (not large)
+
+
+def test_a_value_that_later_calls_share_waits_for_what_it_is_computed_of() -> None:
+    """As the lengths of a draft: two bodies compute them of the first one's result."""
+    main = gb.Main()
+    x, starts = main.operand("inputs.x", X), main.operand("inputs.starts", STARTS)
+    main.body("first", lambda x, starts: (x.sum(0).sum() + starts,), [X, STARTS])
+    for name in ("second", "third"):
+        main.body(name, lambda x, lengths: (x + lengths.sin().cos()[:, None],), [X, ((4,), F32)])
+    (lengths,) = main.call("first", x, starts)
+    (x,) = main.call("second", x, lengths)
+    shared = agree(*main.done(*main.call("third", x, lengths)))
+    assert [str(n.target) for n in shared.graph.nodes if n.op == "call_module"] == ["first", "between_1", "second", "third"]
+    assert ops(shared, "between_1") == ["aten.sin", "aten.cos"]
