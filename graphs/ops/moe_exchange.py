@@ -150,6 +150,7 @@ def _dispatch(args: MoeDispatch, algorithm: str) -> Dispatched:
         args.experts,
         quant_mode=mode,
         expert_token_nums_type=1,
+        tp_world_size=_tp_world_size(algorithm),
         comm_alg=algorithm,
     )
     return rows, scale, counts, assist, recv_counts
@@ -162,6 +163,11 @@ def _algorithm(ids: Tensor) -> str:
     in the documentation of Ascend/op-plugin, 517f2e7); CANN 8.5 documents none.
     """
     return "fullmesh_v2" if ids.shape[0] <= 256 and ids.shape[1] <= 12 else ""
+
+
+def _tp_world_size(algorithm: str) -> int:
+    """0 and 1 both mean no tensor parallelism among the receivers; the documentation has a full mesh take effect with 1 alone."""
+    return 1 if algorithm else 0
 
 
 def _own_group(group: str) -> str:
@@ -246,6 +252,7 @@ def _combine(args: MoeCombine, algorithm: str, shared: Tensor | None) -> Tensor:
         0,
         args.experts,
         shared_expert_x=shared,
+        tp_world_size=_tp_world_size(algorithm),
         comm_alg=algorithm,
     )
     return out
