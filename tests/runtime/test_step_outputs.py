@@ -114,7 +114,7 @@ def test_log_probabilities_of_the_requests_that_asked():
         (decoded(counts=(4, 1, 0)), "a count of 4 tokens for 'r0', of which 2 drafts were verified; legal is 1 to 3"),
         (decoded(counts=(1, 3, 0)), "a count of 3 tokens for 'r1', of which 1 drafts were verified; legal is 1 to 2"),
         (decoded([[1, 13, 0], [1] * 3, [1] * 3], (2, 1, 0)), r"returned token ids \[1, 13\] for 'r0'; legal is 0 to 12"),
-        (decoded([[1, 2, 3], [-1] * 3, [1] * 3]), r"returned token ids \[-1\] for 'r1'"),
+        (decoded([[1, 2, 3], [-2] * 3, [1] * 3]), r"returned token ids \[-2\] for 'r1'"),
         (decoded(), "returned no chosen_logprobs; it returned tokens, counts"),
         (
             decoded(chosen_logprobs=np.zeros((3, 3), np.float32), top_ids=i32(np.zeros((3, 2, 4)))),

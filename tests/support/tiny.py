@@ -290,6 +290,7 @@ class Narrowed:
         self.limits: Limits = replace(executor.limits, **limits)
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
+        self.max_ranked = executor.max_ranked
 
     def launch(self, bucket: Bucket, inputs: Sequence[Inputs]) -> Pending:
         assert bucket in self.buckets
@@ -309,6 +310,7 @@ class Launching:
         self.executor, self.limits, self.buckets = executor, executor.limits, executor.buckets
         self.vocab_size, self.max_logprobs, self.backends = executor.vocab_size, executor.max_logprobs, executor.backends
         self.refresh, self.compiles, self.missing = executor.refresh, executor.compiles, executor.missing
+        self.max_ranked = executor.max_ranked
         self.most_in_flight = self._in_flight = 0
         self._thread = ThreadPoolExecutor(1)
 
