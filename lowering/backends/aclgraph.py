@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...graphs.errors import LoweringError
 from ..ascend.toolchain import harness
@@ -70,6 +70,12 @@ class AclGraph(Backend):
         acl_file = decode(compiled.data)
         inspect_acl.check(acl_file, partitioned.signature)
         collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
+
+    def options(self, threads: int) -> Mapping[str, Any]:
+        """The sources that make and check executables."""
+        from ..ascend import sources
+
+        return {"sources": sources.digest()}
 
     def versions(self) -> Mapping[str, str]:
         """Versions of torch_npu and the distributions that it needs."""

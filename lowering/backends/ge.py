@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...graphs.errors import LoweringError
 from ..ascend.toolchain import harness
@@ -80,6 +80,12 @@ class Ge(Backend):
         if platform.chip:
             vectors = [leaf.aval.shape[0] for leaf in partitioned.signature.params if len(leaf.aval.shape) == 1]
             legality.prove(ge_file, platform, sizes=max(vectors, default=0) >= SMALLEST_MODEL)
+
+    def options(self, threads: int) -> Mapping[str, Any]:
+        """The sources that make and check executables."""
+        from ..ascend import sources
+
+        return {"sources": sources.digest()}
 
     def versions(self) -> Mapping[str, str]:
         """Versions of torch_npu and the distributions that it needs."""
