@@ -248,7 +248,8 @@ def _in_chunks(args: GatedDelta) -> tuple[Tensor, Tensor]:
     docs/zh/custom_APIs/torch_npu/torch_npu-npu_chunk_gated_delta_rule.md)."""
     q, k, v, g, beta = _masked(args)
     B, Q, H = g.shape
-    half = torch.bfloat16
+    # bfloat16 on a device; float32 where a graph is verified in it, which a rounding here would spoil.
+    half = v.dtype
     out, after = torch.ops.npu.npu_chunk_gated_delta_rule(
         q.to(half).flatten(0, 1),
         k.to(half).flatten(0, 1),

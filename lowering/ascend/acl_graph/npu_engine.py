@@ -6,6 +6,7 @@ not run on a machine with CANN (docs/on-hardware.md).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from ...artifact import graph_io
 from .program import AclProgram, Call, Segment, Value, run
 from .updates import Updates
 
+_PACKAGES = {"_C_ascend": "vllm_ascend.vllm_ascend_C"}
+"""Namespace of operators -> module that registers them (vllm-project/vllm-ascend at 182b75e, csrc/torch_binding.cpp)."""
 CAPTURED_LENGTH = 1
 """Length of every sequence while a graph is captured. The workspace is that of the longest one
 (`_npu_fused_infer_attention_score_get_max_workspace`), and every replay brings its own lengths."""
@@ -57,11 +60,14 @@ class NpuAclEngine:
         self._pinned: dict[int, torch.Tensor] = {}
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The operator as torch_npu registers it.
+        """The operator as torch_npu or an operator package registers it; the package is imported.
 
         Raises:
-            LoweringError: nothing of that name is registered.
+            LoweringError: nothing of that name is registered, or its package is not installed or has no kernel of it for NPUs.
         """
+        namespace, operator, _ = name.split(".") if name.count(".") == 2 else ("", "", "")
+        if namespace in _PACKAGES:
+            _check_package(namespace, operator)
         return graph_io.find_target(name)
 
     def place(self, tensor: torch.Tensor) -> str:
@@ -142,6 +148,19 @@ class NpuSegment:
     def update(self, lists: Mapping[int, list[int]]) -> None:
         """Launches the recorded operators again with these lists, on torch_npu's own stream, and releases those that wait."""
         self._graph.update(cpu_update_input=[_lists_of(call, lists) for call in self._updated])
+
+
+def _check_package(namespace: str, operator: str) -> None:
+    module = _PACKAGES[namespace]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise LoweringError(
+            f"the graph calls {namespace}::{operator} of {module}, which cannot be imported ({error}); install the package, or build"
+            " without it in --operator-packages"
+        ) from error
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{operator}", "PrivateUse1"):
+        raise LoweringError(f"the graph calls {namespace}::{operator}; the installed {module} has no kernel of it for NPUs")
 
 
 def _lists_of(call: Call, lists: Mapping[int, list[int]]) -> dict[str, list[int]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,21 @@ def test_what_the_device_refuses_is_said() -> None:
     npu.refuses = "EE1023: The operation is not permitted when stream is capturing"
     with pytest.raises(LoweringError, match=r"a segment of .* operators cannot be captured on cpu: EE1023"):
         captured(npu)
+
+
+def test_an_operator_of_a_package_is_probed_when_a_graph_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NpuAclEngine(SimpleNamespace(npu=Npu()), "cpu", AclMemory("pool", "stream", Updates("npu:0")))
+    name = "_C_ascend.npuc_test_probe.default"
+    with pytest.raises(LoweringError, match=r"calls _C_ascend::npuc_test_probe of vllm_ascend.vllm_ascend_C, which cannot be imported"):
+        engine.find(name)
+    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
+    monkeypatch.setitem(sys.modules, "vllm_ascend.vllm_ascend_C", ModuleType("vllm_ascend.vllm_ascend_C"))
+    library = torch.library.Library("_C_ascend", "FRAGMENT")
+    library.define("npuc_test_probe(Tensor x) -> Tensor")
+    with pytest.raises(LoweringError, match=r"the installed vllm_ascend.vllm_ascend_C has no kernel of it for NPUs"):
+        engine.find(name)
+    library.impl("npuc_test_probe", lambda x: x.clone(), "PrivateUse1")
+    assert engine.find(name) is torch.ops._C_ascend.npuc_test_probe.default
 
 
 def test_torch_npu_has_the_calls(torch_npu: Any) -> None:
