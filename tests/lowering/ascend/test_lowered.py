@@ -117,9 +117,10 @@ def test_a_context_that_is_full_says_nothing_and_reads_no_page_beyond_it(drafts:
             for fleet in both:
                 fleet.request_slots(0)[0][1:3, 0] = torch.tensor([last - 2, last - 1])
         a, b = (fleet.step(bucket, inputs)[0] for fleet in both)
-        assert torch.equal(a["counts"], b["counts"])
+        assert "counts" not in a or torch.equal(a["counts"], b["counts"])
         # Drafts of a row that says nothing are drawn from undefined logits, and nobody reads them.
-        assert "drafts" not in a or torch.equal(a["drafts"][a["counts"] > 0], b["drafts"][b["counts"] > 0])
+        says = a["counts"] > 0 if "counts" in a else slice(None)
+        assert "drafts" not in a or torch.equal(a["drafts"][says], b["drafts"][says])
         serving.commit(bucket, inputs, [b])
     assert b["counts"].tolist() == [0, 0]
     assert all(fleet.request_slots(0)[0][1:3, 0].tolist() == [last, last] for fleet in both)
