@@ -277,7 +277,9 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
     "token_logprobs": {
-        "padding": types_of("ArgMaxWithValue Cast ClipByValueV2 Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"),
+        "padding": types_of(
+            "ArgMaxWithValue Cast ClipByValueV2 Exp GatherElements Greater Log ReduceSum SelectV2 Squeeze Sub TopKV2 Unsqueeze"
+        ),
     },
 }
 
