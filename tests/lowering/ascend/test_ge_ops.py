@@ -444,7 +444,7 @@ def test_repeated_keys_keep_their_digits_over_many_chunks(torchair: harness.Torc
 
 
 def test_a_state_passes_through_pairs_of_chunks(torchair: harness.Torchair) -> None:
-    """Eight maps one after the other, each by a product; twice the chunks are two products that pair them and one for the states between."""
+    """Up to eight maps one after the other; twice the chunks are two products that pair them and one for the states between."""
     counts = []
     for Q in (1024, 2048, 4096):
         with FakeTensorMode():
