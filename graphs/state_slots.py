@@ -45,3 +45,10 @@ def write_states_npu(pool: torch.Tensor, write: torch.Tensor, states: torch.Tens
         states: [B*W, ...], any float dtype.
     """
     torch.ops.npu.npu_scatter_nd_update_(pool, write.reshape(-1, 1), states.to(pool.dtype))
+
+
+def num_accepted_tokens(read: torch.Tensor, write: torch.Tensor) -> torch.Tensor:
+    """1 + where `read` [B] is in `write` [B, Q], int32 [B]; within 1..Q even for padding, whose slots are all the same."""
+    Q = write.shape[1]
+    position = torch.arange(1, Q + 1, dtype=torch.int32, device=write.device)
+    return ((write == read[:, None]).to(torch.int32) * position).sum(-1, dtype=torch.int32).clamp(1, Q)

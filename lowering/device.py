@@ -130,6 +130,17 @@ class Device(Protocol):
         """An event behind everything queued so far."""
         ...
 
+    def load_packages(self, packages: Sequence[str]) -> None:
+        """Makes the operators of packages ready, before graphs that were built for them are opened.
+
+        Args:
+            packages: of the artifact's platform (`lowering.platform.Platform`).
+
+        Raises:
+            LoweringError: naming the packages and operators that this machine lacks.
+        """
+        ...
+
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """Names of the communicators of process groups; every rank of a group must make this call.
 

@@ -103,11 +103,14 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
 
 
 def state(cfg: DeltaNetSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
-    """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, `delta` [S, Hv, Dv, Dk]."""
+    """Slot pools of one layer: `conv` [S, taps-1, C] raw inputs, or [S, taps-1 + k, C] (`Variant.one_window`), `delta` [S, Hv, Dv, Dk]."""
     channels = cfg.linear_num_key_heads * sum(rows_per_key_head(cfg)[:3])
     matrix = (limits.num_slots, cfg.linear_num_value_heads, cfg.linear_value_head_dim, cfg.linear_key_head_dim)
+    slots, inputs = "slots", cfg.linear_conv_kernel_dim - 1
+    if cfg.variant.one_window and limits.slots_per_request > 1:
+        slots, inputs = "first_slots", inputs + limits.slots_per_request - 1
     return {
-        "conv": Aval((limits.num_slots, cfg.linear_conv_kernel_dim - 1, channels), dtype, ("slots", None, "delta_heads")),
+        "conv": Aval((limits.num_slots, inputs, channels), dtype, (slots, None, "delta_heads")),
         "delta": Aval(matrix, cfg.variant.recurrent, ("slots", "delta_heads", None, None)),
     }
 
@@ -129,8 +132,8 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
     q = ops.l2_norm(q, 1e-6, cfg.linear_key_head_dim**-0.5)
     k = ops.l2_norm(k, 1e-6, 1.0)
-    g = ops.delta_decay(a.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
-    v, beta = v.reshape(B, Q, Hv, -1), torch.sigmoid(b.reshape(B, Q, Hv))
+    g, beta = ops.delta_gates(a.reshape(B, Q, Hv), b.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
+    v = v.reshape(B, Q, Hv, -1)
     chunk = 0 if batch.state_slots_out.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)

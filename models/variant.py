@@ -30,6 +30,7 @@ class Variant:
         experts: "plain" ([E, 2, F, M], fused for one device), "grouped" ([E, M, 2F], as grouped products read them),
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
         recurrent: dtype of the recurrent state pools.
+        one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
     """
@@ -40,6 +41,7 @@ class Variant:
     recurrent: torch.dtype = torch.float32
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
+    one_window: bool = False
 
     @staticmethod
     def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:

@@ -37,7 +37,7 @@ LAW: dict[str, tuple[str, ...]] = {
 OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 
 # Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
-OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools")}
+OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu")}
 
 # Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
 OPTIONAL_OUTSIDE = ("tools",)

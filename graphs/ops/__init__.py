@@ -4,7 +4,7 @@ from .accept import accept
 from .add_rms_norm import add_rms_norm
 from .cache_write import cache_write
 from .causal_conv import causal_conv
-from .delta_decay import delta_decay
+from .delta_gates import delta_gates
 from .embed import embed
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
@@ -32,7 +32,7 @@ __all__ = [
     "add_rms_norm",
     "cache_write",
     "causal_conv",
-    "delta_decay",
+    "delta_gates",
     "embed",
     "gated_delta",
     "gated_rms_norm",

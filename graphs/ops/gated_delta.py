@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..state_slots import read_states, write_states_npu
+from ..state_slots import num_accepted_tokens, read_states, write_states_npu
 from .delta_products import chunked_delta
 
 
@@ -305,18 +305,9 @@ def _tokens(args: GatedDelta, most: int) -> tuple[tuple[Tensor, Tensor, Tensor],
         "beta": beta.to(v.dtype).reshape(B * Q, H),
         "scale": 1.0,
         "ssm_state_indices": write.reshape(-1),
-        "num_accepted_tokens": _accepted(read, write),
+        "num_accepted_tokens": num_accepted_tokens(read, write) if Q > 1 else None,
         "g": g.float().reshape(B * Q, H),
     }
-
-
-def _accepted(read: Tensor, write: Tensor) -> Tensor | None:
-    """1 + where `read` [B] is in `write` [B, Q], int32 [B]; within 1..Q even for padding, whose slots are all the same."""
-    Q = write.shape[1]
-    if Q == 1:
-        return None
-    position = torch.arange(1, Q + 1, dtype=torch.int32, device=write.device)
-    return ((write == read[:, None]).to(torch.int32) * position).sum(-1, dtype=torch.int32).clamp(1, Q)
 
 
 @gated_delta.cost

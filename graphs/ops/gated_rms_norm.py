@@ -47,6 +47,14 @@ def _npu(args: GatedRmsNorm) -> Any:
     return (unit * torch.nn.functional.silu(gate)).contiguous()
 
 
+@gated_rms_norm.lowering("npu", needs=("aclgraph", "vllm-ascend"))
+def _npu_vllm(args: GatedRmsNorm) -> Any:
+    """A Triton kernel of vllm-ascend, which takes x and gate of one dtype, and rows that lie apart."""
+    x, gate, weight, eps = args
+    x = x.to(gate.dtype).contiguous()
+    return torch.ops.npucompile_packages.rms_norm_gated(x.flatten(0, 1), weight, gate.flatten(0, 1), eps).view(x.shape)
+
+
 @gated_rms_norm.cost
 def _cost(args: GatedRmsNorm) -> Cost:
     return Cost(9 * args.x.numel(), nbytes(args.x, args.gate, args.weight), nbytes(args.gate))

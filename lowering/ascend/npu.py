@@ -17,6 +17,7 @@ import torch
 
 from ...graphs.errors import LoweringError
 from . import device as ge
+from . import packages as operator_packages
 from .acl_graph import file
 from .acl_graph.executable import AclExecutable
 from .acl_graph.npu_engine import AclMemory, NpuAclEngine
@@ -138,6 +139,10 @@ class NpuDevice:
     def communicators(self, groups: Mapping[str, Any], rank: int) -> Mapping[str, str]:
         """HCCL's names of the communicators of these groups; every rank of a group must make this call."""
         return ge.communicators(groups, rank)
+
+    def load_packages(self, packages: Sequence[str]) -> None:
+        """Loads operator packages; refuses those that are not installed, or lack an operator that graphs may call."""
+        operator_packages.load(packages)
 
     def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> ge.GeExecutable | AclExecutable:
         """Loads a `.ge` or `.aclgraph` file for a rank; nothing is compiled."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...graphs.errors import LoweringError
+from . import package_functions as functions
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,34 @@ class Operator:
         schema: without the name, as the package registers it.
         meta: results of meta operands.
         source: file that registers it, and its commit.
+        function: what runs it, where the package has no such operator (package_functions.py): we register it as one of NAMESPACE.
+        calls: the operator or function of the package that it calls.
+        kernel: finds that function; None where it is an operator.
     """
 
     name: str
     schema: str
     meta: Callable[..., Any]
     source: str
+    function: Callable[..., Any] | None = None
+    calls: str = ""
+    kernel: Callable[[], Any] | None = None
 
 
 def _like_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
+
+def _like(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _gates(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(a.shape, dtype=torch.float32, device=a.device), _like(b)
+
+
+NAMESPACE = "npucompile_packages"
+"""Of the operators that we register for functions of packages."""
 
 OPERATORS: Mapping[str, tuple[Operator, ...]] = {
     "vllm-ascend": (
@@ -42,11 +60,42 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             _like_value,
             "vllm-project/vllm-ascend@182b75e csrc/torch_binding.cpp",
         ),
+        Operator(
+            f"{NAMESPACE}::causal_conv1d_update",
+            "(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor cache_indices, Tensor num_accepted_tokens) -> Tensor",
+            _like,
+            "vllm-project/vllm-ascend@182b75e csrc/torch_binding.cpp, csrc/moe/causal_conv1d",
+            functions.causal_conv1d_update,
+            "_C_ascend::npu_causal_conv1d_custom",
+        ),
+        Operator(
+            f"{NAMESPACE}::fused_gdn_gating",
+            "(Tensor a_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
+            _gates,
+            "vllm-project/vllm-ascend@182b75e vllm_ascend/ops/triton/fused_gdn_gating.py",
+            functions.fused_gdn_gating,
+            "vllm_ascend.ops.triton.fused_gdn_gating.fused_gdn_gating_patch",
+            functions.gating_kernel,
+        ),
+        Operator(
+            f"{NAMESPACE}::rms_norm_gated",
+            "(Tensor x, Tensor weight, Tensor z, float eps) -> Tensor",
+            _like,
+            "vllm-project/vllm-ascend@182b75e vllm_ascend/ops/triton/layernorm_gated.py",
+            functions.rms_norm_gated,
+            "vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
+            functions.norm_kernel,
+        ),
     ),
     # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn).
     "sgl-kernel-npu": (),
 }
 """Package -> operators that graphs lowered for it call."""
+
+_LOAD: Mapping[str, Callable[[], None]] = {
+    "vllm-ascend": functions.load_vllm_ascend,
+    "sgl-kernel-npu": functions.load_sgl_kernel_npu,
+}
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
 
@@ -64,6 +113,29 @@ def declare() -> None:
             library = _LIBRARIES.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
             library.define(name + operator.schema)
             library.impl(name, operator.meta, "Meta")
+            if operator.function is not None:
+                library.impl(name, operator.function, "PrivateUse1")
+
+
+def load(packages: Iterable[str]) -> None:
+    """Loads the packages into this process, whose operators run on its NPUs.
+
+    Raises:
+        LoweringError: a package is not installed, or lacks an operator; it names what is lacking.
+    """
+    packages, reasons = tuple(packages), []
+    for package in packages:
+        try:
+            _LOAD.get(package, lambda: None)()
+        except (ImportError, OSError) as error:
+            reasons.append(f"{package} cannot be imported: {error}")
+    # Behind the imports, which define the packages' own operators.
+    declare()
+    if lacking := reasons + missing(packages):
+        raise LoweringError(
+            f"the artifact was built for operator packages that this machine lacks: {'; '.join(lacking)}; install them, or build without"
+            " them in --operator-packages"
+        )
 
 
 def missing(packages: Iterable[str]) -> list[str]:
@@ -76,7 +148,15 @@ def missing(packages: Iterable[str]) -> list[str]:
     for package in packages:
         if package not in OPERATORS:
             raise LoweringError(f"operator package {package!r} is not known; legal are {', '.join(OPERATORS)}")
-        for operator in OPERATORS[package]:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name, "PrivateUse1"):
-                lacking.append(f"{package}: {operator.name}")
+        lacking += [f"{package}: {operator.calls or operator.name}" for operator in OPERATORS[package] if not _is_there(operator)]
     return lacking
+
+
+def _is_there(operator: Operator) -> bool:
+    if operator.kernel is None:
+        name = operator.calls or operator.name
+        return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
+    try:
+        return callable(operator.kernel())
+    except (ImportError, OSError, AttributeError):
+        return False

@@ -94,24 +94,30 @@ def eager(mesh: str, kinds: tuple[str, ...], emit_logits: bool = True, drafts: i
     return graphs
 
 
-_SHIPPED: dict[tuple[str, str, str], Artifact] = {}
+_SHIPPED: dict[tuple[str, str, str, tuple[str, ...]], Artifact] = {}
 
 
 def shipped(
-    sizes: Mapping[str, int], factory: pytest.TempPathFactory, quantization: str = "none", mesh: str = "dp=2,tp=2", backend: str = "ge"
+    sizes: Mapping[str, int],
+    factory: pytest.TempPathFactory,
+    quantization: str = "none",
+    mesh: str = "dp=2,tp=2",
+    backend: str = "ge",
+    packages: tuple[str, ...] = (),
 ) -> Artifact:
     """An artifact for NPUs of six random layers, one prefill and one decode bucket; not to be changed."""
-    if (quantization, mesh, backend) not in _SHIPPED:
+    if (quantization, mesh, backend, packages) not in _SHIPPED:
         home = factory.mktemp("shipped")
         layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "num_experts": 8}
         model = tiny.write_checkpoint(home / "small", **sizes, **layers)
-        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), quantization=quantization, mesh=mesh, backend=backend)
-        # The kernel of the delta rule takes states in the dtype of the activations.
-        variant = replace(plan.model.config.variant, recurrent=BF16)
+        options = {"quantization": quantization, "mesh": mesh, "backend": backend, "operator_packages": packages}
+        plan = tiny.planned_device(model, buckets=(4,), prefill=(16,), **options)
+        # CANN's kernel of the delta rule takes states in the dtype of the activations.
+        variant = plan.model.config.variant if packages else replace(plan.model.config.variant, recurrent=BF16)
         plan = replace(plan, model=replace(plan.model, config=replace(plan.model.config, variant=variant)))
         threads = torch.get_num_threads()
         driver.build(plan, home / "artifact", home / "cache", tiny.QUIET, jobs=1)
         torch.set_num_threads(threads)
         logging.getLogger("torch").setLevel(logging.WARNING)
-        _SHIPPED[quantization, mesh, backend] = Artifact.open(home / "artifact")
-    return _SHIPPED[quantization, mesh, backend]
+        _SHIPPED[quantization, mesh, backend, packages] = Artifact.open(home / "artifact")
+    return _SHIPPED[quantization, mesh, backend, packages]

@@ -182,7 +182,7 @@ def plan(options: Options) -> Plan:
     platform = _platform(options, target)
     planned = Plan(
         source,
-        _variant_of(source.model, instance, platform),
+        _variant_of(source.model, instance, platform, backend),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -324,7 +324,7 @@ def _eos_note(plan: Plan) -> str | None:
     return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
 
 
-def _variant_of(model: step.Model, instance: Instance, platform: Platform) -> step.Model:
+def _variant_of(model: step.Model, instance: Instance, platform: Platform, backend: str) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
@@ -343,6 +343,9 @@ def _variant_of(model: step.Model, instance: Instance, platform: Platform) -> st
     elif grouped and not instance.target.local:
         in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
         variant = replace(variant, dispatches_in_parts=in_parts)
+    if backend == "aclgraph" and "vllm-ascend" in platform.packages:
+        # Its convolution keeps all inputs of a step in one slot.
+        variant = replace(variant, one_window=True)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

@@ -123,7 +123,9 @@ def load_executor(
         return CpuExecutor(artifact, rank=rank if place else None)
     device = open_device(settings.device, local_rank)
     stack.callback(device.close)
-    check_running(device.version, Platform.of(artifact.manifest.platform), _graphs(artifact))
+    platform = Platform.of(artifact.manifest.platform)
+    check_running(device.version, platform, _graphs(artifact))
+    device.load_packages(platform.packages)
     communicators = _communicators(artifact, device, settings, stack, place) if place else {}
     if settings.before_loading and place:
         settings.before_loading(device, rank, communicators)

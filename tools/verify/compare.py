@@ -110,7 +110,7 @@ def poisoned_step(
     rows = _random_rows(bucket, limits, live, generator)
     tokens = torch.randint(0, vocab, (bucket.batch, bucket.q_len), generator=generator, dtype=torch.int32)
     filled = [page for row in rows for page in row.filled_pages(row.start, limits.page_size)]
-    state = [_random_pool(leaf, filled, [row.read for row in rows], generator) for leaf in signature.state]
+    state = [_random_pool(leaf, filled, [_slot_read(leaf, row) for row in rows], generator) for leaf in signature.state]
     for leaf, pool in zip(signature.state, state, strict=True):
         if is_request_slots(leaf) and bucket.kind == "decode":
             for row in rows:
@@ -183,6 +183,16 @@ def _random_pool(leaf: Leaf, filled: list[tuple[int, int]], slots: list[int], ge
 def is_paged(leaf: Leaf) -> bool:
     """Whether a state leaf is a pool of pages."""
     return leaf.aval.axes[0] == "pages"
+
+
+def _slot_read(leaf: Leaf, row: LiveRow) -> int:
+    """The slot of a pool that a row's step reads."""
+    return row.slots[0] if keeps_first_slots(leaf) and len(row.slots) > 1 else row.read
+
+
+def keeps_first_slots(leaf: Leaf) -> bool:
+    """Whether a state leaf is a pool that keeps all of a request in the first of its slots (ops/causal_conv.py)."""
+    return leaf.aval.axes[0] == "first_slots"
 
 
 def is_request_slots(leaf: Leaf) -> bool:
@@ -296,7 +306,7 @@ def _live_values(leaf: Leaf, live: Sequence[LiveRow], pool: torch.Tensor, counts
     if is_request_slots(leaf):
         return pool[[row.request_slot for row in live]]
     if not is_paged(leaf):
-        return pool[[slot for row in live for slot in row.slots]]
+        return pool[[slot for row in live for slot in (row.slots[:1] if keeps_first_slots(leaf) else row.slots)]]
     ends = {row.row: row.start + (row.count if counts is None else int(counts[row.row])) for row in live}
     filled = [pool[page, :used].flatten() for row in live for page, used in row.filled_pages(ends[row.row], leaf.aval.shape[1])]
     return torch.cat(filled) if filled else pool.new_zeros(0)

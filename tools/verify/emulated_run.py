@@ -11,7 +11,7 @@ from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
-from .compare import deviation, is_paged, is_request_slots
+from .compare import deviation, is_paged, is_request_slots, keeps_first_slots
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
 from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
@@ -179,6 +179,10 @@ class Ranks:
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
                 yield leaf, torch.cat([pool[page, :used] for page, used in self.trace.pages[group]] or [pool[0, :0]])
+            elif keeps_first_slots(leaf):
+                # The last rows are inputs of tokens that a request may not have accepted.
+                rest = pool.shape[1] - self.small.limits.slots_per_request
+                yield leaf, torch.cat([pool[slot, : rest + tokens] for slot, tokens in self.trace.first_slots[group]] or [pool[0, :0]])
             elif not is_request_slots(leaf):
                 yield leaf, pool[list(self.trace.slots[group])]
 

@@ -160,6 +160,7 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
+    variant = replace(variant, one_window=any(leaf.aval.axes[0] == "first_slots" for leaf in manifest.state))
     where = target(manifest.target)
     if not where.dispatches:
         return replace(variant, most_dispatched=0)

@@ -93,6 +93,7 @@ class StepTrace:
         initial_state, final_state: each group's pools, in the order of `leaves`; NaN wherever nothing was written.
         pages: of each group, (page, tokens in it) of all filled pages in the final state.
         slots: of each group, the state slots that requests go on from after the last step.
+        first_slots: of each group, (first slot, number of those slots) of each request.
     """
 
     steps: tuple[TraceStep, ...]
@@ -101,6 +102,7 @@ class StepTrace:
     final_state: tuple[list[torch.Tensor], ...]
     pages: tuple[tuple[tuple[int, int], ...], ...]
     slots: tuple[tuple[int, ...], ...]
+    first_slots: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], generator: torch.Generator) -> StepTrace:
@@ -119,7 +121,10 @@ def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], gene
         filled = [(page, min(size, r.cached - i * size)) for r in group for i, page in enumerate(r.pages) if r.cached > i * size]
         pages.append(tuple(filled))
         slots.append(tuple(slot for request in group for slot in request.written))
-    return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), tuple(pages), tuple(slots))
+    first_slots = tuple(
+        tuple((request.slots[0], len(request.written)) for request in group if request.written) for group in recorder.groups
+    )
+    return StepTrace(tuple(steps), recorder.leaves, initial, tuple(recorder.states), tuple(pages), tuple(slots), first_slots)
 
 
 def request_slot_pool(leaves: Sequence[Leaf]) -> int:

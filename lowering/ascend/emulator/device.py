@@ -78,6 +78,9 @@ class EmulatedDevice:
             self._state.communicators[communicator.name] = communicator
         return names
 
+    def load_packages(self, packages: Sequence[str]) -> None:
+        """It has the operators of all packages."""
+
     def open(self, path: Path, rank: int, communicators: Mapping[str, str]) -> GeExecutable | AclExecutable:
         """Loads a `.ge` or `.aclgraph` file for a rank; nothing is compiled.
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
+from ..packages import NAMESPACE
 from . import kernels_dense as dense
 from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
+from . import kernels_packages as of_packages
 from . import kernels_state as state
 from .kernels_group import Arguments
 
@@ -46,6 +48,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     ),
     **_named("air", state.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
+    **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 

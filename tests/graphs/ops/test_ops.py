@@ -51,9 +51,9 @@ def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor) -> tuple[Any, ...]:
+def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor, ahead: int = 0) -> tuple[Any, ...]:
     num_computed_tokens, query_lens = ints(*[0, 3, 5][:B]), ints(*[Q, Q, Q - 1][:B])
-    return r(B, Q, C), r(C, taps), r(9, taps - 1, C), ints(*[1, 2, 3][:B]), write, num_computed_tokens, query_lens
+    return r(B, Q, C), r(C, taps), r(9, taps - 1 + ahead, C), ints(*[1, 2, 3][:B]), write, num_computed_tokens, query_lens
 
 
 def delta(r: Draw, B: int, Q: int, write: torch.Tensor, query_lens: torch.Tensor, chunk: int) -> tuple[Any, ...]:
@@ -141,10 +141,12 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "causal_conv": {
         "decode": lambda r: conv(r, 3, 2, 6, 4, ints([4, 5], [6, 7], [8, 0])),
         "prefill": lambda r: conv(r, 1, 9, 5, 3, ints([4])),
+        "decode, one window": lambda r: conv(r, 3, 2, 6, 4, ints([4, 2], [6, 7], [3, 8]), ahead=1),
+        "prefill, one window": lambda r: conv(r, 1, 9, 5, 3, ints([4]), ahead=2),
     },
-    "delta_decay": {
-        "odd": lambda r: (r(2, 3, 5), r.f32(5), r.f32(5)),
-        "even": lambda r: (r(3, 1, 4), r.f32(4), r.f32(4)),
+    "delta_gates": {
+        "odd": lambda r: (r(2, 3, 5), r(2, 3, 5), r.f32(5), r.f32(5)),
+        "even": lambda r: (r(3, 1, 4), r(3, 1, 4), r.f32(4), r.f32(4)),
     },
     "embed": {"odd": lambda r: (r.below(11, 5), r(11, 3)), "even": lambda r: (r.below(11, 6), r(11, 4))},
     "gated_delta": {
@@ -620,7 +622,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_conv(r, 7, ints([3]), (5,)),
         lambda r: poisoned_conv(r, 7, ints([3]), (2,)),
     ],
-    "delta_decay": [lambda r: rows(r, "delta_decay", "odd", (0,))],
+    "delta_gates": [lambda r: rows(r, "delta_gates", "odd", (0, 1))],
     "embed": [],
     "gated_delta": [
         lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0), 0),

@@ -53,9 +53,11 @@ def test_l2_norm() -> None:
     close(ops.l2_norm(x, 1e-2, 0.5), 0.5 * theirs.l2norm(x, eps=1e-2))
 
 
-def test_delta_decay() -> None:
-    a, a_log, dt_bias = randn(2, 3, 4), randn(4, seed=1), randn(4, seed=2)
-    close(ops.delta_decay(a, a_log, dt_bias), -a_log.exp() * torch.log1p((a + dt_bias).exp()))
+def test_delta_gates() -> None:
+    a, b, a_log, dt_bias = randn(2, 3, 4), randn(2, 3, 4, seed=3), randn(4, seed=1), randn(4, seed=2)
+    decay, beta = ops.delta_gates(a, b, a_log, dt_bias)
+    close(decay, -a_log.exp() * torch.log1p((a + dt_bias).exp()))
+    close(beta, 1 / (1 + (-b).exp()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

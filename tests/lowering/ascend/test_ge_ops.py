@@ -191,7 +191,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "decode": lambda r: conv(r, 1, 3, ints(6, 2, 0), ints([3], [5], [0]), (1, 1, 0)),
         "prefill": lambda r: conv(r, 7, 4, ints(8, 2, 0), ints([3], [5], [0]), (5, 2, 0)),
     },
-    "delta_decay": {"steep": lambda r: Example((r(2, 3, 5) * 40, r.f32(5), r.f32(5)))},
+    "delta_gates": {"steep": lambda r: Example((r(2, 3, 5) * 40, r(2, 3, 5), r.f32(5), r.f32(5)))},
     "embed": {"rows": lambda r: Example((r.below(11, 5), r(11, 3)))},
     "gated_delta": {
         "verify": verify_rows,
@@ -257,7 +257,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         **dict.fromkeys(("verify", "decode"), CONV | types_of("StridedSliceV2")),
         "prefill": CONV | types_of("Equal Fill SelectV2 GreaterEqual Less LogicalAnd StridedSliceV2"),
     },
-    "delta_decay": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul")},
+    "delta_gates": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul Sigmoid")},
     "embed": {"rows": types_of("GatherV2")},
     "gated_delta": {
         "verify": RECURRENT | types_of("Range Unsqueeze Equal Mul ReduceSum ClipByValueV2"),
@@ -433,6 +433,47 @@ def test_variants_of_the_delta_rule_are_the_reference(torchair: harness.Torchair
     if wide:
         with pytest.raises(PrimitiveError, match="CANN's operator takes equal types"):
             executed("gated_delta", args)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("name", "label"), [("delta_gates", "steep"), ("gated_rms_norm", "heads")])
+def test_operators_of_vllm_ascend_are_the_reference(torchair: harness.Torchair, name: str, label: str, dtype: torch.dtype) -> None:
+    example = EXAMPLES[name][label](Draw(dtype))
+    want = flat(TABLE[name].rule("reference")(*example.args))
+    close(executed(name, example.args, "aclgraph", "vllm-ascend"), want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("accepted", [1, 2, 3])
+def test_one_window_a_request_is_a_window_for_every_token(torchair: harness.Torchair, accepted: int, dtype: torch.dtype) -> None:
+    """Steps of three tokens of two requests, with either pool: the same outputs, whichever token the next step starts behind."""
+    r = Draw(dtype)
+    weight, slots, rest = r(32, 4), ints([3, 6, 1], [5, 2, 4]), (ints(9, 4), ints(3, 3))
+    windows, rolling = poison(r(8, 3, 32), 0, 7), poison(r(8, 5, 32), 0, 7)
+    for request in range(2):
+        rolling[slots[request, 0], :3] = windows[slots[request, 0]]
+    read = slots[:, 0]
+    for _ in range(3):
+        x = r(2, 3, 32)
+        want, windows = TABLE["causal_conv"].rule("reference")(x, weight, windows, read, slots, *rest)
+        reference = TABLE["causal_conv"].rule("reference")(x, weight, rolling, read, slots, *rest)
+        got, rolling = executed("causal_conv", (x, weight, rolling, read, slots, *rest), "aclgraph", "vllm-ascend")
+        close([got, reference[0]], [want, want], TOLERANCE[dtype])
+        close([rolling[slots[:, 0]]], [reference[1][slots[:, 0]]], 0.0)
+        read = slots[:, accepted - 1]
+    prompt = (r(2, 7, 32), weight, rolling, slots[:, 0], slots[:, :1], ints(0, 4), ints(7, 5))
+    want, after = TABLE["causal_conv"].rule("reference")(*prompt)
+    got, pool = executed("causal_conv", prompt, "aclgraph", "vllm-ascend")
+    close([got[0], got[1, :5], pool[slots[:, 0]]], [want[0], want[1, :5], after[slots[:, 0]]], TOLERANCE[dtype])
+
+
+def test_a_convolution_that_no_operator_takes_is_refused(torchair: harness.Torchair) -> None:
+    r = Draw(torch.bfloat16)
+    rest = (ints(1), ints([1, 2]), ints(3), ints(2))
+    with pytest.raises(PrimitiveError, match="24 channels, 4 taps and 4 inputs a slot; legal are multiples of 16, 4 and 4"):
+        executed("causal_conv", (r(1, 2, 24), r(24, 4), r(3, 4, 24), *rest), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match="legal without operators of vllm-ascend, or in GE graphs, are 3 inputs"):
+        executed("causal_conv", (r(1, 2, 16), r(16, 4), r(3, 4, 16), *rest), "vllm-ascend")
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3])

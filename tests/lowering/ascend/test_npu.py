@@ -166,6 +166,12 @@ def test_memory_is_allocated_where_the_device_is(device, monkeypatch):
     ]
 
 
+def test_packages_that_this_machine_lacks_are_named_before_graphs_are_opened(device):
+    device.load_packages(())
+    with pytest.raises(LoweringError, match="vllm-ascend cannot be imported"):
+        device.load_packages(("vllm-ascend",))
+
+
 def test_an_event_is_waited_for_until_the_stream_has_passed_it(device, recorder):
     device.record().wait(5.0)
     assert recorder.events[0].left < 0

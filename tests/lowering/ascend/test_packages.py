@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -34,7 +37,25 @@ def test_results_of_the_recurrent_rule_are_like_its_values():
 
 def test_a_process_without_the_package_lacks_its_operators():
     packages.declare()
-    assert packages.missing(("vllm-ascend",)) == ["vllm-ascend: _C_ascend::npu_recurrent_gated_delta_rule"]
+    assert packages.missing(("vllm-ascend",)) == [
+        "vllm-ascend: _C_ascend::npu_recurrent_gated_delta_rule",
+        "vllm-ascend: _C_ascend::npu_causal_conv1d_custom",
+        "vllm-ascend: vllm_ascend.ops.triton.fused_gdn_gating.fused_gdn_gating_patch",
+        "vllm-ascend: vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
+    ]
     assert packages.missing(()) == []
     with pytest.raises(LoweringError, match="'xllm' is not known; legal are vllm-ascend, sgl-kernel-npu"):
         packages.missing(("xllm",))
+
+
+def test_an_artifact_for_packages_is_refused_where_they_are_not_installed(monkeypatch):
+    with pytest.raises(LoweringError, match=r"vllm-ascend cannot be imported: No module named 'vllm_ascend'; vllm-ascend: _C_ascend::"):
+        packages.load(("vllm-ascend",))
+    packages.load(())
+    # A package of another release: it can be imported, and has other operators.
+    monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm_ascend.vllm_ascend_C", SimpleNamespace())
+    with pytest.raises(
+        LoweringError, match=r"that this machine lacks: vllm-ascend: _C_ascend::.* or build without them in --operator-packages"
+    ):
+        packages.load(("vllm-ascend",))

@@ -104,7 +104,7 @@ def test_drafts_of_another_part_of_the_vocabulary_are_found(prove, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_decay", lambda g: g * 1.2)],
+    [("gated_rms_norm", torch.neg), ("paged_attention", lambda out: out * 1.05), ("delta_gates", lambda out: (out[0] * 1.2, out[1]))],
     ids=["sign", "scale", "decay"],
 )
 def test_a_wrong_lowering_is_found(prove, monkeypatch, name, change):
@@ -235,9 +235,11 @@ def test_measurements_are_shown_in_few_digits():
     assert describe({"rows": 12.0, "logits_error": 1.23e-6, "needed_gib": 0.5}) == "rows 12, logits_error 1.23e-06, needed_gib 0.5"
 
 
-def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory):
+@pytest.mark.parametrize("packages", [(), ("sgl-kernel-npu", "vllm-ascend")], ids=["stock", "packages"])
+def test_captured_graphs_are_proved_as_ge_graphs_are(tmp_path_factory, packages):
     """The shipped form computes what the trace says in float32, and in bfloat16 bit for bit what the lowered bodies do."""
-    artifact, threads = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph"), torch.get_num_threads()
+    artifact = images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph", packages=packages)
+    threads = torch.get_num_threads()
     try:
         measured = npu.verify_device(artifact, tmp_path_factory.mktemp("cache"), tiny.QUIET, steps=1)
     finally:

@@ -100,6 +100,12 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         lambda: ((t(6, 16),), {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}),
     ),
     ("_C_ascend.npu_recurrent_gated_delta_rule.default", lambda: delta(actual_seq_lengths=torch.tensor([0, 2, 2], dtype=i32))),
+    (
+        "npucompile_packages.causal_conv1d_update.default",
+        lambda: ((t(2, 3, 16), t(4, 16), t(5, 5, 16), torch.tensor([1, 3]), torch.tensor([2, 1])), {}),
+    ),
+    ("npucompile_packages.fused_gdn_gating.default", lambda: ((t(6, d=f32), t(4, 6), t(4, 6), t(6, d=f32)), {})),
+    ("npucompile_packages.rms_norm_gated.default", lambda: ((t(4, 8), t(8), t(4, 8), 1e-6), {})),
     ("npu.npu_chunk_gated_delta_rule.default", chunks),
     ("npu.npu_moe_init_routing_v2.default", routing),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(quant_mode=1)),

@@ -1,0 +1,55 @@
+"""lowering/ascend/emulator/kernels_packages.py: kernels equal torch's own functions, and refuse what the packages' kernels misread.
+
+Whole steps are compared with the primitives' references in tests/lowering/ascend/test_ge_ops.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import conv1d, silu
+
+from npucompile.graphs.errors import LoweringError
+from npucompile.lowering.ascend.emulator import kernels_packages as kernels
+
+
+@pytest.mark.parametrize(("accepted", "first"), [(1, 0), (3, 2), (9, 2), (0, 0)])
+def test_a_convolution_begins_behind_the_accepted_tokens(accepted: int, first: int) -> None:
+    torch.manual_seed(0)
+    x, weight, state = torch.randn(1, 3, 16), torch.randn(4, 16), torch.randn(4, 5, 16)
+    before = state.clone()
+    out = kernels.causal_conv1d_update(x, weight, state, torch.tensor([2]), torch.tensor([accepted]))
+    inputs = torch.cat([before[2, first : first + 3], x[0]])
+    torch.testing.assert_close(out[0], silu(conv1d(inputs.t()[None], weight.t()[:, None], groups=16))[0].t())
+    assert torch.equal(state[2], inputs[1:])
+    assert torch.equal(state[[0, 1, 3]], before[[0, 1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("x", "state", "slots", "message"),
+    [
+        ((1, 3, 24), (4, 5, 24), [2], "24 channels, 3 tokens, 5 inputs a slot"),
+        ((1, 3, 16), (4, 4, 16), [2], "at least 5 inputs"),
+        ((1, 3, 16), (4, 5, 16), [4], r"slots \[4\] of 4"),
+        ((2, 3, 16), (4, 5, 16), [1], "one slot for each of 2 sequences"),
+    ],
+)
+def test_convolutions_that_the_operator_refuses(x, state, slots, message) -> None:
+    with pytest.raises(LoweringError, match=message):
+        kernels.causal_conv1d_update(
+            torch.zeros(x), torch.zeros(4, x[-1]), torch.zeros(state), torch.tensor(slots), torch.ones(len(slots), dtype=torch.int32)
+        )
+
+
+def test_gates_are_read_without_strides() -> None:
+    wide, heads = torch.randn(4, 6), torch.zeros(3)
+    with pytest.raises(LoweringError, match=r"b has strides \(6, 1\); legal are \(3, 1\)"):
+        kernels.fused_gdn_gating(heads, wide[:, :3].contiguous(), wide[:, 3:], heads)
+
+
+def test_rows_of_a_norm_may_lie_apart_and_their_values_may_not() -> None:
+    x, weight, wide = torch.randn(4, 3), torch.randn(3), torch.randn(4, 6)
+    want = torch.nn.functional.rms_norm(x, (3,), weight, 1e-6) * silu(wide[:, 3:])
+    torch.testing.assert_close(kernels.rms_norm_gated(x, weight, wide[:, 3:], 1e-6), want)
+    with pytest.raises(LoweringError, match=r"rows have strides \[\(6, 2\)\]; legal are values one behind the other"):
+        kernels.rms_norm_gated(x, weight, wide[:, ::2], 1e-6)

@@ -1,0 +1,71 @@
+"""lowering/ascend/package_functions.py: calls fit the signatures of the packages, and return what the operators' schemas say."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npucompile.lowering.ascend import package_functions as functions
+
+SCHEMA = (
+    "npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state, Tensor? bias_opt, Tensor? query_start_loc_opt, "
+    "Tensor? cache_indices_opt, Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode, int pad_slot_id, "
+    "int run_mode) -> (Tensor output)"
+)
+"""csrc/torch_binding.cpp of vllm-project/vllm-ascend at 182b75e."""
+
+
+@pytest.fixture
+def vllm_ascend(monkeypatch):
+    """Modules of the package, with functions that are put into them."""
+
+    def put(module: str, **offered) -> None:
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**offered))
+
+    return put
+
+
+def test_the_convolution_updates_states_with_silu_from_the_accepted_token():
+    calls = []
+
+    def run(output, x, weight, conv_state, *options):
+        calls.append((x, weight, conv_state, *options))
+        return output
+
+    library = torch.library.Library("_C_ascend", "FRAGMENT")
+    library.define(SCHEMA)
+    library.impl("npu_causal_conv1d_custom", run, "CPU")
+    x, weight, state, slots, accepted = (
+        torch.ones(2, 3, 16),
+        torch.ones(4, 16),
+        torch.ones(5, 5, 16),
+        torch.tensor([1, 2]),
+        torch.tensor([3, 1]),
+    )
+    out = functions.causal_conv1d_update(x, weight, state, slots, accepted)
+    assert (out.shape, out.data_ptr() != x.data_ptr()) == (x.shape, True)
+    ((*tensors, bias, starts, at, initial, tokens, activation, padding, mode),) = calls
+    assert [t.shape for t in tensors] == [x.shape, weight.shape, state.shape]
+    assert (bias, starts, initial, activation, padding, mode) == (None, None, None, 1, -1, 1)
+    assert (at.tolist(), tokens.tolist()) == ([1, 2], [3, 1])
+
+
+def test_gates_come_without_the_first_dimension(vllm_ascend):
+    def fused_gdn_gating_patch(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
+        return (a + A_log)[None], (b + dt_bias)[None]
+
+    vllm_ascend("vllm_ascend.ops.triton.fused_gdn_gating", fused_gdn_gating_patch=fused_gdn_gating_patch)
+    g, beta = functions.fused_gdn_gating(torch.full((2,), 10.0), torch.full((3, 2), 1.0), torch.full((3, 2), 2.0), torch.full((2,), 20.0))
+    assert (g.tolist(), beta.tolist()) == ([[11.0] * 2] * 3, [[22.0] * 2] * 3)
+
+
+def test_the_norm_comes_before_the_gate(vllm_ascend):
+    def layer_norm_fwd_npu(x, weight, bias, eps, z=None, out=None, group_size=None, norm_before_gate=True, is_rms_norm=False):
+        assert (bias, eps, group_size, norm_before_gate, is_rms_norm) == (None, 1e-6, None, True, True)
+        return x * weight + z, None, torch.zeros(3)
+
+    vllm_ascend("vllm_ascend.ops.triton.layernorm_gated", layer_norm_fwd_npu=layer_norm_fwd_npu)
+    assert functions.rms_norm_gated(torch.ones(3, 2), torch.full((2,), 5.0), torch.full((3, 2), 2.0), 1e-6).tolist() == [[7.0] * 2] * 3
