@@ -19,7 +19,7 @@ from ..platform import CPU, Platform
 from .convert import Body, Port, convert_body, shape_of
 from .fold import FOLDED
 from .ge_file import GE_DTYPES, Folded, GeFile, messages
-from .options import Operand, graph_options, operand_options
+from .options import Operand, drop_later_attributes, graph_options, operand_options
 from .toolchain.harness import Torchair
 
 _LAYER = re.compile(r"\w+\.(?:(.+)\.)?layers\.(\d+)\.")
@@ -68,7 +68,7 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
         signature: of the program; bodies may write its state.
         ta: torchair, loaded.
         name: of the GE graph.
-        platform: decides on options that torchair leaves off.
+        platform: decides on options that torchair leaves off, and on attributes that it always writes.
 
     Raises:
         LoweringError: the graph has another form, a body cannot be converted, or bodies disagree on options.
@@ -98,6 +98,7 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     _net_output(builder, [*_distinct(builder, results), *(builder.values[node] for node in carried)])
     donations = tuple((len(results) + i, builder.operand[node]) for i, node in enumerate(carried))
     _attributes(builder, len(feeds))
+    drop_later_attributes(builder.ops, platform)
     fixed = len(signature.params) + len(signature.state)
     # Step inputs lie between the state and the derived values.
     operands = [Operand([*placeholders, *derived][i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]

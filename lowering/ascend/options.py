@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,10 @@ OPTIONS = (
 )
 """Options besides `frozenInput`. torchair's own default of the memory policy, `ge.exec.staticMemoryPolicy=2`, is what CR runs with."""
 
+LATER_ATTRIBUTES = (("MoeDistributeDispatchV2", "y_dtype", "cann>=9.0"),)
+"""(operator, attribute, what the platform must have): attributes that torchair always writes, and that definitions of older releases lack.
+They say what follows from other attributes there. ops-transformer@c29bc10 (8.5.0.alpha001), moe_distribute_dispatch_v2_def.cpp."""
+
 FROZEN = "frozenInput"
 """torchair's option: 1 for each input whose address is the same in every call. Such an input is not updated between calls (TA
 frozen_parameter.md; static_npu_graph_executor.cpp, UpdateInputsInner)."""
@@ -65,6 +69,16 @@ class Operand:
 
     value: torch.Tensor
     fixed: bool
+
+
+def drop_later_attributes(ops: Iterable[Any], platform: Platform) -> None:
+    """Takes attributes that a platform's release does not know off its operators; a graph for no chip keeps all."""
+    features = platform.features("ge")
+    later = {(operator, attribute) for operator, attribute, needs in LATER_ATTRIBUTES if platform.chip and needs not in features}
+    for op in ops:
+        for operator, attribute in later:
+            if op.type == operator and attribute in op.attr:
+                del op.attr[attribute]
 
 
 def graph_options(platform: Platform) -> dict[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
-from npucompile.lowering.ascend.options import OPTIONS, Operand, graph_options, operand_options
+from npucompile.lowering.ascend.ge_file import messages
+from npucompile.lowering.ascend.options import OPTIONS, Operand, drop_later_attributes, graph_options, operand_options
 from npucompile.lowering.platform import CANN_RELEASES, CPU, Platform
 
 
@@ -25,3 +27,13 @@ def test_options_name_their_sources() -> None:
 def test_operands_that_lie_where_they_are_are_frozen() -> None:
     operands = [Operand(torch.empty(2, 3, device="meta"), True), Operand(torch.empty(4, device="meta"), False)]
     assert operand_options(operands) == {"frozenInput": "1,0", "ge.inputHintShape": "0:[2, 3];1:[4]"}
+
+
+@pytest.mark.parametrize("platform, kept", [(CPU, True), (Platform("ascend910_93", "9.0"), True), (Platform("ascend910_93", "8.5"), False)])
+def test_attributes_of_a_later_release_are_not_written_for_an_older_one(platform: Platform, kept: bool) -> None:
+    graph = messages().GraphDef()
+    for kind in ("MoeDistributeDispatchV2", "Cast"):
+        op = graph.op.add(name=kind, type=kind)
+        op.attr["y_dtype"].i, op.attr["quant_mode"].i = 2, 2
+    drop_later_attributes(graph.op, platform)
+    assert [sorted(op.attr) for op in graph.op] == [["quant_mode", *(["y_dtype"] if kept else [])], ["quant_mode", "y_dtype"]]
