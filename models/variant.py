@@ -13,10 +13,12 @@ from ..graphs.errors import SpecError
 SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a8", "w8a8"), "w4a8": ("w8a8", "w4a8")}
 """Name of a quantisation -> formats of the attention projections (query, key, value) and of the routed experts."""
 
-MOST_DISPATCHED = 256
-"""Tokens of one dispatch. NPUs' operators take at most 512, and 256 by their second full-mesh algorithm (npu_moe_distribute_dispatch_v2 of
-Ascend/op-plugin); a device decodes fewer in any published deployment. The exchange window grows with it: 4.6 GiB at 256 tokens for 512
-experts of width 4096, and so do the buffers of rows, which have room for the case that all tokens choose one device's experts."""
+MOST_DISPATCHED = 512
+"""Tokens of one dispatch: the most that NPUs' operators take (npu_moe_distribute_dispatch_v2 of Ascend/op-plugin, 04f7867).
+
+Each dispatch reads the weights of all experts that any token chose and waits for all devices, so prefill takes as few as it can; their
+second full-mesh algorithm takes 256 tokens, which a device decodes fewer of in any published deployment. The exchange window grows with
+the tokens: 4.6 GiB for 512 of them, 512 experts and a width of 4096, twice; a build whose ranks lack that memory takes smaller parts."""
 
 
 @dataclass(frozen=True)

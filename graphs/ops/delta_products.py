@@ -6,10 +6,9 @@ from torch import Tensor
 _HIDDEN = -1e30
 """An exponent whose power is 0; the difference to infinity is that products with 0 stay 0."""
 _SEQUENTIAL = 8
-"""Up to this many chunks a state passes through one after the other; more are composed in groups of `_GROUP` first."""
-_GROUP = 4
-_WIDE = 4
-"""Blocks that the inverse of a chunk joins at once."""
+"""Up to this many chunks a state passes through one after the other; more are composed in pairs first."""
+_WIDE_BITS = 2
+"""log2 of the blocks that the inverse of a chunk joins at once."""
 
 
 def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -33,12 +32,12 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
     total = total.cumsum(-1)
     # The minimum hides later tokens, and keeps the exponent of earlier ones at most 0 where sums are rounded.
     bound = torch.where(row[:, None] >= row[None, :], 0.0, _HIDDEN)
-    fade = torch.minimum(total[..., :, None] - total[..., None, :], bound).exp()
+    # What a token leaves to later ones: beta is here, so that neither the inverse nor what it multiplies is scaled by it.
+    fade = torch.minimum(total[..., :, None] - total[..., None, :], bound).exp() * beta[..., None, :]
     from_start = total.exp()
     by_key = fade.unflatten(2, (keys, per))
     attn = (_product(q, k.mT)[:, :, :, None] * by_key).flatten(2, 3)
-    lower = (_product(k, k.mT)[:, :, :, None] * by_key).flatten(2, 3) * beta[..., None]
-    solve = unit_lower_inverse(lower) * beta[..., None, :]
+    solve = unit_lower_inverse((_product(k, k.mT)[:, :, :, None] * by_key).flatten(2, 3))
     u, w = _product(solve, v), _product(solve, _scaled(k, from_start))
     to_end = _scaled(k, fade[..., -1, :])
     column = torch.arange(k.shape[-1], device=q.device)
@@ -53,16 +52,17 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
 
-    Blocks of `_WIDE` first, then that many blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which
-    is nilpotent of order 4, the inverse is (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat.
-    Powers of A itself, without blocks, then lose all digits.
+    Four blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which is nilpotent of order 4, the inverse is
+    (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat. An odd power of two takes 8 rows in the
+    first step, where E is A itself and loses none. Powers of all of A, without blocks, lose all digits.
     """
     C = lower.shape[-1]
     row = torch.arange(C, device=lower.device)
     below = row[:, None] > row[None, :]
     inverse, size = None, 1
     while size < C:
-        wide = min(_WIDE, C // size)
+        left = (C // size).bit_length() - 1
+        wide = 1 << (_WIDE_BITS if left % _WIDE_BITS == 0 else min(left, _WIDE_BITS + left % _WIDE_BITS))
         block, inner = row // (size * wide), row // size
         inside = (block[:, None] == block[None, :]) & (inner[:, None] != inner[None, :]) & below
         # A mask that multiplies is one launch, a choice between two tensors is one that reads a third.
@@ -105,23 +105,17 @@ def _batch(x: Tensor) -> Tensor:
 
 
 def _states(increment: Tensor, transition: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States [B, N, H, Dv, Dk] before each chunk, and after the last [B, H, Dv, Dk]; a chunk maps S to `S transition + increment`."""
+    """States [B, N, H, Dv, Dk] before each chunk, and after the last [B, H, Dv, Dk]; a chunk maps S to `S transition + increment`.
+
+    Pairs of chunks are one map first: the chain halves, and a product of all pairs gives the states within them.
+    """
     N = increment.shape[1]
-    size = _GROUP if N > _SEQUENTIAL and N % _GROUP == 0 else 1
-    steps = (x.unflatten(1, (N // size, size)).unbind(2) for x in (increment, transition))
-    maps: list[tuple[Tensor, Tensor]] = []
-    for increment, transition in zip(*steps, strict=True):
-        if maps:
-            increment, transition = _product(maps[-1][0], transition) + increment, _product(maps[-1][1], transition)
-        maps.append((increment, transition))
-    before = []
-    for increment, transition in zip(*(x.unbind(1) for x in maps.pop()), strict=True):
-        before.append(state)
-        state = _product(state, transition) + increment
-    first = torch.stack(before, 1)
-    if not maps:
-        return first, state
-    increment, transition = (torch.cat(parts, -1) for parts in zip(*maps, strict=True))
-    inner = _product(first, transition) + increment
-    states = torch.cat([first, inner], -1).unflatten(-1, (size, -1))
-    return states.movedim(-2, 2).flatten(1, 2), state
+    if N <= _SEQUENTIAL or N % 2:
+        before = []
+        for added, moved in zip(increment.unbind(1), transition.unbind(1), strict=True):
+            before.append(state)
+            state = _product(state, moved) + added
+        return torch.stack(before, 1), state
+    (own, other), (transition, following) = (x.unflatten(1, (-1, 2)).unbind(2) for x in (increment, transition))
+    first, last = _states(_product(own, following) + other, _product(transition, following), state)
+    return torch.stack([first, _product(first, transition) + own], 2).flatten(1, 2), last

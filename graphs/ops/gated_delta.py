@@ -201,8 +201,8 @@ NPU_TOKENS = 8
 VLLM_TOKENS = 16
 """The same of vllm-ascend's (MAX_MTP; vllm-project/vllm-ascend@182b75e csrc/attention/recurrent_gated_delta_rule/op_kernel)."""
 
-NPU_CHUNK = 64
-"""Tokens a chunk on the NPU: at least a tile of its matrix unit, and half the chunks, hence states in memory, of a CPU's 32."""
+NPU_CHUNK = 128
+"""Tokens a chunk on the NPU: the work within a chunk grows with it, the states between chunks, which are as large, get fewer."""
 
 
 @gated_delta.lowering("npu")

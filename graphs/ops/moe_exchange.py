@@ -129,16 +129,16 @@ def moe_dispatch_of_group(calls: list[MoeDispatch]) -> list[Dispatched]:
 @moe_dispatch.lowering("npu")
 def moe_dispatch_ge(args: MoeDispatch) -> Dispatched:
     """One kernel. Its rank is an attribute, and one graph serves all ranks: 0 here, the runtime writes each device's own."""
-    return _dispatch(args, "")
+    return _dispatch(args, "", 0)
 
 
 @moe_dispatch.lowering("npu", needs=("ascend910_93", "cann>=9.0"))
 def moe_dispatch_full_mesh(args: MoeDispatch) -> Dispatched:
     """As `moe_dispatch_ge`, by the algorithm that `_algorithm` chooses."""
-    return _dispatch(args, _algorithm(args.ids))
+    return _dispatch(args, _algorithm(args.ids), _NO_TENSOR_PARALLELISM)
 
 
-def _dispatch(args: MoeDispatch, algorithm: str) -> Dispatched:
+def _dispatch(args: MoeDispatch, algorithm: str, tp_world_size: int) -> Dispatched:
     mode = 2 if args.quantise else 0
     x = args.x if args.earlier is args.x else after(args.x, args.earlier)
     rows, scale, assist, counts, recv_counts, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
@@ -150,7 +150,7 @@ def _dispatch(args: MoeDispatch, algorithm: str) -> Dispatched:
         args.experts,
         quant_mode=mode,
         expert_token_nums_type=1,
-        tp_world_size=_tp_world_size(algorithm),
+        tp_world_size=tp_world_size,
         comm_alg=algorithm,
     )
     return rows, scale, counts, assist, recv_counts
@@ -159,15 +159,16 @@ def _dispatch(args: MoeDispatch, algorithm: str) -> Dispatched:
 def _algorithm(ids: Tensor) -> str:
     """`comm_alg` on an Atlas A3, the same in dispatch and combine.
 
-    The second full-mesh algorithm, which public recipes ask for, takes at most 256 tokens and 12 choices (npu_moe_distribute_dispatch_v2
-    in the documentation of Ascend/op-plugin, 517f2e7); CANN 8.5 documents none.
+    The second full-mesh algorithm, which public recipes ask for, takes at most 256 tokens and 12 choices, the first, "", 512 and 16
+    (npu_moe_distribute_dispatch_v2 in the documentation of Ascend/op-plugin, 04f7867, which does not ask the layers of a network to agree
+    on it); CANN 8.5 documents none.
     """
     return "fullmesh_v2" if ids.shape[0] <= 256 and ids.shape[1] <= 12 else ""
 
 
-def _tp_world_size(algorithm: str) -> int:
-    """0 and 1 both mean no tensor parallelism among the receivers; the documentation has a full mesh take effect with 1 alone."""
-    return 1 if algorithm else 0
+_NO_TENSOR_PARALLELISM = 1
+"""`tp_world_size` where graphs name algorithms. 0 means the same, but a full mesh takes effect with 1 alone, and the layers of a network
+must agree, whichever algorithm each uses."""
 
 
 def _own_group(group: str) -> str:
@@ -225,22 +226,22 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
 @moe_combine.lowering("npu")
 def moe_combine_ge(args: MoeCombine) -> Tensor:
     """One kernel, its rank attribute as in `moe_dispatch_ge`, and a sum: an Atlas A2 takes no `shared_expert_x`."""
-    return _combine(args, "", None) + args.shared
+    return _combine(args, "", 0, None) + args.shared
 
 
 @moe_combine.lowering("npu", needs=("ascend910_93",))
 def moe_combine_shared(args: MoeCombine) -> Tensor:
     """One kernel, which adds the shared expert's output (aclnnMoeDistributeCombineV2 of hicann/ops-transformer, 8.5.0.alpha001)."""
-    return _combine(args, "", args.shared)
+    return _combine(args, "", 0, args.shared)
 
 
 @moe_combine.lowering("npu", needs=("ascend910_93", "cann>=9.0"))
 def moe_combine_full_mesh(args: MoeCombine) -> Tensor:
     """As `moe_combine_shared`, by the algorithm that dispatched."""
-    return _combine(args, _algorithm(args.ids), args.shared)
+    return _combine(args, _algorithm(args.ids), _NO_TENSOR_PARALLELISM, args.shared)
 
 
-def _combine(args: MoeCombine, algorithm: str, shared: Tensor | None) -> Tensor:
+def _combine(args: MoeCombine, algorithm: str, tp_world_size: int, shared: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.npu.npu_moe_distribute_combine_v2(
         args.rows,
         args.ids,
@@ -252,7 +253,7 @@ def _combine(args: MoeCombine, algorithm: str, shared: Tensor | None) -> Tensor:
         0,
         args.experts,
         shared_expert_x=shared,
-        tp_world_size=_tp_world_size(algorithm),
+        tp_world_size=tp_world_size,
         comm_alg=algorithm,
     )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ...lowering.ascend.emulator.ge_ops_group import GROUP_FUNCTIONS, group_of
 from ...lowering.ascend.emulator.ge_program import BORDER, GeProgram, parsed_shape
 from ...lowering.ascend.fold import evaluate, sources
 from ...lowering.ascend.ge_file import decode, messages
+from ...lowering.ascend.ge_types import TensorType, tensor_types
 from ...lowering.ascend.subgraph import WholeGraph
 from ...runtime.device_params import LoadParams
 from .steps import PlannedStep, tensors_of
@@ -64,9 +66,15 @@ class BucketGraph:
         return Leaf(leaf_name(DERIVED, str(operand - len(self.signature.operands))), Aval(kind[1], kind[0]))
 
     def declared(self, tensor: str) -> str:
-        """Dtype and sizes of a tensor as the graph declares them, or "" where it does not."""
+        """Dtype and sizes of a tensor as the graph declares them or as they follow from its operators, or "" where neither tells."""
         desc = self.whole.producer(tensor).output_desc[int(tensor.rpartition(":")[2])]
-        return str(desc.attr["_meta"].s.decode()) if "_meta" in desc.attr else ""
+        if "_meta" in desc.attr:
+            return str(desc.attr["_meta"].s.decode())
+        return str(TensorType(known.dtype, known.shape)) if (known := self._types.get(tensor)) else ""
+
+    @functools.cached_property
+    def _types(self) -> Mapping[str, TensorType]:
+        return tensor_types(self.whole.ge_file)
 
 
 def bucket_graphs(artifact: Artifact) -> list[BucketGraph]:

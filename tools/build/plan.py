@@ -15,6 +15,7 @@ from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
+from .dispatch_size import fit_dispatch
 from .instance import Instance, resolve
 from .memory import local_bytes
 from .targets import Target
@@ -206,7 +207,7 @@ def plan(options: Options) -> Plan:
         _eos_note(planned),
         weights_note,
     )
-    planned = replace(planned, notes=tuple(note for note in notes if note))
+    planned = fit_dispatch(replace(planned, notes=tuple(note for note in notes if note)))
     if target.local:
         _check_memory(planned)
     _check_split(planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -112,10 +113,22 @@ def run(job: CompileJob) -> CompileResult:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     # Graphs are rewritten here but never called; generating Python code for each would take a fifth of the time.
-    with warnings.catch_warnings(), _use_lazy_graph_module(True):
+    with warnings.catch_warnings(), _use_lazy_graph_module(True), _uncollected():
         warnings.simplefilter("ignore")
         record, compiled = _compile(job)
     return CompileResult(job, record, compiled, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which takes a fifth of the time to find that nearly all of a bucket's graphs are still in use."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:

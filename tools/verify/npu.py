@@ -29,7 +29,7 @@ from ...lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from ...lowering.ascend.ge_file import GeFile, decode
 from ...lowering.backend import backend
 from ...lowering.lower import Lowered
-from ...lowering.platform import Platform
+from ...lowering.platform import CPU, Platform
 from ...models import step
 from ..build.targets import target
 from ..progress import Progress
@@ -200,7 +200,8 @@ class _Proof:
         if not convert:
             return BuiltCase(partitioned, lowered, None)
         compiled = chosen.compile(lowered, cache_dir=self.cache_dir, threads=0)
-        chosen.prove(compiled, partitioned, platform)
+        # A graph in another dtype than the artifact's is made to be compared, and no device takes it.
+        chosen.prove(compiled, partitioned, platform if dtype == DTYPES[self.artifact.manifest.dtype] else CPU)
         return BuiltCase(partitioned, lowered, decode(compiled.data) if chosen.name == "ge" else acl_decode(compiled.data))
 
 

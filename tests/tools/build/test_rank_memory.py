@@ -128,10 +128,11 @@ def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
         memory_plan = held(planning.plan(planning.Options(BIG, **changes)))
         return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in memory_plan.parts if part.name == "communication")
 
-    small, most = talks(buckets=(2,), prefill=(64,)), talks(buckets=(128,), prefill=(64,))
-    assert small != most
+    small, half, most = talks(buckets=(2,), prefill=(64,)), talks(buckets=(128,), prefill=(64,)), talks(buckets=(2,), prefill=(1024,))
+    assert len({small, half, most}) == 3
+    assert talks(buckets=(2,), prefill=(512,)) == half
     # More tokens are dispatched in parts, none of them larger.
-    assert talks(buckets=(128, 150), prefill=(64,)) == talks(buckets=(2,), prefill=(512,)) == talks(buckets=(2,)) == most
+    assert talks(buckets=(2,), prefill=(4096,)) == talks(buckets=(2,)) == most
     few = {
         "target": "ascend-a3",
         "quantization": "w4a8",

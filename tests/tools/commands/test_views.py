@@ -159,7 +159,7 @@ def test_operators_are_counted_in_all_and_by_kind_of_body(own_artifact):
 def test_a_bucket_for_this_cpu_has_costs_and_no_operators(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     view = views.census(artifact, entry(artifact))
-    assert view.lines[0] == "decode-b4-q4: no GE graph, so no operators to count"
+    assert view.lines[0] == "decode-b4-q4: no graph for NPUs, so no operators to count"
     assert view.lines[1].startswith("cost of a step on one rank: ")
     assert (view.data["roofline"], view.data["bodies"], len(view.lines)) == (None, {}, 2)
 

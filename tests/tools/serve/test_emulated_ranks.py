@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 from support import ranks, tiny
+from support.served import compare
 
 from npucompile.graphs.errors import RequestError
 from npucompile.lowering.artifact.artifact import Artifact
-from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.distributed.control_plane import RankError
-from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
 from npucompile.tools.serve.launch import lead_ranks
-from npucompile.tools.serve.offline import complete
 from npucompile.tools.serve.processes import RankProcesses
 from npucompile.tools.serve.rank_settings import RankSettings
 
@@ -43,17 +41,6 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.fixture(scope="module")
-def expected(path, tmp_path_factory):
-    """What the same checkpoint, built for this CPU alone, generates."""
-    checkpoint = Path(Artifact.open(path).manifest.build_arguments[0])
-    sizes = {"buckets": (1, 2), "prefill": (4,), "max_model_len": 128, "dtype": "bfloat16"}
-    out = tmp_path_factory.mktemp("cpu") / "artifact"
-    tiny.built(tiny.planned(checkpoint, **sizes), out)
-    completions = complete(CpuExecutor(Artifact.open(out)), PROMPTS, Sampling(), TOKENS, frozenset())
-    return [completion.token_ids for completion in completions]
-
-
 async def interrupted(server, act, tokens=100):
     """Starts a stream for each prompt, calls `act` once all have had tokens, and returns how each stream ends, and when."""
     async with await Client.connect(server.url) as client:
@@ -71,7 +58,7 @@ async def interrupted(server, act, tokens=100):
         return ends, time.monotonic() - began
 
 
-def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all_of_them(server, path, home, expected):
+def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all_of_them(server, path, home):
     four = server(path, "--device", "emulated", home=home)
     assert f"4 ranks of mesh {MESH}, a process each" in four.output
     assert four.output.count(" s, compiled\n") == 3
@@ -79,7 +66,12 @@ def test_streams_are_what_one_device_generates_and_a_killed_rank_is_named_in_all
     async def ask_all():
         return await asyncio.gather(*(four.ask(TOKENS, prompt) for prompt in PROMPTS))
 
-    assert asyncio.run(ask_all()) == expected
+    checkpoint = Path(Artifact.open(path).manifest.build_arguments[0])
+    served = asyncio.run(ask_all())
+    agreements = [compare(checkpoint, "none", prompt, tokens) for prompt, tokens in zip(PROMPTS, served, strict=True)]
+    assert [len(tokens) for tokens in served] == [TOKENS] * len(PROMPTS)
+    assert [agreement.wrong for agreement in agreements] == [()] * len(PROMPTS)
+    assert sum(sum(agreement.decided) for agreement in agreements) >= 20
     metrics = four.metrics()
     assert "npucompile:compiles_after_ready_total 0\n" in metrics
     assert f'npucompile:requests_finished_total{{reason="length"}} {len(PROMPTS)}\n' in metrics

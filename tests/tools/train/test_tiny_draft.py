@@ -30,7 +30,7 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
     fused, state = qwen3_5.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
     one_token = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
     last = {**one_token, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
-    ahead = qwen3_5.draft(cfg, params, state, last, fused[-1:])
+    ahead = qwen3_5.draft(cfg, params, state, last, {name: rows[-1:] for name, rows in fused.items()})
     logits = [qwen3_5.head(cfg, params, ahead)[0]]
     for j in range(tiny_draft.DEPTH - 1):
         token = int(logits[-1].argmax()) if own_tokens else int(text[base + 2 + j])

@@ -87,6 +87,12 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_scatter_nd_update.default", lambda: ((t(4, 2, 3), torch.tensor([[1], [0]], dtype=i32), t(2, 2, 3)), {})),
     ("npu.npu_scatter_nd_update_.default", lambda: ((t(4, 2, 3), torch.tensor([[1], [0]], dtype=i32), t(2, 2, 3)), {})),
     ("npu.npu_recurrent_gated_delta_rule_functional.default", delta),
+    ("npu.npu_recurrent_gated_delta_rule.default", delta),
+    (
+        "npu.npu_scatter_pa_kv_cache.default",
+        lambda: ((t(2, 2, 8), t(2, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), torch.arange(2, dtype=i32)), {"cache_mode": "Norm"}),
+    ),
+    ("npu.npu_fused_infer_attention_score.default", lambda: attention("BSH", actual_seq_lengths=[3, 3], actual_seq_lengths_kv=[5, 4])),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8, d=f32),), {"k": 3, "renorm": 1})),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8),), {"k": 3, "output_softmax": True})),
     (
@@ -171,7 +177,7 @@ GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
 
 def told(results: Any) -> list[list[Any]]:
     flat = list(results) if isinstance(results, (tuple, list)) else [results]
-    return [[list(x.shape), str(x.dtype)] for x in flat]
+    return [[list(x.shape), str(x.dtype)] for x in flat if x is not None]
 
 
 def ask_torch_npu(cases: list[tuple[str, Arguments]], cache_dir: Path) -> list[list[list[Any]]]:
