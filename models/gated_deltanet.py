@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 from typing import Protocol
 
@@ -126,7 +127,7 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
-    raw, z, b, a = ops.linear(x, weights["qkvzba"]).view(B, Q, Hk, sum(rows)).split([sum(rows[:3]), *rows[3:]], -1)
+    raw, z, b, a = _project(cfg, weights["qkvzba"], x, (B, Q))
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
     mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
     q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
@@ -138,3 +139,14 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
     return sequence_parallel.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}
+
+
+def _project(cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
+    """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q)."""
+    Hk, rows = cfg.linear_num_key_heads, rows_per_key_head(cfg)
+    sizes = [sum(rows[:3]), *rows[3:]]
+    if not cfg.variant.projections_apart:
+        joined: Sequence[torch.Tensor] = ops.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
+        return joined
+    parts = weight.view(Hk, sum(rows), -1).split(sizes, 1)
+    return [ops.linear(x, part.reshape(Hk * size, -1)).view(*shape, Hk, size) for part, size in zip(parts, sizes, strict=True)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +32,7 @@ class Variant:
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
+        projections_apart: whether a gated DeltaNet layer multiplies by each part of its projection, which is taken apart when it is loaded.
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
     """
@@ -42,6 +44,7 @@ class Variant:
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
     one_window: bool = False
+    projections_apart: bool = False
 
     @staticmethod
     def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
@@ -54,6 +57,16 @@ class Variant:
             raise SpecError(f"quantization is {quantization!r}; legal are {', '.join(SCHEMES)}")
         attention, experts = SCHEMES[quantization]
         return Variant(kv_repeat, attention, "grouped" if grouped and experts == "plain" else experts, recurrent)
+
+
+def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> Variant:
+    """A variant with what the operators of packages take in graphs of that backend.
+
+    Those of vllm-ascend for captured graphs keep all inputs of a convolution in one slot, and read projections that lie side by side: one
+    product each costs less than one for all and a copy of each part.
+    """
+    captured = backend == "aclgraph" and "vllm-ascend" in packages
+    return replace(variant, one_window=captured, projections_apart=captured)
 
 
 PLAIN = Variant()

@@ -54,8 +54,8 @@ class _Body:
 def hoist(graph: GraphModule, signature: Signature) -> GraphModule:
     """The graph with a first call, of body `FOLDED`, that computes derived values from parameters, and bodies that take these.
 
-    A derived value larger than `LARGE_BYTES` stays in the body unless it replaces its parameters: nobody else reads them, no other large
-    value is derived from them, and it is not larger than they are together. Otherwise both would be held.
+    A derived value larger than `LARGE_BYTES` stays in the body unless it replaces its parameters: nobody else reads them, and with other
+    large values that are derived from them it is not larger than they are together. Otherwise both would be held.
 
     Args:
         graph: calls of bodies of `npu` and `aten` operators (lowered.py), one operand a leaf of `signature.operands`.
@@ -112,8 +112,10 @@ def _costs_memory(graph: GraphModule, parts: Iterable[_Body]) -> set[Node]:
     large = {text: sources for text, (node, sources) in values.items() if nbytes(node.meta["val"]) > LARGE_BYTES}
     refused: set[Node] = set()
     for text, sources in large.items():
-        shared = any(sources & others for other, others in large.items() if other != text)
-        if shared or sources & taken or nbytes(values[text][0].meta["val"]) > nbytes(*(source.meta["val"] for source in sources)):
+        beside = [other for other, others in large.items() if sources & others]
+        held = sum(nbytes(values[other][0].meta["val"]) for other in beside)
+        apart = any(large[other] != sources for other in beside)
+        if apart or sources & taken or held > nbytes(*(source.meta["val"] for source in sources)):
             refused |= places[text]
     return refused
 

@@ -12,7 +12,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5, step
-from npucompile.models.variant import Variant, fewer_bytes_in_parts
+from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with_packages
 
 F32 = torch.float32
 
@@ -101,3 +101,12 @@ def test_parts_move_fewer_bytes_where_devices_are_more_than_the_rows_of_a_token(
     """Ten rows of int8 there and of bfloat16 back are 30 bytes a channel; all tokens to n devices and their sums back are 4n."""
     assert [fewer_bytes_in_parts("w4a8", 10, devices) for devices in (4, 7, 8, 16)] == [False, False, True, True]
     assert [fewer_bytes_in_parts("none", 10, devices) for devices in (8, 10, 11, 16)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("backend", "packages", "taken"),
+    [("aclgraph", ("sgl-kernel-npu", "vllm-ascend"), True), ("aclgraph", ("sgl-kernel-npu",), False), ("ge", ("vllm-ascend",), False)],
+)
+def test_operators_of_packages_decide_how_a_gated_deltanet_layer_is_kept(backend, packages, taken):
+    variant = with_packages(PLAIN, backend, packages)
+    assert (variant.one_window, variant.projections_apart) == (taken, taken)

@@ -13,7 +13,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant, fewer_bytes_in_parts
+from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .dispatch_size import fit_dispatch
 from .instance import Instance, resolve
@@ -343,9 +343,7 @@ def _variant_of(model: step.Model, instance: Instance, platform: Platform, backe
     elif grouped and not instance.target.local:
         in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
         variant = replace(variant, dispatches_in_parts=in_parts)
-    if backend == "aclgraph" and "vllm-ascend" in platform.packages:
-        # Its convolution keeps all inputs of a step in one slot.
-        variant = replace(variant, one_window=True)
+    variant = with_packages(variant, backend, platform.packages)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

@@ -13,10 +13,11 @@ import torch
 from ...graphs import tree
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
+from ...lowering.platform import Platform
 from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
-from ...models.variant import Variant, fewer_bytes_in_parts
+from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
@@ -160,7 +161,7 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
-    variant = replace(variant, one_window=any(leaf.aval.axes[0] == "first_slots" for leaf in manifest.state))
+    variant = with_packages(variant, next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform).packages)
     where = target(manifest.target)
     if not where.dispatches:
         return replace(variant, most_dispatched=0)

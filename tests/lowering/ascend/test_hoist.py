@@ -102,6 +102,12 @@ def test_what_is_random_or_undefined_or_a_constant_stays() -> None:
     ("body", "params", "stays", "folded"),
     [
         (lambda x, w: (w.t().contiguous() @ x,), [LARGE], [], ["aten.t", "aten.clone"]),
+        (
+            lambda x, w: (w[:, : SIDE // 2].contiguous() @ x.view(2, -1)[0] + w[:, SIDE // 2 :].contiguous() @ x.view(2, -1)[1],),
+            [LARGE],
+            [],
+            ["aten.slice.Tensor", "aten.clone", "aten.slice.Tensor", "aten.clone"],
+        ),
         (lambda x, w: (w.t().contiguous() @ x + w @ x,), [LARGE], ["aten.t", "aten.clone"], []),
         (lambda x, w: ((w + 1) @ x + (w * 2) @ x,), [LARGE], ["aten.add.Tensor", "aten.mv", "aten.mul.Tensor"], []),
         (lambda x, w: ((w * w[0].exp()) @ x,), [LARGE], [], ["aten.select.int", "aten.exp", "aten.mul.Tensor"]),
@@ -110,6 +116,7 @@ def test_what_is_random_or_undefined_or_a_constant_stays() -> None:
     ],
     ids=[
         "replaces its weight",
+        "parts that replace their weight",
         "beside its weight",
         "two of one weight",
         "one of a weight, read twice",
