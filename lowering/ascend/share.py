@@ -1,7 +1,8 @@
 """Computes once in a step what several calls of bodies compute alike: slots, angles, masks and lengths that all layers read.
 
 Each node of each call gets a number; nodes of equal numbers have equal values. What two calls compute alike moves out of their bodies, in
-front of the first call that finds its operands there; the bodies take the value as an operand instead.
+front of the first call that finds its operands there; the bodies take the value as an operand instead. So does what a call computes of the
+step alone, without weights and other layers, even where no other call does: a layer then has the same operators however many there are.
 """
 
 from __future__ import annotations
@@ -180,8 +181,9 @@ class _Numbers:
         self._known: dict[Hashable, int] = {}
         self._constant: set[int] = set()
         self._opaque: set[int] = set()
+        self._of_step: set[int] = set()
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        pools = set(placeholders[len(signature.params) :][: len(signature.state)])
+        params, pools = set(placeholders[: len(signature.params)]), set(placeholders[len(signature.params) :][: len(signature.state)])
         templates = {name: _templates(body) for name, body in bodies(graph).items()}
         main = _templates(graph, pools)
         for node in graph.graph.nodes:
@@ -189,12 +191,21 @@ class _Numbers:
                 self._call(node, graph.get_submodule(str(node.target)), templates[str(node.target)], pools)
             elif node.op == "placeholder":
                 self.of_main[node] = self._new()
+                if node not in params:
+                    self._of_step.add(self.of_main[node])
             elif node.target is operator.getitem and node.args[0] in self.of_call:
                 call: Any = node.args[0]
                 results = results_of(graph.get_submodule(str(call.target)))  # type: ignore[arg-type]
                 self.of_main[node] = self.of_call[call][results[int(str(node.args[1]))]]
             elif node.op == "call_function":
-                self.of_main[node] = self._number(main[node], self.of_main)
+                self.of_main[node] = number = self._number(main[node], self.of_main)
+                # What is read of a pool in front of all layers is known of the step as well.
+                if self._of_step.union(self._constant).issuperset(self.of_main[source] for source in node.all_input_nodes):
+                    self._of_step.add(number)
+
+    def is_of_step(self, number: int) -> bool:
+        """Whether a value depends on inputs of the step, and on no weight and no layer."""
+        return number in self._of_step and number not in self._constant
 
     def is_constant(self, number: int) -> bool:
         """Whether a value depends on no operand."""
@@ -238,6 +249,8 @@ class _Numbers:
         number = self._known.setdefault((template.computation, inputs), len(self._known))
         if self._constant.issuperset(inputs):
             self._constant.add(number)
+        elif self._of_step.union(self._constant).issuperset(inputs):
+            self._of_step.add(number)
         return number
 
 
@@ -249,7 +262,7 @@ def _costs(node: Node, numbers: _Numbers, number: int) -> bool:
 
 
 def _moved(graph: GraphModule, name: str, numbers: _Numbers, places: Mapping[int, Collection[Node | None]]) -> _Moved:
-    """What calls of a body compute as other calls or the main graph do, of operands alone."""
+    """What calls of a body compute as other calls or the main graph do, or of the step alone; of operands alone."""
     calls = [call for call in numbers.of_call if call.target == name]
     nodes = list(graph.get_submodule(name).graph.nodes)  # type: ignore[union-attr, arg-type]
     derivable = {node for node in nodes if node.op == "placeholder"}
@@ -259,7 +272,8 @@ def _moved(graph: GraphModule, name: str, numbers: _Numbers, places: Mapping[int
         if not own or not derivable.issuperset(node.all_input_nodes) or any(map(numbers.is_opaque, own)):
             continue
         derivable.add(node)
-        if _costs(node, numbers, own[0]) and any(len(places[number]) > 1 for number in own):
+        alone = all(numbers.is_of_step(number) or numbers.is_constant(number) for number in own)
+        if _costs(node, numbers, own[0]) and (alone or any(len(places[number]) > 1 for number in own)):
             moved.add(node)
     # What moved nodes are computed of is computed with them; what costs nothing stays where others read it too.
     needed = set(moved)
