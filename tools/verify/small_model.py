@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...graphs import tree
+from ...graphs.step_inputs import MAX_RANKED
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
@@ -190,7 +191,8 @@ def shrink_config(config: Any, mesh: Mesh) -> Any:
     width, rotary = 16, config.rotary_dim / config.head_dim
     return replace(
         config,
-        vocab_size=tp * max(8, 256 // tp),
+        # Of a vocabulary that has more tokens than graphs rank, sampling has other operators.
+        vocab_size=tp * (max(8, 256 // tp) if config.vocab_size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1)),
         hidden_size=64,
         num_attention_heads=keys * copies * groups,
         num_key_value_heads=keys,
