@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....graphs.errors import LoweringError
+from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
 from . import kernels_dense as dense
 from . import kernels_group as group
@@ -69,17 +70,6 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
 
-# Position and name of the group among the arguments of each operator.
-_GROUP_ARGUMENT: Mapping[str, tuple[int, str]] = {
-    "_c10d_functional.all_reduce.default": (2, "group_name"),
-    "_c10d_functional.all_gather_into_tensor.default": (2, "group_name"),
-    "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
-    "_c10d_functional.all_to_all_single.default": (3, "group_name"),
-    "_c10d_functional.broadcast.default": (2, "group_name"),
-    "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
-    "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
-}
-
 
 def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The symbolic group, one of `ge_file.GROUPS`, that a call of a group kernel names.
@@ -87,9 +77,9 @@ def group_of(op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     Raises:
         LoweringError: when the operator is no group kernel or the call names no group.
     """
-    if op_name not in _GROUP_ARGUMENT:
-        raise LoweringError(f"{op_name} does not communicate; those that do are {sorted(_GROUP_ARGUMENT)}")
-    position, name = _GROUP_ARGUMENT[op_name]
+    if op_name not in GROUP_ARGUMENTS:
+        raise LoweringError(f"{op_name} does not communicate; those that do are {sorted(GROUP_ARGUMENTS)}")
+    position, name = GROUP_ARGUMENTS[op_name]
     group_name = args[position] if len(args) > position else kwargs.get(name)
     if not isinstance(group_name, str):
         raise LoweringError(f"{op_name}: its group is {group_name!r}; legal is a name, such as 'tp', 'world' or 'dispatch'")
