@@ -16,6 +16,7 @@ from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import GraphEntry
 from ...lowering.device import open_device
+from ...lowering.platform import Platform
 from ...runtime.device_executor import DeviceExecutor
 from ...runtime.device_params import LoadParams
 from ...runtime.distributed.rendezvous import RendezvousConfig
@@ -118,6 +119,7 @@ class Bringup:
     def _on_one_device(self) -> None:
         device = open_device(self.settings.device, self.config.local_rank if self.config and self.config.local_rank is not None else 0)
         try:
+            device.load_packages(Platform.of(self.artifact.manifest.platform).packages)
             with tempfile.TemporaryDirectory(prefix="npucompile-") as scratch:
                 host = Host(device, Path(scratch), self.settings.step_limit_s)
                 with self._rung(ENVIRONMENT) as result:
