@@ -38,11 +38,12 @@ def quantise_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.to(torch.int8), scale
 
 
-def quantise_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rounds a weight to int4, one scale an output channel.
+def quantise_w4(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds a weight to int4.
 
     Args:
         weight: [..., K, N], contraction first, N a multiple of 8.
+        group: weights of an output channel that share a scale, a divisor of K; 0: all.
 
     Returns:
         the packed weight as `pack_w4` gives it, `scale_bits` of the scales, and their `assist_w4`.
@@ -50,9 +51,15 @@ def quantise_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     Raises:
         CheckpointError: N is not a multiple of 8.
     """
-    values, scale = _symmetric(weight, INT4_MAX)
-    values = values.to(torch.int8)
+    values, scale = quantise_w4_values(weight, group)
     return pack_w4(values), scale_bits(scale), assist_w4(values, scale)
+
+
+def quantise_w4_values(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantise_w4`: the values [..., K, N] int8 in [-8, 7], and the scales [..., groups, N] f32."""
+    K = weight.shape[-2]
+    values, scale = _symmetric(weight.unflatten(-2, (-1, group or K)), INT4_MAX)
+    return values.flatten(-3, -2).to(torch.int8), scale
 
 
 def _symmetric(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,15 +97,38 @@ def _shifts(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32, device=like.device)
 
 
+def unpack_rows(packed: torch.Tensor, axis: int) -> torch.Tensor:
+    """The int8 values in [-8, 7] of bytes that hold two neighbours along `axis`, the first in the low four bits (ModelSlim 26.1.0)."""
+    low, high = (packed << 4) >> 4, packed >> 4
+    values: torch.Tensor = torch.stack([low, high], axis + 1).flatten(axis, axis + 1)
+    return values
+
+
+def pack_rows(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """The inverse of `unpack_rows`."""
+    low, high = values.unflatten(axis, (-1, 2)).unbind(axis + 1)
+    packed: torch.Tensor = (low & 0xF) | (high << 4)
+    return packed
+
+
+def grouped_scale(scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The scale of each group: the channel's [..., 1, N] times the group's own [..., groups, N], rounded to what int4 kernels hold.
+
+    They read float16 (torch_npu's grouped product with scales of groups; process_weights of vllm-ascend's W4A8 method, 99aedaf).
+    """
+    combined: torch.Tensor = (scale * second).to(torch.float16).float()
+    return combined
+
+
 def scale_bits(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as int4 kernels read them: [..., N] f32 becomes [..., 1, N] int64, the 32 bits with zeros above."""
-    return (scale.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF)[..., None, :]
+    """Scales as int4 kernels read them: f32 becomes int64, the 32 bits with zeros above."""
+    return scale.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 def bits_scale(bits: torch.Tensor) -> torch.Tensor:
-    """The [..., N] f32 scales of `scale_bits`."""
+    """The f32 scales of `scale_bits`."""
     # Scales are positive, so the sign bit that int32 would misread is never set.
-    return bits.squeeze(-2).to(torch.int32).view(torch.float32)
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def assist_w4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -106,9 +136,11 @@ def assist_w4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         values: [..., K, N] int8 in [-8, 7].
-        scale: [..., N] f32.
+        scale: [..., groups, N] f32, groups a divisor of K.
 
     Returns:
         [..., N] f32, `8 * sum_k values * scale`.
     """
-    return 8 * values.float().sum(-2) * scale.float()
+    sums = values.unflatten(-2, (scale.shape[-2], -1)).float().sum(-2)
+    total: torch.Tensor = (sums * scale.float()).sum(-2)
+    return 8 * total

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..graphs import ops
-from ..graphs.errors import ModelError
 from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_scatter, shard_map
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
 from .params import Param, Parts, Source
+from .quant.experts import grouped, rounds_rows
+from .quant.product import operands, regrouped
 from .variant import Variant
 
 
@@ -53,7 +53,10 @@ def swiglu_params(M: int, width: int, dtype: torch.dtype, prefix: str, axis: str
         ((axis, None),) * 2,
     )
     down = Source((prefix + "down_proj.weight",), ((M, width),))
-    return Param(Aval((2, width, M), dtype, (None, axis, None)), gate_up), Param(Aval((M, width), dtype, (None, axis)), down)
+    return (
+        Param(Aval((2, width, M), dtype, (None, axis, None)), gate_up, role="column"),
+        Param(Aval((M, width), dtype, (None, axis)), down, role="row"),
+    )
 
 
 def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
@@ -79,25 +82,23 @@ def moe_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree
 
 
 def _expert_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
-    M, E, F, form = cfg.hidden_size, cfg.num_experts, cfg.moe_intermediate_size, cfg.variant.experts
+    M, E, F = cfg.hidden_size, cfg.num_experts, cfg.moe_intermediate_size
     names, wide, narrow = (prefix + "gate_up_proj", prefix + "down_proj"), (E, 2 * F, M), (E, M, F)
-    if form == "plain":
-        halves = ("experts", Parts("expert_ffn", (F, F)), None)
-        fused = Source(names[:1], (wide,), lambda w: w.view(w.shape[0], 2, -1, M), lambda x: (x.reshape(wide),), (halves,))
-        return {
-            "gate_up": Param(Aval((E, 2, F, M), dtype, ("experts", None, "expert_ffn", None)), fused),
-            "down": Param(Aval(narrow, dtype, ("experts", None, "expert_ffn")), Source(names[1:], (narrow,))),
-        }
-    axes = ("experts", None, None)
-    transposed = [
-        Param(Aval((E, K, N), dtype, axes), Source((name,), ((E, N, K),), _transpose, lambda x: (_transpose(x),), (axes,), "experts"))
-        for name, K, N in ((names[0], M, 2 * F), (names[1], F, M))
-    ]
-    return {"gate_up": quant.grouped(transposed[0], form), "down": quant.grouped(transposed[1], form)}
-
-
-def _transpose(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous()
+    halves = ("experts", Parts("expert_ffn", (F, F)), None)
+    fused = Source(
+        names[:1],
+        (wide,),
+        lambda w: w.view(w.shape[0], 2, -1, w.shape[-1]),
+        lambda x: (x.reshape(x.shape[0], -1, x.shape[-1]),),
+        (halves,),
+        "experts",
+    )
+    axes = ("experts", None, "expert_ffn")
+    down = Source(names[1:], (narrow,), axes=(axes,), block_axis="experts")
+    return {
+        "gate_up": Param(Aval((E, 2, F, M), dtype, ("experts", None, "expert_ffn", None)), fused, role="experts"),
+        "down": Param(Aval(narrow, dtype, axes), down, role="experts_down"),
+    }
 
 
 def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -110,7 +111,8 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     Returns:
         the block's output before the residual add, shaped and laid out like x.
     """
-    return sequence_parallel.project(ops.swiglu_linear(sequence_parallel.whole(x, tokens), weights["gate_up"]), weights["down"])
+    hidden = quant.swiglu(sequence_parallel.whole(x, tokens), weights["gate_up"], "ffn")
+    return sequence_parallel.project(hidden, weights["down"], "ffn")
 
 
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,40 +128,41 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     Returns:
         the block's output before the residual add, shaped and laid out like x; and the router logits [T, E] of this device's tokens.
-
-    Raises:
-        ModelError: the layout splits each expert, and the format that experts are stored in cannot be split.
     """
-    if (parts := num_shards("expert_ffn")) > 1 and cfg.variant.experts != "plain":
-        raise ModelError(f"experts are stored as {cfg.variant.experts!r}, each whole; the layout splits each in {parts}: legal is 'plain'")
     x = constrain(x, "expert_tokens", None)
     logits = ops.linear(x, weights["router"])
-    shared = [
-        (weights["shared_gate_up"], (None, "shared_ffn", None)),
-        (weights["shared_down"], (None, "shared_ffn")),
+    matrices = [weights[name] for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")]
+    listed = [
+        *operands(weights["gate_up"], ("experts", None, "expert_ffn", None), lead=1),
+        *operands(weights["down"], ("experts", None, "expert_ffn"), lead=1, row=True),
+        *operands(weights["shared_gate_up"], (None, "shared_ffn", None)),
+        *operands(weights["shared_down"], (None, "shared_ffn"), row=True),
         (weights["shared_gate"], (None, None)),
     ]
 
-    def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-        gate_up, down, gate = matrices[-3:]
-        shared_out = torch.sigmoid(ops.linear(x, gate)) * ops.linear(ops.swiglu_linear(x, gate_up), down)
-        return _with_routed(cfg, x, logits, router, matrices[:-3], shared_out)
+    def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        gate_up, down, shared_gate_up, shared_down, gate = regrouped(matrices, tensors)
+        shared = quant.local_row_parallel(quant.local_swiglu(x, shared_gate_up), shared_down)
+        return _with_routed(cfg, x, logits, router, Experts(gate_up, down), torch.sigmoid(ops.linear(x, gate)) * shared)
 
     tokens = ("expert_tokens", None)
-    operands = [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *_operands(cfg, weights), *shared]
-    out = shard_map(local, operands, Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
+    out = shard_map(
+        local,
+        [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *listed],
+        Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens,
+    )
     return constrain(out, "tokens", None), logits
 
 
-def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[str | None, ...]]]:
-    """The experts' tensors in the order of the expert products' operands, each with its logical axes."""
-    if cfg.variant.experts == "plain":
-        return [(weights["gate_up"], ("experts", None, "expert_ffn", None)), (weights["down"], ("experts", None, "expert_ffn"))]
-    return [(tensor, ("experts", *(None,) * (tensor.dim() - 1))) for name in ("gate_up", "down") for tensor in weights[name].values()]
+class Experts(NamedTuple):
+    """The experts of one device, in the format that they are stored in: gate_up [E, 2, F, M] and down [E, M, F]."""
+
+    gate_up: Tree
+    down: Tree
 
 
 def _with_routed(
-    cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor], shared: torch.Tensor
+    cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Experts, shared: torch.Tensor
 ) -> torch.Tensor:
     """The shared expert's output [T, M] plus the routed experts' for a device's tokens; where experts are split, a partial sum of it."""
     devices, choices = num_shards("experts"), cfg.num_experts_per_tok
@@ -186,7 +189,7 @@ def _with_routed(
 def _dispatched(
     cfg: MoeSizes,
     devices: int,
-    experts: Sequence[torch.Tensor],
+    experts: Experts,
     x: torch.Tensor,
     share: torch.Tensor,
     ids: torch.Tensor,
@@ -194,31 +197,19 @@ def _dispatched(
     earlier: torch.Tensor,
 ) -> torch.Tensor:
     """The shared expert's output plus the routed experts', which other devices compute; after the exchange with that result."""
-    group, here, quantised = group_of("experts"), axis_index("experts"), cfg.variant.experts != "grouped"
+    group, here, quantised = group_of("experts"), axis_index("experts"), rounds_rows(experts.gate_up)
     sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, earlier, here, cfg.num_experts, group, devices, quantised)
-    out = _grouped(cfg, x.dtype, sent, scale, counts, experts)
+    out = grouped(sent, scale, counts, *experts, x.dtype)
     combined: torch.Tensor = ops.moe_combine(out, ids, share, assist, received, shared, here, cfg.num_experts, group, devices)
     return combined
 
 
-def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _own_experts(cfg: MoeSizes, x: torch.Tensor, share: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Weighted sum of the outputs of this device's experts; `ids` are relative to its first one, and other devices' are beyond its last."""
-    if cfg.variant.experts == "plain":
+    if isinstance(experts.gate_up, torch.Tensor):
         fused: torch.Tensor = ops.moe_experts(x, share, ids, *experts)
         return fused
     local_experts = cfg.num_experts // num_shards("experts")
-    by_expert, scale, counts, index = ops.moe_sort(x, ids, local_experts, cfg.num_experts, cfg.variant.experts != "grouped")
-    out: torch.Tensor = ops.moe_unsort(_grouped(cfg, x.dtype, by_expert, scale, counts, experts), share, index)
+    by_expert, scale, counts, index = ops.moe_sort(x, ids, local_experts, cfg.num_experts, rounds_rows(experts.gate_up))
+    out: torch.Tensor = ops.moe_unsort(grouped(by_expert, scale, counts, *experts, x.dtype), share, index)
     return out
-
-
-def _grouped(
-    cfg: MoeSizes, dtype: torch.dtype, x: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, experts: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """The experts' products over rows grouped by expert, in the format that the experts are stored in."""
-    if cfg.variant.experts == "grouped":
-        plain: torch.Tensor = ops.grouped_experts(x, counts, *experts)
-        return plain
-    product = ops.grouped_experts_w8a8 if cfg.variant.experts == "w8a8" else ops.grouped_experts_w4a8
-    quantised: torch.Tensor = product(x, scale, counts, *experts, dtype)
-    return quantised

@@ -45,7 +45,6 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
     order = rotated_order(D, cfg.rotary_dim)
     inverse = [order.index(i) for i in range(D)]
-    quantise = quant.LINEAR[cfg.variant.attention]
     matrices = (_joined if joined else _apart)(cfg, dtype, prefix, order, inverse)
 
     def norm(name: str) -> Param:
@@ -53,10 +52,10 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool
         return Param(Aval((D,), dtype), source, "zeros")
 
     return {
-        **{name: quantise(param) for name, param in matrices.items()},
+        **matrices,
         "q_norm": norm("q_norm"),
         "k_norm": norm("k_norm"),
-        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),))),
+        "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),)), role="row"),
     }
 
 
@@ -77,10 +76,11 @@ def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[in
     per = H // (G * copies)
 
     def join(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        queries, gates = q.view(-1, per, 2, D, M).unbind(2)
+        width = q.shape[-1]
+        queries, gates = q.view(-1, per, 2, D, width).unbind(2)
         heads = queries.shape[0]
-        k, v = (x.view(-1, D, M).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
-        return torch.cat([queries[:, :, order].flatten(1, 2), gates.flatten(1, 2), k[:, order], v], 1).reshape(-1, M)
+        k, v = (x.view(-1, D, width).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
+        return torch.cat([queries[:, :, order].flatten(1, 2), gates.flatten(1, 2), k[:, order], v], 1).reshape(-1, width)
 
     def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         queries, gates, k, v = qkv.view(G * copies, -1, M).split([per * D, per * D, D, D], 1)
@@ -91,7 +91,7 @@ def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[in
     names = tuple(f"{prefix}{name}_proj.weight" for name in "qkv")
     heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
     source = Source(names, ((2 * H * D, M), (G * D, M), (G * D, M)), join, split, (("kv_heads", None), (heads, None), (heads, None)))
-    return {"qkv": Param(Aval((G * copies * (2 * per + 2) * D, M), dtype, ("kv_heads", None)), source)}
+    return {"qkv": Param(Aval((G * copies * (2 * per + 2) * D, M), dtype, ("kv_heads", None)), source, role="column")}
 
 
 def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
@@ -99,16 +99,16 @@ def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int
     copies = cfg.variant.kv_repeat
 
     def join_q(q: torch.Tensor) -> torch.Tensor:
-        queries, gates = q.view(-1, 2, D, M).unbind(1)
-        return torch.stack([queries[:, order], gates], 1).reshape(-1, M)
+        queries, gates = q.view(-1, 2, D, q.shape[-1]).unbind(1)
+        return torch.stack([queries[:, order], gates], 1).reshape(-1, q.shape[-1])
 
     def split_q(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         queries, gates = q.view(H, 2, D, M).unbind(1)
         return (torch.stack([queries[:, inverse], gates], 1).reshape(-1, M),)
 
     def join_kv(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads = torch.stack([k.view(-1, D, M)[:, order], v.view(-1, D, M)], 1)
-        return heads.repeat_interleave(copies, 0).reshape(-1, M)
+        heads = torch.stack([k.view(-1, D, k.shape[-1])[:, order], v.view(-1, D, v.shape[-1])], 1)
+        return heads.repeat_interleave(copies, 0).reshape(-1, k.shape[-1])
 
     def split_kv(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v = kv.view(G, copies, 2, D, M)[:, 0].unbind(1)
@@ -119,8 +119,8 @@ def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int
     heads = ("kv_heads" if copies == 1 else None, None)
     kv = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join_kv, split_kv, (heads,) * 2)
     return {
-        "q": Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), q),
-        "kv": Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv),
+        "q": Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), q, role="column"),
+        "kv": Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv, role="column"),
     }
 
 
@@ -189,7 +189,7 @@ def _attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: to
     q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, H, D), batch.cos, batch.sin)
     q = q.view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
-    return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
+    return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"], "q_heads")
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Protocol
 
@@ -10,9 +10,9 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import sequence_parallel
+from . import quant, sequence_parallel
 from .batch import Batch
-from .params import Param, Parts, Source
+from .params import Param, Parts, Source, SourceAxis
 from .variant import Variant
 
 PREFILL_CHUNK, LONG_CHUNK = 32, 64
@@ -52,7 +52,10 @@ def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int, int, int]
 
 
 def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
-    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head."""
+    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head.
+
+    Where the projections' formats differ, `qkvz` and `ba` are apart.
+    """
     M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
     qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
@@ -73,17 +76,28 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
         q, k, v, *others = ungroup(x, rows)
         return torch.cat((q, k, v)), *others
 
+    def split_kinds(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, z = ungroup(x, rows[:4])
+        return torch.cat((q, k, v)), z
+
+    names = [f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
+    shapes: tuple[tuple[int, ...], ...] = ((qkv, M), (z, M), (Hv, M), (Hv, M))
+    axes: tuple[tuple[SourceAxis, ...], ...] = ((by_head, None), heads, heads, heads)
+
+    def projection(part: slice, sizes: tuple[int, ...], split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Param:
+        def join(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return group(sizes, *(by_part(first) if part.start == 0 else (first,)), *others)
+
+        source = Source(tuple(names[part]), shapes[part], join, split, axes[part])
+        return Param(Aval((Hk * sum(sizes), M), dtype, heads), source, role="column")
+
+    if cfg.variant.formats.agree(names):
+        projections = {"qkvzba": projection(slice(0, 4), rows, split_projection)}
+    else:
+        ba = projection(slice(2, 4), rows[4:], lambda x: ungroup(x, rows[4:]))
+        projections = {"qkvz": projection(slice(0, 2), rows[:4], split_kinds), "ba": ba}
     return {
-        "qkvzba": Param(
-            Aval((qkv + z + 2 * Hv, M), dtype, heads),
-            Source(
-                tuple(f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-                ((qkv, M), (z, M), (Hv, M), (Hv, M)),
-                lambda qkv, *others: group(rows, *by_part(qkv), *others),
-                split_projection,
-                ((by_head, None), heads, heads, heads),
-            ),
-        ),
+        **projections,
         "conv": Param(
             Aval((qkv, taps), dtype, heads),
             Source(
@@ -99,7 +113,7 @@ def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Par
         "norm": Param(
             Aval((cfg.linear_value_head_dim,), dtype), Source((prefix + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
         ),
-        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, z),))),
+        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, z),)), role="row"),
     }
 
 
@@ -127,7 +141,7 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
-    raw, z, b, a = _project(cfg, weights["qkvzba"], x, (B, Q))
+    raw, z, b, a = _project(cfg, weights, x, (B, Q))
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
     mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
     q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
@@ -138,15 +152,19 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     chunk = 0 if batch.state_slots_out.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
-    return sequence_parallel.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}
+    return sequence_parallel.project(gated.view(B * Q, -1), weights["out"], "delta_heads"), {"conv": conv, "delta": delta}
 
 
-def _project(cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
+def _project(cfg: DeltaNetSizes, weights: Tree, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
     """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q)."""
     Hk, rows = cfg.linear_num_key_heads, rows_per_key_head(cfg)
     sizes = [sum(rows[:3]), *rows[3:]]
-    if not cfg.variant.projections_apart:
-        joined: Sequence[torch.Tensor] = ops.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
+    if "qkvz" in weights:
+        wide, narrow = (quant.linear(x, weights[name]).view(*shape, Hk, -1) for name in ("qkvz", "ba"))
+        return *wide.split(sizes[:2], -1), *narrow.split(sizes[2:], -1)
+    weight = weights["qkvzba"]
+    if not cfg.variant.projections_apart or not isinstance(weight, torch.Tensor):
+        joined: Sequence[torch.Tensor] = quant.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
         return joined
     parts = weight.view(Hk, sum(rows), -1).split(sizes, 1)
     return [ops.linear(x, part.reshape(Hk * size, -1)).view(*shape, Hk, size) for part, size in zip(parts, sizes, strict=True)]

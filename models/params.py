@@ -107,11 +107,15 @@ class Param:
         source: the tensors of a checkpoint it is made from.
         init: "normal" (standard deviation 1 / sqrt(last dimension)), "embedding" (0.02), "zeros", "ones", or "quantised", which
             is never drawn.
+        role: of a matrix that may be stored in another format (models/quant): "column", [..., K] whose contraction no layout splits;
+            "row", [N, K] whose contraction is split where its axis is; "experts" and "experts_down", the same with a dimension of experts
+            in front. "" for all else.
     """
 
     aval: Aval
     source: Source
     init: str = "normal"
+    role: str = ""
 
     @property
     def is_source(self) -> bool:

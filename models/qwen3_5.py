@@ -8,7 +8,7 @@ halves in a dimension of their own. A shard of the parameters is then the parame
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,16 +172,10 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
             "norm_embedding": plain("mtp.pre_fc_norm_embedding.weight", M, init="zeros"),
             "norm_hidden": plain("mtp.pre_fc_norm_hidden.weight", M, init="zeros"),
             "fc": plain("mtp.fc.weight", M, 2 * M),
-            "layer": _layer_params(_unquantised(cfg), dtype, "mtp.layers.0.", FULL, joined=False),
+            "layer": _layer_params(cfg, dtype, "mtp.layers.0.", FULL, joined=False),
             "norm": plain("mtp.norm.weight", M, init="zeros"),
         }
     return params
-
-
-def _unquantised(cfg: Config) -> Config:
-    """The configuration of the draft head's layer, which no published recipe quantises."""
-    grouped = cfg.variant.experts != PLAIN.experts
-    return replace(cfg, variant=replace(cfg.variant, attention="plain", experts="grouped" if grouped else "plain"))
 
 
 def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str, *, joined: bool = True) -> dict[str, Any]:
@@ -282,7 +276,7 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
     hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-    pool = gated_attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    pool = gated_attention.write_kv(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 
 
@@ -298,7 +292,7 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
     batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
-    cfg, mtp = _unquantised(cfg), params[DRAFT]
+    mtp = params[DRAFT]
     mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
     return _feed_forward(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
 

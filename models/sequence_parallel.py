@@ -12,6 +12,8 @@ import torch
 from ..graphs import ops
 from ..graphs.spmd.layout import constrain, num_shards
 from ..graphs.spmd.region import Sum, axis_index, shard_map
+from ..graphs.types import Tree
+from . import quant
 
 
 def padded(tokens: int) -> int:
@@ -32,11 +34,11 @@ def spread(x: torch.Tensor) -> torch.Tensor:
     return constrain(torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x, "tokens", None)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A row-parallel product whose sum is laid out as the stream: [T, K] -> [padded(T), M]."""
+def project(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
+    """A row-parallel product whose sum is laid out as the stream: [T, K] -> [padded(T), M]; `axis` is the logical axis of K."""
     missing = padded(x.shape[0]) - x.shape[0]
     x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-    return constrain(ops.linear(x, weight), "tokens", None)
+    return constrain(quant.row_parallel(x, weight, axis), "tokens", None)
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
 from .params import avals
+from .quant.declare import stored
 from .sampling import sample_tokens
 
 
@@ -40,7 +41,7 @@ class Model:
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
-        return self._used(self.family.abstract_params(self.config, dtype))
+        return stored(self._used(self.family.abstract_params(self.config, dtype)), self.config.variant)
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""

@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..graphs.errors import SpecError
-
-# Only matrices that published recipes quantise; all others keep the compute dtype.
-SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a8", "w8a8"), "w4a8": ("w8a8", "w4a8")}
-"""Name of a quantisation -> formats of the attention projections (query, key, value) and of the routed experts."""
+from .quant.formats import PLAIN as PLAIN_FORMATS
+from .quant.formats import Formats
 
 MOST_DISPATCHED = 512
 """Tokens of one dispatch: the most that NPUs' operators take (npu_moe_distribute_dispatch_v2 of Ascend/op-plugin, 04f7867).
@@ -27,9 +24,11 @@ class Variant:
 
     Attributes:
         kv_repeat: adjacent copies of each key-value head, so that each of more devices than heads has one.
-        attention: "plain", or "w8a8": int8 matrices [K, N] with f32 scales [N], int8 activations scaled per token.
-        experts: "plain" ([E, 2, F, M], fused for one device), "grouped" ([E, M, 2F], as grouped products read them),
-            "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
+        formats: which matrices are stored in other formats than float.
+        grouped: whether float experts are stored as grouped products read them, [E, M, 2, F], and not as a checkpoint has them,
+            [E, 2, F, M]. Quantised experts are always.
+        shards: (logical axis, number of ranks that it is split over) of axes that products contract: a rank rounds its own part of the
+            activations of a quantised matrix, and one device that stands for all ranks rounds the same parts.
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
         projections_apart: whether a gated DeltaNet layer multiplies by each part of its projection, which is taken apart when it is loaded.
@@ -38,25 +37,18 @@ class Variant:
     """
 
     kv_repeat: int = 1
-    attention: str = "plain"
-    experts: str = "plain"
+    formats: Formats = PLAIN_FORMATS
+    grouped: bool = False
+    shards: tuple[tuple[str, int], ...] = ()
     recurrent: torch.dtype = torch.float32
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
     one_window: bool = False
     projections_apart: bool = False
 
-    @staticmethod
-    def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
-        """The variant of a named scheme; `grouped`: experts are spread over devices.
-
-        Raises:
-            SpecError: there is no such scheme.
-        """
-        if quantization not in SCHEMES:
-            raise SpecError(f"quantization is {quantization!r}; legal are {', '.join(SCHEMES)}")
-        attention, experts = SCHEMES[quantization]
-        return Variant(kv_repeat, attention, "grouped" if grouped and experts == "plain" else experts, recurrent)
+    def parts(self, axis: str | None) -> int:
+        """Into how many parts a contraction along a logical axis is split."""
+        return dict(self.shards).get(axis or "", 1)
 
 
 def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> Variant:
@@ -73,11 +65,11 @@ PLAIN = Variant()
 """Parameters as a checkpoint stores them."""
 
 
-def fewer_bytes_in_parts(quantization: str, experts_per_token: int, devices: int) -> bool:
+def fewer_bytes_in_parts(quantised: bool, experts_per_token: int, devices: int) -> bool:
     """Whether several dispatches of many tokens move fewer bytes than to gather them all and reduce-scatter the result.
 
     Of each bfloat16 token, a row (of int8 where experts are quantised) goes to each of its experts, and one comes back; a gather and a
     reduce-scatter move it to and from every device.
     """
-    sent, value = (2 if SCHEMES[quantization][1] == "plain" else 1), 2
+    sent, value = (1 if quantised else 2), 2
     return experts_per_token * (sent + value) < devices * 2 * value

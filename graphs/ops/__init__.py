@@ -20,10 +20,13 @@ from .paged_attention import paged_attention
 from .positions import positions, slot_mapping
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
+from .quant_linear_w4a8 import quant_linear_w4a8
 from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles
 from .sample import sample
+from .static_quant_linear import static_quant_linear
+from .swiglu import swiglu
 from .swiglu_linear import swiglu_linear
 from .token_logprobs import token_logprobs
 
@@ -51,12 +54,15 @@ __all__ = [
     "paged_attention",
     "positions",
     "quant_linear",
+    "quant_linear_w4a8",
     "request_slot_write",
     "rms_norm",
     "rope",
     "rope_angles",
     "sample",
     "slot_mapping",
+    "static_quant_linear",
+    "swiglu",
     "swiglu_linear",
     "token_logprobs",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..primitive import Cost, Primitive
 from ..quantise import bits_scale, quantise_rows, unpack_w4
 from .grouped_experts import each_group, every_group, experts_cost
-from .quant_linear import product
+from .quant_linear import grouped_product, product
 
 
 class ExpertsW8A8(NamedTuple):
@@ -32,10 +32,10 @@ class ExpertsW4A8(NamedTuple):
     row_scale: Tensor  # [R] f32
     counts: Tensor  # [E] int64, at most R in sum
     gate_up: Tensor  # [E, M, 2F/8] int32, gate then up
-    gate_up_scale: Tensor  # [E, 1, 2F] int64
+    gate_up_scale: Tensor  # [E, groups of M, 2F] int64
     gate_up_assist: Tensor  # [E, 2F] f32; follows from weight and scale, and only kernels read it
     down: Tensor  # [E, F, M/8] int32
-    down_scale: Tensor  # [E, 1, M] int64
+    down_scale: Tensor  # [E, groups of F, M] int64
     down_assist: Tensor  # [E, M] f32; as above
     dtype: torch.dtype  # of the result; bfloat16 on Ascend
 
@@ -57,15 +57,18 @@ def _run(runner: Callable[..., Tensor], args: ExpertsW8A8) -> Tensor:
     """The experts by `each_group` or `every_group`; weights may also be packed int4."""
     rows, row_scale, counts, gate_up, gate_up_scale, down, down_scale, dtype = args
 
-    def weight(packed: Tensor) -> Tensor:
-        return unpack_w4(packed) if packed.dtype == torch.int32 else packed
-
     def expert(e: int, rows: Tensor, row_scale: Tensor) -> Tensor:
-        gate, up = (product(rows, weight(gate_up[e])) * gate_up_scale[e] * row_scale[:, None]).chunk(2, -1)
+        gate, up = (_scaled(rows, gate_up[e], gate_up_scale[e]) * row_scale[:, None]).chunk(2, -1)
         hidden, hidden_scale = quantise_rows(torch.nn.functional.silu(gate) * up)
-        return (product(hidden, weight(down[e])) * down_scale[e] * hidden_scale[:, None]).to(dtype)
+        return (_scaled(hidden, down[e], down_scale[e]) * hidden_scale[:, None]).to(dtype)
 
     return runner(expert, counts, rows.shape[1], dtype, rows, row_scale)
+
+
+def _scaled(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`rows @ (weight * scale)`, scale [N] or [groups of K, N]; weights may be packed int4."""
+    weight = unpack_w4(weight) if weight.dtype == torch.int32 else weight
+    return grouped_product(rows, weight, scale) if scale.dim() == 2 else product(rows, weight) * scale
 
 
 def _abstract(args: ExpertsW8A8 | ExpertsW4A8) -> Tensor:
@@ -165,6 +168,8 @@ def grouped_experts_w4a8_ge(args: ExpertsW4A8) -> Tensor:
 @grouped_experts_w4a8.lowering("npu", needs=FUSED)
 def grouped_experts_w4a8_fused(args: ExpertsW4A8) -> Tensor:
     """Two kernels; the first wants one scale a channel without the group axis, the second wants the axis."""
+    if args.gate_up_scale.shape[1] > 1:
+        return grouped_experts_w4a8_ge(args)
     hidden, hidden_scale = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
         args.rows,
         [args.gate_up],

@@ -26,6 +26,12 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows.double() @ weight.double()).float()
 
 
+def grouped_product(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`rows @ (weight * scale)` as f32 [T, N], where `scale` [groups, N] is of equal groups of the K rows of the weight."""
+    parts = zip(rows.chunk(len(scale), -1), weight.chunk(len(scale), -2), scale, strict=True)
+    return torch.stack([product(part, columns) * each for part, columns, each in parts]).sum(0)
+
+
 @quant_linear.abstract
 def _abstract(args: QuantLinear) -> Tensor:
     return torch.empty((args.x.shape[0], args.weight.shape[1]), dtype=args.x.dtype, device=args.x.device)

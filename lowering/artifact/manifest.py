@@ -16,7 +16,7 @@ import msgpack
 from ...graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered
 from ...graphs.types import DTYPE_NAMES, DTYPES, Aval, Bucket, Leaf, Limits, Signature
 
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Manifest:
         source_digest: digest of the checkpoint that the weights were read from.
         build_arguments: command line that builds the artifact again.
         quantization: name of the scheme that parameters are stored in; "none" where they are floats.
+        formats: fields of `models.quant.formats.Formats`: which matrices are stored as integers.
         deployment: id of the named deployment that it was built for, or "".
         memory: memory plan of each device (tools/build/memory.py), where the target has a limit of its own.
         environment: variables that the processes of all ranks run with, by name, where the target needs any.
@@ -161,6 +162,7 @@ class Manifest:
     source_digest: str
     build_arguments: tuple[str, ...]
     quantization: str = "none"
+    formats: Mapping[str, Any] = field(default_factory=dict)
     deployment: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None

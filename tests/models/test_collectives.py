@@ -125,7 +125,7 @@ def partitioned(layout: Layout | Pass, **options: Any) -> Partitioned:
     spread = layout.name.startswith("experts spread")
     copies = max(1, mesh.axis("tp") // values["num_key_value_heads"])
     model = registry.from_config("small", values)
-    variant = Variant.of("none", grouped=spread, kv_repeat=copies, recurrent=torch.bfloat16)
+    variant = Variant(grouped=spread, kv_repeat=copies, recurrent=torch.bfloat16)
     model = replace(model, config=replace(model.config, variant=variant))
     slots = bucket.q_len if kind == "decode" else 1
     drafts = slots - 1 if kind == "decode" else 2 * isinstance(layout, Pass)

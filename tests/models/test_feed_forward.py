@@ -8,11 +8,11 @@ import pytest
 import torch
 from support import oracle
 
-from npucompile.graphs.errors import ModelError
 from npucompile.graphs.spmd.partition import partition
 from npucompile.graphs.types import Aval, Bucket, Mesh, Program, Rules
 from npucompile.models import feed_forward
 from npucompile.models.params import avals
+from npucompile.models.quant.declare import stored
 from npucompile.models.variant import Variant
 
 
@@ -63,11 +63,11 @@ def test_split_undoes_join(name):
 @torch.no_grad()
 def test_grouped_experts_are_the_plain_ones(name, tokens):
     random, config = oracle.case(name), oracle.case(name).model.config
-    grouped = replace(config, variant=Variant(experts="grouped"))
+    grouped = replace(config, variant=Variant(grouped=True))
     source = feed_forward.moe_params(config, torch.float32, "at.")
     plain = random.weights["layers"][1]["mlp"]
     tensors = oracle.split(source, {key: plain[key] for key in source})
-    weights = oracle.join(feed_forward.moe_params(grouped, torch.float32, "at."), tensors)
+    weights = oracle.join(stored(feed_forward.moe_params(grouped, torch.float32, "at."), grouped.variant), tensors)
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(tokens))
     (want, logits), (actual, same) = feed_forward.moe(config, plain, x), feed_forward.moe(grouped, weights, x)
     torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)
@@ -77,13 +77,13 @@ def test_grouped_experts_are_the_plain_ones(name, tokens):
 @pytest.mark.parametrize("dispatched", [0, 4, 8])
 def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
     """Just as many as `most_dispatched` may still be sent to their experts."""
-    variant = Variant(experts="grouped", most_dispatched=dispatched)
+    variant = Variant(grouped=True, most_dispatched=dispatched)
     config = replace(oracle.case("moe-tied").model.config, variant=variant)
 
     def block(params, state, inputs):
         return {"y": feed_forward.moe(config, params, inputs["x"])[0]}, state
 
-    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
+    params = avals(stored(feed_forward.moe_params(config, torch.float32, "at."), config.variant))
     for tokens in (4, 5):
         x = {"x": Aval((tokens, config.hidden_size), torch.float32)}
         program = Program("mlp", Bucket("prefill", 1, tokens), block, params, {}, x)
@@ -94,19 +94,10 @@ def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
 
 
 def test_many_tokens_may_be_dispatched_in_parts():
-    variant = Variant(experts="grouped", most_dispatched=2, dispatches_in_parts=True)
+    variant = Variant(grouped=True, most_dispatched=2, dispatches_in_parts=True)
     config = replace(oracle.case("moe-tied").model.config, variant=variant)
-    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
+    params = avals(stored(feed_forward.moe_params(config, torch.float32, "at."), config.variant))
     x = {"x": Aval((5, config.hidden_size), torch.float32)}
     program = Program("mlp", Bucket("prefill", 1, 5), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
     partitioned = partition(program, Mesh.parse("dp=2"), Rules.of({"experts": ("dp", "tp")}))
     assert [kind for kind, *_ in partitioned.collectives] == ["moe_dispatch", "moe_combine"] * 3
-
-
-def test_experts_held_whole_are_not_split():
-    config = replace(oracle.case("moe-tied").model.config, variant=Variant(experts="grouped"))
-    params = avals(feed_forward.moe_params(config, torch.float32, "at."))
-    x = {"x": Aval((4, config.hidden_size), torch.float32)}
-    program = Program("mlp", Bucket("prefill", 1, 4), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)
-    with pytest.raises(ModelError, match=r"experts are stored as 'grouped', each whole; the layout splits each in 2: legal is 'plain'"):
-        partition(program, Mesh.parse("tp=2"), Rules.of({"expert_ffn": "tp", "shared_ffn": "tp"}))

@@ -7,13 +7,14 @@ import math
 
 import pytest
 import torch
-from support import oracle
+from support import fleets, oracle
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5
 from npucompile.models.presets import BUNDLED
+from npucompile.models.quant.declare import stored
 from npucompile.models.variant import Variant
 
 CASES = list(oracle.CASES)
@@ -145,19 +146,15 @@ def test_draft_head_leaves_the_layers_pools_alone():
     assert head.state["layers"] is layers
 
 
-def test_the_draft_head_is_never_quantised():
-    """Under any quantisation the head's layer has floating-point parameters, though its experts may be grouped."""
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_recipes_leave_the_draft_head_float(scheme):
     plain = dataclasses.replace(oracle.case("moe").model.config, mtp_num_hidden_layers=1)
-    for experts in ("plain", "grouped", "w4a8"):
-        for attention in ("plain", "w8a8"):
-            quantised = dataclasses.replace(plain, variant=Variant(attention=attention, experts=experts))
-            unquantised = dataclasses.replace(plain, variant=Variant(experts="plain" if experts == "plain" else "grouped"))
-            avals = [avals_of(config) for config in (quantised, unquantised)]
-            assert avals[0] == avals[1], (experts, attention)
+    quantised, unquantised = fleets.quantised(scheme), Variant(grouped=True)
+    assert avals_of(plain, quantised) == avals_of(plain, unquantised)
 
 
-def avals_of(config):
-    head = qwen3_5.abstract_params(config, torch.bfloat16)["mtp"]
+def avals_of(config, variant):
+    head = stored(qwen3_5.abstract_params(config, torch.bfloat16)["mtp"], variant)
     return [(path, param.aval) for path, param in tree.flatten(head)]
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from support import fleets
 
-from npucompile.graphs.errors import ModelError
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Mesh
+from npucompile.models.quant.declare import EXPERT_FORMATS
+from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import PLAIN, Variant
 
 TOLERANCE = 2e-4
@@ -42,8 +43,8 @@ class Case:
     collectives: tuple[str, ...] = ()
 
 
-GROUPED = Variant(experts="grouped")
-W8, W4 = Variant.of("w8a8", grouped=True), Variant.of("w4a8", grouped=True)
+GROUPED = Variant(grouped=True)
+W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
 DISPATCH = ("moe_dispatch world", "moe_combine world")
 GATHER = ("all_gather_into_tensor world", "reduce_scatter_tensor world")
 
@@ -54,6 +55,13 @@ def repeated(variant: Variant, **changes: object) -> Variant:
 
 def gathering(variant: Variant, most_dispatched: int = 0) -> Variant:
     return Variant(**{**vars(variant), "most_dispatched": most_dispatched})
+
+
+def every(form: str, **shards: int) -> Variant:
+    """All matrices of layers in one format, but experts, which have no static one; int4 scales are of groups of four weights."""
+    experts = form if form in EXPERT_FORMATS else "w8a8_dynamic"
+    rules = (("*.experts.*", experts), ("*_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form), ("mtp.layers.*_proj", form))
+    return Variant(formats=Formats(rules, group=4), grouped=True, shards=tuple(shards.items()))
 
 
 CASES: dict[str, Case] = {
@@ -80,6 +88,17 @@ CASES: dict[str, Case] = {
     "w8a8 dp=2,tp=2": Case("dp=2,tp=2", W8, W8, collectives=DISPATCH),
     "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, collectives=GATHER),
     "w8a8 tp=4": Case("tp=4", repeated(W8), W8, collectives=DISPATCH),
+    **{
+        f"{form} everywhere, {layout}": Case(mesh, every(form, **shards), every(form, **shards), experts, spread, drafts=1, collectives=DISPATCH if experts and spread else ())
+        for form in ("w8a8", "w8a8_dynamic", "w4a8_dynamic")
+        for layout, mesh, experts, spread, shards in (
+            ("dense tp=2", "tp=2", False, True, {"q_heads": 2, "delta_heads": 2, "ffn": 2}),
+            ("spread tp=2", "tp=2", True, True, {"q_heads": 2, "delta_heads": 2}),
+            ("spread dp=2", "dp=2", True, True, {}),
+            ("spread dp=2,tp=2", "dp=2,tp=2", True, True, {"q_heads": 2, "delta_heads": 2}),
+            ("split tp=2", "tp=2", True, False, {"q_heads": 2, "delta_heads": 2, "expert_ffn": 2, "shared_ffn": 2}),
+        )
+    },
     "w4a8 dp=2,tp=2": Case("dp=2,tp=2", W4, W4, collectives=DISPATCH),
 }
 
@@ -195,10 +214,3 @@ def sampled(groups: Sequence[dict[str, torch.Tensor]], batch: int) -> list[dict[
         numbers = (spread[:, None] * 7 + group * 0.3 + column) % 1
         changed.append({**inputs, "temperature": 0.5 + spread, "uniform": numbers, "logprobs": wanted})
     return changed
-
-
-def test_quantised_experts_are_not_split() -> None:
-    """Each device would compute whole products, and the sum would count them once for each device."""
-    fleet = fleets.Fleet(fleets.model(W8), Mesh.parse("tp=2"), expert_parallel=False)
-    with pytest.raises(ModelError, match=r"experts are stored as 'w8a8', each whole; the layout splits each in 2: legal is 'plain'"):
-        fleet.partitioned(fleets.Bucket("decode", 2, 1))

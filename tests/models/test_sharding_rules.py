@@ -50,7 +50,7 @@ def total(avals: list[Aval], mesh: Mesh, expert_parallel: bool) -> int:
     return sum(layout.local_aval(aval, mesh).nbytes for aval in avals)
 
 
-@pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(experts="grouped"), True), (PLAIN, False)])
+@pytest.mark.parametrize(("variant", "expert_parallel"), [(Variant(grouped=True), True), (PLAIN, False)])
 def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> None:
     """Each of two devices has a half of all but norms, routers, request slots, and the shared expert of spread experts."""
     named = tree.flatten(fleets.model(variant).params(torch.float32))
@@ -67,6 +67,6 @@ def test_everything_large_is_split(variant: Variant, expert_parallel: bool) -> N
 
 def test_groups_have_the_same_parameters_except_experts() -> None:
     mesh, layout = Mesh.parse("dp=4"), rules(Mesh.parse("dp=4"), experts=8)
-    for name, param in tree.flatten(fleets.model(Variant(experts="grouped")).params(torch.float32)):
+    for name, param in tree.flatten(fleets.model(Variant(grouped=True)).params(torch.float32)):
         parts = 4 if "experts" in param.aval.axes else 1
         assert layout.local_aval(param.aval, mesh).nbytes * parts == param.aval.nbytes, name

@@ -13,9 +13,11 @@ from support import tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.types import Aval, Mesh, Rules
-from npucompile.models import checkpoint, quant, registry, sharding_rules
+from npucompile.models import checkpoint, registry, sharding_rules
 from npucompile.models.checkpoint import ParamReader, open_checkpoint
 from npucompile.models.params import Param, Parts, Source
+from npucompile.models.quant import leaves
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.safetensors_files import TensorEntry
 from npucompile.models.slices import Shard, boxes, region_shape, source_bytes, source_region
 from npucompile.models.variant import Variant
@@ -62,7 +64,7 @@ def model_of(directory, mesh, quantization="none", grouped=True):
     model = registry.find(directory).model
     experts = model.config.num_experts
     copies = max(1, mesh.axis("tp") // model.config.num_key_value_heads)
-    variant = Variant.of(quantization, grouped=grouped and experts > 0, kv_repeat=copies)
+    variant = Variant(formats=formats_of_scheme(quantization, "qwen3.5-397b"), grouped=grouped and experts > 0, kv_repeat=copies)
     return replace(model, config=replace(model.config, variant=variant), drafting=True)
 
 
@@ -127,7 +129,7 @@ def test_experts_are_read_and_quantised_once_and_in_blocks(directories, monkeypa
     directory, mesh = directories["moe", 2, layout], Mesh.parse("tp=2")
     params = model_of(directory, mesh, "w4a8").params(torch.bfloat16)
     rules, block_bytes, sizes, calls = sharding_rules.rules(mesh, experts=8), 40_000, {}, []
-    read_into, quantise_w4 = TensorEntry.read_into, quant.quantise_w4
+    read_into, quantise_w4 = TensorEntry.read_into, leaves.quantise_w4_values
 
     def counted(entry, target, region=None):
         if ".experts" in entry.name:
@@ -136,7 +138,7 @@ def test_experts_are_read_and_quantised_once_and_in_blocks(directories, monkeypa
         read_into(entry, target, region)
 
     monkeypatch.setattr(TensorEntry, "read_into", counted)
-    monkeypatch.setattr(quant, "quantise_w4", lambda weight: calls.append(weight.shape[0]) or quantise_w4(weight))
+    monkeypatch.setattr(leaves, "quantise_w4_values", lambda weight, group: calls.append(weight.shape[0]) or quantise_w4(weight, group))
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     reader = ParamReader(open_checkpoint(directory), params)
     for group in reader.groups:

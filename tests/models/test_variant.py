@@ -17,33 +17,13 @@ from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with
 F32 = torch.float32
 
 
-@pytest.mark.parametrize(
-    ("scheme", "grouped", "attention", "experts"),
-    [
-        ("none", False, "plain", "plain"),
-        ("none", True, "plain", "grouped"),
-        ("w8a8", False, "w8a8", "w8a8"),
-        ("w8a8", True, "w8a8", "w8a8"),
-        ("w4a8", True, "w8a8", "w4a8"),
-    ],
-)
-def test_schemes_have_names(scheme: str, grouped: bool, attention: str, experts: str) -> None:
-    variant = Variant.of(scheme, grouped=grouped, kv_repeat=2, recurrent=torch.bfloat16)
-    assert variant == Variant(2, attention, experts, torch.bfloat16)
-
-
-def test_a_scheme_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SpecError, match="quantization is 'int3'; legal are none, w8a8, w4a8"):
-        Variant.of("int3", grouped=True)
-
-
 def test_the_plain_variant_stores_the_tensors_of_a_checkpoint() -> None:
     for _, param in tree.flatten(fleets.model().params(F32)):
         parts = [torch.randn(shape) for shape in param.source.shapes]
         assert all(torch.equal(a, b) for a, b in zip(param.source.split(param.source.join(*parts)), parts, strict=True))
 
 
-@pytest.mark.parametrize("variant", [Variant(kv_repeat=2), Variant(kv_repeat=4), Variant(experts="grouped")], ids=str)
+@pytest.mark.parametrize("variant", [Variant(kv_repeat=2), Variant(kv_repeat=4), Variant(grouped=True)], ids=str)
 def test_parameters_of_a_variant_can_be_saved_again(variant: Variant) -> None:
     """Repeated heads and transposed matrices split into the checkpoint's own tensors."""
     tensors = fleets.tensors()
@@ -88,7 +68,7 @@ def test_recurrent_state_has_the_variant_s_type() -> None:
 
 
 def test_programs_of_variants_declare_their_parameters() -> None:
-    model = step.Model("small", qwen3_5.FAMILY, replace(fleets.config(), variant=Variant.of("w4a8", grouped=True)))
+    model = step.Model("small", qwen3_5.FAMILY, replace(fleets.config(), variant=fleets.quantised("w4a8")))
     program = step.program(model, Bucket("decode", 1, 1), fleets.LIMITS, torch.bfloat16)
     mlp = program.params["layers"][0]["mlp"]
     assert sorted(mlp["gate_up"]) == ["assist", "scale", "weight"]
@@ -99,8 +79,8 @@ def test_programs_of_variants_declare_their_parameters() -> None:
 
 def test_parts_move_fewer_bytes_where_devices_are_more_than_the_rows_of_a_token():
     """Ten rows of int8 there and of bfloat16 back are 30 bytes a channel; all tokens to n devices and their sums back are 4n."""
-    assert [fewer_bytes_in_parts("w4a8", 10, devices) for devices in (4, 7, 8, 16)] == [False, False, True, True]
-    assert [fewer_bytes_in_parts("none", 10, devices) for devices in (8, 10, 11, 16)] == [False, False, True, True]
+    assert [fewer_bytes_in_parts(True, 10, devices) for devices in (4, 7, 8, 16)] == [False, False, True, True]
+    assert [fewer_bytes_in_parts(False, 10, devices) for devices in (8, 10, 11, 16)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

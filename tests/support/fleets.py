@@ -18,12 +18,13 @@ from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import qwen3_5, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import PLAIN, Variant
 
 F32 = torch.float32
 ROWS, PAGES, VOCAB = 4, 8, 40
-MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12}
-DENSE = {"intermediate_size": 28}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+DENSE = {"intermediate_size": 32}
 
 Inputs = dict[str, torch.Tensor]
 
@@ -79,6 +80,11 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
     return step.Model("small", qwen3_5.FAMILY, replace(config(experts), variant=variant), drafting=drafts > 0)
+
+
+def quantised(scheme: str, shards: Mapping[str, int] | None = None, **changes: Any) -> Variant:
+    """The variant of a scheme of the largest model; `shards` as in `Variant.shards`."""
+    return Variant(formats=formats_of_scheme(scheme, "qwen3.5-397b"), grouped=True, shards=tuple((shards or {}).items()), **changes)
 
 
 def weights(model: step.Model) -> Tree:

@@ -15,6 +15,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.types import Limits, Tree
 from npucompile.models import checkpoint, registry
 from npucompile.models.step import Model
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import Variant
 
 PAGE = 128
@@ -54,7 +55,7 @@ class OneDevice(NamedTuple):
     @staticmethod
     def of(directory: Path, quantization: str, dtype: torch.dtype) -> OneDevice:
         model = registry.find(str(directory)).model
-        variant = Variant.of(quantization, grouped=False, recurrent=dtype)
+        variant = Variant(formats=formats_of_scheme(quantization, "qwen3.5-397b"), recurrent=dtype)
         model = replace(model, config=replace(model.config, variant=variant))
         return OneDevice(model, checkpoint.load(checkpoint.open_checkpoint(directory), model.params(dtype)))
 

@@ -60,6 +60,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
         source_digest=source,
         build_arguments=plan.arguments,
         quantization=plan.quantization,
+        formats=plan.model.config.variant.formats.as_fields(),
         deployment=plan.deployment,
         checkpoint=checkpoint,
         chat_template=None if template is None else writer.add("tokenizer", template.encode(), "jinja"),

@@ -13,7 +13,9 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
+from ...models.deployed import deployed
+from ...models.quant.formats import Formats
+from ...models.quant.recipes import formats_of_scheme
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .dispatch_size import fit_dispatch
 from .instance import Instance, resolve
@@ -180,9 +182,10 @@ def plan(options: Options) -> Plan:
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)
+    formats = formats_of_scheme(instance.quantization, source.name)
     planned = Plan(
         source,
-        _variant_of(source.model, instance, platform, backend),
+        _variant_of(source.model, formats, instance, platform, backend),
         (*prefill, *(Bucket("decode", batch, limits.drafts + 1) for batch in batches)),
         limits,
         dtype,
@@ -324,7 +327,7 @@ def _eos_note(plan: Plan) -> str | None:
     return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
 
 
-def _variant_of(model: step.Model, instance: Instance, platform: Platform, backend: str) -> step.Model:
+def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
@@ -333,17 +336,18 @@ def _variant_of(model: step.Model, instance: Instance, platform: Platform, backe
             raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
     if max(group, heads) % min(group, heads):
         raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
-    grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
-    # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
-    recurrent = torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype
-    variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=recurrent)
-    if not instance.target.dispatches:
-        # Tokens are gathered instead, which moves more bytes.
-        variant = replace(variant, most_dispatched=0)
-    elif grouped and not instance.target.local:
-        in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
-        variant = replace(variant, dispatches_in_parts=in_parts)
-    variant = with_packages(variant, backend, platform.packages)
+    variant = deployed(
+        config,
+        formats,
+        mesh,
+        sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), tokens=group),
+        # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
+        recurrent=torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype,
+        dispatches=instance.target.dispatches,
+        local=instance.target.local,
+        backend=backend,
+        packages=platform.packages,
+    )
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

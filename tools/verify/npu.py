@@ -115,7 +115,7 @@ class _Proof:
         self.seed = seed
         self.small = shrink(artifact.manifest, steps)
         variant = self.small.model.config.variant
-        self.quantised = variant.attention != "plain" or variant.experts not in ("plain", "grouped")
+        self.quantised = variant.formats.quantises
         self.measured: Measured = {}
 
     @contextlib.contextmanager

@@ -16,9 +16,11 @@ from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
 from ...models import registry, sharding_rules
+from ...models.deployed import deployed
 from ...models.params import Param
+from ...models.quant.formats import Formats
 from ...models.step import Model
-from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
+from ...models.variant import Variant
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
@@ -124,7 +126,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
     small = replace(large, config=shrink_config(large.config, mesh))
     variant = replace(small.config.variant, recurrent=torch.float32)
-    plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
+    plain = replace(variant, kv_repeat=1, grouped=False)
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, len(large.config.layer_types))
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
@@ -154,21 +156,20 @@ def full_model(manifest: Manifest) -> Model:
 
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:
-    """The variant in which an artifact has a model of that configuration."""
+    """The variant in which an artifact has a model of that configuration; of random floats, which are quantised when they are loaded."""
     mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
-    variant = Variant.of(
-        manifest.quantization,
-        grouped=mesh.size > 1 and config.num_experts > 0,
-        kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
-        recurrent=pools[0].aval.dtype if pools else torch.float32,
-    )
-    variant = with_packages(variant, next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform).packages)
     where = target(manifest.target)
-    if not where.dispatches:
-        return replace(variant, most_dispatched=0)
-    in_parts = variant.experts != "plain" and not where.local
-    in_parts = in_parts and fewer_bytes_in_parts(manifest.quantization, config.num_experts_per_tok, mesh.size)
-    return replace(variant, dispatches_in_parts=in_parts)
+    return deployed(
+        config,
+        replace(Formats.of_fields(manifest.formats), stored=False),
+        mesh,
+        sharding_rules.rules(mesh, experts=config.num_experts, tokens=mesh.axis("tp")),
+        recurrent=pools[0].aval.dtype if pools else torch.float32,
+        dispatches=where.dispatches,
+        local=where.local,
+        backend=next((entry.backend for entry in manifest.graphs), ""),
+        packages=Platform.of(manifest.platform).packages,
+    )
 
 
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:

@@ -58,7 +58,7 @@ def test_operators_of_other_attributes_or_dtypes_differ(ta: Any) -> None:
 
 def test_a_decode_step_computes_nothing_twice_until_an_operator_is_copied(ta: Any) -> None:
     """Layers, drafts and what lies between them, on a mesh of two axes."""
-    fleet = fleets.Fleet(fleets.model(Variant(experts="grouped")), Mesh.parse("dp=2,tp=2"), drafts=3)
+    fleet = fleets.Fleet(fleets.model(Variant(grouped=True)), Mesh.parse("dp=2,tp=2"), drafts=3)
     lowered = lower(fleet.partitioned(Bucket("decode", 2, 4)))
     ge_file = link(lowered.graph, lowered.signature, ta)
     check_unrepeated(ge_file)

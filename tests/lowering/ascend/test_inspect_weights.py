@@ -98,7 +98,7 @@ def test_a_cast_to_a_dtype_that_no_operand_has_is_legal(ta: Any) -> None:
 
 
 def test_a_model_works_on_no_weights(ta: Any) -> None:
-    fleet = fleets.Fleet(fleets.model(Variant(experts="grouped")), Mesh.parse("dp=2,tp=2"), drafts=1)
+    fleet = fleets.Fleet(fleets.model(Variant(grouped=True)), Mesh.parse("dp=2,tp=2"), drafts=1)
     lowered = lower(fleet.partitioned(Bucket("decode", 2, 2)))
     ge_file = link(lowered.graph, lowered.signature, ta)
     assert work_on_weights(ge_file, len(lowered.signature.params)) == {}

@@ -30,7 +30,7 @@ from npucompile.models.variant import PLAIN, Variant
 
 F32 = torch.float32
 TOLERANCE = 2e-4
-GROUPED = Variant(experts="grouped")
+GROUPED = Variant(grouped=True)
 pytestmark = pytest.mark.usefixtures("torchair")
 
 
@@ -57,10 +57,10 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", GROUPED, True, 1, (2, 2), False),
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=1), True, 1, (1, 0), False),
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), True, 1, (1, 2), False),
-        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 1, (2, 1), False),
-        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), False),
-        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 0, (2, 1), True),
-        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), True),
+        ("dp=2,tp=2", fleets.quantised("w8a8"), True, 1, (2, 1), False),
+        ("dp=2,tp=2", fleets.quantised("w4a8"), True, 0, (1, 2), False),
+        ("dp=2,tp=2", fleets.quantised("w8a8"), True, 0, (2, 1), True),
+        ("dp=2,tp=2", fleets.quantised("w4a8"), True, 0, (1, 2), True),
         ("tp=2", PLAIN, False, 0, (2,), False),
         ("tp=2", PLAIN, False, 3, (2,), False),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npucompile.lowering import platform
-from npucompile.models.variant import SCHEMES
+from npucompile.models.quant.recipes import SCHEMES
 from npucompile.tools.build import choices, plan, targets
 
 

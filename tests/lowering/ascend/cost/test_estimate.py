@@ -28,7 +28,7 @@ MESH = Mesh.parse("dp=2,tp=2")
 def graph(tmp_path_factory):
     """GE file of a small model's decode step, by batch size."""
     ta = gb.loaded(tmp_path_factory.mktemp("stubs"))
-    model = fleets.model(Variant(experts="grouped"), drafts=1)
+    model = fleets.model(Variant(grouped=True), drafts=1)
 
     @functools.cache
     def decode(batch: int) -> GeFile:

@@ -71,7 +71,7 @@ def test_a_model_captured_on_devices_is_the_model_that_ge_runs(torchair: Any, tm
         machines.append(Machine(tmp_path, file, mesh))
         return machines[-1]
 
-    model = fleets.model(Variant(experts="grouped") if experts else Variant(), experts=experts)
+    model = fleets.model(Variant(grouped=True) if experts else Variant(), experts=experts)
     interpreted = fleets.Fleet(model, where, form=once(linked), machine=GeInterpreter, drafts=2)
     captured = fleets.Fleet(model, where, form=once(made), machine=machine, drafts=2)
     live = (2,) * where.axis("dp")

@@ -52,7 +52,7 @@ def test_a_model_on_devices_is_the_model_of_the_interpreter(tmp_path: Path, mesh
         machines.append(Machine(tmp_path, ge_file, mesh))
         return machines[-1]
 
-    model = fleets.model(Variant(experts="grouped") if experts else Variant(), experts=experts)
+    model = fleets.model(Variant(grouped=True) if experts else Variant(), experts=experts)
     interpreted = fleets.Fleet(model, where, form=linked, machine=GeInterpreter, drafts=2)
     emulated = fleets.Fleet(model, where, form=linked, machine=machine, drafts=2)
     live = (2,) * where.axis("dp")

@@ -414,7 +414,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
             cache[bucket] = lowered.graph, ge_file
         return cache[bucket]
 
-    model = fleets.model(Variant(experts="grouped"), experts=case.experts)
+    model = fleets.model(Variant(grouped=True), experts=case.experts)
     options = {"drafts": case.drafts, "emit_logits": not case.logprobs, "max_logprobs": case.logprobs}
     plain = fleets.Fleet(model, mesh, **options)
     before = fleets.Fleet(model, mesh, form=lambda partitioned: both(partitioned)[0], **options)

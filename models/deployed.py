@@ -1,0 +1,57 @@
+"""The variant of a model that a deployment has: from its formats, its mesh and what its devices run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..graphs.types import Mesh, Rules
+from .quant.formats import FLOAT, Formats
+from .variant import Variant, fewer_bytes_in_parts, with_packages
+
+CONTRACTED = ("q_heads", "delta_heads", "ffn", "shared_ffn", "expert_ffn")
+"""Logical axes that row-parallel products contract."""
+
+
+def deployed(
+    config: Any,
+    formats: Formats,
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    recurrent: torch.dtype,
+    dispatches: bool,
+    local: bool,
+    backend: str,
+    packages: Collection[str],
+) -> Variant:
+    """The variant.
+
+    Args:
+        config: of the model; its own variant is not read.
+        rules: layout of parameters.
+        recurrent: dtype of recurrent state.
+        dispatches: whether devices send tokens to the devices of their experts.
+        local: whether devices are processes on this machine.
+        backend, packages: what graphs are compiled with, and the operator packages that they use.
+    """
+    experts = getattr(config, "num_experts", 0)
+    grouped = mesh.size > 1 and experts > 0
+    quantised = any(form != FLOAT and "experts" in pattern for pattern, form in formats.rules)
+    shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
+    variant = Variant(
+        kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
+        formats=formats,
+        grouped=grouped or (quantised and experts > 0),
+        shards=shards if formats.quantises else (),
+        recurrent=recurrent,
+    )
+    if not dispatches:
+        # Tokens are gathered instead, which moves more bytes.
+        variant = replace(variant, most_dispatched=0)
+    elif grouped and not local:
+        variant = replace(variant, dispatches_in_parts=fewer_bytes_in_parts(quantised, config.num_experts_per_tok, mesh.size))
+    return with_packages(variant, backend, packages)

@@ -1,0 +1,163 @@
+"""Replaces the declarations of float matrices by those of the tensors that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from ...graphs import tree
+from ...graphs.errors import CheckpointError, ModelError, SpecError
+from ...graphs.quantise import unpack_rows
+from ...graphs.types import Tree
+from ..params import Param, Parts, Picked, Source, SourceAxis, axis_name
+from . import leaves
+from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, sibling
+from .leaves import Matrix
+
+ROLES = {"column": (0, False), "row": (0, True), "experts": (1, False), "experts_down": (1, True)}
+"""Role of a matrix (`Param.role`) -> dimensions in front that count matrices, and whether ranks share its contraction."""
+
+EXPERT_FORMATS = (FLOAT, W8A8_DYNAMIC, W4A8_DYNAMIC)
+
+
+class Storage(Protocol):
+    """How a deployment stores matrices; `models.variant.Variant` is one."""
+
+    @property
+    def formats(self) -> Formats: ...
+    @property
+    def grouped(self) -> bool: ...
+    def parts(self, axis: str | None) -> int:
+        """Over how many ranks a logical axis is split."""
+        ...
+
+
+def stored(params: Tree, storage: Storage) -> Tree:
+    """A tree of Param as it is stored: a matrix that is not float becomes a mapping of Param, as do experts for grouped products.
+
+    Raises:
+        CheckpointError: matrices that are multiplied as one have different formats, or groups do not fill a contraction.
+        SpecError: a matrix cannot have the format that it is given.
+    """
+    return tree.map_leaves(lambda param: _stored(param, storage), params)
+
+
+def _stored(param: Param, storage: Storage) -> Tree:
+    form = storage.formats.of(param.source.names)
+    if not param.role:
+        if form != FLOAT:
+            raise SpecError(f"{', '.join(param.source.names)}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
+        return param
+    lead, row = ROLES[param.role]
+    matrix = Matrix(param.aval.shape, param.aval.axes, lead, row, storage.parts(axis_name(param.aval.axes[-1])) if row else 1)
+    if form == FLOAT:
+        return {"weight": _turned(param, matrix)} if lead and storage.grouped else param
+    if lead and form not in EXPERT_FORMATS:
+        raise SpecError(f"{param.source.names[0]}: the format is {form}; legal for experts are {', '.join(EXPERT_FORMATS)}")
+    declared = leaves.avals(matrix, form, param.aval.dtype, storage.formats.group)
+    source, together = (_integers if storage.formats.stored else _floats)(param, matrix, form, storage.formats.group)
+    picked = {name: replace(source, join=Picked(together, index)) for index, name in enumerate(declared)}
+    return {name: Param(aval, picked[name], "quantised") for name, aval in declared.items()}
+
+
+def _turned(param: Param, matrix: Matrix) -> Param:
+    """Float matrices with the contraction before the channels, as grouped products read them."""
+    source, turned = param.source, matrix.weight(param.aval.dtype)
+    return Param(
+        turned,
+        replace(
+            source,
+            join=lambda *tensors: matrix.turned(source.join(*tensors)).contiguous(),
+            split=lambda x: source.split(x.movedim(matrix.lead, -1).contiguous()),
+            axes=param.source_axes,
+        ),
+        param.init,
+    )
+
+
+Together = Callable[..., tuple[torch.Tensor, ...]]
+Shape = tuple[int, ...]
+SourceAxes = tuple[SourceAxis, ...]
+
+
+def _floats(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
+    """Quantised when it is loaded, from the float tensors of a checkpoint."""
+    join, contracted = param.source.join, axis_name(param.aval.axes[-1])
+    # A scale needs the whole contraction, so that no rank may slice the sources along it.
+    axes = tuple(tuple(None if axis_name(axis) == contracted else axis for axis in each) for each in param.source_axes)
+
+    def together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return leaves.from_floats(matrix, form, group, join(*tensors))
+
+    return replace(param.source, join=join, split=_one_way, axes=axes), together
+
+
+ROWS, VECTOR, GROUPS, INPUT = "a column", "a number a row", "a number a group", "one number"
+_COMPANIONS: dict[str, tuple[tuple[str, str], ...]] = {
+    W8A8_DYNAMIC: (("weight_scale", ROWS),),
+    W8A8: (("deq_scale", VECTOR), ("quant_bias", VECTOR), ("input_scale", INPUT), ("input_offset", INPUT)),
+    W4A8_DYNAMIC: (("weight_scale", ROWS), ("weight_scale_second", GROUPS)),
+}
+"""Format -> the tensors that a ModelSlim checkpoint has beside a matrix's integers, and their shapes."""
+
+
+def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
+    """Read from a checkpoint that holds integers, under the names that ModelSlim gives them (26.1.0)."""
+    if form not in _COMPANIONS:
+        raise SpecError(f"{param.source.names[0]}: the format is {form}; legal in a checkpoint are {', '.join(_COMPANIONS)}")
+    source, packed = param.source, form == W4A8_DYNAMIC
+    companions = [(kind, shape) for kind, shape in _COMPANIONS[form] if shape != GROUPS or group]
+    contracted = axis_name(param.aval.axes[-1])
+    # A static bias is of the whole contraction; the rank of its first part adds it.
+    whole = form == W8A8 and matrix.row
+    axes = [tuple(None if whole and axis_name(axis) == contracted else axis for axis in each) for each in param.source_axes]
+    tensors: list[tuple[Any, ...]] = [
+        (name, _halved(shape, matrix.lead), _halved_axes(each, matrix.lead)) if packed else (name, shape, each)
+        for name, shape, each in zip(source.names, source.shapes, axes, strict=True)
+    ]
+    for kind, layout in companions:
+        for name, shape, each in zip(source.names, source.shapes, axes, strict=True):
+            tensors.append((sibling(name, kind), *_companion(shape, each, layout, group)))
+
+    def together(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(source.names)
+        weights, rest = given[:count], given[count:]
+        joined = [source.join(*(unpack_rows(weight, matrix.lead) for weight in weights) if packed else weights)]
+        for position, (_, layout) in enumerate(companions):
+            part = rest[position * count : (position + 1) * count]
+            if layout == INPUT:
+                joined.extend(part)
+            else:
+                joined.append(source.join(*(x.unsqueeze(-1) if layout == VECTOR else x for x in part)))
+        return leaves.from_integers(matrix, form, group, *joined)
+
+    names, shapes, sliced = (tuple(part[i] for part in tensors) for i in range(3))
+    return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis), together
+
+
+def _companion(shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple[Shape, SourceAxes]:
+    if layout == INPUT:
+        return (1,), (None,)
+    if layout == VECTOR:
+        return shape[:-1], axes[:-1]
+    return (*shape[:-1], shape[-1] // group if layout == GROUPS else 1), (*axes[:-1], None)
+
+
+def _halved(shape: Shape, dim: int) -> Shape:
+    """The shape of a matrix of which two neighbouring rows are one."""
+    if shape[dim] % 2:
+        raise CheckpointError(f"an int4 matrix has {shape[dim]} output channels; two share a byte, legal are even numbers")
+    return (*shape[:dim], shape[dim] // 2, *shape[dim + 1 :])
+
+
+def _halved_axes(axes: SourceAxes, dim: int) -> SourceAxes:
+    axis = axes[dim]
+    halved = Parts(axis.axis, tuple(size // 2 for size in axis.sizes)) if isinstance(axis, Parts) else axis
+    return (*axes[:dim], halved, *axes[dim + 1 :])
+
+
+def _one_way(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    raise ModelError("a quantised parameter cannot be turned back into the floats of a checkpoint; save the model it was quantised from")

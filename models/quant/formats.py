@@ -1,0 +1,98 @@
+"""Which format each matrix of a model is stored in: rules over the names of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...graphs.errors import CheckpointError, SpecError
+
+FLOAT = "float"
+W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC, W4A16 = "w8a8", "w8a8_dynamic", "w4a8_dynamic", "w4a16"
+
+FORMATS = {
+    FLOAT: "the dtype that the model computes in",
+    W8A8: "int8, one scale an output channel; activations int8 by one scale and offset that a calibration found",
+    W8A8_DYNAMIC: "int8, one scale an output channel; activations int8, one scale a token",
+    W4A8_DYNAMIC: "int4, one scale an output channel or a group of its weights; activations int8, one scale a token",
+    W4A16: "int4, one scale a group of an output channel's weights; activations stay what they are",
+}
+"""Formats of a matrix: name -> what it is. The names are ModelSlim's, in lower case."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The format of each matrix, by rules of which the first that matches decides; what none matches is float.
+
+    Attributes:
+        rules: (pattern, format): a pattern is a shell's, over the name of a matrix in a checkpoint without `.weight`, as in
+            `model.layers.3.self_attn.q_proj`; experts of a layer are one matrix, `model.layers.3.mlp.experts.gate_up_proj`.
+        stored: whether the checkpoint has the integers; else matrices are quantised when they are loaded.
+        group: weights of an output channel that share an int4 scale; 0: all.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    stored: bool = False
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        for pattern, form in self.rules:
+            if form not in FORMATS:
+                raise SpecError(f"{pattern}: the format is {form!r}; legal are {', '.join(FORMATS)}")
+
+    def of(self, names: Iterable[str]) -> str:
+        """The format of a matrix that is made of those tensors.
+
+        Raises:
+            CheckpointError: they have different formats.
+        """
+        found = {name: _format(self.rules, matrix_name(name)) for name in names}
+        if len(set(found.values())) > 1:
+            each = ", ".join(f"{name} is {form}" for name, form in found.items())
+            raise CheckpointError(f"{each}; they are multiplied as one matrix and must have one format")
+        return next(iter(found.values()), FLOAT)
+
+    def agree(self, names: Iterable[str]) -> bool:
+        """Whether all those tensors have one format."""
+        return len({_format(self.rules, matrix_name(name)) for name in names}) == 1
+
+    @staticmethod
+    def of_fields(fields: Mapping[str, Any]) -> Formats:
+        """What `as_fields` gave; float for none."""
+        rules = tuple((str(pattern), str(form)) for pattern, form in fields.get("rules", ()))
+        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)))
+
+    def as_fields(self) -> dict[str, Any]:
+        """As plain lists and values."""
+        return {"rules": [list(rule) for rule in self.rules], "stored": self.stored, "group": self.group}
+
+    @property
+    def quantises(self) -> bool:
+        """Whether any matrix may have a format that is not float."""
+        return any(form != FLOAT for _, form in self.rules)
+
+    def floats_first(self, *patterns: str) -> Formats:
+        """The same, where matrices of these patterns stay float."""
+        return Formats((*((pattern, FLOAT) for pattern in patterns), *self.rules), self.stored, self.group)
+
+
+PLAIN = Formats()
+"""Every matrix is float."""
+
+
+def matrix_name(name: str) -> str:
+    """The name of a tensor's matrix: without `.weight`."""
+    return name.removesuffix(".weight")
+
+
+def sibling(name: str, kind: str) -> str:
+    """The name of the tensor of that kind, such as `weight_scale`, that belongs to a matrix."""
+    return f"{matrix_name(name)}.{kind}"
+
+
+@functools.lru_cache(maxsize=65_536)
+def _format(rules: tuple[tuple[str, str], ...], name: str) -> str:
+    return next((form for pattern, form in rules if fnmatchcase(name, pattern)), FLOAT)

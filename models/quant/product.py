@@ -1,0 +1,146 @@
+"""Products with a weight in whatever format it is stored: models multiply by these, and never ask for the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...graphs import ops
+from ...graphs.spmd.region import Sum, shard_map
+from ...graphs.types import Tree
+from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
+from .leaves import AXES
+
+Axes = tuple[str | None, ...]
+
+
+def format_of(weight: Tree) -> str:
+    """The format of a weight, by the tensors that it consists of."""
+    if not isinstance(weight, Mapping) or len(weight) == 1:
+        return FLOAT
+    if "input_scale" in weight:
+        return W8A8
+    return W4A8_DYNAMIC if "assist" in weight else W8A8_DYNAMIC
+
+
+def operands(weight: Tree, axes: Axes, *, lead: int = 0, row: bool = False) -> list[tuple[torch.Tensor, Axes]]:
+    """The tensors of a weight with their logical axes, as `shard_map` reads them.
+
+    Args:
+        axes: of the float matrix `[lead..., out..., K]`.
+        lead, row: as of `leaves.Matrix`.
+    """
+    if not isinstance(weight, Mapping):
+        return [(weight, axes)]
+    return [(tensor, AXES[name](axes, lead, row, tensor)) for name, tensor in weight.items()]
+
+
+def regrouped(weights: Sequence[Tree], tensors: Sequence[torch.Tensor]) -> list[Tree]:
+    """Weights like others, of the tensors that `operands` listed of each, one behind the other."""
+    groups, begin = [], 0
+    for weight in weights:
+        count = len(weight) if isinstance(weight, Mapping) else 1
+        groups.append(rebuilt(weight, tensors[begin : begin + count]))
+        begin += count
+    return groups
+
+
+def rebuilt(weight: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
+    """A weight like another, of the tensors that `operands` listed of it."""
+    return dict(zip(weight, tensors, strict=True)) if isinstance(weight, Mapping) else tensors[0]
+
+
+def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
+    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits."""
+    form = format_of(weight)
+    if form == FLOAT:
+        plain: torch.Tensor = ops.linear(x, weight)
+        return plain
+    product = _PRODUCTS[form]
+    quantised: torch.Tensor = product(x, *weight.values())
+    return quantised
+
+
+def swiglu(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)`, [T, M] -> [T, F], of a matrix [2, F, M].
+
+    Args:
+        x: all of it on every device.
+        axis: logical axis of F.
+    """
+    if not isinstance(weight, Mapping):
+        plain: torch.Tensor = ops.swiglu_linear(x, weight)
+        return plain
+
+    def local(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return local_swiglu(x, rebuilt(weight, tensors))
+
+    return shard_map(local, [(x, (None, None)), *operands(weight, (None, axis, None))], (None, axis))
+
+
+def local_swiglu(x: torch.Tensor, weight: Tree) -> torch.Tensor:
+    """`swiglu` of a device's own part, inside a region."""
+    if not isinstance(weight, Mapping):
+        plain: torch.Tensor = ops.swiglu_linear(x, weight)
+        return plain
+    # Gate and up are neighbouring dimensions of the channels; products know one.
+    channels = {name: tensor.flatten(-2) if tensor.dim() > 1 else tensor for name, tensor in weight.items()}
+    gated: torch.Tensor = ops.swiglu(linear(x, channels))
+    return gated
+
+
+def row_parallel(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
+    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction may be split: then a partial sum.
+
+    Each device rounds its own part of x, as serving stacks do. The whole product on one device rounds the same parts.
+
+    Args:
+        axis: logical axis of K.
+    """
+    if not isinstance(weight, Mapping):
+        plain: torch.Tensor = ops.linear(x, weight)
+        return plain
+
+    def local(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return local_row_parallel(x, rebuilt(weight, tensors))
+
+    return shard_map(local, [(x, (None, axis)), *operands(weight, (None, axis), row=True)], Sum(axis))
+
+
+def local_row_parallel(x: torch.Tensor, weight: Tree) -> torch.Tensor:
+    """`row_parallel` of a device's own part, inside a region."""
+    if not isinstance(weight, Mapping):
+        plain: torch.Tensor = ops.linear(x, weight)
+        return plain
+    parts = split_parts(weight, 0)
+    total = linear(x[..., : x.shape[-1] // len(parts)], parts[0])
+    for part, rows in zip(parts[1:], x.chunk(len(parts), -1)[1:], strict=True):
+        total = total + linear(rows, part)
+    return total
+
+
+def split_parts(weight: Mapping[str, torch.Tensor], dim: int) -> list[dict[str, torch.Tensor]]:
+    """The parts of the contraction of a weight that ranks would share, each a weight of its own.
+
+    Args:
+        dim: of the contraction in the integers.
+    """
+    name = "scale" if "assist" not in weight else "assist"
+    count = len(weight[name])
+
+    def part(name: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        if name.startswith("input_"):
+            return tensor
+        if name == "weight" or (name == "scale" and "assist" in weight):
+            return tensor.narrow(dim, index * (tensor.shape[dim] // count), tensor.shape[dim] // count) if count > 1 else tensor
+        return tensor[index]
+
+    return [{name: part(name, tensor, index) for name, tensor in weight.items()} for index in range(count)]
+
+
+_PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    W8A8_DYNAMIC: ops.quant_linear,
+    W8A8: ops.static_quant_linear,
+    W4A8_DYNAMIC: ops.quant_linear_w4a8,
+}
