@@ -32,13 +32,13 @@ def _abstract(args: StaticQuantLinear) -> Tensor:
 def static_quant_linear_reference(args: StaticQuantLinear) -> Tensor:
     """`(round(x / input_scale + input_offset) @ weight + bias) * scale` (ir/w8a8_static.py of Ascend/msmodelslim, 3de0a3c).
 
-    Kernels multiply by the reciprocal of the scale, as this does.
+    The reciprocal of the scale is in x's dtype, as kernels take it (methods/w8a8_static.py of vllm-project/vllm-ascend, 182b75e).
 
     Returns:
         [T, N], dtype of x.
     """
     x, weight, scale, bias, input_scale, input_offset = args
-    rows = torch.round(x.float() * input_scale.reciprocal() + input_offset).clamp(-128, 127).to(torch.int8)
+    rows = torch.round(x.float() * input_scale.reciprocal().to(x.dtype).float() + input_offset).clamp(-128, 127).to(torch.int8)
     return ((product(rows, weight) + bias) * scale).to(x.dtype)
 
 

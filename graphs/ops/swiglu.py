@@ -29,7 +29,7 @@ def swiglu_reference(args: Swiglu) -> Tensor:
     Returns:
         [T, F], dtype of x.
     """
-    gate, up = args.x.chunk(2, -1)
+    gate, up = args.x.contiguous().chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 

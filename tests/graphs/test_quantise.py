@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import CheckpointError
-from npucompile.graphs.quantise import assist_w4, bits_scale, pack_w4, quantise_rows, quantise_w4, quantise_w8, scale_bits, unpack_w4
+from npucompile.graphs.quantise import (
+    assist_w4,
+    bits_scale,
+    pack_rows,
+    pack_w4,
+    quantise_rows,
+    quantise_w4,
+    quantise_w8,
+    scale_bits,
+    unpack_rows,
+    unpack_w4,
+)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -47,9 +58,28 @@ def test_w4_has_one_scale_an_output_channel() -> None:
     assert (bits.shape, bits.dtype) == ((3, 1, 16), torch.int64)
     assert (assist.shape, assist.dtype) == ((3, 16), torch.float32)
     values, scale = unpack_w4(packed), bits_scale(bits)
-    torch.testing.assert_close(scale, weight.abs().amax(1) / 7)
-    assert ((values * scale[:, None] - weight).abs() <= 0.5001 * scale[:, None]).all()
-    torch.testing.assert_close(assist, 8 * (values * scale[:, None]).sum(1))
+    torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / 7)
+    assert ((values * scale - weight).abs() <= 0.5001 * scale).all()
+    torch.testing.assert_close(assist, 8 * (values * scale).sum(1))
+
+
+def test_w4_may_have_a_scale_for_each_group_of_weights() -> None:
+    weight = draw(3, 12, 16)
+    (packed, bits, assist), groups = quantise_w4(weight, 4), weight.unflatten(1, (3, 4))
+    values, scale = unpack_w4(packed).unflatten(1, (3, 4)), bits_scale(bits)
+    torch.testing.assert_close(scale, groups.abs().amax(2) / 7)
+    assert ((values * scale[:, :, None] - groups).abs() <= 0.5001 * scale[:, :, None]).all()
+    torch.testing.assert_close(assist, 8 * (values * scale[:, :, None]).sum((1, 2)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-8, 7), min_size=16, max_size=16))
+def test_rows_of_bytes_are_unpacked(values: list[int]) -> None:
+    weight = torch.tensor(values, dtype=torch.int8).view(4, 4)
+    for axis in (0, 1):
+        packed = pack_rows(weight, axis)
+        assert torch.equal(unpack_rows(packed, axis), weight)
+    assert pack_rows(weight, 0)[0, 0].item() & 0xFF == (weight[0, 0].item() & 0xF) | (weight[1, 0].item() & 0xF) << 4
 
 
 def test_a_channel_of_zeros_stays_zeros() -> None:
@@ -72,7 +102,7 @@ def test_packing_is_undone(values: list[int]) -> None:
 def test_scales_keep_their_bits_with_zeros_above() -> None:
     scale = torch.tensor([1.0, 2.0**-20, 3.3e38])
     bits = scale_bits(scale)
-    assert bits.tolist() == [[0x3F800000, 0x35800000, scale.view(torch.int32)[2].item()]]
+    assert bits.tolist() == [0x3F800000, 0x35800000, scale.view(torch.int32)[2].item()]
     assert torch.equal(bits_scale(bits), scale)
 
 
@@ -82,7 +112,7 @@ def test_assist_completes_a_product_of_halves() -> None:
     values = torch.randint(-8, 8, (16, 8), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     scale = draw(8).abs()
     high, low = x >> 4, (x & 0xF) - 8
-    product = (16 * high + low).double() @ values.double() * scale + assist_w4(values, scale)
+    product = (16 * high + low).double() @ values.double() * scale + assist_w4(values, scale[None])
     torch.testing.assert_close(product, x.double() @ values.double() * scale, rtol=1e-6, atol=1e-4)
 
 

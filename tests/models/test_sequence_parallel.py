@@ -47,7 +47,7 @@ def stream(p: Tree, ids: torch.Tensor) -> torch.Tensor:
     """Embed, a column- and a row-parallel product with their residual, and all rows of the sum."""
     x = sequence_parallel.embed(ids, p["table"])
     hidden = torch.relu(ops.linear(sequence_parallel.whole(x, len(ids)), p["up"]))
-    return sequence_parallel.whole(x + sequence_parallel.project(hidden, p["down"]), len(ids))
+    return sequence_parallel.whole(x + sequence_parallel.project(hidden, p["down"], "ffn"), len(ids))
 
 
 def expected(ids: torch.Tensor) -> torch.Tensor:

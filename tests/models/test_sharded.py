@@ -89,7 +89,15 @@ CASES: dict[str, Case] = {
     "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, collectives=GATHER),
     "w8a8 tp=4": Case("tp=4", repeated(W8), W8, collectives=DISPATCH),
     **{
-        f"{form} everywhere, {layout}": Case(mesh, every(form, **shards), every(form, **shards), experts, spread, drafts=1, collectives=DISPATCH if experts and spread else ())
+        f"{form} everywhere, {layout}": Case(
+            mesh,
+            every(form, **shards),
+            every(form, **shards),
+            experts,
+            spread,
+            drafts=1,
+            collectives=DISPATCH if experts and spread else (),
+        )
         for form in ("w8a8", "w8a8_dynamic", "w4a8_dynamic")
         for layout, mesh, experts, spread, shards in (
             ("dense tp=2", "tp=2", False, True, {"q_heads": 2, "delta_heads": 2, "ffn": 2}),

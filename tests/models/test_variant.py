@@ -9,7 +9,7 @@ import torch
 from support import fleets
 
 from npucompile.graphs import tree
-from npucompile.graphs.errors import ConfigError, SpecError
+from npucompile.graphs.errors import ConfigError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5, step
 from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with_packages
@@ -36,7 +36,7 @@ def test_parameters_of_a_variant_can_be_saved_again(variant: Variant) -> None:
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
 def test_declared_shapes_are_what_quantising_makes(scheme: str) -> None:
-    model = fleets.model(Variant.of(scheme, grouped=True))
+    model = fleets.model(fleets.quantised(scheme))
     for (path, param), (_, tensor) in zip(tree.flatten(model.params(F32)), tree.flatten(fleets.weights(model)), strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (param.aval.shape, param.aval.dtype), path
 
@@ -48,7 +48,7 @@ def test_repeated_heads_change_no_logits(copies: int) -> None:
     plain, repeated = fleets.OneDevice(fleets.model()), fleets.OneDevice(fleets.model(Variant(kv_repeat=copies)))
     for bucket, (inputs,) in serving.steps(2):
         want, doubled = plain.step(bucket, inputs), repeated.step(bucket, inputs)
-        assert (want["logits"] - doubled["logits"]).abs().max() < 1e-5
+        assert (want["logits"] - doubled["logits"]).abs().max() < 5e-5
         serving.commit(bucket, [inputs], [want])
     keys, many = (device.state["layers"][1]["k"] for device in (plain, repeated))
     assert many.shape[2] == copies * keys.shape[2]

@@ -14,8 +14,8 @@ from support import tiny
 from npucompile.graphs import tree
 from npucompile.graphs.types import Limits, Tree
 from npucompile.models import checkpoint, registry
-from npucompile.models.step import Model
 from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.models.step import Model
 from npucompile.models.variant import Variant
 
 PAGE = 128

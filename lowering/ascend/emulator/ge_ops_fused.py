@@ -54,6 +54,11 @@ def _dynamic_quant(call: Call) -> Results:
     return dense.npu_dynamic_quant(call.tensor("x"), smooth_scales=call.optional("smooth_scales"))
 
 
+def _static_quant(call: Call) -> Results:
+    call.expect(dst_type=_INT8, axis=-1, round_mode="round", sqrt_mode=False)
+    return dense.npu_quantize(call.tensor("x"), call.tensor("scale"), call.optional("offset"), torch.qint8, -1, False)
+
+
 def _quant_matmul(call: Call) -> Results:
     call.expect(group_size=0)
     x1, x2 = call.tensor("x1"), call.tensor("x2")
@@ -239,6 +244,7 @@ FUSED: Mapping[str, Function] = {
     "SwiGlu": _swiglu,
     "RotaryMul": _rotary_mul,
     "DynamicQuant": _dynamic_quant,
+    "AscendQuantV2": _static_quant,
     "QuantBatchMatmulV3": _quant_matmul,
     "MoeGatingTopKSoftmaxV2": _moe_gating,
     "DequantSwigluQuant": _dequant_swiglu_quant,

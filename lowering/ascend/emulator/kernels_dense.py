@@ -111,6 +111,24 @@ def npu_dynamic_quant(x: torch.Tensor, *, smooth_scales: torch.Tensor | None = N
     return quantise_rows(wide)
 
 
+def npu_quantize(
+    x: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: torch.dtype | int, axis: int = 1, div_mode: bool = True
+) -> torch.Tensor:
+    """x [..., K] -> int8: `round(x * scales + zero_points)`, half to even; scales and zero points [1] or [K], of x's dtype (AscendQuantV2).
+
+    Raises:
+        LoweringError: also for division by scales, which another operator does.
+    """
+    op = "npu_quantize"
+    refuse_options(op, {"axis": axis, "div_mode": div_mode, "dtype": dtype}, axis=-1, div_mode=False, dtype=torch.qint8)
+    wide = require(op, "input", x, FLOATS).float()
+    for name, each in (("scales", scales), ("zero_points", zero_points)):
+        if each is not None and require(op, name, each, (x.dtype,), (1,)).shape != (1,):
+            require_shape(op, name, each, x.shape[-1:])
+    wide = wide * scales.float()
+    return torch.round(wide if zero_points is None else wide + zero_points.float()).clamp(-128, 127).to(torch.int8)
+
+
 def npu_quant_matmul(
     x1: torch.Tensor,
     x2: torch.Tensor,

@@ -32,6 +32,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         dense.npu_linear,
         dense.npu_dynamic_quant,
         dense.npu_quant_matmul,
+        dense.npu_quantize,
         state.npu_scatter_pa_kv_cache_functional,
         state.npu_scatter_nd_update,
         state.npu_scatter_nd_update_,

@@ -90,7 +90,7 @@ def test_each_device_adds_its_experts(model: dict[str, torch.Tensor], devices: i
 
 def dequantised(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     if parts[0].dtype == torch.int32:
-        return unpack_w4(parts[0]).double() * bits_scale(parts[1])[:, None].double()
+        return unpack_w4(parts[0]).double() * bits_scale(parts[1]).double()
     return parts[0].double() * parts[1][:, None].double()
 
 

@@ -84,6 +84,13 @@ def quantised(r: Draw, counts: tuple[int, ...], M: int, F: int, quantise: Callab
     return *quantise_rows(r(7, M)), torch.tensor(counts), *weights, r.dtype
 
 
+def static(r: Draw, T: int, K: int, N: int) -> tuple[Any, ...]:
+    """Operands of a product of activations that are rounded by one scale, some beyond the range of int8."""
+    integers, scale = quantise_w8(r(K, N))
+    offset = torch.tensor([5.0])
+    return r(T, K), integers, scale * 0.02, -5 * integers.sum(0, dtype=torch.int32) + 3, torch.tensor([0.02]), offset
+
+
 def distinct(*rows: tuple[int, ...]) -> torch.Tensor:
     """Choices that name no expert twice in a row, those of the last row the largest: its rows are last when sorted."""
     assert all(len(set(row)) == len(row) for row in rows)
@@ -200,6 +207,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
         "even": lambda r: (torch.cat([r(3, 6), r(1, 6) * 0]), *quantise_w8(r(6, 2))),
     },
+    "quant_linear_w4a8": {
+        "channels": lambda r: (r(4, 7), *quantise_w4(r(7, 16))),
+        "groups": lambda r: (r(4, 12), *quantise_w4(r(12, 8), 4)),
+    },
     "rms_norm": {
         "rows": lambda r: (r(5, 7), r(7), 1e-6, 1.0),
         "heads": lambda r: (r(4, 2, 8), r(8), 1e-5, 0.0),
@@ -212,6 +223,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
     "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
+    "static_quant_linear": {"odd": lambda r: static(r, 5, 7, 3), "even": lambda r: static(r, 4, 6, 2)},
+    "swiglu": {"odd": lambda r: (r(5, 14),), "even": lambda r: (r(4, 6),)},
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
     "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
 }
@@ -220,6 +233,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "sample", "request_slot_write"),
     *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+    *("quant_linear_w4a8", "static_quant_linear"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
@@ -653,11 +667,14 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "paged_attention": [poisoned_attention],
     "positions": [],
     "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
+    "quant_linear_w4a8": [lambda r: rows(r, "quant_linear_w4a8", "channels", (0,))],
     "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],
     "rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
     "request_slot_write": [],
+    "static_quant_linear": [lambda r: rows(r, "static_quant_linear", "odd", (0,))],
+    "swiglu": [lambda r: rows(r, "swiglu", "odd", (0,))],
     "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
     "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],
 }
