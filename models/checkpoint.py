@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
 from .params import Param, Picked
-from .safetensors_files import DTYPES, SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
+from .quant.description import canonical
+from .safetensors_files import DTYPES, SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
 __all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "save"]
 
-_PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
 _PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MAX_NAMES = 5
 BLOCK_BYTES = 16 * 1024**2
@@ -33,6 +33,7 @@ class _Piece:
     name: str
     shape: tuple[int, ...]
     region: tuple[slice, ...]
+    dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -193,30 +194,33 @@ def _canonical(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Tensors on disk by the name that a Param's source uses."""
     table: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.tensors.items():
-        canonical = next((to + name.removeprefix(prefix) for prefix, to in _PREFIXES if name.startswith(prefix)), name)
-        if canonical in table:
-            raise CheckpointError(f"{checkpoint.directory}: {table[canonical].name} and {name} are both {canonical}; expected one of them")
-        table[canonical] = entry
+        if (known := canonical(name)) in table:
+            raise CheckpointError(f"{checkpoint.directory}: {table[known].name} and {name} are both {known}; expected one of them")
+        table[known] = entry
     return table
 
 
 def _recipe(param: Param, table: Mapping[str, TensorEntry]) -> _Recipe:
-    return _Recipe(param, tuple(_pieces(*source, table) for source in zip(param.source.names, param.source.shapes, strict=True)))
+    source = param.source
+    names = enumerate(zip(source.names, source.shapes, strict=True))
+    return _Recipe(param, tuple(_pieces(name, shape, source.legal_dtypes(index), table) for index, (name, shape) in names))
 
 
-def _pieces(name: str, shape: tuple[int, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:
-    prefix, _, leaf = name.rpartition(".")
-    parts = _PER_EXPERT.get(leaf, ()) if prefix.endswith(".experts") else ()
-    if name in table or not any(f"{prefix}.0.{part}.weight" in table for part in parts):
-        return (_Piece(name, shape, tuple(slice(0, size) for size in shape)),)
-    experts, rows = shape[0], shape[1] // len(parts)
+def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:
+    experts, _, leaf = name.partition(".experts.")
+    fused, _, kind = leaf.partition(".")
+    parts = _PER_EXPERT.get(fused, ())
+    if name in table or not any(f"{experts}.experts.0.{part}.{kind or 'weight'}" in table for part in parts):
+        return (_Piece(name, shape, tuple(slice(0, size) for size in shape), dtypes),)
+    count, rows = shape[0], shape[1] // len(parts)
     return tuple(
         _Piece(
-            f"{prefix}.{expert}.{part}.weight",
+            f"{experts}.experts.{expert}.{part}.{kind or 'weight'}",
             (rows, *shape[2:]),
             (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), *(slice(0, size) for size in shape[2:])),
+            dtypes,
         )
-        for expert in range(experts)
+        for expert in range(count)
         for i, part in enumerate(parts)
     )
 
@@ -227,12 +231,18 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
     complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
-    legal = ", ".join(DTYPES)
+    integers = {piece.name.removesuffix(".weight") for piece in pieces if not set(piece.dtypes) & set(DTYPES)}
     problems = (
-        ("has a quantised dtype", [f"{e.name} ({e.dtype}; supported are {legal})" for _, e in pairs if e.dtype not in DTYPES]),
+        (
+            "has the wrong dtype",
+            [f"{e.name} ({e.dtype}; expected {' or '.join(p.dtypes)})" for p, e in pairs if e.dtype not in p.dtypes],
+        ),
         ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
-        ("is not part of the model", [entry.name for name, entry in table.items() if name.startswith(complete) and name not in used]),
+        (
+            "is not part of the model",
+            [e.name for name, e in table.items() if name.startswith(complete) and name not in used and not _beside(name, integers)],
+        ),
     )
     for problem, names in problems:
         if names:
@@ -240,13 +250,32 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
 
 
+NOT_READ = {
+    "weight_offset": "zeros, of a symmetric scale",
+    "weight_offset_second": "zeros, of a symmetric scale",
+    "scale_bias": "follows from an int4 weight and its scales",
+    "weight_scale": "of a matrix that is read with static scales",
+    "deq_scale": "of a matrix that is read with a scale for each token",
+    "quant_bias": "of a matrix that is read with a scale for each token",
+    "input_scale": "of a matrix that is read with a scale for each token",
+    "input_offset": "of a matrix that is read with a scale for each token",
+}
+"""Tensors beside a matrix's integers that are deliberately not read, where its format does not need them."""
+
+
+def _beside(name: str, integers: Set[str]) -> bool:
+    """Whether a tensor lies beside a matrix of integers and is deliberately not read."""
+    matrix, _, kind = name.rpartition(".")
+    return kind in NOT_READ and matrix in integers
+
+
 def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:
-    return DTYPES[table[recipe.sources[0][0].name].dtype].itemsize
+    return STORED_DTYPES[table[recipe.sources[0][0].name].dtype].itemsize
 
 
 def _assemble(region: Region, pieces: tuple[_Piece, ...], table: Mapping[str, TensorEntry]) -> torch.Tensor:
     """What is read of one tensor of a source; pieces on disk are read straight into their places."""
-    whole = torch.empty(region_shape(region), dtype=DTYPES[table[pieces[0].name].dtype])
+    whole = torch.empty(region_shape(region), dtype=STORED_DTYPES[table[pieces[0].name].dtype])
     for source, target in boxes(region):
         for piece in pieces:
             if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(source, piece.region, strict=True)):
@@ -261,7 +290,7 @@ def _read_piece(whole: torch.Tensor, source: tuple[slice, ...], target: tuple[sl
     lacking = len(piece.region) - len(entry.shape)
     region = [_moved(part, -at.start) for part, at in zip(common, piece.region, strict=True)][lacking:]
     place = place[(0,) * lacking]
-    if place.is_contiguous() and DTYPES[entry.dtype] == whole.dtype:
+    if place.is_contiguous() and STORED_DTYPES[entry.dtype] == whole.dtype:
         entry.read_into(place, region)
     else:
         place.copy_(entry.read_slice(region))

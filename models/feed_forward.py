@@ -142,8 +142,8 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         gate_up, down, shared_gate_up, shared_down, gate = regrouped(matrices, tensors)
-        shared = quant.local_row_parallel(quant.local_swiglu(x, shared_gate_up), shared_down)
-        return _with_routed(cfg, x, logits, router, Experts(gate_up, down), torch.sigmoid(ops.linear(x, gate)) * shared)
+        shared = torch.sigmoid(ops.linear(x, gate)) * quant.local_row_parallel(quant.local_swiglu(x, shared_gate_up), shared_down)
+        return _with_routed(cfg, x, logits, router, Experts(gate_up, down), shared)
 
     tokens = ("expert_tokens", None)
     out = shard_map(

@@ -20,6 +20,10 @@ def _alone(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor,)
 
 
+NUMBERS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of a file that are numbers as they stand."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """A dimension that consists of parts, one behind the other, each of which is split over the ranks by itself.
@@ -88,6 +92,7 @@ class Source:
             the parameter: a rank need not read the rest. A dimension with None is read whole.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
+        dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
     """
 
     names: tuple[str, ...]
@@ -96,6 +101,11 @@ class Source:
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _alone
     axes: tuple[tuple[SourceAxis, ...], ...] | None = None
     block_axis: str | None = None
+    dtypes: tuple[tuple[str, ...], ...] = ()
+
+    def legal_dtypes(self, index: int) -> tuple[str, ...]:
+        """Legal dtypes of a tensor on disk, by their codes in a file."""
+        return self.dtypes[index] if self.dtypes else NUMBERS
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from ..graphs.errors import CheckpointError, ConfigError
 from .config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = ((SINGLE, INDEX), ("quant_model_weights.safetensors", "quant_model_weights.safetensors.index.json"))
+"""Names of a checkpoint's one file, and of the index of its several: of transformers, and of ModelSlim."""
+
 LARGEST_CONTENT_DIGEST_BYTES = 2 * 1024**3
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Dtypes that are numbers as they stand, by their code in a file; all others need scales or are no weights."""
@@ -120,7 +123,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Reads the headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
+    """Reads the headers of the shards that an index lists, or of the one file of a checkpoint without one (`NAMES`).
 
     Raises:
         CheckpointError: naming the file that is absent, truncated or corrupt, or the tensor that the index places wrongly.
@@ -128,13 +131,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with {SINGLE}")
-    if (directory / SINGLE).exists():
-        entries = entries_of(directory / SINGLE)
-        return Checkpoint(directory, (directory / SINGLE,), entries)
-    if not (directory / INDEX).exists():
+    single, index = next((names for names in NAMES if any((directory / name).exists() for name in names)), (None, None))
+    if single is None or index is None:
         there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
-        raise CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}, the only formats read; there is {there}")
-    weight_map = _weight_map(directory / INDEX)
+        legal = ", ".join(name for names in NAMES for name in names)
+        raise CheckpointError(f"{directory}: holds none of {legal}, the only formats read; there is {there}")
+    if not (directory / index).exists():
+        return Checkpoint(directory, (directory / single,), entries_of(directory / single))
+    weight_map = _weight_map(directory / index)
     tensors: dict[str, TensorEntry] = {}
     files = tuple(directory / name for name in sorted(set(weight_map.values())))
     for file in files:
@@ -142,7 +146,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         tensors.update((name, entry) for name, entry in entries_of(file).items() if weight_map.get(name, file.name) == file.name)
     for name, file_name in weight_map.items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / INDEX}: says {name} is in {file_name}, which does not hold it")
+            raise CheckpointError(f"{directory / index}: says {name} is in {file_name}, which does not hold it")
     return Checkpoint(directory, files, tensors)
 
 

@@ -12,7 +12,7 @@ from ...graphs import tree
 from ...graphs.errors import CheckpointError, ModelError, SpecError
 from ...graphs.quantise import unpack_rows
 from ...graphs.types import Tree
-from ..params import Param, Parts, Picked, Source, SourceAxis, axis_name
+from ..params import NUMBERS, Param, Parts, Picked, Source, SourceAxis, axis_name
 from . import leaves
 from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
@@ -104,6 +104,9 @@ _COMPANIONS: dict[str, tuple[tuple[str, str], ...]] = {
 """Format -> the tensors that a ModelSlim checkpoint has beside a matrix's integers, and their shapes."""
 
 
+_DTYPES = {"deq_scale": ("F32", "I64"), "quant_bias": ("I32",)}
+
+
 def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source, Together]:
     """Read from a checkpoint that holds integers, under the names that ModelSlim gives them (26.1.0)."""
     if form not in _COMPANIONS:
@@ -135,7 +138,8 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
         return leaves.from_integers(matrix, form, group, *joined)
 
     names, shapes, sliced = (tuple(part[i] for part in tensors) for i in range(3))
-    return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis), together
+    dtypes = [("I8",)] * len(source.names) + [_DTYPES.get(kind, NUMBERS) for kind, _ in companions for _ in source.names]
+    return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis, dtypes=tuple(dtypes)), together
 
 
 def _companion(shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple[Shape, SourceAxes]:

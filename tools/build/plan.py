@@ -14,6 +14,7 @@ from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
+from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
@@ -182,7 +183,7 @@ def plan(options: Options) -> Plan:
     prefill, dropped = _prefill(options, instance, limits.max_model_len)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)
-    formats = formats_of_scheme(instance.quantization, source.name)
+    formats = _formats(source, instance)
     planned = Plan(
         source,
         _variant_of(source.model, formats, instance, platform, backend),
@@ -245,6 +246,21 @@ def _platform(options: Options, target: Target) -> Platform:
     if target.local and (options.cann or options.operator_packages):
         raise SpecError(f"--cann and --operator-packages are for NPUs, the target is {target.name}; legal are targets that are NPUs")
     return Platform(target.chip, options.cann or target.cann, tuple(sorted(set(options.operator_packages))))
+
+
+def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
+    """The formats of a checkpoint that is quantised, else those of the scheme.
+
+    Raises:
+        SpecError: a scheme for a checkpoint that is quantised already.
+        CheckpointError: the checkpoint's description cannot be read.
+    """
+    found = formats_in(source.checkpoint_dir, decodes_only=instance.phase == "decode") if source.checkpoint_dir else None
+    if found is None:
+        return formats_of_scheme(instance.quantization, source.name)
+    if instance.quantization != "none" and not instance.deployment:
+        raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
+    return found
 
 
 def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:

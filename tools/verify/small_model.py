@@ -125,7 +125,9 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     """
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
     small = replace(large, config=shrink_config(large.config, mesh))
-    variant = replace(small.config.variant, recurrent=torch.float32)
+    # Random floats, which are quantised when they are loaded.
+    shipped = replace(small.config.variant, formats=replace(small.config.variant.formats, stored=False))
+    small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, grouped=False)
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, len(large.config.layer_types))
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
@@ -156,12 +158,12 @@ def full_model(manifest: Manifest) -> Model:
 
 
 def variant_of(manifest: Manifest, config: Any) -> Variant:
-    """The variant in which an artifact has a model of that configuration; of random floats, which are quantised when they are loaded."""
+    """The variant in which an artifact has a model of that configuration."""
     mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
     where = target(manifest.target)
     return deployed(
         config,
-        replace(Formats.of_fields(manifest.formats), stored=False),
+        Formats.of_fields(manifest.formats),
         mesh,
         sharding_rules.rules(mesh, experts=config.num_experts, tokens=mesh.axis("tp")),
         recurrent=pools[0].aval.dtype if pools else torch.float32,

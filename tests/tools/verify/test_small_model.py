@@ -14,6 +14,7 @@ from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Mesh
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
 from npucompile.models import registry
 from npucompile.models.params import avals
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.variant import Variant
 from npucompile.tools.build.deployments import deployments
 from npucompile.tools.verify import small_model
@@ -49,6 +50,8 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
         "limits": Limits(128, 1000, 400, 4096, 4, 3),
         "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
+    scheme = fields.get("quantization", chosen["quantization"])
+    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}}
     empty = dict.fromkeys(Manifest.__dataclass_fields__)
     return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
 
@@ -150,9 +153,12 @@ def test_a_small_step_that_dispatches_in_drafts_alone_has_too_many_other_tokens(
 
 def test_a_shrunkhas_the_variant_of_the_large_one():
     small = small_model.shrink(manifest(mesh="dp=1,tp=16"), 3)
-    assert small.shipped.config.variant == Variant(8, "w8a8", "w4a8", BF16, dispatches_in_parts=True)
-    assert small.model.config.variant == Variant(8, "w8a8", "w4a8", F32, dispatches_in_parts=True)
-    assert small.reference.config.variant == Variant(1, "w8a8", "w4a8", F32, dispatches_in_parts=True)
+    variant = small_model.full_model(manifest(mesh="dp=1,tp=16")).config.variant
+    assert (variant.kv_repeat, variant.recurrent, variant.dispatches_in_parts) == (8, BF16, True)
+    assert (variant.formats, dict(variant.shards)) == (formats_of_scheme("w4a8", MOE), {"q_heads": 16, "delta_heads": 16, "ffn": 16})
+    assert small.shipped.config.variant == variant
+    assert small.model.config.variant == replace(variant, recurrent=F32)
+    assert small.reference.config.variant == replace(variant, kv_repeat=1, recurrent=F32, grouped=False)
     assert (small.model_in(F32), small.model_in(BF16)) == (small.model, small.shipped)
     assert small.requests == 3
     width, longest = 4, 192 + small_model.PROMPT_EXCESS + 4 * (1 + 3)
@@ -198,7 +204,7 @@ def test_log_probabilities_are_of_as_many_tokens_as_in_the_artifact():
 
 def test_float_experts_are_compared_with_a_checkpoints_form():
     small = small_model.shrink(manifest(quantization="none"), 1)
-    assert (small.model.config.variant.experts, small.reference.config.variant.experts) == ("grouped", "plain")
+    assert (small.model.config.variant.grouped, small.reference.config.variant.grouped) == (True, False)
 
 
 def test_a_target_that_gathers_gathers():
