@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from ...lowering.artifact.artifact import Artifact
 from ...models import safetensors_files
 from ...models.checkpoint import ParamReader
 from ...models.params import avals
+from ...models.quant.description import formats_in
 from ...models.slices import Shard
 from ..progress import Progress
-from ..verify.small_model import full_model
+from ..verify.small_model import full_model, with_variant
 
 NO_DIGEST = "none"
 """`Manifest.source_digest` of an artifact that was built without a checkpoint."""
@@ -121,7 +123,10 @@ def _check_entry(file: Path, leaf: Leaf, entry: safetensors_files.TensorEntry | 
 def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ...], shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
     """From a checkpoint, in the order of the model's parameters."""
     manifest = artifact.manifest
-    params = full_model(manifest).params(DTYPES[manifest.dtype])
+    # Formats of a checkpoint that is quantised decide what is read; the parameters must be those of the artifact either way.
+    model, found = full_model(manifest), formats_in(directory, decodes_only="decode" in manifest.build_arguments)
+    model = with_variant(model, replace(model.config.variant, formats=found)) if found else model
+    params = model.params(DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
     reader, names = ParamReader(safetensors_files.open_checkpoint(directory), params), {leaf.name for leaf in leaves}
     operands = [leaf_name("params", path) for path, _ in tree.flatten(params)]
