@@ -22,6 +22,7 @@ from .batch import Batch
 from .config import Fields
 from .family import DraftHead, Family, Intermediates
 from .params import Param, Source
+from .rotary import Rotary, read_rotary
 from .variant import PLAIN, Variant
 
 NAME = "qwen3_5"
@@ -74,8 +75,7 @@ class Config:
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    rotary_dim: int
-    rope_theta: float
+    rotary: Rotary
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -88,7 +88,6 @@ class Config:
     variant: Variant = PLAIN
 
     def __post_init__(self) -> None:
-        rotary = "head_dim * partial_rotary_factor"
         checks = [
             (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
             (
@@ -97,7 +96,7 @@ class Config:
             ),
             (self.head_dim % 2, "head_dim must be even"),
             (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
-            (not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2, f"{rotary} must be even, positive, at most head_dim"),
+            (self.rotary.dim > self.head_dim, f"rotated are {self.rotary.dim} channels; legal are at most head_dim"),
             (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
             (self.mtp_num_hidden_layers not in (0, 1), "mtp_num_hidden_layers must be 0 or 1"),
@@ -105,6 +104,11 @@ class Config:
         for broken, rule in checks:
             if broken:
                 raise ConfigError(f"{NAME}: {rule}; the configuration is {self}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head."""
+        return self.rotary.dim
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> Config:
@@ -115,20 +119,16 @@ class Config:
         """
         outer = Fields(values, where)
         text = outer.sub("text_config") if outer.has("text_config") else outer
-        rope = text.sub("rope_parameters") if text.has("rope_parameters") else text
-        for scaling in (rope, text.sub("rope_scaling")):
-            scaling.only("rope_type", "default", "mrope")
-            scaling.only("type", "default", "mrope")
         for name, legal in _LEGAL.items():
             text.only(name, *legal)
         experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
         required = _SIZES + (_MOE_SIZES if experts else ("intermediate_size",))
         sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
-        partial = text.get(float, "partial_rotary_factor", default=0.25)
+        rotary = read_rotary(text, sizes["head_dim"], partial=0.25)
+        sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
         return Config(
             layer_types=_layer_types(text),
-            rotary_dim=int(sizes["head_dim"] * rope.get(float, "partial_rotary_factor", default=partial)),
-            rope_theta=rope.get(float, "rope_theta", minimum=1),
+            rotary=rotary,
             rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
             tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
             num_experts=experts,
@@ -219,7 +219,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
         values, of which the draft head's features are the same hidden states.
     """
-    batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    batch = Batch.of(inputs, cfg.rotary)
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
     layers = params["layers"]
     norms = [*(layer["input_norm"] for layer in layers[1:]), params["norm"]]
@@ -277,7 +277,7 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
         what `draft` continues from, all of it on every device: the head's residual stream `stream` and its layer's normalised input
         `normed`, each [T, M]; and the new state.
     """
-    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 1.0)
     hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 1.0)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
@@ -297,7 +297,7 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     Returns:
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
-    batch = Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+    batch = Batch.of(inputs, cfg.rotary)
     cfg, mtp = _unquantised(cfg), params[DRAFT]
     mixed = gated_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
     return _feed_forward(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]

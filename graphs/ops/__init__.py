@@ -22,7 +22,7 @@ from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
 from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
-from .rope import rope, rope_angles
+from .rope import rope, rope_angles, scaled_rope_angles
 from .sample import sample
 from .swiglu_linear import swiglu_linear
 from .token_logprobs import token_logprobs
@@ -56,6 +56,7 @@ __all__ = [
     "rope",
     "rope_angles",
     "sample",
+    "scaled_rope_angles",
     "slot_mapping",
     "swiglu_linear",
     "token_logprobs",

@@ -45,7 +45,7 @@ def eagle():
         return hidden, state, Intermediates(torch.cat([low, hidden], -1), intermediates.routers)
 
     def extend_cache(cfg, params, state, inputs, hidden, *, first):
-        own, batch = params[HEAD], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+        own, batch = params[HEAD], Batch.of(inputs, cfg.rotary)
         assert hidden.shape[-1] == (2 if first else 1) * cfg.hidden_size
         hidden = ops.linear(hidden, own["fuse"]) if first else hidden
         stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), hidden], -1), own["join"])
@@ -55,7 +55,7 @@ def eagle():
         return {"stream": stream, "normed": x}, {**state, HEAD: pool}
 
     def draft(cfg, params, state, inputs, rows):
-        layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary_dim, cfg.rope_theta)
+        layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary)
         mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, rows["normed"])
         x, stream = ops.add_rms_norm(mixed, sequence_parallel.spread(rows["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
         x, _ = feed_forward.moe(cfg, layer["mlp"], x)

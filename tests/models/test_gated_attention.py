@@ -28,7 +28,7 @@ def reference(random, layer, x):
 def run(random, layer, state, bucket, rows, x):
     """Our function over a step: [B, Q, M] -> [B, Q, M] and the new state."""
     config = random.model.config
-    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary_dim, config.rope_theta)
+    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary)
     out, state = gated_attention.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
     return out.view(x.shape), state
 
@@ -78,7 +78,7 @@ def test_the_last_tokens_of_each_row_may_attend_alone(name):
     rows = [oracle.Row([1] * length, 0, pages[b]) for b, length in enumerate(query_lens)]
     ends = [oracle.Row([1] * last, length - last, pages[b]) for b, length in enumerate(query_lens)]
     whole, end = (
-        Batch.of(oracle.inputs(bucket, own), config.rotary_dim, config.rope_theta)
+        Batch.of(oracle.inputs(bucket, own), config.rotary)
         for bucket, own in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
     )
     state = gated_attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
@@ -103,7 +103,7 @@ def test_a_sequence_may_fill_its_pages_to_the_last_token():
         fed = torch.full((1, 16, config.hidden_size), float("nan"))
         fed[0, :count] = x[0, start : start + count]
         inputs = oracle.inputs(bucket, [oracle.Row([1] * count, start, [3, 1, 2])], limits)
-        batch = Batch.of(inputs, config.rotary_dim, config.rope_theta)
+        batch = Batch.of(inputs, config.rotary)
         out, state = gated_attention.apply(config, random.weights["layers"][3]["mixer"], state, batch, fed[0])
         torch.testing.assert_close(out[:count], want[start : start + count], atol=1e-5, rtol=1e-5)
 

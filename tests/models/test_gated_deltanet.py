@@ -16,7 +16,7 @@ CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one
 def run(random, layer, state, bucket, rows, x):
     """Our function over a step: [B, Q, M] -> [B, Q, M] and the new state."""
     config = random.model.config
-    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary_dim, config.rope_theta)
+    batch = Batch.of(oracle.inputs(bucket, rows), config.rotary)
     out, state = gated_deltanet.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
     return out.view(x.shape), state
 

@@ -37,7 +37,7 @@ def test_published_shape(name):
     config = registry.find(name).model.config
     full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     assert full == list(range(3, len(config.layer_types), 4))
-    assert (config.rotary_dim, config.rope_theta, config.max_position_embeddings) == (64, 1e7, 262_144)
+    assert (config.rotary.dim, config.rotary.theta, config.max_position_embeddings) == (64, 1e7, 262_144)
     assert not config.tie_word_embeddings
 
 

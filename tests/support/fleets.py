@@ -18,6 +18,7 @@ from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.models import qwen3_5, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
+from npucompile.models.rotary import Rotary
 from npucompile.models.variant import PLAIN, Variant
 
 F32 = torch.float32
@@ -52,8 +53,7 @@ def config(experts: bool = True) -> qwen3_5.Config:
         linear_key_head_dim=8,
         linear_value_head_dim=8,
         linear_conv_kernel_dim=4,
-        rotary_dim=4,
-        rope_theta=1e4,
+        rotary=Rotary(4, 1e4),
         rms_norm_eps=1e-6,
         max_position_embeddings=64,
         tie_word_embeddings=False,

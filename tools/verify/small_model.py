@@ -197,7 +197,7 @@ def shrink_config(config: Any, mesh: Mesh) -> Any:
         num_attention_heads=keys * copies * groups,
         num_key_value_heads=keys,
         head_dim=width,
-        rotary_dim=max(2, round(width * rotary) // 2 * 2),
+        rotary=replace(config.rotary, dim=max(2, round(width * rotary) // 2 * 2)),
         layer_types=shrink_layers(config.layer_types),
         linear_num_key_heads=delta,
         linear_num_value_heads=delta * values,

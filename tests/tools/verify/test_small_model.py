@@ -74,10 +74,10 @@ def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, me
         assert after.num_experts >= 2 * at.size or at.size == 1
         assert 1 <= after.num_experts_per_tok < after.num_experts
     assert all(width % 8 == 0 for width in (after.hidden_size, after.moe_intermediate_size, after.intermediate_size))
-    assert after.rotary_dim / after.head_dim == before.rotary_dim / before.head_dim
+    assert after.rotary.dim / after.head_dim == before.rotary.dim / before.head_dim
     assert after.layer_types == (LINEAR, LINEAR, LINEAR, FULL)
     assert after.mtp_num_hidden_layers == before.mtp_num_hidden_layers == 1
-    assert (after.rope_theta, after.rms_norm_eps, after.variant) == (before.rope_theta, before.rms_norm_eps, before.variant)
+    assert (after.rotary.theta, after.rms_norm_eps, after.variant) == (before.rotary.theta, before.rms_norm_eps, before.variant)
 
 
 @pytest.mark.parametrize(
