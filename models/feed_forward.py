@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_s
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
 from .params import Param, Parts, Source
+from .routing import Routing, route
 from .variant import Variant
 
 
@@ -27,14 +28,14 @@ class DenseSizes(Protocol):
 
 
 class MoeSizes(Protocol):
-    """Fields of a model's configuration that a mixture of experts reads."""
+    """Fields of a model's configuration that a mixture of experts reads; a shared expert of width 0 is none."""
 
     @property
     def hidden_size(self) -> int: ...
     @property
     def num_experts(self) -> int: ...
     @property
-    def num_experts_per_tok(self) -> int: ...
+    def routing(self) -> Routing: ...
     @property
     def moe_intermediate_size(self) -> int: ...
     @property
@@ -63,19 +64,23 @@ def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, 
 
 
 def moe_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
-    """Parameters of a mixture of experts with a gated shared expert; `prefix` begins their names in a checkpoint.
+    """Parameters of a mixture of experts; `prefix` begins their names in a checkpoint.
 
-    Keys: `router`, `experts` (the operands of the expert products, in order), `shared_gate_up`, `shared_down`, `shared_gate`.
+    Keys: `router`, `gate_up` and `down` of the experts, and where there is a shared expert `shared_gate_up`, `shared_down`, `shared_gate`.
     """
     M, E = cfg.hidden_size, cfg.num_experts
-    shared_gate_up, shared_down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, prefix + "shared_expert.", "shared_ffn")
     return {
         "router": Param(Aval((E, M), dtype), Source((prefix + "gate.weight",), ((E, M),))),
         **_expert_params(cfg, dtype, prefix + "experts."),
-        "shared_gate_up": shared_gate_up,
-        "shared_down": shared_down,
-        "shared_gate": Param(Aval((1, M), dtype), Source((prefix + "shared_expert_gate.weight",), ((1, M),))),
+        **(_shared_params(cfg, dtype, prefix) if cfg.shared_expert_intermediate_size else {}),
     }
+
+
+def _shared_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+    M = cfg.hidden_size
+    gate_up, down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, prefix + "shared_expert.", "shared_ffn")
+    gate = Param(Aval((1, M), dtype), Source((prefix + "shared_expert_gate.weight",), ((1, M),)))
+    return {"shared_gate_up": gate_up, "shared_down": down, "shared_gate": gate}
 
 
 def _expert_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
@@ -113,8 +118,13 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     return sequence_parallel.project(ops.swiglu_linear(sequence_parallel.whole(x, tokens), weights["gate_up"]), weights["down"])
 
 
+_ROUTER = {"router": (None, None), "router_bias": (None,)}
+_SHARED = {"shared_gate_up": (None, "shared_ffn", None), "shared_down": (None, "shared_ffn"), "shared_gate": (None, None)}
+"""Logical axes of the tensors of a mixture of experts other than its experts; `router_bias` and those of a shared expert are optional."""
+
+
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The X best experts of each token, weighted by renormalised router probabilities, and a sigmoid-gated shared expert.
+    """The X best experts of each token, weighted by their router's rule, and where there is one a shared expert.
 
     With expert parallelism (`experts` is split) a device dispatches its tokens (`expert_tokens`) to the experts' devices and combines
     what comes back, at once or in parts; or it gathers all tokens and reduce-scatters the result (`Variant`).
@@ -134,21 +144,24 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
         raise ModelError(f"experts are stored as {cfg.variant.experts!r}, each whole; the layout splits each in {parts}: legal is 'plain'")
     x = constrain(x, "expert_tokens", None)
     logits = ops.linear(x, weights["router"])
-    shared = [
-        (weights["shared_gate_up"], (None, "shared_ffn", None)),
-        (weights["shared_down"], (None, "shared_ffn")),
-        (weights["shared_gate"], (None, None)),
-    ]
+    names = [name for name in (*_ROUTER, *_SHARED) if name in weights]
 
-    def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-        gate_up, down, gate = matrices[-3:]
-        shared_out = torch.sigmoid(ops.linear(x, gate)) * ops.linear(ops.swiglu_linear(x, gate_up), down)
-        return _with_routed(cfg, x, logits, router, matrices[:-3], shared_out)
+    def local(x: torch.Tensor, logits: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        others, experts = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
+        return _with_routed(cfg, x, logits, others, experts, _shared(others, x))
 
     tokens = ("expert_tokens", None)
-    operands = [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *_operands(cfg, weights), *shared]
+    operands = [(x, tokens), (logits, tokens), *((weights[name], (_ROUTER | _SHARED)[name]) for name in names), *_operands(cfg, weights)]
     out = shard_map(local, operands, Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
     return constrain(out, "tokens", None), logits
+
+
+def _shared(weights: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+    """Output of the shared expert, if there is one: [T, M], gated by a sigmoid where it has a gate."""
+    if "shared_down" not in weights:
+        return None
+    out: torch.Tensor = ops.linear(ops.swiglu_linear(x, weights["shared_gate_up"]), weights["shared_down"])
+    return torch.sigmoid(ops.linear(x, weights["shared_gate"])) * out if "shared_gate" in weights else out
 
 
 def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[str | None, ...]]]:
@@ -159,28 +172,41 @@ def _operands(cfg: MoeSizes, weights: Tree) -> list[tuple[torch.Tensor, tuple[st
 
 
 def _with_routed(
-    cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Sequence[torch.Tensor], shared: torch.Tensor
+    cfg: MoeSizes,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    router: Mapping[str, torch.Tensor],
+    experts: Sequence[torch.Tensor],
+    shared: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The shared expert's output [T, M] plus the routed experts' for a device's tokens; where experts are split, a partial sum of it."""
-    devices, choices = num_shards("experts"), cfg.num_experts_per_tok
+    """The routed experts' output for a device's tokens, plus the shared expert's [T, M]; where experts are split, a partial sum of it."""
+    devices, bias = num_shards("experts"), router.get("router_bias")
     if devices == 1:
-        share, ids = ops.moe_route(logits, choices, True)
-        return _own_experts(cfg, x, share, ids, experts) + shared
+        share, ids = route(cfg.routing, logits, bias)
+        return _plus(_own_experts(cfg, x, share, ids, experts), shared)
     most = cfg.variant.most_dispatched
     if most and (x.shape[0] <= most or cfg.variant.dispatches_in_parts):
-        share, ids = ops.moe_route(logits, choices, True)
+        share, ids = route(cfg.routing, logits, bias)
+        # An empty tensor stands for no shared expert.
+        added = x[:0] if shared is None else shared
         if x.shape[0] <= most:
-            return _dispatched(cfg, devices, experts, x, share, ids, shared, x)
+            return _dispatched(cfg, devices, experts, x, share, ids, added, x)
+        parts = [tensor.split(most) for tensor in (x, share, ids)]
+        sums = [added] * len(parts[0]) if shared is None else shared.split(most)
         outs: list[torch.Tensor] = []
-        for part, weights, chosen, added in zip(*(tensor.split(most) for tensor in (x, share, ids, shared)), strict=True):
-            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, added, outs[-1] if outs else part))
+        for part, weights, chosen, own in zip(*parts, sums, strict=True):
+            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, own, outs[-1] if outs else part))
         return torch.cat(outs)
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
-    share, ids = ops.moe_route(ops.linear(all_tokens, router), choices, True)
+    share, ids = route(cfg.routing, ops.linear(all_tokens, router["router"]), bias)
     first = axis_index("experts") * (cfg.num_experts // devices)
     ids = torch.remainder(ids - first, cfg.num_experts)
-    return reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts") + shared
+    return _plus(reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts"), shared)
+
+
+def _plus(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    return routed if shared is None else routed + shared
 
 
 def _dispatched(
@@ -193,7 +219,7 @@ def _dispatched(
     shared: torch.Tensor,
     earlier: torch.Tensor,
 ) -> torch.Tensor:
-    """The shared expert's output plus the routed experts', which other devices compute; after the exchange with that result."""
+    """The routed experts' output, which other devices compute, plus `shared`; after the exchange with the result `earlier`."""
     group, here, quantised = group_of("experts"), axis_index("experts"), cfg.variant.experts != "grouped"
     sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, earlier, here, cfg.num_experts, group, devices, quantised)
     out = _grouped(cfg, x.dtype, sent, scale, counts, experts)

@@ -23,6 +23,7 @@ from .config import Fields
 from .family import DraftHead, Family, Intermediates
 from .params import Param, Source
 from .rotary import Rotary, read_rotary
+from .routing import SOFTMAX, Routing
 from .variant import PLAIN, Variant
 
 NAME = "qwen3_5"
@@ -86,6 +87,11 @@ class Config:
     shared_expert_intermediate_size: int = 0
     mtp_num_hidden_layers: int = 0
     variant: Variant = PLAIN
+
+    @property
+    def routing(self) -> Routing:
+        """Every model of the family makes the weights of a token's experts sum to 1."""
+        return Routing(SOFTMAX, self.num_experts_per_tok, renormalise=True)
 
     def __post_init__(self) -> None:
         checks = [
