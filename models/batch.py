@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 
 from ..graphs import ops
 from ..graphs.types import Tree
+from .rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Batch:
     state_slots_out: torch.Tensor
 
     @staticmethod
-    def of(inputs: Tree, rotary_dim: int, rope_theta: float) -> Batch:
+    def of(inputs: Tree, rotary: Rotary) -> Batch:
         """The batch of a step whose layers read `inputs` (LAYER_INPUTS)."""
         B, Q = inputs["tokens"].shape
-        cos, sin = ops.rope_angles(ops.positions(inputs["num_computed_tokens"], Q), rotary_dim, rope_theta)
+        cos, sin = rotary.angles(ops.positions(inputs["num_computed_tokens"], Q))
         names = ("page_table", "num_computed_tokens", "query_lens", "state_slots_in", "state_slots_out")
         return Batch(B, Q, inputs["tokens"].reshape(-1), cos, sin, **{name: inputs[name] for name in names})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from . import quant, sequence_parallel
 from .params import Param, Parts, Source
 from .quant.experts import grouped, rounds_rows
 from .quant.product import operands, regrouped
+from .routing import Routing, route
 from .variant import Variant
 
 
@@ -27,14 +29,14 @@ class DenseSizes(Protocol):
 
 
 class MoeSizes(Protocol):
-    """Fields of a model's configuration that a mixture of experts reads."""
+    """Fields of a model's configuration that a mixture of experts reads; a shared expert of width 0 is none."""
 
     @property
     def hidden_size(self) -> int: ...
     @property
     def num_experts(self) -> int: ...
     @property
-    def num_experts_per_tok(self) -> int: ...
+    def routing(self) -> Routing: ...
     @property
     def moe_intermediate_size(self) -> int: ...
     @property
@@ -59,6 +61,15 @@ def swiglu_params(M: int, width: int, dtype: torch.dtype, prefix: str, axis: str
     )
 
 
+class Sizes(DenseSizes, MoeSizes, Protocol):
+    """Fields of a model's configuration that either block reads; without experts every layer is dense."""
+
+
+def params(cfg: Sizes, dtype: torch.dtype, prefix: str, *, dense: bool) -> dict[str, Tree]:
+    """Parameters of a layer's block, a dense one in a model without experts; `prefix` begins their names in a checkpoint."""
+    return (dense_params if dense or not cfg.num_experts else moe_params)(cfg, dtype, prefix)
+
+
 def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     """Parameters of a dense feed-forward; `prefix` begins their names in a checkpoint."""
     gate_up, down = swiglu_params(cfg.hidden_size, cfg.intermediate_size, dtype, prefix)
@@ -66,19 +77,23 @@ def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, 
 
 
 def moe_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
-    """Parameters of a mixture of experts with a gated shared expert; `prefix` begins their names in a checkpoint.
+    """Parameters of a mixture of experts; `prefix` begins their names in a checkpoint.
 
-    Keys: `router`, `experts` (the operands of the expert products, in order), `shared_gate_up`, `shared_down`, `shared_gate`.
+    Keys: `router`, `gate_up` and `down` of the experts, and where there is a shared expert `shared_gate_up`, `shared_down`, `shared_gate`.
     """
     M, E = cfg.hidden_size, cfg.num_experts
-    shared_gate_up, shared_down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, prefix + "shared_expert.", "shared_ffn")
     return {
         "router": Param(Aval((E, M), dtype), Source((prefix + "gate.weight",), ((E, M),))),
         **_expert_params(cfg, dtype, prefix + "experts."),
-        "shared_gate_up": shared_gate_up,
-        "shared_down": shared_down,
-        "shared_gate": Param(Aval((1, M), dtype), Source((prefix + "shared_expert_gate.weight",), ((1, M),))),
+        **(_shared_params(cfg, dtype, prefix) if cfg.shared_expert_intermediate_size else {}),
     }
+
+
+def _shared_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+    M = cfg.hidden_size
+    gate_up, down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, prefix + "shared_expert.", "shared_ffn")
+    gate = Param(Aval((1, M), dtype), Source((prefix + "shared_expert_gate.weight",), ((1, M),)))
+    return {"shared_gate_up": gate_up, "shared_down": down, "shared_gate": gate}
 
 
 def _expert_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
@@ -115,8 +130,22 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
     return sequence_parallel.project(hidden, weights["down"], "ffn")
 
 
+_ROUTER = {"router": (None, None), "router_bias": (None,)}
+_SHARED = {"shared_gate_up": (None, "shared_ffn", None), "shared_down": (None, "shared_ffn"), "shared_gate": (None, None)}
+_EXPERTS = {"gate_up": ("experts", None, "expert_ffn", None), "down": ("experts", None, "expert_ffn")}
+"""Logical axes of the weights of a mixture of experts; `router_bias` and those of a shared expert are optional."""
+
+
+def apply(cfg: MoeSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The block that the weights are of, a mixture of experts or dense, and the router logits of the former; as `moe` and `dense`."""
+    if "router" not in weights:
+        return dense(weights, x, tokens), []
+    out, logits = moe(cfg, weights, x)
+    return out, [logits]
+
+
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The X best experts of each token, weighted by renormalised router probabilities, and a sigmoid-gated shared expert.
+    """The X best experts of each token, weighted by their router's rule, and where there is one a shared expert.
 
     With expert parallelism (`experts` is split) a device dispatches its tokens (`expert_tokens`) to the experts' devices and combines
     what comes back, at once or in parts; or it gathers all tokens and reduce-scatters the result (`Variant`).
@@ -131,27 +160,32 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
     """
     x = constrain(x, "expert_tokens", None)
     logits = ops.linear(x, weights["router"])
-    matrices = [weights[name] for name in ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")]
-    listed = [
-        *operands(weights["gate_up"], ("experts", None, "expert_ffn", None), lead=1),
-        *operands(weights["down"], ("experts", None, "expert_ffn"), lead=1, row=True),
-        *operands(weights["shared_gate_up"], (None, "shared_ffn", None)),
-        *operands(weights["shared_down"], (None, "shared_ffn"), row=True),
-        (weights["shared_gate"], (None, None)),
-    ]
+    names = [name for name in (*_ROUTER, *_SHARED, *_EXPERTS) if name in weights]
+    matrices = [weights[name] for name in names]
+    listed = [operand for name in names for operand in _listed(name, weights[name])]
 
-    def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        gate_up, down, shared_gate_up, shared_down, gate = regrouped(matrices, tensors)
-        shared = torch.sigmoid(ops.linear(x, gate)) * quant.local_row_parallel(quant.local_swiglu(x, shared_gate_up), shared_down)
-        return _with_routed(cfg, x, logits, router, Experts(gate_up, down), shared)
+    def local(x: torch.Tensor, logits: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        own = dict(zip(names, regrouped(matrices, tensors), strict=True))
+        return _with_routed(cfg, x, logits, own, Experts(own["gate_up"], own["down"]), _shared(own, x))
 
     tokens = ("expert_tokens", None)
-    out = shard_map(
-        local,
-        [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *listed],
-        Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens,
-    )
+    out = shard_map(local, [(x, tokens), (logits, tokens), *listed], Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
     return constrain(out, "tokens", None), logits
+
+
+def _listed(name: str, weight: Tree) -> list[tuple[torch.Tensor, tuple[str | None, ...]]]:
+    """The tensors of a weight with their logical axes."""
+    axes = {**_ROUTER, **_SHARED, **_EXPERTS}[name]
+    return operands(weight, axes, lead=1 if name in _EXPERTS else 0, row=name in ("down", "shared_down"))
+
+
+def _shared(weights: Mapping[str, Tree], x: torch.Tensor) -> torch.Tensor | None:
+    """Output of the shared expert, if there is one: [T, M], gated by a sigmoid where it has a gate."""
+    if "shared_down" not in weights:
+        return None
+    gate = torch.sigmoid(ops.linear(x, weights["shared_gate"])) if "shared_gate" in weights else None
+    out = quant.local_row_parallel(quant.local_swiglu(x, weights["shared_gate_up"]), weights["shared_down"])
+    return out if gate is None else gate * out
 
 
 class Experts(NamedTuple):
@@ -162,28 +196,41 @@ class Experts(NamedTuple):
 
 
 def _with_routed(
-    cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, experts: Experts, shared: torch.Tensor
+    cfg: MoeSizes,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    router: Mapping[str, Tree],
+    experts: Experts,
+    shared: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The shared expert's output [T, M] plus the routed experts' for a device's tokens; where experts are split, a partial sum of it."""
-    devices, choices = num_shards("experts"), cfg.num_experts_per_tok
+    """The routed experts' output for a device's tokens, plus the shared expert's [T, M]; where experts are split, a partial sum of it."""
+    devices, bias = num_shards("experts"), router.get("router_bias")
     if devices == 1:
-        share, ids = ops.moe_route(logits, choices, True)
-        return _own_experts(cfg, x, share, ids, experts) + shared
+        share, ids = route(cfg.routing, logits, bias)
+        return _plus(_own_experts(cfg, x, share, ids, experts), shared)
     most = cfg.variant.most_dispatched
     if most and (x.shape[0] <= most or cfg.variant.dispatches_in_parts):
-        share, ids = ops.moe_route(logits, choices, True)
+        share, ids = route(cfg.routing, logits, bias)
+        # An empty tensor stands for no shared expert.
+        added = x[:0] if shared is None else shared
         if x.shape[0] <= most:
-            return _dispatched(cfg, devices, experts, x, share, ids, shared, x)
+            return _dispatched(cfg, devices, experts, x, share, ids, added, x)
+        parts = [tensor.split(most) for tensor in (x, share, ids)]
+        sums = [added] * len(parts[0]) if shared is None else shared.split(most)
         outs: list[torch.Tensor] = []
-        for part, weights, chosen, added in zip(*(tensor.split(most) for tensor in (x, share, ids, shared)), strict=True):
-            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, added, outs[-1] if outs else part))
+        for part, weights, chosen, own in zip(*parts, sums, strict=True):
+            outs.append(_dispatched(cfg, devices, experts, part, weights, chosen, own, outs[-1] if outs else part))
         return torch.cat(outs)
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
-    share, ids = ops.moe_route(ops.linear(all_tokens, router), choices, True)
+    share, ids = route(cfg.routing, ops.linear(all_tokens, router["router"]), bias)
     first = axis_index("experts") * (cfg.num_experts // devices)
     ids = torch.remainder(ids - first, cfg.num_experts)
-    return reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts") + shared
+    return _plus(reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts"), shared)
+
+
+def _plus(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    return routed if shared is None else routed + shared
 
 
 def _dispatched(
@@ -196,7 +243,7 @@ def _dispatched(
     shared: torch.Tensor,
     earlier: torch.Tensor,
 ) -> torch.Tensor:
-    """The shared expert's output plus the routed experts', which other devices compute; after the exchange with that result."""
+    """The routed experts' output, which other devices compute, plus `shared`; after the exchange with the result `earlier`."""
     group, here, quantised = group_of("experts"), axis_index("experts"), rounds_rows(experts.gate_up)
     sent, scale, counts, assist, received = ops.moe_dispatch(x, ids, earlier, here, cfg.num_experts, group, devices, quantised)
     out = grouped(sent, scale, counts, *experts, x.dtype)

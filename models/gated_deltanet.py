@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import quant, sequence_parallel
 from .batch import Batch
-from .params import Param, Parts, Source, SourceAxis
+from .params import Param, Parts, Source, norm
 from .variant import Variant
 
 PREFILL_CHUNK, LONG_CHUNK = 32, 64
@@ -24,7 +24,11 @@ LONG = 1024
 
 
 class DeltaNetSizes(Protocol):
-    """Fields of a model's configuration that the layer reads."""
+    """Fields of a model's configuration that the layer reads.
+
+    With `fused_projections` checkpoints hold `in_proj_qkvz` and `in_proj_ba`, whose rows are ordered by key head; else `in_proj_qkv`, whose
+    rows are all heads' queries, then keys, then values, and `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    """
 
     @property
     def hidden_size(self) -> int: ...
@@ -41,6 +45,8 @@ class DeltaNetSizes(Protocol):
     @property
     def rms_norm_eps(self) -> float: ...
     @property
+    def fused_projections(self) -> bool: ...
+    @property
     def variant(self) -> Variant: ...
 
 
@@ -52,69 +58,82 @@ def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int, int, int]
 
 
 def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
-    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head.
-
-    Where the projections' formats differ, `qkvz` and `ba` are apart.
-    """
-    M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
-    qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
-    by_head = Parts("delta_heads", tuple(Hk * size for size in rows[:3]))
-
-    def group(sizes: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
-        """Rows ordered by part, then key head -> by key head, then part. A rank has some heads; each has `sizes` rows of the parts."""
-        return torch.cat([part.reshape(-1, size, part.shape[-1]) for size, part in zip(sizes, parts, strict=True)], 1).flatten(0, 1)
-
-    def ungroup(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(Hk, -1, x.shape[-1]).split(sizes, 1))
-
-    def by_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        key_heads = len(x) // sum(rows[:3])
-        return tuple(x.split([key_heads * size for size in rows[:3]]))
-
-    def split_projection(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, *others = ungroup(x, rows)
-        return torch.cat((q, k, v)), *others
-
-    def split_kinds(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, z = ungroup(x, rows[:4])
-        return torch.cat((q, k, v)), z
-
-    names = [f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
-    shapes: tuple[tuple[int, ...], ...] = ((qkv, M), (z, M), (Hv, M), (Hv, M))
-    axes: tuple[tuple[SourceAxis, ...], ...] = ((by_head, None), heads, heads, heads)
-
-    def projection(part: slice, sizes: tuple[int, ...], split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Param:
-        def join(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-            return group(sizes, *(by_part(first) if part.start == 0 else (first,)), *others)
-
-        source = Source(tuple(names[part]), shapes[part], join, split, axes[part])
-        return Param(Aval((Hk * sum(sizes), M), dtype, heads), source, role="column")
-
-    if cfg.variant.formats.agree(names):
-        projections = {"qkvzba": projection(slice(0, 4), rows, split_projection)}
-    else:
-        ba = projection(slice(2, 4), rows[4:], lambda x: ungroup(x, rows[4:]))
-        projections = {"qkvz": projection(slice(0, 2), rows[:4], split_kinds), "ba": ba}
+    """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head."""
+    M, Hk, Hv, Dv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads, cfg.linear_value_head_dim
+    rows, taps, heads = rows_per_key_head(cfg)[:3], cfg.linear_conv_kernel_dim, ("delta_heads", None)
+    channels = Hk * sum(rows)
+    conv = Source(
+        (prefix + "conv1d.weight",),
+        ((channels, 1, taps),),
+        lambda w: _group(rows, *_by_part(w.flatten(1), rows)),
+        lambda x: (torch.cat(_ungroup(x, rows, Hk)).unsqueeze(1),),
+        ((_all_heads(Hk, rows), None, None),),
+    )
     return {
-        **projections,
-        "conv": Param(
-            Aval((qkv, taps), dtype, heads),
-            Source(
-                (prefix + "conv1d.weight",),
-                ((qkv, 1, taps),),
-                lambda w: group(rows[:3], *by_part(w.flatten(1))),
-                lambda x: (torch.cat(ungroup(x, rows[:3])).unsqueeze(1),),
-                ((by_head, None, None),),
-            ),
-        ),
+        **_projection_params(cfg, dtype, prefix),
+        "conv": Param(Aval((channels, taps), dtype, heads), conv),
         "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "A_log",), ((Hv,),)), "zeros"),
         "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "dt_bias",), ((Hv,),)), "ones"),
-        "norm": Param(
-            Aval((cfg.linear_value_head_dim,), dtype), Source((prefix + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
-        ),
-        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, z),)), role="row"),
+        "norm": norm(prefix + "norm", Dv, dtype, 0.0),
+        "out": Param(Aval((M, Hv * Dv), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, Hv * Dv),)), role="row"),
     }
+
+
+def _projection_params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+    """One matrix `qkvzba`; where the formats of its parts differ, `qkvz` and `ba`."""
+    whole, heads = ("qkv", "z", "b", "a"), ("delta_heads", None)
+    names = ("qkvz", "ba") if cfg.fused_projections else whole
+    parts: dict[str, tuple[str, ...]]
+    if cfg.variant.formats.agree(f"{prefix}in_proj_{part}.weight" for part in names):
+        parts = {"qkvzba": names}
+    else:
+        parts = {"qkvz": ("qkvz",), "ba": ("ba",)} if cfg.fused_projections else {"qkvz": ("qkv", "z"), "ba": ("b", "a")}
+    M, Hk, rows = cfg.hidden_size, cfg.linear_num_key_heads, rows_per_key_head(cfg)
+    sizes = {"qkv": rows[:3], "z": rows[3:4], "b": rows[4:5], "a": rows[5:], "qkvz": (sum(rows[:4]),), "ba": (sum(rows[4:]),)}
+
+    def param(names: tuple[str, ...]) -> Param:
+        # A checkpoint orders the rows of a tensor by part, then head; one of fused projections by head alone.
+        each = [sizes[name] for name in names]
+        whole = tuple(size for part in each for size in part)
+
+        def join(*tensors: torch.Tensor) -> torch.Tensor:
+            return _group(whole, *(part for tensor, own in zip(tensors, each, strict=True) for part in _by_part(tensor, own)))
+
+        def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            parts = iter(_ungroup(x, whole, Hk))
+            return tuple(torch.cat([next(parts) for _ in own]) for own in each)
+
+        source = Source(
+            tuple(f"{prefix}in_proj_{name}.weight" for name in names),
+            tuple((Hk * sum(own), M) for own in each),
+            join,
+            split,
+            tuple((_all_heads(Hk, own) if len(own) > 1 else "delta_heads", None) for own in each),
+        )
+        return Param(Aval((Hk * sum(whole), M), dtype, heads), source, role="column")
+
+    return {name: param(names) for name, names in parts.items()}
+
+
+def _all_heads(key_heads: int, rows: tuple[int, ...]) -> Parts:
+    """A dimension of parts, each with so many rows of every key head."""
+    return Parts("delta_heads", tuple(key_heads * size for size in rows))
+
+
+def _group(sizes: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
+    """Rows ordered by part, then key head -> by key head, then part. A rank has some heads; each has `sizes` rows of the parts."""
+    return torch.cat([part.reshape(-1, size, part.shape[-1]) for size, part in zip(sizes, parts, strict=True)], 1).flatten(0, 1)
+
+
+def _ungroup(x: torch.Tensor, sizes: tuple[int, ...], key_heads: int) -> tuple[torch.Tensor, ...]:
+    """The inverse of `_group` for all heads."""
+    return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(key_heads, -1, x.shape[-1]).split(sizes, 1))
+
+
+def _by_part(x: torch.Tensor, rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Takes rows apart that are ordered by part: each part has so many of every key head."""
+    key_heads = len(x) // sum(rows)
+    return tuple(x.split([key_heads * size for size in rows]))
 
 
 def state(cfg: DeltaNetSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:

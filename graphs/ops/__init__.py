@@ -23,7 +23,7 @@ from .quant_linear import quant_linear
 from .quant_linear_w4a8 import quant_linear_w4a8
 from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
-from .rope import rope, rope_angles
+from .rope import rope, rope_angles, scaled_rope_angles
 from .sample import sample
 from .static_quant_linear import static_quant_linear
 from .swiglu import swiglu
@@ -60,6 +60,7 @@ __all__ = [
     "rope",
     "rope_angles",
     "sample",
+    "scaled_rope_angles",
     "slot_mapping",
     "static_quant_linear",
     "swiglu",

@@ -34,7 +34,7 @@ class MoeCombine(NamedTuple):
     weights: Tensor  # [t, X] f32
     assist: Tensor  # [R*128] int32, from `moe_dispatch`
     recv_counts: Tensor  # [experts] int32, from `moe_dispatch`
-    shared: Tensor  # [t, M], added to the result: the output of a shared expert
+    shared: Tensor  # [t, M], added to the result: the output of a shared expert; [0, M] where there is none
     rank: Tensor
     experts: int
     group: str
@@ -200,7 +200,11 @@ def moe_combine_reference(args: MoeCombine) -> Tensor:
     if args.ranks > 1:
         collectives = torch.ops._c10d_functional
         total = collectives.wait_tensor(collectives.reduce_scatter_tensor(total, "sum", args.ranks, args.group))
-    return (total + args.shared.float()).to(args.rows.dtype)
+    return _plus_shared(total, args)
+
+
+def _plus_shared(total: Tensor, args: MoeCombine) -> Tensor:
+    return (total + args.shared.float() if len(args.shared) else total).to(args.rows.dtype)
 
 
 def _spread(args: MoeCombine, weights: Tensor) -> Tensor:
@@ -220,25 +224,30 @@ def moe_combine_of_group(calls: list[MoeCombine]) -> list[Tensor]:
     """Every member's result, from every member's operands in the order of their ranks; nothing is sent."""
     weights = torch.cat([args.weights for args in calls])
     totals = torch.stack([_spread(args, weights) for args in calls]).sum(0).chunk(len(calls))
-    return [(total + args.shared.float()).to(args.rows.dtype) for total, args in zip(totals, calls, strict=True)]
+    return [_plus_shared(total, args) for total, args in zip(totals, calls, strict=True)]
 
 
 @moe_combine.lowering("npu")
 def moe_combine_ge(args: MoeCombine) -> Tensor:
     """One kernel, its rank attribute as in `moe_dispatch_ge`, and a sum: an Atlas A2 takes no `shared_expert_x`."""
-    return _combine(args, "", 0, None) + args.shared
+    out = _combine(args, "", 0, None)
+    return out + args.shared if len(args.shared) else out
 
 
 @moe_combine.lowering("npu", needs=("ascend910_93",))
 def moe_combine_shared(args: MoeCombine) -> Tensor:
     """One kernel, which adds the shared expert's output (aclnnMoeDistributeCombineV2 of hicann/ops-transformer, 8.5.0.alpha001)."""
-    return _combine(args, "", 0, args.shared)
+    return _combine(args, "", 0, _shared(args))
 
 
 @moe_combine.lowering("npu", needs=("ascend910_93", "cann>=9.0"))
 def moe_combine_full_mesh(args: MoeCombine) -> Tensor:
     """As `moe_combine_shared`, by the algorithm that dispatched."""
-    return _combine(args, _algorithm(args.ids), _NO_TENSOR_PARALLELISM, args.shared)
+    return _combine(args, _algorithm(args.ids), _NO_TENSOR_PARALLELISM, _shared(args))
+
+
+def _shared(args: MoeCombine) -> Tensor | None:
+    return args.shared if len(args.shared) else None
 
 
 def _combine(args: MoeCombine, algorithm: str, tp_world_size: int, shared: Tensor | None) -> Tensor:

@@ -16,6 +16,18 @@ class RopeAngles(NamedTuple):
     theta: float
 
 
+class ScaledRopeAngles(NamedTuple):
+    """Operands of `scaled_rope_angles`; frequencies are indexed 0 to width / 2 - 1, the fastest first."""
+
+    positions: Tensor  # [T] integers
+    width: int  # rotated dimensions, even
+    theta: float
+    factor: float  # divides frequencies
+    low: float  # those up to this index are kept
+    high: float  # those from this index on are divided; between the two the share of the divided one grows linearly
+    magnitude: float  # multiplies both results
+
+
 class Rope(NamedTuple):
     """Operands of `rope`."""
 
@@ -25,13 +37,17 @@ class Rope(NamedTuple):
 
 
 rope_angles = Primitive("rope_angles", RopeAngles, factors="t -> t _, t _")
+scaled_rope_angles = Primitive("scaled_rope_angles", ScaledRopeAngles, factors="t -> t _, t _")
 rope = Primitive("rope", Rope, factors="t h _, t _, t _ -> t h _")
 
 
-@rope_angles.abstract
-def _angles_abstract(args: RopeAngles) -> tuple[Tensor, Tensor]:
+def _angles_abstract(args: RopeAngles | ScaledRopeAngles) -> tuple[Tensor, Tensor]:
     shape, device = (args.positions.shape[0], args.width // 2), args.positions.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.float32, device=device)
+
+
+rope_angles.abstract(_angles_abstract)
+scaled_rope_angles.abstract(_angles_abstract)
 
 
 @rope_angles.reference
@@ -43,19 +59,42 @@ def rope_angles_reference(args: RopeAngles) -> tuple[Tensor, Tensor]:
     Returns:
         cos and sin, each [T, width / 2] f32.
     """
-    positions, width, theta = args
-    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-    angles = positions.float()[:, None] * (1.0 / theta**exponent)
+    angles = args.positions.float()[:, None] * _frequencies(args)
     return angles.cos(), angles.sin()
 
 
+@scaled_rope_angles.reference
+def scaled_rope_angles_reference(args: ScaledRopeAngles) -> tuple[Tensor, Tensor]:
+    """The same with frequencies divided for a longer context, all of them or the slow ones (YaRN, arXiv:2309.00071).
+
+    Returns:
+        `magnitude` times cos and sin, each [T, width / 2] f32.
+    """
+    frequencies = _frequencies(args)
+    index = torch.arange(args.width // 2, dtype=torch.float32, device=frequencies.device)
+    divided, kept = ((index - a) / (b - a) for a, b in ((args.low, args.high), (args.high, args.low)))
+    frequencies = frequencies / args.factor * divided.clamp(0, 1) + frequencies * kept.clamp(0, 1)
+    angles = args.positions.float()[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if args.magnitude == 1 else (cos * args.magnitude, sin * args.magnitude)
+
+
+def _frequencies(args: RopeAngles | ScaledRopeAngles) -> Tensor:
+    exponent = torch.arange(0, args.width, 2, dtype=torch.float32, device=args.positions.device) / args.width
+    return 1.0 / args.theta**exponent
+
+
 rope_angles.lowering("npu")(rope_angles_reference)
+scaled_rope_angles.lowering("npu")(scaled_rope_angles_reference)
 
 
-@rope_angles.cost
-def _angles_cost(args: RopeAngles) -> Cost:
+def _angles_cost(args: RopeAngles | ScaledRopeAngles) -> Cost:
     values = args.positions.shape[0] * args.width // 2
     return Cost(3 * values, nbytes(args.positions), 8 * values)
+
+
+rope_angles.cost(_angles_cost)
+scaled_rope_angles.cost(_angles_cost)
 
 
 @rope.abstract

@@ -103,7 +103,7 @@ class Plan:
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
         tokens = bucket.tokens if bucket else self.mesh.axis("tp")
-        return sharding_rules.rules(self.mesh, experts=getattr(self.model.config, "num_experts", 0), tokens=tokens)
+        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, tokens=tokens)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -347,8 +347,8 @@ def _variant_of(model: step.Model, formats: Formats, instance: Instance, platfor
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
-    for name in ("num_attention_heads", "linear_num_key_heads"):
-        if (count := getattr(config, name, group)) % group:
+    for name, count in config.split_heads.items():
+        if count % group:
             raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
     if max(group, heads) % min(group, heads):
         raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")

@@ -221,6 +221,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "whole": lambda r: rotation(r, 4, 2, 6, 6),
     },
     "rope_angles": {"odd": lambda r: (r.below(1000, 5), 6, 1e4), "even": lambda r: (r.below(1000, 4), 2, 1e6)},
+    "scaled_rope_angles": {
+        "odd": lambda r: (r.below(1000, 5), 6, 1e4, 4.0, 0.0, 2.0, 1.25),
+        "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0),
+    },
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
     "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
     "static_quant_linear": {"odd": lambda r: static(r, 5, 7, 3), "even": lambda r: static(r, 4, 6, 2)},
@@ -231,7 +235,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
-    *("accept", "slot_mapping", "positions", "rope_angles", "sample", "request_slot_write"),
+    *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
     *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
     *("quant_linear_w4a8", "static_quant_linear"),
 )
@@ -671,6 +675,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
     "rope": [lambda r: rows(r, "rope", "partial", (0,))],
     "rope_angles": [],
+    "scaled_rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
     "request_slot_write": [],
     "static_quant_linear": [lambda r: rows(r, "static_quant_linear", "odd", (0,))],

@@ -217,6 +217,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     },
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
+    "scaled_rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
     "request_slot_write": {"padding": seating},
     "swiglu_linear": {"odd": lambda r: Example((r(5, 7), r(2, 3, 7) / 3))},
@@ -273,6 +274,9 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "rms_norm": {"offset": types_of("Add RmsNorm"), "heads": types_of("RmsNorm")},
     "rope": {"partial": ROTATION | types_of("Fill"), "whole": ROTATION},
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
+    "scaled_rope_angles": {
+        "far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin Sub Add ClipByValueV2"),
+    },
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
     "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},

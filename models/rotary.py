@@ -1,0 +1,133 @@
+"""Rotary position embeddings as configurations describe them: width, base and how frequencies are scaled to longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..graphs import ops
+from ..graphs.errors import ConfigError
+from .config import Fields
+
+# "mrope" has several axes, on all of which a text token has the same position: its angles are those of one axis.
+KINDS = ("default", "mrope", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Frequencies divided by `factor`: all of them ("linear"), or those that turn too slowly to be known from training ("yarn").
+
+    Attributes:
+        low, high: index of the last frequency that is kept, and of the first that is divided wholly; between them the share of the
+            divided one grows linearly.
+        magnitude: multiplies cosine and sine.
+        softmax: multiplies the scale of attention's scores where a family follows `mscale_all_dim`.
+    """
+
+    factor: float
+    low: float
+    high: float
+    magnitude: float = 1.0
+    softmax: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotation of one family's queries and keys.
+
+    Attributes:
+        dim: rotated channels of a head, even.
+        theta: base; channel pair i turns by `theta^(-2i/dim)` a token.
+        scaling: None for the frequencies of training.
+        positions: most tokens that the scaling is meant for; 0 where it names none.
+    """
+
+    dim: int
+    theta: float
+    scaling: Scaling | None = None
+    positions: int = 0
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each position [T], each [T, dim / 2] f32."""
+        if self.scaling is None:
+            cos, sin = ops.rope_angles(positions, self.dim, self.theta)
+        else:
+            scaling = self.scaling
+            cos, sin = ops.scaled_rope_angles(positions, self.dim, self.theta, scaling.factor, scaling.low, scaling.high, scaling.magnitude)
+        return cos, sin
+
+    def longest(self, stated: int) -> int:
+        """Most tokens of a context whose configuration states `max_position_embeddings`, which people leave when they add a scaling."""
+        return max(stated, self.positions)
+
+
+def read_rotary(text: Fields, width: int, *, partial: float = 1.0) -> Rotary:
+    """Reads the rotation of heads of `width` channels from a config.json.
+
+    Files of transformers 5 have `rope_parameters`; older ones have `rope_theta`, and `rope_scaling` where frequencies are scaled, which
+    users also add to newer files: as in transformers it wins.
+
+    Args:
+        text: fields of the text model.
+        partial: share of the channels that are rotated where no field says it.
+
+    Raises:
+        ConfigError: naming the field that is missing, malformed or of an unknown kind.
+    """
+    parameters, older = text.sub("rope_parameters"), text.sub("rope_scaling")
+    scaling = older if older.values else parameters
+    for name in ("rope_type", "type"):
+        for fields in (parameters, older):
+            fields.only(name, *KINDS)
+    share = text.get(float, "partial_rotary_factor", default=partial)
+    dim = int(width * scaling.get(float, "partial_rotary_factor", default=parameters.get(float, "partial_rotary_factor", default=share)))
+    if not 0 < dim <= width or dim % 2:
+        raise ConfigError(f"{text.where}: head_dim * partial_rotary_factor is {dim}; expected an even number of at most {width}")
+    theta = next((fields for fields in (scaling, parameters, text) if fields.has("rope_theta")), scaling)
+    rotary = Rotary(dim, theta.get(float, "rope_theta", minimum=1))
+    kind = scaling.get(str, "rope_type", "type", default="default")
+    if kind == "linear":
+        # Beyond `high` at every index: all frequencies are divided.
+        return Rotary(dim, rotary.theta, Scaling(scaling.get(float, "factor", minimum=1), -1.0, 0.0))
+    return _yarn(rotary, scaling, text) if kind == "yarn" else rotary
+
+
+def _yarn(rotary: Rotary, fields: Fields, text: Fields) -> Rotary:
+    """YaRN (arXiv:2309.00071): divides frequencies that turn fewer than `beta_slow` times in the context of training, and keeps those that
+    turn more than `beta_fast` times."""
+    stated = text.get(int, "max_position_embeddings", minimum=1)
+    original = fields.get(int, "original_max_position_embeddings", default=stated, minimum=1)
+    given = fields.has("factor") or not fields.has("original_max_position_embeddings")
+    factor = fields.get(float, "factor", minimum=1) if given else max(1.0, stated / original)
+    fast, slow = (fields.get(float, name, default=turns, minimum=2**-10) for name, turns in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if slow > fast or rotary.theta == 1:
+        raise ConfigError(
+            f"{fields.where}: beta_fast is {fast}, beta_slow {slow} and rope_theta {rotary.theta}; expected beta_fast >= beta_slow, "
+            "and rope_theta above 1"
+        )
+    mscale = fields.get(float, "mscale", default=0.0, minimum=0)
+    all_dim = fields.get(float, "mscale_all_dim", default=0.0, minimum=0)
+    inferred = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+    low, high = _turning(rotary, original, fast), _turning(rotary, original, slow)
+    if fields.get(bool, "truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dim - 1)
+    scaling = Scaling(
+        factor,
+        float(low),
+        float(high) if high != low else high + 0.001,
+        fields.get(float, "attention_factor", default=inferred, minimum=0),
+        _mscale(factor, all_dim) ** 2 if all_dim else 1.0,
+    )
+    return Rotary(rotary.dim, rotary.theta, scaling, int(original * factor))
+
+
+def _turning(rotary: Rotary, context: int, turns: float) -> float:
+    """Index of the frequency that turns so many times in a context."""
+    return rotary.dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
