@@ -278,7 +278,7 @@ def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
     tensors[name] = tensors[name].to(dtype)
     tensors[name + "_scale_inv"] = torch.ones(1)
     message = refusal(write(tmp_path / "x", tensors), random)
-    assert f"tensor {name} ({code}; supported are F32, BF16, F16, F64) has a quantised dtype" in message
+    assert f"tensor {name} ({code}; expected F32 or BF16 or F16 or F64) has the wrong dtype" in message
 
 
 def test_one_name_twice_under_two_prefixes_is_refused(tmp_path):

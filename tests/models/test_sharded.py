@@ -204,7 +204,7 @@ def test_quantised_models_are_other_models(variant: Variant) -> None:
     bucket, (inputs,) = next(fleets.Serving(2, 0, [2]).steps(0))
     exact, rounded = (fleets.OneDevice(fleets.model(v)).step(bucket, inputs)["logits"] for v in (PLAIN, variant))
     error = float((exact - rounded).square().mean().sqrt() / exact.std())
-    assert 1e-3 < error < (0.6 if variant is W4 else 0.15)
+    assert 1e-3 < error < (0.8 if variant is W4 else 0.25)
 
 
 @pytest.mark.parametrize(("mesh", "batch", "drafts"), [("tp=2", 2, 1), ("tp=4", 4, 0), ("dp=2,tp=2", 3, 0), ("dp=2,tp=2", 2, 0)])
