@@ -10,7 +10,8 @@ from ..graphs.types import DISPATCH, WORLD, Mesh
 from .ascend.acl_graph.file import AclFile
 from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
 from .ascend.convert import shape_of
-from .ascend.ge_file import GeFile, parse
+from .ascend.ge_file import GeFile
+from .ascend.ge_operators import Operator, graphs
 from .ascend.inspect_ge import shape
 
 Collective = tuple[str, str, str]
@@ -92,13 +93,13 @@ def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]
 
 def _read(ge_file: GeFile, in_order: bool = False) -> tuple[Collective, ...]:
     """The collectives of a GE graph in its order, groups as the graph names them."""
-    main, *called = parse(ge_file.graph).graph
-    for graph in called:
-        if names := [op.name for op in _communicating(graph.op)]:
-            raise LoweringError(f"{', '.join(names)} communicate in the called graph {graph.name}; legal is the main graph alone")
-    ops = _communicating(main.op)
+    (_, main), *called = graphs(ge_file.graph)
+    for name, called_ops in called:
+        if names := [op.name for op in _communicating(called_ops)]:
+            raise LoweringError(f"{', '.join(names)} communicate in the called graph {name}; legal is the main graph alone")
+    ops = _communicating(main)
     if in_order:
-        _check_order(main.op, [op.name for op in ops])
+        _check_order(main, [op.name for op in ops])
     return tuple(_collective(op) for op in ops)
 
 
@@ -113,7 +114,7 @@ def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) 
         LoweringError: as `of_ge_file`; or a communicator is unknown, or an operator's number of ranks or own rank differs from its
             communicator's.
     """
-    for op in _communicating(parse(ge_file.graph).graph[0].op):
+    for op in _communicating(graphs(ge_file.graph)[0][1]):
         _check_rank(op, rank, members)
     return [(name, members[group], kind) for name, group, kind in _read(ge_file)]
 
@@ -159,13 +160,13 @@ def check_ranks(per_rank: Sequence[Sequence[Talk]]) -> None:
     _run(per_rank)
 
 
-def _check_order(ops: Iterable[Any], names: Sequence[str]) -> None:
+def _check_order(ops: Iterable[Operator], names: Sequence[str]) -> None:
     """Refuses the first collective that does not wait for the one before it."""
     # By induction: an operator that depends on the last collective depends on all before it.
     number = {name: i for i, name in enumerate(names)}
     waits: dict[str, int] = {}
     for op in ops:
-        waits[op.name] = max((waits.get(tensor.rpartition(":")[0], 0) for tensor in op.input), default=0)
+        waits[op.name] = max([waits.get(producer, 0) for producer in op.producers], default=0)
         position = number.get(op.name)
         if position is not None:
             if waits[op.name] < position:
@@ -175,7 +176,7 @@ def _check_order(ops: Iterable[Any], names: Sequence[str]) -> None:
             waits[op.name] = position + 1
 
 
-def _communicating(ops: Iterable[Any]) -> list[Any]:
+def _communicating(ops: Iterable[Operator]) -> list[Operator]:
     """Operators that communicate, in order. All operators of a type do or none does, so each type is looked at once."""
     known: dict[str, bool] = {}
     communicating = []

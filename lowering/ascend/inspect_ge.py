@@ -12,7 +12,8 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
-from .ge_file import GeFile, messages, parse
+from .ge_file import GeFile, messages
+from .ge_operators import read
 
 IN_PLACE: dict[str, dict[int, int]] = {
     "Scatter": {0: 0},
@@ -120,7 +121,7 @@ def census(graph: bytes) -> dict[str, int]:
     Raises:
         LoweringError: the bytes are no GE model.
     """
-    return dict(sorted(Counter(op.type for op in parse(graph).graph[0].op).items()))
+    return dict(sorted(Counter(op.type for op in read(graph)).items()))
 
 
 def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
@@ -130,7 +131,7 @@ def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
         LoweringError: the bytes are no GE model.
     """
     counts: dict[str, Counter[str]] = {}
-    for op in parse(graph).graph[0].op:
+    for op in read(graph):
         counts.setdefault(op.name.rpartition("/")[0], Counter())[op.type] += 1
     return {prefix: dict(sorted(count.items())) for prefix, count in counts.items()}
 
@@ -141,7 +142,7 @@ def text(graph: bytes) -> str:
     Raises:
         LoweringError: the bytes are no GE model.
     """
-    return "\n".join(_line(op) for op in parse(graph).graph[0].op) + "\n"
+    return "\n".join(_line(op) for op in read(graph)) + "\n"
 
 
 def _line(op: Any) -> str:
@@ -191,7 +192,7 @@ def check(ge_file: GeFile, signature: Signature) -> None:
     Raises:
         LoweringError: naming every breach.
     """
-    ops = list(parse(ge_file.graph).graph[0].op)
+    ops = list(read(ge_file.graph))
     breaches = [*_form(ops, ge_file), *_lengths(ops)]
     if not breaches:
         breaches = _donation(ops, ge_file, signature)

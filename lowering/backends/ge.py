@@ -70,6 +70,7 @@ class Ge(Backend):
         from .. import collectives_check
         from ..ascend import inspect_ge, inspect_repeats, inspect_weights
         from ..ascend.ge_file import decode
+        from ..ascend.ge_operators import graphs
         from ..ascend.legality import check as legality
 
         ge_file = decode(compiled.data)
@@ -80,6 +81,7 @@ class Ge(Backend):
         if platform.chip:
             vectors = [leaf.aval.shape[0] for leaf in partitioned.signature.params if len(leaf.aval.shape) == 1]
             legality.prove(ge_file, platform, sizes=max(vectors, default=0) >= SMALLEST_MODEL)
+        graphs.cache_clear()
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The sources that make and check executables."""

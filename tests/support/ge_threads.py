@@ -16,6 +16,7 @@ from npucompile.lowering.ascend.legality.node import node_of
 from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.legality.rules_attention import SINK
 from npucompile.lowering.ascend.legality.table import FORM, RULE, table
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.legality.thread_rules import GRAPH_RULES
 from npucompile.lowering.ascend.legality.threads import Thread
 from npucompile.lowering.platform import CANN_RELEASES, Platform
@@ -52,13 +53,16 @@ def refused_by(thread: Thread) -> dict[str, str]:
     op, types = graph.op[-1], graph_types(graph, nz)
     platform = Platform(CHIP, next((release for release in CANN_RELEASES if (thread.cann or "").startswith(release)), CANN))
     checker = _Checker(table(), platform, OPTIONS)
-    checker.add(op, types, set())
+    (*_, reported) = operators(graph.op)
+    checker.add(reported, types, set())
     told = {violation.message for violation in checker.checked.violations}
     node, rows = node_of(op, types, set()), table().facts(op.type, platform.chip, platform.cann)
     assert any(row.what == FORM for row in rows), f"the table knows nothing of {op.type}"
     refused = [("types", message) for message, _ in types_of(node, rows)]
     refused += [(row.rule, RULES[row.rule](node, OPTIONS, **row.parameters)) for row in rows if row.what == RULE]
-    refused += [(name, message) for name, rule in GRAPH_RULES.items() for broken, message in rule(graph.op) if broken.name == OPERATOR]
+    refused += [
+        (name, message) for name, rule in GRAPH_RULES.items() for broken, message in rule(operators(graph.op)) if broken.name == OPERATOR
+    ]
     return {name: message for name, message in refused if message in told or name in GRAPH_RULES}
 
 

@@ -49,7 +49,7 @@ def check_formats(graph: Any) -> None:
             raise LoweringError(f"{tensor} is in format number {number}; legal are {FORMAT_NAMES}")
         if number == NZ and not fills_tiles(described[tensor]):
             raise LoweringError(f"{tensor} is in NZ and its sizes {list(described[tensor].shape.dim)} do not fill its tiles; legal is ND")
-    words = int4_words(graph)
+    words = int4_words(graph.op)
     formats |= {tensor: formats[source] for tensor, source in words.items()}
     for op in graph.op:
         if f"{op.name}:0" in words:

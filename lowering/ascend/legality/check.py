@@ -9,10 +9,11 @@ from typing import Any
 
 from ....graphs.errors import LoweringError
 from ...platform import CANN_RELEASES, Platform
-from ..ge_file import GeFile, parse
+from ..ge_file import GeFile
+from ..ge_operators import Operator, by_kind, read
 from ..ge_types import TensorType, tensor_types
 from .matching import attributes_of, fitting, form_of, types_of
-from .node import Key, Node, key_of, node_of
+from .node import Key, Node, node_of, own_key, tensors_of
 from .options import check_options
 from .rules import RULES
 from .table import FORM, RULE, Fact, Table, table
@@ -110,7 +111,7 @@ def examine(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None =
     platform = platform if platform.chip else DEFAULT
     types = tensor_types(ge_file)
     checker = _Checker(facts or table(), platform, ge_file.options)
-    ops = parse(ge_file.graph).graph[0].op
+    ops = read(ge_file.graph)
     checker.refuse(_dynamic(ops, types))
     for op, constants in _computed(ops):
         if op.type not in STRUCTURE:
@@ -129,10 +130,13 @@ class _Checker:
         self.checked = Checked()
         self._facts, self._platform, self._options = facts, platform, options
         self._known: dict[Key, tuple[list[int], tuple[int, ...]]] = {}
+        self._numbers: dict[Key, int] = {}
+        self._own = by_kind(self._number)
 
-    def add(self, op: Any, types: Mapping[str, TensorType], constants: set[str]) -> None:
+    def add(self, op: Operator, types: Mapping[str, TensorType], constants: set[str]) -> None:
         """Checks one operator."""
-        key = key_of(op, types, constants)
+        number, inputs, outputs = self._own(op)
+        key = number, *tensors_of(op, inputs, outputs, types, constants)
         known = self._known.get(key)
         if known is None:
             node = node_of(op, types, constants)
@@ -147,6 +151,11 @@ class _Checker:
         for place in places:
             self.checked.copies[place] += 1
         self.checked.relied.update((op.type, number) for number in numbers)
+
+    def _number(self, op: Operator) -> tuple[int, int, int]:
+        """A number for all of `node.key_of` but the tensors, and how many inputs and outputs are described."""
+        number = self._numbers.setdefault(own_key(op), len(self._numbers))
+        return number, len(op.input_desc), len(op.output_desc)
 
     def refuse(self, violations: Iterable[Violation]) -> list[int]:
         """Notes violations; returns their places."""
@@ -171,13 +180,12 @@ class _Checker:
                     yield Violation(node.name, node.type, wrong, source + answered(row.rule, node.type), row.sizes)
 
 
-def _computed(ops: Iterable[Any]) -> Iterator[tuple[Any, set[str]]]:
+def _computed(ops: Iterable[Operator]) -> Iterator[tuple[Operator, set[str]]]:
     """Operators in order, each with the names of those before it that are computed from constants alone."""
     constants: set[str] = set()
     for op in ops:
         yield op, constants
-        producers = {tensor.rpartition(":")[0] for tensor in op.input if tensor}
-        if op.type == "Const" or (producers and op.type not in STRUCTURE and producers <= constants):
+        if op.type == "Const" or (op.producers and op.type not in STRUCTURE and constants.issuperset(op.producers)):
             constants.add(op.name)
 
 
@@ -185,7 +193,7 @@ def _applies(row: Fact, node: Node) -> bool:
     return all(node.attributes.get(name) in values for name, values in row.when.items())
 
 
-def _dynamic(ops: Iterable[Any], types: Mapping[str, TensorType]) -> Iterator[Violation]:
+def _dynamic(ops: Iterable[Operator], types: Mapping[str, TensorType]) -> Iterator[Violation]:
     dynamic = {name: tensor for name, tensor in types.items() if min(tensor.shape, default=0) < 0}
     for op in ops if dynamic else ():
         for tensor in (f"{op.name}:{port}" for port in range(len(op.output_desc))):

@@ -56,11 +56,23 @@ def key_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]
         types: of all tensors, by name.
         constants: names of the operators that are computed from constants alone.
     """
+    return own_key(op), *tensors_of(op, len(op.input_desc), len(op.output_desc), types, constants)
+
+
+def own_key(op: Any) -> Key:
+    """What an operator's legality depends on but for its tensors: its type, the names of its inputs, and its attributes."""
     attributes = tuple(sorted((name, value_of(value)) for name, value in op.attr.items() if name not in PRIVATE))
-    named = zip(op.input, op.input_desc, strict=False)
-    inputs = tuple((desc.name, types.get(tensor), tensor.rpartition(":")[0] in constants) for tensor, desc in named if tensor)
-    outputs = tuple(types.get(f"{op.name}:{port}") for port in range(len(op.output_desc)))
-    return op.type, inputs, outputs, attributes
+    return op.type, tuple(desc.name for desc in op.input_desc), attributes
+
+
+def tensors_of(op: Any, inputs: int, outputs: int, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Key:
+    """What an operator's legality depends on of its tensors: their types, and which inputs are computed from constants alone.
+
+    Args:
+        inputs, outputs: how many are described; control inputs come behind them.
+    """
+    given = tuple([(types.get(tensor), tensor.rpartition(":")[0] in constants) if tensor else None for tensor in op.input[:inputs]])
+    return given, tuple([types.get(f"{op.name}:{port}") for port in range(outputs)])
 
 
 def node_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Node:
