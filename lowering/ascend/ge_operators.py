@@ -1,7 +1,7 @@
 """Operators of a serialised GE graph for those who read it: parsed once, and told apart by kind.
 
-A graph of a model has the operators of a layer once for each layer. What only depends on an operator's attributes and descriptions is worked
-out once for each kind of operator, which is its message without its name and the names of its inputs.
+A graph of a model has the operators of a layer once for each layer. What depends on an operator's attributes and descriptions alone is
+worked out once for each kind of operator, which is its message without its name and the names of its inputs.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 from support.ge_calls import message
 
 from npucompile.lowering.ascend.ge_file import GeFile, messages
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.ge_types import graph_types
 from npucompile.lowering.ascend.legality.check import _Checker
 from npucompile.lowering.ascend.legality.matching import types_of
@@ -16,7 +17,6 @@ from npucompile.lowering.ascend.legality.node import node_of
 from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.legality.rules_attention import SINK
 from npucompile.lowering.ascend.legality.table import FORM, RULE, table
-from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.legality.thread_rules import GRAPH_RULES
 from npucompile.lowering.ascend.legality.threads import Thread
 from npucompile.lowering.platform import CANN_RELEASES, Platform

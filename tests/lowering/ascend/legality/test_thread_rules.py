@@ -6,8 +6,8 @@ import pytest
 from support import ge_calls as gc
 from support.ge_threads import mended, refused_by
 
-from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.ge_operators import operators
+from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.legality.thread_rules import ordered_exchange
 from npucompile.lowering.ascend.legality.threads import Source, threads
 
