@@ -28,12 +28,14 @@ class Operator:
 
     __slots__ = ("input", "kind", "message", "name", "producers", "type")
 
-    def __init__(self, message: Any, kind: int) -> None:
+    def __init__(self, message: Any, kind: int, strings: dict[str, str]) -> None:
+        # A tensor is named by all its readers; each name is held once.
         self.message, self.kind = message, kind
-        self.name: str = message.name
-        self.type: str = message.type
-        self.input: tuple[str, ...] = tuple(message.input)
-        self.producers = tuple([tensor.rpartition(":")[0] for tensor in self.input if tensor])
+        self.name: str = strings.setdefault(name := message.name, name)
+        self.type: str = strings.setdefault(kind_of := message.type, kind_of)
+        self.input: tuple[str, ...] = tuple([strings.setdefault(tensor, tensor) for tensor in message.input])
+        names = [tensor.rpartition(":")[0] for tensor in self.input if tensor]
+        self.producers = tuple([strings.setdefault(name, name) for name in names])
 
     @property
     def attr(self) -> Any:
@@ -67,14 +69,15 @@ def read(model: bytes) -> tuple[Operator, ...]:
 
 def operators(ops: Iterable[Any]) -> tuple[Operator, ...]:
     """`OpDef` messages of one graph, in order."""
-    kinds: dict[bytes, int] = {}
-    anonymous = messages().OpDef()
-    read_ops = []
+    kinds, strings = dict[bytes, int](), dict[str, str]()
+    empty, read_ops = messages().OpDef, []
     for message in ops:
+        # A new message each time: one that is used again keeps the memory of all that was copied into it.
+        anonymous = empty()
         anonymous.CopyFrom(message)
         anonymous.ClearField("name")
         anonymous.ClearField("input")
-        read_ops.append(Operator(message, kinds.setdefault(anonymous.SerializeToString(deterministic=True), len(kinds))))
+        read_ops.append(Operator(message, kinds.setdefault(anonymous.SerializeToString(deterministic=True), len(kinds)), strings))
     return tuple(read_ops)
 
 

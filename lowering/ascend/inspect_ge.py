@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
-from .ge_file import GeFile, messages
+from .ge_file import GeFile, messages, parse
 from .ge_operators import read
 
 IN_PLACE: dict[str, dict[int, int]] = {
@@ -121,7 +121,7 @@ def census(graph: bytes) -> dict[str, int]:
     Raises:
         LoweringError: the bytes are no GE model.
     """
-    return dict(sorted(Counter(op.type for op in read(graph)).items()))
+    return dict(sorted(Counter(op.type for op in parse(graph).graph[0].op).items()))
 
 
 def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
@@ -131,7 +131,7 @@ def census_by_body(graph: bytes) -> dict[str, dict[str, int]]:
         LoweringError: the bytes are no GE model.
     """
     counts: dict[str, Counter[str]] = {}
-    for op in read(graph):
+    for op in parse(graph).graph[0].op:
         counts.setdefault(op.name.rpartition("/")[0], Counter())[op.type] += 1
     return {prefix: dict(sorted(count.items())) for prefix, count in counts.items()}
 
@@ -142,7 +142,7 @@ def text(graph: bytes) -> str:
     Raises:
         LoweringError: the bytes are no GE model.
     """
-    return "\n".join(_line(op) for op in read(graph)) + "\n"
+    return "\n".join(_line(op) for op in parse(graph).graph[0].op) + "\n"
 
 
 def _line(op: Any) -> str:
