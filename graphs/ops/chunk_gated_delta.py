@@ -134,10 +134,11 @@ Gates = Callable[[DeltaGates], tuple[Tensor, Tensor]]
 
 def _prepared(args: ChunkGatedDelta, qkv: Tensor, norm: Norm, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta by token. Without decay and with beta 0 beyond a row's length, tokens leave the state alone."""
-    B, Q, _, both = args.ba.shape
+    B, Q, Hk, both = args.ba.shape
     q, k, v = _split(args, qkv)
     q, k = norm(L2Norm(q, args.eps, q.shape[-1] ** -0.5)), norm(L2Norm(k, args.eps, 1.0))
-    b, a = (x.reshape(B, Q, -1) for x in args.ba.split(both // 2, -1))
+    # One copy for both: what reads them wants rows side by side.
+    b, a = args.ba.view(B, Q, Hk, 2, both // 2).permute(3, 0, 1, 2, 4).reshape(2, B, Q, -1).unbind(0)
     g, beta = gates(DeltaGates(a, b, args.a_log, args.dt_bias))
     valid = _is_valid(args)[:, :, None]
     return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
