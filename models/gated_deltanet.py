@@ -22,6 +22,9 @@ twice that, because the graph unrolls all chunks."""
 LONG = 1024
 """From this many tokens on a prefill bucket takes LONG_CHUNK."""
 
+L2_EPS = 1e-6
+"""Added to the sum of squares of queries and keys, as in the published implementation."""
+
 
 class DeltaNetSizes(Protocol):
     """Fields of a model's configuration that the layer reads."""
@@ -127,24 +130,35 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
     rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
-    raw, z, b, a = _project(cfg, weights["qkvzba"], x, (B, Q))
+    in_chunks = batch.state_slots_out.shape[1] != Q
+    raw, z, *gates = _project(cfg, weights["qkvzba"], x, (B, Q), gates_apart=not in_chunks)
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
-    mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
-    q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
-    q = ops.l2_norm(q, 1e-6, cfg.linear_key_head_dim**-0.5)
-    k = ops.l2_norm(k, 1e-6, 1.0)
-    g, beta = ops.delta_gates(a.reshape(B, Q, Hv), b.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
-    v = v.reshape(B, Q, Hv, -1)
-    chunk = 0 if batch.state_slots_out.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
-    out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
+    # The chunked rule computes in float32.
+    dtype = torch.float32 if in_chunks else x.dtype
+    mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots, dtype)
+    mixed, decay = mixed.view(B, Q, Hk, -1), (weights["a_log"], weights["dt_bias"])
+    if in_chunks:
+        chunk = gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
+        out, delta = ops.chunk_gated_delta(mixed, *gates, *decay, state["delta"], *slots, L2_EPS, chunk)
+    else:
+        q, k, v = mixed.split(rows[:3], -1)
+        q = ops.l2_norm(q, L2_EPS, cfg.linear_key_head_dim**-0.5)
+        k = ops.l2_norm(k, L2_EPS, 1.0)
+        b, a = (gate.reshape(B, Q, Hv) for gate in gates)
+        out, delta = ops.gated_delta(q, k, v.reshape(B, Q, Hv, -1), *ops.delta_gates(a, b, *decay), state["delta"], *slots)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
     return sequence_parallel.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}
 
 
-def _project(cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
-    """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q)."""
+def _project(
+    cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int], *, gates_apart: bool
+) -> Sequence[torch.Tensor]:
+    """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q).
+
+    Where gates are not apart, b and a are one tensor.
+    """
     Hk, rows = cfg.linear_num_key_heads, rows_per_key_head(cfg)
-    sizes = [sum(rows[:3]), *rows[3:]]
+    sizes = [sum(rows[:3]), rows[3], *(rows[4:] if gates_apart else (sum(rows[4:]),))]
     if not cfg.variant.projections_apart:
         joined: Sequence[torch.Tensor] = ops.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
         return joined

@@ -4,6 +4,7 @@ from .accept import accept
 from .add_rms_norm import add_rms_norm
 from .cache_write import cache_write
 from .causal_conv import causal_conv
+from .chunk_gated_delta import chunk_gated_delta
 from .delta_gates import delta_gates
 from .embed import embed
 from .gated_delta import gated_delta
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm",
     "cache_write",
     "causal_conv",
+    "chunk_gated_delta",
     "delta_gates",
     "embed",
     "gated_delta",
