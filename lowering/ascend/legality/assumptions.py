@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...platform import Platform
-from ..ge_file import GeFile
-from .check import DEFAULT, examine
+from .check import DEFAULT, Checked
 from .table import table
 
 
@@ -17,8 +16,8 @@ class Assumption:
     """A row of the table that is assumed.
 
     Attributes:
-        operator: type of GE operator.
-        what: kind of row: form, types, folded, or the rule's name.
+        operator: type of GE operator, or what runs a torch operator.
+        what: kind of row: form, types, dtypes, folded, or the rule's name.
         assumed: what is assumed and why.
         operators: how many operators of the graphs rely on it.
     """
@@ -29,16 +28,16 @@ class Assumption:
     operators: int
 
 
-def assumptions(ge_files: Iterable[GeFile], platform: Platform = DEFAULT) -> list[Assumption]:
+def assumptions(checked: Iterable[Checked], platform: Platform = DEFAULT) -> list[Assumption]:
     """Assumptions that graphs rely on, those with the most operators first.
 
-    Raises:
-        LoweringError: see `check.check`.
+    Args:
+        checked: what `check.examine` and `check_acl.examine` found of the graphs.
     """
     platform = platform if platform.chip else DEFAULT
     relied: Counter[tuple[str, int]] = Counter()
-    for ge_file in ge_files:
-        relied.update(examine(ge_file, platform).relied)
+    for of_graph in checked:
+        relied.update(of_graph.relied)
     rows = table().rows
     found = [
         Assumption(operator, rows[number].rule or rows[number].what, reason, count)
