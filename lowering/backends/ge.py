@@ -60,8 +60,8 @@ class Ge(Backend):
         """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice,
         collectives are those of the partitioned graph in order, and CANN takes every operator where the platform names a chip.
 
-        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py: no kernel is made for those, which are
-        shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
+        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py: no kernel is made
+        for those, which are shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
         """
         from .. import collectives_check
         from ..ascend import inspect_ge, inspect_repeats, inspect_weights

@@ -10,6 +10,9 @@ from ...platform import Platform
 from .check import DEFAULT, Checked
 from .table import table
 
+CALL = "call"
+"""Kind of an assumption on how a torch operator calls what runs it."""
+
 
 @dataclass(frozen=True)
 class Assumption:
@@ -17,7 +20,7 @@ class Assumption:
 
     Attributes:
         operator: type of GE operator, or what runs a torch operator.
-        what: kind of row: form, types, dtypes, folded, or the rule's name.
+        what: kind of row: form, types, dtypes, folded, the rule's name, or `CALL`.
         assumed: what is assumed and why.
         operators: how many operators of the graphs rely on it.
     """
@@ -35,13 +38,15 @@ def assumptions(checked: Iterable[Checked], platform: Platform = DEFAULT) -> lis
         checked: what `check.examine` and `check_acl.examine` found of the graphs.
     """
     platform = platform if platform.chip else DEFAULT
-    relied: Counter[tuple[str, int]] = Counter()
+    relied, assumed = Counter[tuple[str, int]](), Counter[tuple[str, str]]()
     for of_graph in checked:
         relied.update(of_graph.relied)
+        assumed.update(of_graph.assumed)
     rows = table().rows
     found = [
         Assumption(operator, rows[number].rule or rows[number].what, reason, count)
         for (operator, number), count in relied.items()
         if (reason := rows[number].assumption(platform.cann))
     ]
+    found += [Assumption(operator, CALL, reason, count) for (operator, reason), count in assumed.items()]
     return sorted(found, key=lambda assumption: (-assumption.operators, assumption.operator, assumption.what, assumption.assumed))

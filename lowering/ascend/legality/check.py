@@ -62,11 +62,13 @@ class Checked:
         violations: each kind once, for the first operator that has it.
         copies: how many operators have a violation, by its place in `violations`.
         relied: operators that rely on a fact, by their type and the fact's number.
+        assumed: torch operators that rely on an assumption of their row, by what runs them and the assumption.
     """
 
     violations: list[Violation] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     relied: Counter[tuple[str, int]] = field(default_factory=Counter)
+    assumed: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def pairs(self) -> Iterator[tuple[Violation, int]]:
         """Violations, each with the number of its operators."""

@@ -58,6 +58,8 @@ def examine(acl_file: AclFile, platform: Platform = DEFAULT, facts: Table | None
             continue
         rows = facts.facts(row.runs, platform.chip, platform.cann, platform.packages) if row else ()
         checker.add(key_of(node, nz), functools.partial(node_of, node, name, row, rows, nz))
+        if row and row.assumed:
+            checker.checked.assumed[row.runs, row.assumed] += 1
     by_node = dict(names)
     for node, message in group_list_kind(graph):
         row = torch_operators()[str(node.target)]

@@ -17,7 +17,7 @@ from .. import packages
 from .table import table
 
 _REQUIRED = frozenset({"operators", "runs", "outputs", "source"})
-_OPTIONAL = frozenset({"schema", "inputs", "attributes", "free", "packed"})
+_OPTIONAL = frozenset({"schema", "inputs", "attributes", "free", "packed", "assumed"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class TorchOperator:
         free: arguments of which no restriction is known.
         packed: arguments in which an int32 holds eight int4.
         outputs: output in the table of each result, in order; the rest is not checked.
+        assumed: what is assumed of `runs` although no public source says it, or "".
     """
 
     operators: tuple[str, ...]
@@ -46,6 +47,7 @@ class TorchOperator:
     free: frozenset[str] = frozenset()
     packed: frozenset[str] = frozenset()
     outputs: tuple[str, ...] = ()
+    assumed: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def test_captured_graphs_are_checked_as_well(tmp_path_factory, tmp_path):
     assert 0 < bucket["launches"] < bucket["operators"]
     told = json.loads(tiny.cli(tmp_path, "inspect", artifact.path, "--assumptions", "--json").stdout)
     assert all(row["operators"] > 0 and row["assumed"] for row in told)
+    assert {row["operator"] for row in told if row["what"] == "call"} >= {"GroupedMatmul", "HcomReduceScatter"}
 
 
 def test_artifacts_without_graphs_for_npus(own_artifact):
