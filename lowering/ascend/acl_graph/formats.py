@@ -12,12 +12,14 @@ from .file import AclFile, graph_of
 
 _WEIGHTS: dict[str, tuple[int, str]] = {
     "aten.mm.default": (1, "mat2"),
-    "npu.npu_linear.default": (1, "weight"),
     "npu.npu_quant_matmul.default": (1, "x2"),
     "npu.npu_grouped_matmul.default": (1, "weight"),
     "npu.npu_grouped_matmul_swiglu_quant_v2.default": (1, "weight"),
 }
-"""Position and name of the weight of each matrix product that takes it in NZ (documentation of Ascend/op-plugin)."""
+"""Position and name of the weight of each matrix product that takes it in NZ while it is captured: documentation of Ascend/op-plugin, and
+`internal_format_opapi` in its op_plugin_functions.yaml."""
+_TRANSPOSED = "aten.t.default"
+"""A view, which a product takes in place of the weight."""
 _TILE_BYTES, _TILE_ROWS = 32, 16
 
 
@@ -29,8 +31,20 @@ def weight_operands(acl_file: AclFile) -> tuple[int, ...]:
     )
 
 
+def in_nz(acl_file: AclFile) -> frozenset[Node]:
+    """Nodes of `graph_of` whose values are in NZ: the operands of `weight_operands`, and their transposed views."""
+    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "placeholder"]
+    weights = [nodes[operand] for operand in weight_operands(acl_file)]
+    return frozenset([*weights, *(reader for weight in weights for reader in weight.users if str(reader.target) == _TRANSPOSED)])
+
+
 def _weight_of(weight: Node) -> Any:
-    return lambda reader: list(_as_weight(reader)) == [weight] and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
+    def takes(reader: Node) -> bool:
+        if str(reader.target) == _TRANSPOSED:
+            return all(map(_weight_of(reader), reader.users))
+        return list(_as_weight(reader)) == [weight] and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
+
+    return takes
 
 
 def weights_of(node: Node) -> list[Node]:

@@ -14,6 +14,7 @@ from .flat import BODY, Flat, flat, written_memory
 from .host_lists import take_lists, with_cuts
 from .in_place import write_in_place
 from .once import drop_unread, fold_constants, merge_equal
+from .products import multiply_with_nz
 
 
 def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> AclFile:
@@ -45,6 +46,7 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
 
 def _transformed(flattened: Flat) -> tuple[Flat, tuple[int, ...]]:
     write_in_place(flattened.graph)
+    multiply_with_nz(flattened.graph)
     merge_equal(flattened.graph)
     take_lists(flattened.graph)
     drop_unread(flattened.graph)

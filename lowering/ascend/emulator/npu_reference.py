@@ -47,6 +47,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
+    **_named("aten", dense.mm),
     **_named("air", state.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
     **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),

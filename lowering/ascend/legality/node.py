@@ -1,4 +1,4 @@
-"""An operator of a GE graph as the legality rules see it: its name, the types of its inputs and outputs, and its attributes."""
+"""An operator of a graph as the legality rules see it: its name, the types of its inputs and outputs, and its attributes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class Node:
 
     Attributes:
         name: in its graph.
-        type: GE's name of the operator, "GroupedMatmul".
+        type: GE's name of the operator, "GroupedMatmul"; of a torch operator what runs it, which may be an aclnn function.
         inputs: type of each input that is there, by its name; those of a list are numbered ("weight0").
         constants: names of the inputs that are computed from constants alone: known when the graph is compiled.
         outputs: type of each output by its name; one that nobody reads and the graph does not declare is absent.
         attributes: values by name, without those that begin with "_".
         private: names of attributes that begin with "_" and are not among `PRIVATE`.
+        called: the torch operator; "" in a GE graph.
+        unnamed: arguments of the torch operator that the table has no name for.
+        strided: names of the inputs whose elements do not lie side by side in row-major order; a GE graph has none.
     """
 
     name: str
@@ -42,6 +45,14 @@ class Node:
     outputs: Mapping[str, TensorType]
     attributes: Mapping[str, Any]
     private: frozenset[str] = field(default_factory=frozenset)
+    called: str = ""
+    unnamed: frozenset[str] = frozenset()
+    strided: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """What a message calls it: "npu.npu_linear.default by aclnnMm" in a graph of torch operators."""
+        return f"{self.called} by {self.type}" if self.called else self.type
 
     def describe(self) -> str:
         """Inputs with their types, as in `x=i8[4,16], weight0=i8[2,16,32] NZ`."""
