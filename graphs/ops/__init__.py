@@ -6,6 +6,7 @@ from .cache_write import cache_write
 from .causal_conv import causal_conv
 from .delta_gates import delta_gates
 from .embed import embed
+from .fused_experts import fused_experts_w4a8
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .grouped_experts import grouped_experts
@@ -34,6 +35,7 @@ __all__ = [
     "causal_conv",
     "delta_gates",
     "embed",
+    "fused_experts_w4a8",
     "gated_delta",
     "gated_rms_norm",
     "grouped_experts",

@@ -18,7 +18,7 @@ from ...lowering.platform import Platform
 from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
-from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
+from ...models.variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
@@ -162,13 +162,18 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
-    variant = with_packages(variant, next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform).packages)
+    backend, platform = next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform)
+    variant = with_packages(variant, backend, platform.packages)
     where = target(manifest.target)
     if not where.dispatches:
         return replace(variant, most_dispatched=0)
     in_parts = variant.experts != "plain" and not where.local
     in_parts = in_parts and fewer_bytes_in_parts(manifest.quantization, config.num_experts_per_tok, mesh.size)
-    return replace(variant, dispatches_in_parts=in_parts)
+    variant = replace(variant, dispatches_in_parts=in_parts)
+    if variant.experts == "plain":
+        return variant
+    sizes = config.hidden_size, config.moe_intermediate_size
+    return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
 
 
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
