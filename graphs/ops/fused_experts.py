@@ -66,7 +66,7 @@ def takes(M: int, F: int, ranks: int) -> bool:
 
     Its first product writes rows at a distance of M, so that 2F may not be more; weights are in NZ alone, in tiles of 16 by 64 int4.
     """
-    fits = 2 * F <= min(M, MOST_WIDTHS[1]) and M <= MOST_WIDTHS[0]
+    fits = min(M, MOST_WIDTHS[1]) >= 2 * F and MOST_WIDTHS[0] >= M
     return 1 < ranks <= MOST_RANKS and fits and M % 64 == 0 and F % 32 == 0
 
 

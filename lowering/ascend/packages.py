@@ -96,8 +96,8 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             "_C_ascend::dispatch_ffn_combine",
         ),
     ),
-    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn), or experts
-    # in int8 alone (fused_deep_moe and dispatch_ffn_combine of deep_ep).
+    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn); its fused
+    # experts are int8 (fused_deep_moe and dispatch_ffn_combine of deep_ep).
     "sgl-kernel-npu": (),
 }
 """Package -> operators that graphs lowered for it call."""

@@ -203,7 +203,9 @@ def plan_memory(
     other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
     slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
     allowance = peak_bytes // WORKSPACE_SHARE
-    why_workspace = "of the fused experts" if fused_bytes > allowance else f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"
+    why_workspace = (
+        "of the fused experts" if fused_bytes > allowance else f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"
+    )
     reserved = target.reserved_bytes(mesh)
     parts = [
         Part("expert weights", expert, _why_experts(weights, mesh, rules)),

@@ -59,7 +59,9 @@ def check_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) 
             for reader in node.users:
                 if _ONLY_NZ.get(str(reader.target)) == tensor.dtype and node in weights_of(reader):
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    raise LoweringError(f"{reader.name} ({reader.target}) takes {name}, {dtype} in {actual}; legal is NZ for {dtype} weights")
+                    raise LoweringError(
+                        f"{reader.name} ({reader.target}) takes {name}, {dtype} in {actual}; legal is NZ for {dtype} weights"
+                    )
 
 
 def check_communication(program: AclProgram, state: DeviceState, groups: Mapping[str, str], graph: str) -> None:

@@ -23,7 +23,8 @@ def dispatch_ffn_combine_w4a8(calls: list[Arguments], members: Sequence[int] | N
 
     Each call: (x [T, M], weight1 int32 [E, M, 2F/8], weight2 int32 [E, F, M/8], expert_idx int32 [T, X], scale1 int64 [E, 2F], scale2 int64
     [E, M], bias1 f32 [E, 2F], bias2 f32 [E, M], probs f32 [T, X], group, size, max_output_size). Rows are rounded to int8 before they are
-    sent and between the products, whose halves are float16; what an expert returns is rounded to the dtype of x before the sum.
+    sent and between the products, whose halves are float16 unless x is float32; what an expert returns is rounded to the dtype of x before
+    the sum.
 
     Returns:
         [T, M] like x for each of `members`, or of all. A member that receives more than max_output_size rows leaves out the last ones, as
@@ -59,7 +60,9 @@ def _check(args: tuple[Any, ...], rank: int, members: int) -> None:
     if not FEWEST_TOKENS <= T:
         raise LoweringError(f"{OP}: {T} tokens; legal are at least {FEWEST_TOKENS}, a token for each matrix core")
     if size > MOST_RANKS or (size > 1 and not takes(M, F, size)):
-        raise LoweringError(f"{OP}: widths {M} and 2 * {F} on {size} members; legal are 2F up to M, multiples of 64, and {MOST_RANKS} members")
+        raise LoweringError(
+            f"{OP}: widths {M} and 2 * {F} on {size} members; legal are 2F up to M, multiples of 64, and {MOST_RANKS} members"
+        )
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < E * size):
         raise LoweringError(f"{OP}: member {rank} has expert_idx {ids.tolist()}; legal are 0 to {E * size - 1}")
 
@@ -68,25 +71,29 @@ def _compute(
     calls: list[Arguments], sent: list[tuple[torch.Tensor, torch.Tensor]], returned: list[torch.Tensor], rank: int, local: int
 ) -> None:
     """Runs the experts of a member on the rows of all, in the order of experts and then of members."""
-    _, weight1, weight2, _, scale1, scale2, bias1, bias2, _, _, _, room = calls[rank][0]
+    x, weight1, weight2, _, scale1, scale2, bias1, bias2, _, _, _, room = calls[rank][0]
+    half = torch.float32 if x.dtype == torch.float32 else torch.float16
     for e in range(local):
-        for source, (args, _) in enumerate(calls):
+        picks = []
+        for args, _ in calls:
             token, choice = (args[3] == rank * local + e).nonzero(as_tuple=True)
-            token, choice = token[:room], choice[:room]
-            room -= len(token)
-            rows, scale = (value[token] for value in sent[source])
-            gate, up = (_product(rows, weight1[e], scale1[e], bias1[e]) * scale[:, None]).chunk(2, -1)
-            hidden, hidden_scale = quantise_rows(torch.nn.functional.silu(gate) * up)
-            out = _product(hidden, weight2[e], scale2[e], bias2[e]) * hidden_scale[:, None]
-            returned[source][token, choice] = out.to(args[0].dtype).float()
+            picks.append((token[:room], choice[:room]))
+            room -= len(picks[-1][0])
+        rows, scale = (torch.cat([values[i][token] for values, (token, _) in zip(sent, picks, strict=True)]) for i in (0, 1))
+        if not len(rows):
+            continue
+        gate, up = (_product(rows, weight1[e], scale1[e], bias1[e], half) * scale[:, None]).chunk(2, -1)
+        hidden, hidden_scale = quantise_rows(torch.nn.functional.silu(gate) * up)
+        out = (_product(hidden, weight2[e], scale2[e], bias2[e], half) * hidden_scale[:, None]).to(x.dtype).float()
+        for back, pick, part in zip(returned, picks, out.split([len(token) for token, _ in picks]), strict=True):
+            back[pick] = part
 
 
-def _product(rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, assist: torch.Tensor) -> torch.Tensor:
-    """int8 rows [N, K] = 16 * high + low + 8 by int4 [K, n/8]: two products of int4, scaled to float16, and 8 * sum of the weights."""
+def _product(rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, assist: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """int8 rows [N, K] = 16 * high + low + 8 by int4 [K, n/8]: two products of int4, scaled and rounded, and 8 * sum of the weights."""
     weight, wide = unpack_int4(packed[None])[0].double(), float_scale(scale).double()
     high = rows.double().div(16).floor()
-    halves = ((half @ weight) * wide for half in (high, rows.double() - 16 * high - 8))
-    upper, lower = (half.to(torch.float16).float() for half in halves)
+    upper, lower = (((part @ weight) * wide).to(half).float() for part in (high, rows.double() - 16 * high - 8))
     return 16 * upper + lower + assist
 
 
