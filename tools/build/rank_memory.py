@@ -8,6 +8,7 @@ from ...graphs.ops import fused_experts
 from ...graphs.types import WORLD, Leaf
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
+from ...models.variant import Variant
 from ..verify.small_model import share
 from . import memory
 from .plan import Plan
@@ -62,7 +63,8 @@ def _dispatch_window(plan: Plan) -> int:
 
 def _fused_tokens(plan: Plan) -> int:
     """Most tokens of a rank that one operation of fused experts takes; 0 where there is none."""
-    return min(max(_rank_tokens(plan, fused=True), default=0), plan.model.config.variant.most_dispatched)
+    variant: Variant = plan.model.config.variant
+    return min(max(_rank_tokens(plan, fused=True), default=0), variant.most_dispatched)
 
 
 def _fused_window(plan: Plan) -> int:

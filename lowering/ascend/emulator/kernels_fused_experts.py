@@ -98,4 +98,5 @@ def _product(rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, assi
 
 
 def _summed(args: tuple[Any, ...], returned: torch.Tensor) -> torch.Tensor:
-    return (returned * args[8][..., None]).sum(1).to(args[0].dtype)
+    out: torch.Tensor = (returned * args[8][..., None]).sum(1).to(args[0].dtype)
+    return out

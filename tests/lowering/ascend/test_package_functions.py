@@ -18,9 +18,9 @@ SCHEMA = (
 """csrc/torch_binding.cpp of vllm-project/vllm-ascend at 182b75e; as is the next."""
 
 FUSED_SCHEMA = (
-    "dispatch_ffn_combine(Tensor x, Tensor[] weight1, Tensor[] weight2, Tensor expert_idx, Tensor[] scale1, Tensor[] scale2,"
-    " Tensor[] bias1, Tensor[] bias2, Tensor probs, str group, int max_output_size, Tensor! out, Tensor! expert_token_nums, Tensor? x_active_mask=None,"
-    " float swiglu_limit=1000000.0) -> (Tensor out, Tensor expert_token_nums)"
+    "dispatch_ffn_combine(Tensor x, Tensor[] weight1, Tensor[] weight2, Tensor expert_idx, Tensor[] scale1, Tensor[] scale2, "
+    "Tensor[] bias1, Tensor[] bias2, Tensor probs, str group, int max_output_size, Tensor! out, Tensor! expert_token_nums, "
+    "Tensor? x_active_mask=None, float swiglu_limit=1000000.0) -> (Tensor out, Tensor expert_token_nums)"
 )
 
 
