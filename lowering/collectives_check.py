@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..graphs.errors import LoweringError
-from ..graphs.types import DISPATCH, WORLD, Mesh
+from ..graphs.types import DISPATCH, FUSED_EXPERTS, WORLD, Mesh
 from .ascend.acl_graph.file import AclFile
 from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
 from .ascend.convert import shape_of
@@ -32,9 +32,15 @@ COLLECTIVES = {
     "MoeDistributeCombineV2": "moe_combine",
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
-_ACL_COLLECTIVES = {"npu_moe_distribute_dispatch_v2": "moe_dispatch", "npu_moe_distribute_combine_v2": "moe_combine"}
+_ACL_COLLECTIVES = {
+    "npu_moe_distribute_dispatch_v2": "moe_dispatch",
+    "npu_moe_distribute_combine_v2": "moe_combine",
+    "dispatch_ffn_combine_w4a8": "fused_experts_w4a8",
+}
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
-_EXPERTS = ("moe_dispatch", "moe_combine")
+EXPERT_GROUPS = {"moe_dispatch": DISPATCH, "moe_combine": DISPATCH, "fused_experts_w4a8": FUSED_EXPERTS}
+"""Collective of a partitioned graph, over "world" there -> the group that it has for itself on NPUs."""
+_OWN = frozenset(EXPERT_GROUPS.values())
 
 
 def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
@@ -85,10 +91,11 @@ def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> li
 def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
     """Collectives with groups as the partitioned graph names them."""
     for name, group, _ in collectives:
-        if (name in _EXPERTS) != (group == DISPATCH):
-            legal = f"{DISPATCH} for {' and '.join(_EXPERTS)}, and for nothing else"
+        if EXPERT_GROUPS.get(name) != (group if group in _OWN else None):
+            own = EXPERT_GROUPS.get(name, group)
+            legal = f"{own} for {' and '.join(other for other in EXPERT_GROUPS if EXPERT_GROUPS[other] == own)}, and for nothing else"
             raise LoweringError(f"{name} is over group {group}; legal is {legal}: their kernels want a communicator of their own")
-    return tuple((name, WORLD if group == DISPATCH else group, kind) for name, group, kind in collectives)
+    return tuple((name, WORLD if group in _OWN else group, kind) for name, group, kind in collectives)
 
 
 def _read(ge_file: GeFile, in_order: bool = False) -> tuple[Collective, ...]:

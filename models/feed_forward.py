@@ -142,8 +142,11 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     def local(x: torch.Tensor, logits: torch.Tensor, router: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
         gate_up, down, gate = matrices[-3:]
-        shared_out = torch.sigmoid(ops.linear(x, gate)) * ops.linear(ops.swiglu_linear(x, gate_up), down)
-        return _with_routed(cfg, x, logits, router, matrices[:-3], shared_out)
+        opened, shared_out = torch.sigmoid(ops.linear(x, gate)), ops.linear(ops.swiglu_linear(x, gate_up), down)
+        if num_shards("experts") > 1 and cfg.variant.fuses(x.shape[0]):
+            # One operator scales and adds what the fused kernel, unlike a combine, does not take.
+            return torch.addcmul(_fused(cfg, x, logits, matrices[:-3]), opened, shared_out)
+        return _with_routed(cfg, x, logits, router, matrices[:-3], opened * shared_out)
 
     tokens = ("expert_tokens", None)
     operands = [(x, tokens), (logits, tokens), (weights["router"], (None, None)), *_operands(cfg, weights), *shared]
@@ -181,6 +184,16 @@ def _with_routed(
     first = axis_index("experts") * (cfg.num_experts // devices)
     ids = torch.remainder(ids - first, cfg.num_experts)
     return reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts") + shared
+
+
+def _fused(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, experts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The routed experts' output for a device's tokens, there and back in one operation for each part that is dispatched."""
+    share, ids = ops.moe_route(logits, cfg.num_experts_per_tok, True)
+    where = axis_index("experts"), cfg.num_experts, group_of("experts"), num_shards("experts")
+    outs: list[torch.Tensor] = []
+    for part, weights, chosen in zip(*(tensor.split(cfg.variant.most_dispatched) for tensor in (x, share, ids)), strict=True):
+        outs.append(ops.fused_experts_w4a8(part, chosen, weights, outs[-1] if outs else part, *experts, *where))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _dispatched(

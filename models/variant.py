@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..graphs.errors import SpecError
+from ..graphs.ops.fused_experts import FEWEST_TOKENS, takes
 
 # Only matrices that published recipes quantise; all others keep the compute dtype.
 SCHEMES: dict[str, tuple[str, str]] = {"none": ("plain", "plain"), "w8a8": ("w8a8", "w8a8"), "w4a8": ("w8a8", "w4a8")}
@@ -35,6 +36,7 @@ class Variant:
         projections_apart: whether a gated DeltaNet layer multiplies by each part of its projection, which is taken apart when it is loaded.
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
+        fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
     """
 
     kv_repeat: int = 1
@@ -45,6 +47,7 @@ class Variant:
     dispatches_in_parts: bool = False
     one_window: bool = False
     projections_apart: bool = False
+    fused_experts: bool = False
 
     @staticmethod
     def of(quantization: str, *, grouped: bool, kv_repeat: int = 1, recurrent: torch.dtype = torch.float32) -> Variant:
@@ -58,6 +61,14 @@ class Variant:
         attention, experts = SCHEMES[quantization]
         return Variant(kv_repeat, attention, "grouped" if grouped and experts == "plain" else experts, recurrent)
 
+    def fuses(self, tokens: int) -> bool:
+        """Whether the experts of that many tokens of a device are one operation, or one for each part that is dispatched."""
+        if not self.fused_experts or self.experts != "w4a8" or not self.most_dispatched:
+            return False
+        if tokens > self.most_dispatched and not self.dispatches_in_parts:
+            return False
+        return min(tokens, tokens % self.most_dispatched or self.most_dispatched) >= FEWEST_TOKENS
+
 
 def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> Variant:
     """A variant with what the operators of packages take in graphs of that backend.
@@ -67,6 +78,18 @@ def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> 
     """
     captured = backend == "aclgraph" and "vllm-ascend" in packages
     return replace(variant, one_window=captured, projections_apart=captured)
+
+
+def with_fused_experts(variant: Variant, backend: str, chip: str, packages: Collection[str], sizes: tuple[int, int], ranks: int) -> Variant:
+    """A variant whose experts are one operation if the platform has one for them.
+
+    Args:
+        chip: by CANN's name.
+        sizes: M and F of an expert.
+        ranks: that experts are spread over.
+    """
+    captured = backend == "aclgraph" and chip == "ascend910_93" and "vllm-ascend" in packages
+    return replace(variant, fused_experts=captured and variant.experts == "w4a8" and takes(*sizes, ranks))
 
 
 PLAIN = Variant()

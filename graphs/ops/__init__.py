@@ -7,6 +7,7 @@ from .causal_conv import causal_conv
 from .chunk_gated_delta import chunk_gated_delta
 from .delta_gates import delta_gates
 from .embed import embed
+from .fused_experts import fused_experts_w4a8
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .grouped_experts import grouped_experts
@@ -36,6 +37,7 @@ __all__ = [
     "chunk_gated_delta",
     "delta_gates",
     "embed",
+    "fused_experts_w4a8",
     "gated_delta",
     "gated_rms_norm",
     "grouped_experts",

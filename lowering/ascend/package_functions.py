@@ -50,3 +50,29 @@ def rms_norm_gated(x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, eps: 
     """A Triton kernel of vllm-ascend, norm before gate."""
     out: torch.Tensor = norm_kernel()(x, weight, None, eps, z=z, norm_before_gate=True, is_rms_norm=True)[0]
     return out
+
+
+def dispatch_ffn_combine_w4a8(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    weight2: torch.Tensor,
+    expert_idx: torch.Tensor,
+    scale1: torch.Tensor,
+    scale2: torch.Tensor,
+    bias1: torch.Tensor,
+    bias2: torch.Tensor,
+    probs: torch.Tensor,
+    group: str,
+    ranks: int,
+    max_output_size: int,
+) -> torch.Tensor:
+    """`dispatch_ffn_combine` of vllm-ascend, whose results do not say that they are operands; it finds the number of ranks by the group.
+
+    A `swiglu_limit` of 0 clamps nothing. Without a mask of active tokens the kernel leaves `expert_idx` as it is.
+    """
+    out, counts = torch.empty_like(x), torch.empty(weight1.shape[0], dtype=torch.int32, device=x.device)
+    lists = ([tensor] for tensor in (scale1, scale2, bias1, bias2))
+    torch.ops._C_ascend.dispatch_ffn_combine(
+        x, [weight1], [weight2], expert_idx, *lists, probs, group, max_output_size, out, counts, x_active_mask=None, swiglu_limit=0.0
+    )
+    return out

@@ -86,8 +86,18 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             "vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
             functions.norm_kernel,
         ),
+        Operator(
+            f"{NAMESPACE}::dispatch_ffn_combine_w4a8",
+            "(Tensor x, Tensor weight1, Tensor weight2, Tensor expert_idx, Tensor scale1, Tensor scale2, Tensor bias1, Tensor bias2, "
+            "Tensor probs, str group, int ranks, int max_output_size) -> Tensor",
+            _like,
+            "vllm-project/vllm-ascend@182b75e csrc/torch_binding.cpp, csrc/mc2/dispatch_ffn_combine_w4_a8",
+            functions.dispatch_ffn_combine_w4a8,
+            "_C_ascend::dispatch_ffn_combine",
+        ),
     ),
-    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn).
+    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn); its fused
+    # experts are int8 (fused_deep_moe and dispatch_ffn_combine of deep_ep).
     "sgl-kernel-npu": (),
 }
 """Package -> operators that graphs lowered for it call."""

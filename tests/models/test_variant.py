@@ -12,7 +12,7 @@ from npucompile.graphs import tree
 from npucompile.graphs.errors import ConfigError, SpecError
 from npucompile.graphs.types import Bucket
 from npucompile.models import qwen3_5, step
-from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with_packages
+from npucompile.models.variant import PLAIN, Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
 F32 = torch.float32
 
@@ -110,3 +110,28 @@ def test_parts_move_fewer_bytes_where_devices_are_more_than_the_rows_of_a_token(
 def test_operators_of_packages_decide_how_a_gated_deltanet_layer_is_kept(backend, packages, taken):
     variant = with_packages(PLAIN, backend, packages)
     assert (variant.one_window, variant.projections_apart) == (taken, taken)
+
+
+@pytest.mark.parametrize(
+    ("backend", "chip", "packages", "quantization", "F", "fused"),
+    [
+        ("aclgraph", "ascend910_93", ("sgl-kernel-npu", "vllm-ascend"), "w4a8", 1024, True),
+        ("aclgraph", "ascend910_93", ("sgl-kernel-npu",), "w4a8", 1024, False),
+        ("aclgraph", "ascend910b", ("vllm-ascend",), "w4a8", 1024, False),
+        ("ge", "ascend910_93", ("vllm-ascend",), "w4a8", 1024, False),
+        ("aclgraph", "ascend910_93", ("vllm-ascend",), "w8a8", 1024, False),
+        ("aclgraph", "ascend910_93", ("vllm-ascend",), "w4a8", 4096, False),
+    ],
+)
+def test_experts_are_fused_where_the_platform_has_a_kernel_for_them(backend, chip, packages, quantization, F, fused):
+    variant = with_fused_experts(Variant.of(quantization, grouped=True), backend, chip, packages, (4096, F), 16)
+    assert variant.fused_experts == fused
+
+
+def test_experts_of_few_tokens_or_of_a_short_part_are_not_fused():
+    variant = replace(Variant.of("w4a8", grouped=True), fused_experts=True, most_dispatched=64)
+    assert [variant.fuses(tokens) for tokens in (1, 23, 24, 64, 65)] == [False, False, True, True, False]
+    parts = replace(variant, dispatches_in_parts=True)
+    assert [parts.fuses(tokens) for tokens in (64, 65, 88, 128)] == [True, False, True, True]
+    assert not replace(parts, experts="grouped").fuses(64)
+    assert not replace(parts, most_dispatched=0).fuses(64)

@@ -13,7 +13,7 @@ from ...graphs.errors import SpecError
 from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
-from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
+from ...models.variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .dispatch_size import fit_dispatch
 from .instance import Instance, resolve
@@ -344,6 +344,9 @@ def _variant_of(model: step.Model, instance: Instance, platform: Platform, backe
         in_parts = fewer_bytes_in_parts(instance.quantization, config.num_experts_per_tok, mesh.size)
         variant = replace(variant, dispatches_in_parts=in_parts)
     variant = with_packages(variant, backend, platform.packages)
+    if grouped:
+        sizes = config.hidden_size, config.moe_intermediate_size
+        variant = with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 
 from ...graphs.errors import ArtifactError, SpecError
-from ...graphs.types import DISPATCH, Bucket, Mesh
+from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.ascend import ge_file
 from ...lowering.ascend.acl_graph import file as acl_file
 from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.legality.running import check_running
+from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
@@ -35,7 +36,6 @@ from .weights import check_checkpoint, rank_params
 
 AUTO = "auto"
 _DECODERS: Mapping[str, Callable[[bytes], GeFile | AclFile]] = {"ge": ge_file.decode, "aclgraph": acl_file.decode}
-EXCHANGES = ("moe_dispatch", "moe_combine")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
     manifest = artifact.manifest
     collectives = [collective for entry in manifest.graphs for collective in entry.collectives]
     # GE's kernels of both exchanges of experts want communicators that nothing else uses (lowering/ascend/ge_file.py).
-    symbols = {DISPATCH if name in EXCHANGES else group for name, group, _ in collectives}
+    symbols = {EXPERT_GROUPS.get(name, group) for name, group, _ in collectives}
     groups = ProcessGroups(
         place.mesh,
         place.rank,

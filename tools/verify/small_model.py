@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...graphs import tree
+from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.step_inputs import MAX_RANKED
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
@@ -18,7 +19,7 @@ from ...lowering.platform import Platform
 from ...models import registry, sharding_rules
 from ...models.params import Param
 from ...models.step import Model
-from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
+from ...models.variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 from ..build.targets import target
 
 CHUNK_TOKENS = 192
@@ -33,7 +34,7 @@ MAX_REQUESTS = 3
 MIN_LAYERS, MAX_LAYERS = 4, 8
 MAX_EXPERTS_PER_TOKEN = 4
 DELTA_CHUNK = 64
-DISPATCH = "moe_dispatch"
+DISPATCH, FUSED = "moe_dispatch", "fused_experts_w4a8"
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +49,7 @@ class Form:
         rows_shared: whether they split its requests without padding, as sampling and the draft head's later passes do.
         dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
+        fused: whether what is sent is one operation with the experts, there and back.
     """
 
     kind: str
@@ -56,12 +58,13 @@ class Form:
     evenly: bool
     rows_shared: bool
     dispatched: str
+    fused: bool = False
 
     @staticmethod
-    def of(bucket: Bucket, tp: int, dispatched: str) -> Form:
+    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False) -> Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatched)
+        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatched, fused)
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ class SmallModel:
         model, rows = self.model_in(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
         half = -(-share(case.bucket, case.bucket.tokens, self.mesh.axis("tp")) // 2)
         most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched, "parts": half}[case.form.dispatched]
-        variant = replace(model.config.variant, most_dispatched=most, dispatches_in_parts=case.form.dispatched == "parts")
-        return with_variant(model, variant)
+        parts, fused = case.form.dispatched == "parts", case.form.fused
+        return with_variant(model, replace(model.config.variant, most_dispatched=most, dispatches_in_parts=parts, fused_experts=fused))
 
     def model_in(self, dtype: torch.dtype) -> Model:
         """The model with that computing dtype; parameters and state are the same for all cases."""
@@ -162,13 +165,18 @@ def variant_of(manifest: Manifest, config: Any) -> Variant:
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
     )
-    variant = with_packages(variant, next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform).packages)
+    backend, platform = next((entry.backend for entry in manifest.graphs), ""), Platform.of(manifest.platform)
+    variant = with_packages(variant, backend, platform.packages)
     where = target(manifest.target)
     if not where.dispatches:
         return replace(variant, most_dispatched=0)
     in_parts = variant.experts != "plain" and not where.local
     in_parts = in_parts and fewer_bytes_in_parts(manifest.quantization, config.num_experts_per_tok, mesh.size)
-    return replace(variant, dispatches_in_parts=in_parts)
+    variant = replace(variant, dispatches_in_parts=in_parts)
+    if variant.experts == "plain":
+        return variant
+    sizes = config.hidden_size, config.moe_intermediate_size
+    return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)
 
 
 def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
@@ -226,14 +234,15 @@ def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: i
     """One small bucket for every form among graphs that make `drafts` drafts after that many layers."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
-        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers)), []).append(entry)
+        fused = any(name == FUSED for name, *_ in entry.collectives)
+        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused), []).append(entry)
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
 
 
 def dispatched(entry: GraphEntry, drafts: int, layers: int) -> str:
     """`Form.dispatched` of a graph, from the number of its dispatches: each pass over a layer with experts has one, or several."""
-    sent = sum(name == DISPATCH for name, *_ in entry.collectives)
+    sent = sum(name in (DISPATCH, FUSED) for name, *_ in entry.collectives)
     if sent > layers + drafts:
         return "parts"
     return "none" if not sent else "drafts" if sent <= drafts else "all"
@@ -247,15 +256,19 @@ def share(bucket: Bucket, tokens: int, tp: int) -> int:
 def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     """The smallest bucket of a form with room for three rows and one of padding; the smallest of `entries` if there is none."""
     smallest, longest = min(entry.bucket for entry in entries), max(entry.bucket.q_len for entry in entries)
+    fewest = FEWEST_TOKENS * (2 if form.dispatched == "parts" else 1) if form.fused else 0
     if form.kind == "decode":
-        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, MAX_REQUESTS + 2 + 2 * tp)]
+        most = MAX_REQUESTS + 2 + 2 * tp + tp * fewest // form.width
+        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
         candidates = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
+    # Each device has the tokens that fused experts want, in each part.
+    candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
     # Only the draft head's passes are dispatched, so the main pass must have more tokens a device than they have.
     if form.dispatched == "drafts":
         candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
-    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched) == form), smallest)
+    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched, form.fused) == form), smallest)
 
 
 def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {
     "_c10d_functional.broadcast.default": (2, "group_name"),
     "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
     "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": (9, "group"),
 }
 """Position and name of the group among the arguments of each operator that communicates."""
 
@@ -41,6 +42,12 @@ RANK_ARGUMENTS: Mapping[str, int] = {
     "npu.npu_moe_distribute_combine_v2.default": 7,
 }
 """Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
+
+EXCHANGES: Mapping[str, str] = {
+    **dict.fromkeys(RANK_ARGUMENTS, "expert dispatch and combine"),
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": "fused experts",
+}
+"""Operators that take HCCL's own name of their group, and what has that group for itself."""
 
 
 @dataclass(frozen=True)

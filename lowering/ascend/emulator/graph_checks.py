@@ -103,19 +103,19 @@ def communicator_of(op: Any) -> str | None:
     return None
 
 
-def claim(owners: dict[str, tuple[bool, str]], graph: Any) -> None:
+def claim(owners: dict[str, tuple[str, str]], graph: Any) -> None:
     """Notes who uses which communicator: expert dispatch and combine share theirs with no other operator of the process.
 
     Source: constraints of aclnnMoeDistributeDispatchV2 in the documentation of Ascend/op-plugin.
 
     Args:
-        owners: communicator -> (whether expert exchange uses it, an operator that does); of all graphs before, updated.
+        owners: communicator -> (what has it for itself, "" for collectives; an operator that uses it); of all graphs before, updated.
 
     Raises:
         LoweringError: naming the communicator and both operators.
     """
     for op in _communicating(graph.op):
-        name, exchange = communicator_of(op), op.type.startswith("MoeDistribute")
+        name, exchange = communicator_of(op), "expert dispatch and combine" if op.type.startswith("MoeDistribute") else ""
         assert name is not None
         before = owners.setdefault(name, (exchange, f"{graph.name}/{op.name} ({op.type})"))
         if before[0] != exchange:

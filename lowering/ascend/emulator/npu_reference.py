@@ -9,6 +9,7 @@ from ....graphs.errors import LoweringError
 from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
 from . import kernels_dense as dense
+from . import kernels_fused_experts as fused_experts
 from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
@@ -68,6 +69,7 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
         group.broadcast,
     ),
     **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named(NAMESPACE, fused_experts.dispatch_ffn_combine_w4a8),
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
 

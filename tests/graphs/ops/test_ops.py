@@ -102,6 +102,13 @@ def dispatched(r: Draw) -> tuple[Any, ...]:
     return r(6, 5), ids, r.uniform(3, 2), assist, received, r(3, 5), ints(0), 6, "world", 1
 
 
+def fused_experts(r: Draw, M: int, F: int) -> tuple[Any, ...]:
+    """Operands of fused experts in a group of one rank."""
+    weights = [part for weight in grouped_weights(r, 6, M, F) for part in quantise_w4(weight)]
+    x = r(3, M)
+    return x, distinct((0, 3), (3, 1), (5, 4)), r.uniform(3, 2), x, *weights, ints(0), 6, "world", 1
+
+
 def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
     return r(T, H, D), *ops.rope_angles(r.below(100, T), width, 1e4)
 
@@ -170,6 +177,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "rows of nobody": lambda r: (r(7, 5), torch.tensor([3, 0, 2]), *grouped_weights(r, 3, 5, 4)),
         "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
     },
+    "fused_experts_w4a8": {"alone": lambda r: fused_experts(r, 8, 4), "wider": lambda r: fused_experts(r, 16, 8)},
     "grouped_experts_w4a8": {
         "rows of nobody": lambda r: quantised(r, (3, 0, 2), 8, 4, quantise_w4),
         "all rows": lambda r: quantised(r, (1, 6), 16, 8, quantise_w4),
@@ -227,7 +235,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "sample", "request_slot_write"),
-    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+    *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
@@ -654,6 +662,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     ],
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
     "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
+    "fused_experts_w4a8": [lambda r: rows(r, "fused_experts_w4a8", "alone", (0, 2))],
     "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
     "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],

@@ -15,7 +15,13 @@ SCHEMA = (
     "Tensor? cache_indices_opt, Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode, int pad_slot_id, "
     "int run_mode) -> (Tensor output)"
 )
-"""csrc/torch_binding.cpp of vllm-project/vllm-ascend at 182b75e."""
+"""csrc/torch_binding.cpp of vllm-project/vllm-ascend at 182b75e; as is the next."""
+
+FUSED_SCHEMA = (
+    "dispatch_ffn_combine(Tensor x, Tensor[] weight1, Tensor[] weight2, Tensor expert_idx, Tensor[] scale1, Tensor[] scale2, "
+    "Tensor[] bias1, Tensor[] bias2, Tensor probs, str group, int max_output_size, Tensor! out, Tensor! expert_token_nums, "
+    "Tensor? x_active_mask=None, float swiglu_limit=1000000.0) -> (Tensor out, Tensor expert_token_nums)"
+)
 
 
 @pytest.fixture
@@ -69,3 +75,23 @@ def test_the_norm_comes_before_the_gate(vllm_ascend):
 
     vllm_ascend("vllm_ascend.ops.triton.layernorm_gated", layer_norm_fwd_npu=layer_norm_fwd_npu)
     assert functions.rms_norm_gated(torch.ones(3, 2), torch.full((2,), 5.0), torch.full((3, 2), 2.0), 1e-6).tolist() == [[7.0] * 2] * 3
+
+
+def test_fused_experts_are_one_tensor_a_list_and_clamp_nothing():
+    calls = []
+
+    def run(x, weight1, weight2, ids, scale1, scale2, bias1, bias2, probs, group, most, out, counts, mask, limit):
+        assert all(len(listed) == 1 for listed in (weight1, weight2, scale1, scale2, bias1, bias2))
+        calls.append((weight2[0].shape, scale2[0].shape, group, most, counts.shape, counts.dtype, mask, limit))
+        return out.fill_(7), counts
+
+    library = torch.library.Library("_C_ascend", "FRAGMENT")
+    library.define(FUSED_SCHEMA)
+    library.impl("dispatch_ffn_combine", run, "CPU")
+    weights = [torch.ones(shape, dtype=torch.int32) for shape in ((2, 16, 4), (2, 8, 2))]
+    scales = [torch.ones(2, width, dtype=torch.int64) for width in (32, 16)]
+    x, ids, probs = torch.ones(3, 16), torch.ones(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    out = functions.dispatch_ffn_combine_w4a8(x, *weights, ids, *scales, *map(torch.Tensor.float, scales), probs, "hccl", 4, 24)
+    assert torch.equal(out, torch.full_like(x, 7))
+    assert torch.equal(x, torch.ones(3, 16))
+    assert calls == [((2, 8, 2), (2, 16), "hccl", 24, (2,), torch.int32, None, 0.0)]

@@ -160,6 +160,13 @@ def sent(r: int) -> tuple[torch.Tensor, ...]:
     return tuple(GROUP_KERNELS["npu.npu_moe_distribute_dispatch_v2.default"]([dispatch(), dispatch()])[r])
 
 
+def fused_experts() -> tuple[Any, ...]:
+    """Two members with two experts each."""
+    up, down = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64, 8), (2, 32, 8)))
+    scales, ids = [t(2, 64, d=i64), t(2, 64, d=i64)], torch.arange(2, dtype=torch.int32).repeat(24, 1)
+    return t(24, 64), up, down, ids, *scales, t(2, 64, d=f32), t(2, 64, d=f32), t(24, 2, d=f32), "world", 2, 96
+
+
 GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
     ("_c10d_functional.all_reduce.default", lambda r: ((t(4, 2), "sum", "tp"), {})),
     ("_c10d_functional.all_gather_into_tensor.default", lambda r: ((t(4, 2), 2, "dp"), {})),
@@ -173,6 +180,7 @@ GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
         "npu.npu_moe_distribute_combine_v2.default",
         lambda r: ((sent(r)[0], dispatch()[0][1], sent(r)[2], sent(r)[4], t(4, 2, d=f32), "world", 2, 0, 8), {"shared_expert_x": t(4, 16)}),
     ),
+    ("npucompile_packages.dispatch_ffn_combine_w4a8.default", lambda r: (fused_experts(), {})),
 ]
 
 
@@ -249,7 +257,7 @@ def test_groups_are_found_in_the_arguments(name: str, case: Callable[[int], Argu
     wanted = next(a for a in args if a in ("tp", "dp", "world"))
     assert group_of(name, args, kwargs) == wanted
     at = args.index(wanted)
-    names = {"npu_moe_distribute": "group_ep", "npu_mm": "hcom", "npu_all": "hcom"}
+    names = {"npu_moe_distribute": "group_ep", "dispatch_ffn": "group", "npu_mm": "hcom", "npu_all": "hcom"}
     by_name = {next((by for start, by in names.items() if name.split(".")[1].startswith(start)), "group_name"): wanted}
     assert group_of(name, args[:at], by_name) == wanted
 
