@@ -144,9 +144,9 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
 def _project(cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
     """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q)."""
     Hk, rows = cfg.linear_num_key_heads, rows_per_key_head(cfg)
-    sizes = [sum(rows[:3]), *rows[3:]]
-    if not cfg.variant.projections_apart:
-        joined: Sequence[torch.Tensor] = ops.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
-        return joined
-    parts = weight.view(Hk, sum(rows), -1).split(sizes, 1)
-    return [ops.linear(x, part.reshape(Hk * size, -1)).view(*shape, Hk, size) for part, size in zip(parts, sizes, strict=True)]
+    joined = ops.linear(x, weight)
+    if not cfg.variant.split_at_once:
+        parts: Sequence[torch.Tensor] = joined.view(*shape, Hk, sum(rows)).split([sum(rows[:3]), *rows[3:]], -1)
+        return parts
+    parts = ops.delta_split(joined.view(-1, Hk, sum(rows)), cfg.linear_key_head_dim, cfg.linear_value_head_dim, rows[-1])
+    return [part.view(*shape, Hk, -1) for part in parts]

@@ -2,9 +2,11 @@
 
 from .accept import accept
 from .add_rms_norm import add_rms_norm
+from .attention_heads import attention_heads
 from .cache_write import cache_write
 from .causal_conv import causal_conv
 from .delta_gates import delta_gates
+from .delta_split import delta_split
 from .embed import embed
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
@@ -30,9 +32,11 @@ from .token_logprobs import token_logprobs
 __all__ = [
     "accept",
     "add_rms_norm",
+    "attention_heads",
     "cache_write",
     "causal_conv",
     "delta_gates",
+    "delta_split",
     "embed",
     "gated_delta",
     "gated_rms_norm",

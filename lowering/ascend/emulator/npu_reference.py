@@ -49,7 +49,14 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     ),
     **_named("air", state.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
-    **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),
+    **_named(
+        NAMESPACE,
+        of_packages.causal_conv1d_update,
+        of_packages.fused_gdn_gating,
+        of_packages.rms_norm_gated,
+        of_packages.split_qkv_rmsnorm_rope,
+        of_packages.split_qkvzba,
+    ),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 

@@ -42,6 +42,8 @@ def test_a_process_without_the_package_lacks_its_operators():
         "vllm-ascend: _C_ascend::npu_causal_conv1d_custom",
         "vllm-ascend: vllm_ascend.ops.triton.fused_gdn_gating.fused_gdn_gating_patch",
         "vllm-ascend: vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
+        "vllm-ascend: vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.triton_split_qkv_rmsnorm_mrope",
+        "vllm-ascend: vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel",
     ]
     assert packages.missing(()) == []
     with pytest.raises(LoweringError, match="'xllm' is not known; legal are vllm-ascend, sgl-kernel-npu"):
