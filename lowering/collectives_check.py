@@ -31,7 +31,11 @@ COLLECTIVES = {
     "MoeDistributeCombineV2": "moe_combine",
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
-_ACL_COLLECTIVES = {"npu_moe_distribute_dispatch_v2": "moe_dispatch", "npu_moe_distribute_combine_v2": "moe_combine"}
+_ACL_COLLECTIVES = {
+    "npu_mm_reduce_scatter_base": "reduce_scatter_tensor",
+    "npu_moe_distribute_dispatch_v2": "moe_dispatch",
+    "npu_moe_distribute_combine_v2": "moe_combine",
+}
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
 _EXPERTS = ("moe_dispatch", "moe_combine")
 

@@ -31,6 +31,7 @@ GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {
     "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
     "_c10d_functional.all_to_all_single.default": (3, "group_name"),
     "_c10d_functional.broadcast.default": (2, "group_name"),
+    "npu.npu_mm_reduce_scatter_base.default": (2, "hcom"),
     "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
     "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
 }
@@ -41,6 +42,9 @@ RANK_ARGUMENTS: Mapping[str, int] = {
     "npu.npu_moe_distribute_combine_v2.default": 7,
 }
 """Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
+
+HCCL_NAMED = frozenset({"npu.npu_mm_reduce_scatter_base.default", *RANK_ARGUMENTS})
+"""Operators that take HCCL's own name of their group: torch's collectives take the symbol that the group is registered under."""
 
 
 @dataclass(frozen=True)

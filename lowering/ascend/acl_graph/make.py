@@ -11,6 +11,7 @@ from ...artifact import graph_io
 from ..ge_file import Folded
 from .file import AclFile
 from .flat import BODY, Flat, flat, written_memory
+from .fuse_products import fuse_products
 from .host_lists import take_lists, with_cuts
 from .in_place import write_in_place
 from .once import drop_unread, fold_constants, merge_equal
@@ -45,6 +46,7 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
 
 def _transformed(flattened: Flat) -> tuple[Flat, tuple[int, ...]]:
     write_in_place(flattened.graph)
+    fuse_products(flattened.graph)
     merge_equal(flattened.graph)
     take_lists(flattened.graph)
     drop_unread(flattened.graph)

@@ -23,6 +23,7 @@ _ONLY_NZ = "npu.npu_grouped_matmul_swiglu_quant_v2.default"
 _SIZES = {
     "_c10d_functional.all_gather_into_tensor.default": 1,
     "_c10d_functional.reduce_scatter_tensor.default": 2,
+    "npu.npu_mm_reduce_scatter_base.default": 3,
     "npu.npu_moe_distribute_dispatch_v2.default": 3,
     "npu.npu_moe_distribute_combine_v2.default": 6,
 }

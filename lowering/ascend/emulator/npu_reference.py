@@ -73,7 +73,7 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
         group.all_to_all_single,
         group.broadcast,
     ),
-    **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named("npu", group.npu_mm_reduce_scatter_base, group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
 
