@@ -153,8 +153,8 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         state = _write(state, batch, k, v)
         return _attend(cfg, weights, state, batch, q, gate), state
     q, gate, k, v = heads.split([per * D, per * D, D, D], -1)
-    state = _write(state, batch, _rotated(cfg, weights["k_norm"], batch, k), v)
-    return _attend(cfg, weights, state, batch, _rotated(cfg, weights["q_norm"], batch, q.unflatten(-1, (per, D))), gate), state
+    state = _write(state, batch, _keys(cfg, weights, batch, k), v)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -166,7 +166,7 @@ def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: t
     """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    return _write(state, batch, _rotated(cfg, weights["k_norm"], batch, k), v)
+    return _write(state, batch, _keys(cfg, weights, batch, k), v)
 
 
 def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: tor
     """
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
-    return _attend(cfg, weights, state, batch, _rotated(cfg, weights["q_norm"], batch, q), gate)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q), gate)
 
 
 def _write(state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
@@ -199,8 +199,20 @@ def _attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: to
     return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 
-def _rotated(cfg: AttentionSizes, weight: torch.Tensor, batch: Batch, x: torch.Tensor) -> torch.Tensor:
-    """Heads x [T, ..., D] in order, after RMS norm with a zero-centred weight [D] and rotation: [T, heads, D]."""
-    normed: torch.Tensor = ops.rms_norm(x, weight, cfg.rms_norm_eps, 1.0)
-    rotated: torch.Tensor = ops.rope(normed.view(x.shape[0], -1, cfg.head_dim), batch.cos, batch.sin)
+def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:
+    """Queries [T, ..., D] after norm and rotation, [T, H, D]."""
+    normed = _head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, cfg.num_attention_heads, cfg.head_dim)
+    rotated: torch.Tensor = ops.rope(normed, batch.cos, batch.sin)
     return rotated
+
+
+def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> torch.Tensor:
+    """Keys [T, G, D] after norm and rotation."""
+    rotated: torch.Tensor = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
+    return rotated
+
+
+def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of each head of x [..., D], zero-centred weight [D]."""
+    normed: torch.Tensor = ops.rms_norm(x, weight, eps, 1.0)
+    return normed

@@ -92,7 +92,7 @@ def npu_mm_reduce_scatter_base(calls: list[Arguments], members: Sequence[int] | 
 
     Source: docs/zh/custom_APIs/torch_npu/torch_npu-npu_mm_reduce_scatter_base.md of Ascend/op-plugin.
     """
-    op, products = "npu_mm_reduce_scatter_base", []
+    op, products = "npu_mm_reduce_scatter_base", list[Arguments]()
     for (x, weight, group, size), options in calls:
         refuse_options(op, options, reduce_op="sum", comm_mode="aiv")
         if options.get("comm_mode") != "aiv":
