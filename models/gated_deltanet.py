@@ -126,19 +126,28 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
+    x = sequence_parallel.whole(x, B * Q)
     raw, z, b, a = _project(cfg, weights["qkvzba"], x, (B, Q))
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
     mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
-    q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
-    q = ops.l2_norm(q, 1e-6, cfg.linear_key_head_dim**-0.5)
-    k = ops.l2_norm(k, 1e-6, 1.0)
+    by_token = batch.state_slots_out.shape[1] == Q
+    q, k, v = _heads(cfg, mixed.view(B, Q, Hk, -1), by_token)
     g, beta = ops.delta_gates(a.reshape(B, Q, Hv), b.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
     v = v.reshape(B, Q, Hv, -1)
-    chunk = 0 if batch.state_slots_out.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
+    chunk = 0 if by_token else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
     out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
     return sequence_parallel.project(gated.view(B * Q, -1), weights["out"]), {"conv": conv, "delta": delta}
+
+
+def _heads(cfg: DeltaNetSizes, mixed: torch.Tensor, by_token: bool) -> Sequence[torch.Tensor]:
+    """Queries and keys of unit length, queries scaled, and values: [B, Q, Hk, ...] each, of the outputs of the convolution."""
+    (*shape, _), width, eps = mixed.shape, cfg.linear_key_head_dim, 1e-6
+    # Kernels that do it at once have a program for each head of each token: few in decode, too many in prefill.
+    if cfg.variant.split_at_once and by_token:
+        return [part.view(*shape, -1) for part in ops.delta_heads(mixed.flatten(0, 1), width, eps, width**-0.5)]
+    q, k, v = mixed.split(rows_per_key_head(cfg)[:3], -1)
+    return ops.l2_norm(q, eps, width**-0.5), ops.l2_norm(k, eps, 1.0), v
 
 
 def _project(cfg: DeltaNetSizes, weight: torch.Tensor, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:

@@ -32,8 +32,8 @@ class Variant:
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
-        split_at_once: whether one operator each takes the projection of an attention layer (ops/attention_heads.py), whose queries then lie
-            beside their gates, and that of a gated DeltaNet layer (ops/delta_split.py) apart.
+        split_at_once: whether one operation each takes apart the projection of an attention layer (ops/attention_heads.py), whose queries
+            then lie beside their gates, and projection and convolution of a gated DeltaNet layer (ops/delta_split.py, delta_heads.py).
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
     """

@@ -6,6 +6,7 @@ from .attention_heads import attention_heads
 from .cache_write import cache_write
 from .causal_conv import causal_conv
 from .delta_gates import delta_gates
+from .delta_heads import delta_heads
 from .delta_split import delta_split
 from .embed import embed
 from .gated_delta import gated_delta
@@ -36,6 +37,7 @@ __all__ = [
     "cache_write",
     "causal_conv",
     "delta_gates",
+    "delta_heads",
     "delta_split",
     "embed",
     "gated_delta",

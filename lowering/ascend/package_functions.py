@@ -6,6 +6,7 @@ They run on an NPU alone. Each imports its package when it is called first; `pac
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def heads_kernel() -> Any:
 def split_kernel() -> Any:
     """Finds the kernel that `split_qkvzba` launches."""
     return importlib.import_module("vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape").fused_qkvzba_split_reshape_cat_kernel
+
+
+def qk_norm_kernel() -> Any:
+    """Finds the function that `split_qk_norm` calls."""
+    return importlib.import_module("sgl_kernel_npu.norm.fused_split_qk_norm").fused_split_qk_norm
 
 
 def vector_cores() -> int:
@@ -139,3 +145,13 @@ def split_qkvzba(
         min(at_once, a_core, 64),
     )
     return qkv, z, b, a
+
+
+def split_qk_norm(
+    x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A Triton kernel of sgl-kernel-npu, which takes weights as the norms of latent attention and puts a dimension into two results."""
+    q_norm, k_norm = SimpleNamespace(weight=q_weight), SimpleNamespace(weight=k_weight)
+    widths = len(q_weight), len(k_weight), x.shape[1] - len(q_weight) - len(k_weight)
+    q, k, rest = qk_norm_kernel()(x, q_norm, k_norm, *widths, eps)
+    return q, k.squeeze(1), rest.squeeze(1)

@@ -65,6 +65,10 @@ def _split(x: torch.Tensor, key_width: int, value_width: int, value_heads: int) 
     return _parts(x, (2 * key_width + values, values, value_heads, value_heads))
 
 
+def _qk_norm(x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    return _parts(x, (len(q_weight), len(k_weight), x.shape[1] - len(q_weight) - len(k_weight)))
+
+
 def _parts(x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device) for width in widths)
 
@@ -128,8 +132,19 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             functions.split_kernel,
         ),
     ),
-    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn).
-    "sgl-kernel-npu": (),
+    # Others of its kernels keep one slot of convolution inputs a request, or states in bfloat16 (recurrent_gated_delta_rule), or take
+    # float16 and buffers that the host sizes (mega_chunk_gdn).
+    "sgl-kernel-npu": (
+        Operator(
+            f"{NAMESPACE}::split_qk_norm",
+            "(Tensor x, Tensor q_weight, Tensor k_weight, float eps) -> (Tensor, Tensor, Tensor)",
+            _qk_norm,
+            "sgl-project/sgl-kernel-npu@f425bdf python/sgl_kernel_npu/sgl_kernel_npu/norm/fused_split_qk_norm.py",
+            functions.split_qk_norm,
+            "sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm",
+            functions.qk_norm_kernel,
+        ),
+    ),
 }
 """Package -> operators that graphs lowered for it call."""
 

@@ -18,8 +18,9 @@ _LONGEST = 65534
 def fuse_products(graph: GraphModule) -> None:
     """Replaces `npu_linear`, whose result a sum over a group alone reads, and that sum by `npu_mm_reduce_scatter_base`.
 
-    Its vector cores communicate (`comm_mode="aiv"`): the other mode is for training. vllm-ascend ran it so with CANN 8.3 and later
-    (pull requests 3693 and 12689 of vllm-project/vllm-ascend).
+    Its vector cores communicate (`comm_mode="aiv"`): the other mode is for training. vllm-ascend ran it so in prefill with CANN 8.3 and
+    later (its pull requests 3693 and 12689). It is for graphs whose operators are launched: reports call it slower for few rows (3834), and
+    a fused collective unable to allocate what it needs while a decode step is captured (16705).
     """
     for node in list(graph.graph.nodes):
         if node.target is torch.ops._c10d_functional.reduce_scatter_tensor.default and _fits(node):

@@ -27,7 +27,7 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
     Raises:
         LoweringError: the graph has another form.
     """
-    made, cuts = _transformed(flat(graph, signature))
+    made, cuts = _transformed(flat(graph, signature), captured)
     nodes = list(made.graph.graph.nodes)
     operands = [node for node in nodes if node.op == "placeholder"]
     bodies = (str(node.meta.get(BODY, "")) for node in nodes[len(operands) :] if node.op != "output")
@@ -44,9 +44,10 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
     )
 
 
-def _transformed(flattened: Flat) -> tuple[Flat, tuple[int, ...]]:
+def _transformed(flattened: Flat, captured: bool) -> tuple[Flat, tuple[int, ...]]:
     write_in_place(flattened.graph)
-    fuse_products(flattened.graph)
+    if not captured:
+        fuse_products(flattened.graph)
     merge_equal(flattened.graph)
     take_lists(flattened.graph)
     drop_unread(flattened.graph)

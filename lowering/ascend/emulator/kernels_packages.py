@@ -155,6 +155,34 @@ def split_qkvzba(
     return qkv, z, b, a
 
 
+def split_qk_norm(
+    x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMS norms of the first channels of each row and of those behind them, in f32; copies of the rest.
+
+    Source: sgl-project/sgl-kernel-npu@f425bdf python/sgl_kernel_npu/sgl_kernel_npu/norm/fused_split_qk_norm.py.
+
+    Args:
+        x: [rows, N], one behind the other, at most 65535: each is a program of the kernel, and CANN starts no more.
+        q_weight, k_weight: [Dq] and [Dk]; they and N - Dq - Dk are at least 1, and powers of two, of which the kernel reads ranges.
+        eps: added to the means of squares.
+    """
+    op, q_width, k_width = "split_qk_norm", len(q_weight), len(k_weight)
+    rows, width = require(op, "x", x, FLOATS, (2,)).shape
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        require(op, name, weight, FLOATS, (1,))
+    _require_rows(op, x=x)
+    _require_powers(op, q_width=q_width, k_width=k_width, rest=width - q_width - k_width)
+    if rows > 65535:
+        raise LoweringError(f"{op}: x has {rows} rows; legal are at most 65535")
+    q, k, rest = x.split([q_width, k_width, width - q_width - k_width], 1)
+    q, k = (
+        (part.float() * torch.rsqrt(part.float().pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+        for part, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q, k, rest.clone()
+
+
 def _require_rows(op: str, **tensors: torch.Tensor) -> None:
     """Refuses rows that do not lie one behind the other."""
     if strided := {name: value.stride() for name, value in tensors.items() if not value.is_contiguous()}:

@@ -56,6 +56,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         of_packages.rms_norm_gated,
         of_packages.split_qkv_rmsnorm_rope,
         of_packages.split_qkvzba,
+        of_packages.split_qk_norm,
     ),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.

@@ -153,6 +153,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(2, 3, 5), r(2, 3, 5), r.f32(5), r.f32(5)),
         "even": lambda r: (r(3, 1, 4), r(3, 1, 4), r.f32(4), r.f32(4)),
     },
+    "delta_heads": {"odd": lambda r: (r(5, 3, 2 * 7 + 5), 7, 1e-6, 0.3), "even": lambda r: (r(4, 2, 2 * 3 + 8), 3, 1e-6, 1.0)},
     "delta_split": {"odd": lambda r: (r(5, 3, 2 * 7 + 6 * 5 + 6), 7, 5, 3), "even": lambda r: (r(4, 2, 2 * 3 + 4 * 5 + 4), 3, 5, 2)},
     "embed": {"odd": lambda r: (r.below(11, 5), r(11, 3)), "even": lambda r: (r.below(11, 6), r(11, 4))},
     "gated_delta": {
@@ -630,6 +631,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_conv(r, 7, ints([3]), (2,)),
     ],
     "delta_gates": [lambda r: rows(r, "delta_gates", "odd", (0, 1))],
+    "delta_heads": [lambda r: rows(r, "delta_heads", "odd", (0,))],
     "delta_split": [lambda r: rows(r, "delta_split", "odd", (0,))],
     "embed": [],
     "gated_delta": [

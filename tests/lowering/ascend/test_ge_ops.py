@@ -197,6 +197,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "prefill": lambda r: conv(r, 7, 4, ints(8, 2, 0), ints([3], [5], [0]), (5, 2, 0)),
     },
     "delta_gates": {"steep": lambda r: Example((r(2, 3, 5) * 40, r(2, 3, 5), r.f32(5), r.f32(5)))},
+    "delta_heads": {"heads": lambda r: Example((r(5, 3, 48), 8, 1e-6, 0.5))},
     "delta_split": {"heads": lambda r: Example((r(5, 3, 2 * 8 + 4 * 16 + 4), 8, 16, 2))},
     "embed": {"rows": lambda r: Example((r.below(11, 5), r(11, 3)))},
     "gated_delta": {
@@ -267,6 +268,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "prefill": CONV | types_of("Equal Fill SelectV2 GreaterEqual Less LogicalAnd StridedSliceV2"),
     },
     "delta_gates": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul Sigmoid")},
+    "delta_heads": {"heads": UNIT | types_of("SplitV")},
     "delta_split": {"heads": types_of("SplitV")},
     "embed": {"rows": types_of("GatherV2")},
     "gated_delta": {
@@ -457,6 +459,18 @@ def test_operators_of_vllm_ascend_are_the_reference(torchair: harness.Torchair, 
     example = EXAMPLES[name][label](Draw(dtype))
     want = flat(TABLE[name].rule("reference")(*example.args))
     close(executed(name, example.args, "aclgraph", "vllm-ascend"), want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_operator_of_sgl_kernel_npu_is_the_reference(torchair: harness.Torchair, dtype: torch.dtype) -> None:
+    r, features = Draw(dtype), ("aclgraph", "sgl-kernel-npu", "vllm-ascend")
+    example = EXAMPLES["delta_heads"]["heads"](r)
+    want = flat(TABLE["delta_heads"].rule("reference")(*example.args))
+    close(executed("delta_heads", example.args, *features), want, TOLERANCE[dtype])
+    with pytest.raises(PrimitiveError, match="has 5 tokens, 3 key heads, and 8 key and 31 value channels of each; legal are at most 65535"):
+        executed("delta_heads", (r(5, 3, 47), 8, 1e-6, 0.5), *features)
+    with pytest.raises(PrimitiveError, match="has 16 channels a key head; legal are more than twice the 8 of a key"):
+        executed("delta_heads", (r(5, 3, 16), 8, 1e-6, 0.5), *features)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

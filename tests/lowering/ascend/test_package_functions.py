@@ -130,3 +130,14 @@ def test_a_projection_is_split_with_the_strides_of_its_rows(vllm_ascend, cores, 
     x = torch.randn(rows, 2 * 4 + 4 * 8 + 4).to(dtype)
     for got, want in zip(functions.split_qkvzba(x, 4, 8, 2), x.split([24, 16, 2, 2], 1), strict=True):
         assert torch.equal(got, want)
+
+
+def test_norms_of_queries_and_keys_are_weights_alone(monkeypatch):
+    def fused_split_qk_norm(fused, q_a_layernorm, kv_a_layernorm, q_lora_rank, kv_lora_rank, qk_rope_dim, eps=1e-6):
+        assert not hasattr(q_a_layernorm, "bias")
+        assert (q_lora_rank, kv_lora_rank, qk_rope_dim, eps) == (2, 4, 8, 1e-8)
+        return fused[:, :2] * q_a_layernorm.weight, (fused[:, 2:6] * kv_a_layernorm.weight).unsqueeze(1), fused[:, 6:].unsqueeze(1)
+
+    monkeypatch.setitem(sys.modules, "sgl_kernel_npu.norm.fused_split_qk_norm", SimpleNamespace(fused_split_qk_norm=fused_split_qk_norm))
+    q, k, rest = functions.split_qk_norm(torch.ones(3, 14), torch.full((2,), 2.0), torch.full((4,), 4.0), 1e-8)
+    assert (q.tolist(), k.tolist(), rest.shape) == ([[2.0] * 2] * 3, [[4.0] * 4] * 3, (3, 8))

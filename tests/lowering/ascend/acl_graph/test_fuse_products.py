@@ -26,8 +26,8 @@ def reduced(product: Any, ranks: int = 2, how: str = "sum") -> Any:
     return gb.c10.wait_tensor(gb.c10.reduce_scatter_tensor(product, how, ranks, "tp"))
 
 
-def made(body: Any, dtype: torch.dtype = ag.BF16) -> Any:
-    return ag.of_body(body, params_w=((6, 8), dtype), inputs_x=((4, 8), dtype))[0]
+def made(body: Any, dtype: torch.dtype = ag.BF16, *, captured: bool = False) -> Any:
+    return ag.of_body(body, captured=captured, params_w=((6, 8), dtype), inputs_x=((4, 8), dtype))[0]
 
 
 @pytest.mark.parametrize("dtype", [ag.BF16, ag.F32], ids=str)
@@ -64,3 +64,7 @@ def test_what_the_operator_does_not_take_stays_two(body: Any) -> None:
     names = ag.names(made(body))
     assert FUSED not in names
     assert names.count("npu.npu_linear.default") == names.count("_c10d_functional.reduce_scatter_tensor.default") == 1
+
+
+def test_captured_graphs_keep_both_operators() -> None:
+    assert FUSED not in ag.names(made(lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w)),), captured=True))

@@ -79,3 +79,15 @@ def test_parts_of_a_projection_are_powers_of_two() -> None:
     assert (b.tolist(), a.tolist()) == ([[10.0], [22.0]], [[11.0], [23.0]])
     with pytest.raises(LoweringError, match=r"sizes are \{'value_width': 3\}; legal are powers of two"):
         kernels.split_qkvzba(torch.zeros(2, 10), 1, 3, 1)
+
+
+def test_queries_and_keys_are_normed_apart_from_what_follows() -> None:
+    x, weight = torch.randn(3, 28), torch.full((8,), 0.5)
+    q, k, rest = kernels.split_qk_norm(x[:, :20].contiguous(), weight, weight * 2, 1e-6)
+    torch.testing.assert_close(q, torch.nn.functional.rms_norm(x[:, :8], (8,), weight, 1e-6))
+    torch.testing.assert_close(k, torch.nn.functional.rms_norm(x[:, 8:16], (8,), None, 1e-6))
+    assert torch.equal(rest, x[:, 16:20])
+    with pytest.raises(LoweringError, match=r"sizes are \{'rest': 12\}; legal are powers of two"):
+        kernels.split_qk_norm(x, weight, weight, 1e-6)
+    with pytest.raises(LoweringError, match="x has 65536 rows; legal are at most 65535"):
+        kernels.split_qk_norm(torch.zeros(65536, 3), torch.ones(1), torch.ones(1), 1e-6)

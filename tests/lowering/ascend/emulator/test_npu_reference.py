@@ -110,6 +110,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         "npucompile_packages.split_qkv_rmsnorm_rope.default",
         lambda: ((t(4, 6 * 8), t(8), t(8), t(4, 4), 2, 1, 1e-6), {}),
     ),
+    ("npucompile_packages.split_qk_norm.default", lambda: ((t(4, 32), t(8, d=f32), t(8, d=f32), 1e-8), {})),
     ("npucompile_packages.split_qkvzba.default", lambda: ((t(4, 2 * 4 + 4 * 8 + 4), 4, 8, 2), {})),
     ("npu.npu_chunk_gated_delta_rule.default", chunks),
     ("npu.npu_moe_init_routing_v2.default", routing),
