@@ -26,7 +26,7 @@ def _parts(args: DeltaHeads) -> tuple[Tensor, ...]:
     width, values = args.key_width, args.x.shape[2] - 2 * args.key_width
     if values < 1:
         raise PrimitiveError(f"delta_heads has {args.x.shape[2]} channels a key head; legal are more than twice the {width} of a key")
-    return args.x.split([width, width, values], -1)
+    return torch.split(args.x, [width, width, values], -1)
 
 
 @delta_heads.abstract
