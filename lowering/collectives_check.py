@@ -33,6 +33,7 @@ COLLECTIVES = {
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
 _ACL_COLLECTIVES = {
+    "npu_mm_reduce_scatter_base": "reduce_scatter_tensor",
     "npu_moe_distribute_dispatch_v2": "moe_dispatch",
     "npu_moe_distribute_combine_v2": "moe_combine",
     "dispatch_ffn_combine_w4a8": "fused_experts_w4a8",

@@ -36,14 +36,15 @@ class AttentionSizes(Protocol):
 def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Param]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
-    The channels of a query or key head are in the order of `rotated_order`.
+    The channels of a query or key head are in the order of `rotated_order`; in that of a checkpoint where `attention_heads` rotates them.
 
     Args:
-        joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates, its keys, its values. Else
+        joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates, its keys, its values; with
+            `Variant.split_at_once` its query heads each before its gate. Else
             `q`, by query head its query and its gate, for `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
     """
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
-    order = rotated_order(D, cfg.rotary_dim)
+    order = list(range(D)) if joined and cfg.variant.split_at_once else rotated_order(D, cfg.rotary_dim)
     inverse = [order.index(i) for i in range(D)]
     quantise = quant.LINEAR[cfg.variant.attention]
     matrices = (_joined if joined else _apart)(cfg, dtype, prefix, order, inverse)
@@ -73,18 +74,21 @@ def rotated_order(width: int, rotated: int) -> list[int]:
 
 def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    copies = cfg.variant.kv_repeat
+    copies, beside = cfg.variant.kv_repeat, cfg.variant.split_at_once
     per = H // (G * copies)
 
     def join(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         queries, gates = q.view(-1, per, 2, D, M).unbind(2)
         heads = queries.shape[0]
         k, v = (x.view(-1, D, M).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
-        return torch.cat([queries[:, :, order].flatten(1, 2), gates.flatten(1, 2), k[:, order], v], 1).reshape(-1, M)
+        pairs = [queries[:, :, order], gates]
+        at_first = torch.stack(pairs, 2).flatten(1, 3) if beside else torch.cat(pairs, 1).flatten(1, 2)
+        return torch.cat([at_first, k[:, order], v], 1).reshape(-1, M)
 
     def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, gates, k, v = qkv.view(G * copies, -1, M).split([per * D, per * D, D, D], 1)
-        queries, gates = queries.view(-1, per, D, M)[:, :, inverse], gates.view(-1, per, D, M)
+        pairs, k, v = qkv.view(G * copies, -1, M).split([2 * per * D, D, D], 1)
+        queries, gates = pairs.view(-1, per, 2, D, M).unbind(2) if beside else pairs.view(-1, 2, per, D, M).unbind(1)
+        queries = queries[:, :, inverse]
         k, v = k[::copies][:, inverse], v[::copies]
         return torch.stack([queries, gates], 2).reshape(-1, M), k.reshape(-1, M), v.reshape(-1, M)
 
@@ -143,9 +147,14 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
     x = sequence_parallel.whole(x, batch.size * batch.q_len)
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     per = cfg.num_attention_heads // G
-    q, gate, k, v = quant.linear(x, weights["qkv"]).view(-1, G, (2 * per + 2) * D).split([per * D, per * D, D, D], -1)
-    state = _write(cfg, weights, state, batch, k, v)
-    return _attend(cfg, weights, state, batch, q.unflatten(-1, (per, D)), gate), state
+    heads = quant.linear(x, weights["qkv"]).view(-1, G, (2 * per + 2) * D)
+    if cfg.variant.split_at_once:
+        q, k, v, gate = ops.attention_heads(heads, weights["q_norm"], weights["k_norm"], batch.cos, batch.sin, cfg.rms_norm_eps)
+        state = _write(state, batch, k, v)
+        return _attend(cfg, weights, state, batch, q, gate), state
+    q, gate, k, v = heads.split([per * D, per * D, D, D], -1)
+    state = _write(state, batch, _keys(cfg, weights, batch, k), v)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -157,7 +166,7 @@ def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: t
     """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    return _write(cfg, weights, state, batch, k, v)
+    return _write(state, batch, _keys(cfg, weights, batch, k), v)
 
 
 def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -172,24 +181,35 @@ def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: tor
     """
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
-    return _attend(cfg, weights, state, batch, q, gate)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q), gate)
 
 
-def _write(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
-    """Writes keys before norm and rotation, and values, each [T, G, D]."""
-    k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
+def _write(state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
+    """Writes keys and values, each [T, G, D]."""
     slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
     return {"k": k_cache, "v": v_cache}
 
 
 def _attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Attention of queries before norm and rotation [T, ..., D], gated by [T, ...]; both hold the heads in order."""
+    """Attention of queries [T, ...], gated by [T, ...]; both hold the heads in order."""
     H, D = cfg.num_attention_heads, cfg.head_dim
-    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, H, D), batch.cos, batch.sin)
     q = q.view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
     return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
+
+
+def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:
+    """Queries [T, ..., D] after norm and rotation, [T, H, D]."""
+    normed = _head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, cfg.num_attention_heads, cfg.head_dim)
+    rotated: torch.Tensor = ops.rope(normed, batch.cos, batch.sin)
+    return rotated
+
+
+def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> torch.Tensor:
+    """Keys [T, G, D] after norm and rotation."""
+    rotated: torch.Tensor = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
+    return rotated
 
 
 def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

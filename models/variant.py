@@ -33,7 +33,8 @@ class Variant:
             "w8a8" or "w4a8" (grouped, int8 or eight int4 an int32, with scales).
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
-        projections_apart: whether a gated DeltaNet layer multiplies by each part of its projection, which is taken apart when it is loaded.
+        split_at_once: whether one operation each takes apart the projection of an attention layer (ops/attention_heads.py), whose queries
+            then lie beside their gates, and projection and convolution of a gated DeltaNet layer (ops/delta_split.py, delta_heads.py).
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
         fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
@@ -46,7 +47,7 @@ class Variant:
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
     one_window: bool = False
-    projections_apart: bool = False
+    split_at_once: bool = False
     fused_experts: bool = False
 
     @staticmethod
@@ -73,11 +74,10 @@ class Variant:
 def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> Variant:
     """A variant with what the operators of packages take in graphs of that backend.
 
-    Those of vllm-ascend for captured graphs keep all inputs of a convolution in one slot, and read projections that lie side by side: one
-    product each costs less than one for all and a copy of each part.
+    Those of vllm-ascend for captured graphs keep all inputs of a convolution in one slot, and take projections of all heads apart.
     """
     captured = backend == "aclgraph" and "vllm-ascend" in packages
-    return replace(variant, one_window=captured, projections_apart=captured)
+    return replace(variant, one_window=captured, split_at_once=captured)
 
 
 def with_fused_experts(variant: Variant, backend: str, chip: str, packages: Collection[str], sizes: tuple[int, int], ranks: int) -> Variant:

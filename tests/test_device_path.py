@@ -94,10 +94,11 @@ def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mes
 
 def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path):
     """From CANN 9.0 on captured graphs take another operator in prefill, so both are compared with one device instead of each other."""
-    for backend in ("ge", "aclgraph"):
-        plan = tiny.planned_device(checkpoints["moe"], mesh="dp=2,tp=2", quantization="w8a8", backend=backend, **SIZES)
-        tiny.built(plan, tmp_path / backend)
-        artifact, checked = Artifact.open(tmp_path / backend), Checked(checkpoints["moe"], "w8a8")
+    for backend, packages in (("ge", ()), ("aclgraph", ()), ("aclgraph", ("vllm-ascend",))):
+        options = {"mesh": "dp=2,tp=2", "quantization": "w8a8", "backend": backend, "operator_packages": packages}
+        home = tmp_path / "-".join((backend, *packages))
+        tiny.built(tiny.planned_device(checkpoints["moe"], **options, **SIZES), home)
+        artifact, checked = Artifact.open(home), Checked(checkpoints["moe"], "w8a8")
         with emulated(artifact, tmp_path / "cache") as executor:
             assert set(executor.backends.values()) == {backend}
             assert executor.run_ahead == 1

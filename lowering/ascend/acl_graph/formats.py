@@ -17,9 +17,10 @@ _WEIGHTS: dict[str, tuple[tuple[int, str], ...]] = {
     "npu.npu_grouped_matmul_swiglu_quant_v2.default": ((1, "weight"),),
     "npucompile_packages.dispatch_ffn_combine_w4a8.default": ((1, "weight1"), (2, "weight2")),
 }
-"""Position and name of the weights of each matrix product that takes them in NZ while it is captured: documentation of Ascend/op-plugin, and
-`internal_format_opapi` in its op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend (182b75e,
-vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in aclnn_dispatch_ffn_combine_w4_a8.cpp)."""
+"""Position and name of the weights of each matrix product that takes them in NZ while it is captured: documentation of Ascend/op-plugin,
+and `internal_format_opapi` in its op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend
+(182b75e, vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in
+aclnn_dispatch_ffn_combine_w4_a8.cpp)."""
 _TRANSPOSED = "aten.t.default"
 """A view, which a product takes in place of the weight."""
 _TILE_BYTES, _TILE_ROWS = 32, 16

@@ -27,6 +27,7 @@ _ONLY_NZ = {
 _SIZES = {
     "_c10d_functional.all_gather_into_tensor.default": 1,
     "_c10d_functional.reduce_scatter_tensor.default": 2,
+    "npu.npu_mm_reduce_scatter_base.default": 3,
     "npu.npu_moe_distribute_dispatch_v2.default": 3,
     "npu.npu_moe_distribute_combine_v2.default": 6,
     "npucompile_packages.dispatch_ffn_combine_w4a8.default": 10,

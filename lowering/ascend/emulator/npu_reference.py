@@ -51,7 +51,15 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     **_named("aten", dense.mm),
     **_named("air", state.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
-    **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),
+    **_named(
+        NAMESPACE,
+        of_packages.causal_conv1d_update,
+        of_packages.fused_gdn_gating,
+        of_packages.rms_norm_gated,
+        of_packages.split_qkv_rmsnorm_rope,
+        of_packages.split_qkvzba,
+        of_packages.split_qk_norm,
+    ),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 
@@ -68,7 +76,7 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
         group.all_to_all_single,
         group.broadcast,
     ),
-    **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named("npu", group.npu_mm_reduce_scatter_base, group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
     **_named(NAMESPACE, fused_experts.dispatch_ffn_combine_w4a8),
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""

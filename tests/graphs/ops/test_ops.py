@@ -113,6 +113,10 @@ def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
     return r(T, H, D), *ops.rope_angles(r.below(100, T), width, 1e4)
 
 
+def heads(r: Draw, T: int, G: int, P: int, D: int, width: int) -> tuple[Any, ...]:
+    return r(T, G, (2 * P + 2) * D), r(D), r(D), *ops.rope_angles(r.below(100, T), width, 1e4), 1e-6
+
+
 def attention(r: Draw) -> tuple[Any, ...]:
     table = ints([4, 2, 1], [3, 0, 0])
     return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
@@ -145,6 +149,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
         "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
     },
+    "attention_heads": {"odd": lambda r: heads(r, 5, 3, 3, 10, 6), "even": lambda r: heads(r, 4, 2, 2, 6, 6)},
     "slot_mapping": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
     "cache_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 5, 1, 7), r(3, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
@@ -164,6 +169,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(2, 3, 5), r(2, 3, 5), r.f32(5), r.f32(5)),
         "even": lambda r: (r(3, 1, 4), r(3, 1, 4), r.f32(4), r.f32(4)),
     },
+    "delta_heads": {"odd": lambda r: (r(5, 3, 2 * 7 + 5), 7, 1e-6, 0.3), "even": lambda r: (r(4, 2, 2 * 3 + 8), 3, 1e-6, 1.0)},
+    "delta_split": {"odd": lambda r: (r(5, 3, 2 * 7 + 6 * 5 + 6), 7, 5, 3), "even": lambda r: (r(4, 2, 2 * 3 + 4 * 5 + 4), 3, 5, 2)},
     "embed": {"odd": lambda r: (r.below(11, 5), r(11, 3)), "even": lambda r: (r.below(11, 6), r(11, 4))},
     "gated_delta": {
         "decode": lambda r: delta(r, 2, 3, ints([3, 4, 5], [6, 7, 8]), ints(3, 2)),
@@ -642,6 +649,7 @@ def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "accept": [],
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
+    "attention_heads": [lambda r: rows(r, "attention_heads", "odd", (0,))],
     "slot_mapping": [],
     "cache_write": [poisoned_cache],
     "causal_conv": [
@@ -655,6 +663,8 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_chunks(r, 8, ints([3], [5], [0]), (3, 8, 0)),
     ],
     "delta_gates": [lambda r: rows(r, "delta_gates", "odd", (0, 1))],
+    "delta_heads": [lambda r: rows(r, "delta_heads", "odd", (0,))],
+    "delta_split": [lambda r: rows(r, "delta_split", "odd", (0,))],
     "embed": [],
     "gated_delta": [
         lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),

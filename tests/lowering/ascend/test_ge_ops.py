@@ -85,6 +85,10 @@ def rotation(r: Draw, width: int) -> Example:
     return Example((r(5, 3, 16), *ops.rope_angles(r.below(100, 5), width, 1e4)))
 
 
+def heads(r: Draw, G: int) -> Example:
+    return Example((r(5, G, 10 * 16), r(16), r(16), *ops.rope_angles(r.below(100, 5), 8, 1e4), 1e-6))
+
+
 def writing(r: Draw) -> Example:
     """Tokens 1 and 3 are padding."""
     pools = [poison(r(4, 2, 2, 3), 0, (2, 0)) for _ in range(2)]
@@ -184,6 +188,7 @@ def verify_rows(r: Draw) -> Example:
 EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "accept": {"drafts": verifying, "none": lambda r: Example((r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)))},
     "add_rms_norm": {"offset": lambda r: Example((r(5, 7), r(5, 7), r(7), 1e-6, 1.0))},
+    "attention_heads": {"one": lambda r: heads(r, 1), "two": lambda r: heads(r, 2)},
     "slot_mapping": {
         "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
         "end": lambda r: Example((ints(11), ints(1), ints([4, 2, 1]), 4, 3)),
@@ -201,6 +206,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "heads of one width": lambda r: chunks(r, 24, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), 24, 13, 0, chunk=8, Dk=5),
     },
     "delta_gates": {"steep": lambda r: Example((r(2, 3, 5) * 40, r(2, 3, 5), r.f32(5), r.f32(5)))},
+    "delta_heads": {"heads": lambda r: Example((r(5, 3, 48), 8, 1e-6, 0.5))},
+    "delta_split": {"heads": lambda r: Example((r(5, 3, 2 * 8 + 4 * 16 + 4), 8, 16, 2))},
     "embed": {"rows": lambda r: Example((r.below(11, 5), r(11, 3)))},
     "gated_delta": {
         "verify": verify_rows,
@@ -258,6 +265,9 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "none": types_of("ClipByValueV2"),
     },
     "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
+    "attention_heads": dict.fromkeys(
+        ("one", "two"), types_of("Add Cast ConcatV2 Mul Pow ReduceMean Reshape Rsqrt SplitV StridedSliceV2 Sub Unpack Unsqueeze")
+    ),
     "slot_mapping": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
     "cache_write": {"padding": types_of("ScatterPaKvCache")},
     "causal_conv": {
@@ -269,6 +279,8 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "heads of one width": CHUNKED | types_of("Squeeze"),
     },
     "delta_gates": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul Sigmoid")},
+    "delta_heads": {"heads": UNIT | types_of("SplitV")},
+    "delta_split": {"heads": types_of("SplitV")},
     "embed": {"rows": types_of("GatherV2")},
     "gated_delta": {
         "verify": RECURRENT | types_of("Range Unsqueeze Equal Mul ReduceSum ClipByValueV2"),
@@ -448,12 +460,30 @@ def test_chunked_operators_are_the_reference(torchair: harness.Torchair, label: 
     close(example.live(executed("chunk_gated_delta", example.args, *features)), example.live(want), TOLERANCE[dtype])
 
 
+VLLM_EXAMPLES = [
+    *(("attention_heads", "one"), ("attention_heads", "two"), ("delta_gates", "steep")),
+    *(("delta_split", "heads"), ("gated_rms_norm", "heads")),
+]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("name", "label"), [("delta_gates", "steep"), ("gated_rms_norm", "heads")])
+@pytest.mark.parametrize(("name", "label"), VLLM_EXAMPLES)
 def test_operators_of_vllm_ascend_are_the_reference(torchair: harness.Torchair, name: str, label: str, dtype: torch.dtype) -> None:
     example = EXAMPLES[name][label](Draw(dtype))
     want = flat(TABLE[name].rule("reference")(*example.args))
     close(executed(name, example.args, "aclgraph", "vllm-ascend"), want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_operator_of_sgl_kernel_npu_is_the_reference(torchair: harness.Torchair, dtype: torch.dtype) -> None:
+    r, features = Draw(dtype), ("aclgraph", "sgl-kernel-npu", "vllm-ascend")
+    example = EXAMPLES["delta_heads"]["heads"](r)
+    want = flat(TABLE["delta_heads"].rule("reference")(*example.args))
+    close(executed("delta_heads", example.args, *features), want, TOLERANCE[dtype])
+    with pytest.raises(PrimitiveError, match="has 5 tokens, 3 key heads, and 8 key and 31 value channels of each; legal are at most 65535"):
+        executed("delta_heads", (r(5, 3, 47), 8, 1e-6, 0.5), *features)
+    with pytest.raises(PrimitiveError, match="has 16 channels a key head; legal are more than twice the 8 of a key"):
+        executed("delta_heads", (r(5, 3, 16), 8, 1e-6, 0.5), *features)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -478,6 +508,18 @@ def test_one_window_a_request_is_a_window_for_every_token(torchair: harness.Torc
     want, after = TABLE["causal_conv"].rule("reference")(*prompt)
     got, pool = executed("causal_conv", prompt, "aclgraph", "vllm-ascend")
     close([got[0], got[1, :5], pool[slots[:, 0]]], [want[0], want[1, :5], after[slots[:, 0]]], TOLERANCE[dtype])
+
+
+def test_heads_that_a_kernel_cannot_read_are_refused(torchair: harness.Torchair) -> None:
+    r = Draw(torch.bfloat16)
+    with pytest.raises(PrimitiveError, match=r"has sizes \[3\]: 3 query heads a key-value head, heads of 16, 4 angles; legal are"):
+        executed("attention_heads", (r(5, 1, 8 * 16), *EXAMPLES["attention_heads"]["one"](r).args[1:]), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has 150 channels a key-value head, and heads of 16; legal are multiples of 32 above"):
+        executed("attention_heads", (r(5, 1, 150), *EXAMPLES["attention_heads"]["one"](r).args[1:]), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has \(8, 12, 2\) key channels, value channels and value heads of a key head; legal are"):
+        executed("delta_split", (r(5, 3, 2 * 8 + 4 * 12 + 4), 8, 12, 2), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has 85 channels a key head; legal is the sum of \[48, 32, 2, 2\]"):
+        executed("delta_split", (r(5, 3, 85), 8, 16, 2), "aclgraph", "vllm-ascend")
 
 
 def test_a_convolution_that_no_operator_takes_is_refused(torchair: harness.Torchair) -> None:

@@ -43,7 +43,10 @@ def test_a_process_without_the_package_lacks_its_operators():
         "vllm-ascend: vllm_ascend.ops.triton.fused_gdn_gating.fused_gdn_gating_patch",
         "vllm-ascend: vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
         "vllm-ascend: _C_ascend::dispatch_ffn_combine",
+        "vllm-ascend: vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.triton_split_qkv_rmsnorm_mrope",
+        "vllm-ascend: vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel",
     ]
+    assert packages.missing(("sgl-kernel-npu",)) == ["sgl-kernel-npu: sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm"]
     assert packages.missing(()) == []
     with pytest.raises(LoweringError, match="'xllm' is not known; legal are vllm-ascend, sgl-kernel-npu"):
         packages.missing(("xllm",))
