@@ -195,9 +195,9 @@ class Primitive(Generic[Operands]):
     def _inplace_schema(self) -> str:
         donated = {operand: chr(ord("a") + i) for i, (operand, _) in enumerate(self.donates)}
         arguments = []
-        for i, argument in enumerate(self.op._schema.arguments):
-            kind = f"Tensor({donated[i]}!)" if i in donated else str(argument.type)
-            arguments.append(f"{kind} {argument.name}")
+        # Not of the operator's own schema, where the type of a torch.dtype reads "int".
+        for i, (name, kind) in enumerate(get_type_hints(self._operands).items()):
+            arguments.append(f"Tensor({donated[i]}!) {name}" if i in donated else f"{_SCHEMA_TYPES[kind]} {name}")
         return f"({', '.join(arguments)}) -> {_returns(len(self.kept_results))}"
 
     def group_reference(self, fn: Callable[[list[Operands]], list[Result]]) -> Callable[[list[Operands]], list[Result]]:

@@ -76,6 +76,9 @@ WORLD = "world"
 DISPATCH = "dispatch"
 """Name of a second group of all ranks, for backends whose expert dispatch shares its communicator with no other operator."""
 
+FUSED_EXPERTS = "fused_experts"
+"""Name of a third group of all ranks, for operators that exchange tokens of experts and compute them: their window is their own too."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -132,10 +135,10 @@ class Mesh:
         """The ranks of the group of a name that a rank belongs to, in the order of their index on the axis.
 
         Args:
-            name: an axis, "world" or "dispatch"; a group along an absent axis is the rank alone.
+            name: an axis, "world", "dispatch" or "fused_experts"; a group along an absent axis is the rank alone.
             rank: 0 to size - 1.
         """
-        if name in (WORLD, DISPATCH):
+        if name in (WORLD, DISPATCH, FUSED_EXPERTS):
             return tuple(range(self.size))
         stride, size = self._strides().get(name, (1, 1))
         first = rank - rank // stride % size * stride

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..graphs.errors import LoweringError
-from ..graphs.types import DISPATCH, WORLD, Mesh
+from ..graphs.types import DISPATCH, FUSED_EXPERTS, WORLD, Mesh
 from .ascend.acl_graph.file import AclFile
 from .ascend.acl_graph.inspect_acl import collectives as acl_collectives
 from .ascend.convert import shape_of
-from .ascend.ge_file import GeFile, parse
+from .ascend.ge_file import GeFile
+from .ascend.ge_operators import Operator, graphs
 from .ascend.inspect_ge import shape
 
 Collective = tuple[str, str, str]
@@ -31,9 +32,16 @@ COLLECTIVES = {
     "MoeDistributeCombineV2": "moe_combine",
 }
 """Type of a GE operator that communicates -> name of the same collective in a partitioned graph."""
-_ACL_COLLECTIVES = {"npu_moe_distribute_dispatch_v2": "moe_dispatch", "npu_moe_distribute_combine_v2": "moe_combine"}
+_ACL_COLLECTIVES = {
+    "npu_mm_reduce_scatter_base": "reduce_scatter_tensor",
+    "npu_moe_distribute_dispatch_v2": "moe_dispatch",
+    "npu_moe_distribute_combine_v2": "moe_combine",
+    "dispatch_ffn_combine_w4a8": "fused_experts_w4a8",
+}
 _GROUPS, _SIZES, _RANK = ("group_ep", "group"), ("rank_size", "ep_world_size"), "ep_rank_id"
-_EXPERTS = ("moe_dispatch", "moe_combine")
+EXPERT_GROUPS = {"moe_dispatch": DISPATCH, "moe_combine": DISPATCH, "fused_experts_w4a8": FUSED_EXPERTS}
+"""Collective of a partitioned graph, over "world" there -> the group that it has for itself on NPUs."""
+_OWN = frozenset(EXPERT_GROUPS.values())
 
 
 def expand(collectives: Sequence[Collective], mesh: Mesh) -> list[list[Talk]]:
@@ -84,21 +92,22 @@ def of_acl_rank(acl_file: AclFile, members: Mapping[str, tuple[int, ...]]) -> li
 def _as_partitioned(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
     """Collectives with groups as the partitioned graph names them."""
     for name, group, _ in collectives:
-        if (name in _EXPERTS) != (group == DISPATCH):
-            legal = f"{DISPATCH} for {' and '.join(_EXPERTS)}, and for nothing else"
+        if EXPERT_GROUPS.get(name) != (group if group in _OWN else None):
+            own = EXPERT_GROUPS.get(name, group)
+            legal = f"{own} for {' and '.join(other for other in EXPERT_GROUPS if EXPERT_GROUPS[other] == own)}, and for nothing else"
             raise LoweringError(f"{name} is over group {group}; legal is {legal}: their kernels want a communicator of their own")
-    return tuple((name, WORLD if group == DISPATCH else group, kind) for name, group, kind in collectives)
+    return tuple((name, WORLD if group in _OWN else group, kind) for name, group, kind in collectives)
 
 
 def _read(ge_file: GeFile, in_order: bool = False) -> tuple[Collective, ...]:
     """The collectives of a GE graph in its order, groups as the graph names them."""
-    main, *called = parse(ge_file.graph).graph
-    for graph in called:
-        if names := [op.name for op in _communicating(graph.op)]:
-            raise LoweringError(f"{', '.join(names)} communicate in the called graph {graph.name}; legal is the main graph alone")
-    ops = _communicating(main.op)
+    (_, main), *called = graphs(ge_file.graph)
+    for name, called_ops in called:
+        if names := [op.name for op in _communicating(called_ops)]:
+            raise LoweringError(f"{', '.join(names)} communicate in the called graph {name}; legal is the main graph alone")
+    ops = _communicating(main)
     if in_order:
-        _check_order(main.op, [op.name for op in ops])
+        _check_order(main, [op.name for op in ops])
     return tuple(_collective(op) for op in ops)
 
 
@@ -113,7 +122,7 @@ def of_rank(ge_file: GeFile, rank: int, members: Mapping[str, tuple[int, ...]]) 
         LoweringError: as `of_ge_file`; or a communicator is unknown, or an operator's number of ranks or own rank differs from its
             communicator's.
     """
-    for op in _communicating(parse(ge_file.graph).graph[0].op):
+    for op in _communicating(graphs(ge_file.graph)[0][1]):
         _check_rank(op, rank, members)
     return [(name, members[group], kind) for name, group, kind in _read(ge_file)]
 
@@ -159,13 +168,13 @@ def check_ranks(per_rank: Sequence[Sequence[Talk]]) -> None:
     _run(per_rank)
 
 
-def _check_order(ops: Iterable[Any], names: Sequence[str]) -> None:
+def _check_order(ops: Iterable[Operator], names: Sequence[str]) -> None:
     """Refuses the first collective that does not wait for the one before it."""
     # By induction: an operator that depends on the last collective depends on all before it.
     number = {name: i for i, name in enumerate(names)}
     waits: dict[str, int] = {}
     for op in ops:
-        waits[op.name] = max((waits.get(tensor.rpartition(":")[0], 0) for tensor in op.input), default=0)
+        waits[op.name] = max([waits.get(producer, 0) for producer in op.producers], default=0)
         position = number.get(op.name)
         if position is not None:
             if waits[op.name] < position:
@@ -175,7 +184,7 @@ def _check_order(ops: Iterable[Any], names: Sequence[str]) -> None:
             waits[op.name] = position + 1
 
 
-def _communicating(ops: Iterable[Any]) -> list[Any]:
+def _communicating(ops: Iterable[Operator]) -> list[Operator]:
     """Operators that communicate, in order. All operators of a type do or none does, so each type is looked at once."""
     known: dict[str, bool] = {}
     communicating = []

@@ -40,15 +40,15 @@ class AttentionSizes(Protocol):
 def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
-    The channels of a query or key head are in the order of `rotated_order`.
+    The channels of a query or key head are in the order of `rotated_order`; in that of a checkpoint where `attention_heads` rotates them.
 
     Args:
         joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates if it has any, its keys, its
-            values. Else `q`, by query head its query and its gate, for `attend`; and `kv`, by key-value head its keys and its values, for
-            `write_kv`.
+            values; with `Variant.split_at_once` its query heads each before its gate. Else `q`, by query head its query and its gate, for
+            `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
     """
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
-    order = rotated_order(D, cfg.rotary_dim)
+    order = list(range(D)) if joined and _at_once(cfg) else rotated_order(D, cfg.rotary_dim)
     inverse = [order.index(i) for i in range(D)]
     matrices = (_joined if joined else _apart)(cfg, dtype, prefix, order, inverse)
 
@@ -77,20 +77,22 @@ def rotated_order(width: int, rotated: int) -> list[int]:
 
 def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    copies, parts = cfg.variant.kv_repeat, _parts(cfg)
+    copies, parts, beside = cfg.variant.kv_repeat, _parts(cfg), _at_once(cfg)
     per = H // (G * copies)
 
     def join(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         queries, *gates = q.reshape(-1, per, parts, D, q.shape[-1]).unbind(2)
         heads = queries.shape[0]
         k, v = (x.reshape(-1, D, x.shape[-1]).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
-        rows = [queries[:, :, order].flatten(1, 2), *(gate.flatten(1, 2) for gate in gates), k[:, order], v]
-        return torch.cat(rows, 1).flatten(0, 1)
+        pairs = [queries[:, :, order], *gates]
+        at_first = torch.stack(pairs, 2).flatten(1, 3) if beside else torch.cat(pairs, 1).flatten(1, 2)
+        return torch.cat([at_first, k[:, order], v], 1).flatten(0, 1)
 
     def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         width = qkv.shape[-1]
-        queries, *gates, k, v = qkv.reshape(G * copies, -1, width).split([*[per * D] * parts, D, D], 1)
-        heads = [queries.reshape(-1, per, D, width)[:, :, inverse], *(gate.reshape(-1, per, D, width) for gate in gates)]
+        pairs, k, v = qkv.reshape(G * copies, -1, width).split([parts * per * D, D, D], 1)
+        heads = pairs.reshape(-1, per, parts, D, width).unbind(2) if beside else pairs.reshape(-1, parts, per, D, width).unbind(1)
+        heads = [heads[0][:, :, inverse], *heads[1:]]
         k, v = k[::copies][:, inverse], v[::copies]
         return torch.stack(heads, 2).reshape(-1, width), k.reshape(-1, width), v.reshape(-1, width)
 
@@ -155,10 +157,14 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
     x = sequence_parallel.whole(x, batch.size * batch.q_len)
     G, D, parts = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim, _parts(cfg)
     per = cfg.num_attention_heads // G
-    projected = quant.linear(x, weights["qkv"]).view(-1, G, (parts * per + 2) * D)
-    q, *gate, k, v = projected.split([*[per * D] * parts, D, D], -1)
-    state = _write(cfg, weights, state, batch, k, v)
-    return _attend(cfg, weights, state, batch, q.unflatten(-1, (per, D)), *gate), state
+    heads = quant.linear(x, weights["qkv"]).view(-1, G, (parts * per + 2) * D)
+    if _at_once(cfg):
+        q, k, v, opened = ops.attention_heads(heads, weights["q_norm"], weights["k_norm"], batch.cos, batch.sin, cfg.rms_norm_eps)
+        state = _write(state, batch, k, v)
+        return _attend(cfg, weights, state, batch, q, opened), state
+    q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
+    state = _write(state, batch, _keys(cfg, weights, batch, k), v)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -170,7 +176,7 @@ def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: t
     """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    return _write(cfg, weights, state, batch, k, v)
+    return _write(state, batch, _keys(cfg, weights, batch, k), v)
 
 
 def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -185,12 +191,16 @@ def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: tor
     """
     H, D = cfg.num_attention_heads, cfg.head_dim
     q, *gate = quant.linear(x, weights["q"]).view(-1, H, _parts(cfg) * D).split(D, -1)
-    return _attend(cfg, weights, state, batch, q, *gate)
+    return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q), *gate)
 
 
-def _write(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
-    """Writes keys before norm and rotation, and values, each [T, G, D]."""
-    k = ops.rope(_head_norm(cfg, k, weights["k_norm"]), batch.cos, batch.sin)
+def _at_once(cfg: AttentionSizes) -> bool:
+    """Whether one operation takes the projection apart: it is for heads with gates and zero-centred norms."""
+    return cfg.variant.split_at_once and cfg.attn_output_gate and cfg.norm_offset == 1.0
+
+
+def _write(state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
+    """Writes keys and values, each [T, G, D]."""
     slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
     return {"k": k_cache, "v": v_cache}
@@ -199,13 +209,25 @@ def _write(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, k: tor
 def _attend(
     cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: torch.Tensor, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of queries before norm and rotation [T, ..., D], gated by [T, ...] if at all; both hold the heads in order."""
+    """Attention of queries [T, ...], gated by [T, ...] if at all; both hold the heads in order."""
     H, D = cfg.num_attention_heads, cfg.head_dim
-    q = ops.rope(_head_norm(cfg, q, weights["q_norm"]).view(-1, H, D), batch.cos, batch.sin)
     q = q.view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
     out = out.view(-1, H * D)
     return sequence_parallel.project(out if gate is None else out * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"], "q_heads")
+
+
+def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:
+    """Queries [T, ..., D] after norm and rotation, [T, H, D]."""
+    normed = _head_norm(cfg, q, weights["q_norm"]).view(-1, cfg.num_attention_heads, cfg.head_dim)
+    rotated: torch.Tensor = ops.rope(normed, batch.cos, batch.sin)
+    return rotated
+
+
+def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> torch.Tensor:
+    """Keys [T, G, D] after norm and rotation."""
+    rotated: torch.Tensor = ops.rope(_head_norm(cfg, k, weights["k_norm"]), batch.cos, batch.sin)
+    return rotated
 
 
 def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

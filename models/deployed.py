@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..graphs.types import Mesh, Rules
 from .quant.formats import FLOAT, Formats
-from .variant import Variant, fewer_bytes_in_parts, with_packages
+from .variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
 CONTRACTED = ("q_heads", "delta_heads", "ffn", "shared_ffn", "expert_ffn")
 """Logical axes that row-parallel products contract."""
+
+
+class Machine(Protocol):
+    """Fields of `lowering.platform.Platform` that decide a variant."""
+
+    @property
+    def chip(self) -> str: ...
+    @property
+    def packages(self) -> Collection[str]: ...
 
 
 def deployed(
@@ -26,7 +35,7 @@ def deployed(
     dispatches: bool,
     local: bool,
     backend: str,
-    packages: Collection[str],
+    platform: Machine,
 ) -> Variant:
     """The variant.
 
@@ -36,7 +45,7 @@ def deployed(
         recurrent: dtype of recurrent state.
         dispatches: whether devices send tokens to the devices of their experts.
         local: whether devices are processes on this machine.
-        backend, packages: what graphs are compiled with, and the operator packages that they use.
+        backend, platform: what graphs are compiled with, and for.
     """
     experts = getattr(config, "num_experts", 0)
     grouped = mesh.size > 1 and experts > 0
@@ -54,4 +63,8 @@ def deployed(
         variant = replace(variant, most_dispatched=0)
     elif grouped and not local:
         variant = replace(variant, dispatches_in_parts=fewer_bytes_in_parts(quantised, config.num_experts_per_tok, mesh.size))
-    return with_packages(variant, backend, packages)
+    variant = with_packages(variant, backend, platform.packages)
+    if not grouped or not variant.most_dispatched:
+        return variant
+    sizes = config.hidden_size, config.moe_intermediate_size
+    return with_fused_experts(variant, backend, platform.chip, platform.packages, sizes, mesh.size)

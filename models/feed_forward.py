@@ -13,8 +13,9 @@ from ..graphs.spmd.region import Sum, all_gather, axis_index, group_of, reduce_s
 from ..graphs.types import Aval, Tree
 from . import quant, sequence_parallel
 from .params import Param, Parts, Source
-from .quant.experts import grouped, rounds_rows
-from .quant.product import operands, regrouped
+from .quant.experts import grouped, operands_of_one, rounds_rows
+from .quant.formats import W4A8_DYNAMIC
+from .quant.product import format_of, operands, regrouped
 from .routing import Routing, route
 from .variant import Variant
 
@@ -166,7 +167,10 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
 
     def local(x: torch.Tensor, logits: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         own = dict(zip(names, regrouped(matrices, tensors), strict=True))
-        return _with_routed(cfg, x, logits, own, Experts(own["gate_up"], own["down"]), _shared(own, x))
+        experts, bias = Experts(own["gate_up"], own["down"]), own.get("router_bias")
+        if num_shards("experts") > 1 and cfg.variant.fuses(x.shape[0]) and format_of(experts.gate_up) == W4A8_DYNAMIC:
+            return _with_shared(own, x, _fused(cfg, x, logits, bias, experts))
+        return _with_routed(cfg, x, logits, own, experts, _shared(own, x))
 
     tokens = ("expert_tokens", None)
     out = shard_map(local, [(x, tokens), (logits, tokens), *listed], Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
@@ -231,6 +235,25 @@ def _with_routed(
 
 def _plus(routed: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
     return routed if shared is None else routed + shared
+
+
+def _with_shared(weights: Mapping[str, Tree], x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+    """Adds the output of the shared expert, which the fused kernel, unlike a combine, does not take."""
+    if "shared_gate" not in weights:
+        return _plus(routed, _shared(weights, x))
+    # One operator scales and adds.
+    gate = torch.sigmoid(ops.linear(x, weights["shared_gate"]))
+    return torch.addcmul(routed, gate, quant.local_row_parallel(quant.local_swiglu(x, weights["shared_gate_up"]), weights["shared_down"]))
+
+
+def _fused(cfg: MoeSizes, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, experts: Experts) -> torch.Tensor:
+    """The routed experts' output for a device's tokens, there and back in one operation for each part that is dispatched."""
+    share, ids = route(cfg.routing, logits, bias)
+    where = axis_index("experts"), cfg.num_experts, group_of("experts"), num_shards("experts")
+    outs: list[torch.Tensor] = []
+    for part, weights, chosen in zip(*(tensor.split(cfg.variant.most_dispatched) for tensor in (x, share, ids)), strict=True):
+        outs.append(ops.fused_experts_w4a8(part, chosen, weights, outs[-1] if outs else part, *operands_of_one(*experts), *where))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _dispatched(

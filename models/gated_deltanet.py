@@ -22,6 +22,9 @@ twice that, because the graph unrolls all chunks."""
 LONG = 1024
 """From this many tokens on a prefill bucket takes LONG_CHUNK."""
 
+L2_EPS = 1e-6
+"""Added to the sum of squares of queries and keys, as in the published implementation."""
+
 
 class DeltaNetSizes(Protocol):
     """Fields of a model's configuration that the layer reads.
@@ -159,31 +162,48 @@ def apply(cfg: DeltaNetSizes, weights: Tree, state: Tree, batch: Batch, x: torch
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     B, Q, Hk, Hv = batch.size, batch.q_len, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows, x = rows_per_key_head(cfg), sequence_parallel.whole(x, B * Q)
-    raw, z, b, a = _project(cfg, weights, x, (B, Q))
+    x, in_chunks = sequence_parallel.whole(x, B * Q), batch.state_slots_out.shape[1] != Q
+    raw, z, *gates = _project(cfg, weights, x, (B, Q), gates_apart=not in_chunks)
     slots = (batch.state_slots_in, batch.state_slots_out, batch.num_computed_tokens, batch.query_lens)
-    mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots)
-    q, k, v = mixed.view(B, Q, Hk, -1).split(rows[:3], -1)
-    q = ops.l2_norm(q, 1e-6, cfg.linear_key_head_dim**-0.5)
-    k = ops.l2_norm(k, 1e-6, 1.0)
-    g, beta = ops.delta_gates(a.reshape(B, Q, Hv), b.reshape(B, Q, Hv), weights["a_log"], weights["dt_bias"])
-    v = v.reshape(B, Q, Hv, -1)
-    chunk = 0 if batch.state_slots_out.shape[1] == Q else gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
-    out, delta = ops.gated_delta(q, k, v, g, beta, state["delta"], *slots, chunk)
+    # The chunked rule computes in float32.
+    dtype = torch.float32 if in_chunks else x.dtype
+    mixed, conv = ops.causal_conv(raw.reshape(B, Q, -1), weights["conv"], state["conv"], *slots, dtype)
+    mixed, decay = mixed.view(B, Q, Hk, -1), (weights["a_log"], weights["dt_bias"])
+    if in_chunks:
+        chunk = gcd(Q, PREFILL_CHUNK if Q < LONG else LONG_CHUNK)
+        out, delta = ops.chunk_gated_delta(mixed, *gates, *decay, state["delta"], *slots, L2_EPS, chunk)
+    else:
+        q, k, v = _heads(cfg, mixed)
+        b, a = (gate.reshape(B, Q, Hv) for gate in gates)
+        out, delta = ops.gated_delta(q, k, v.reshape(B, Q, Hv, -1), *ops.delta_gates(a, b, *decay), state["delta"], *slots)
     gated = ops.gated_rms_norm(out.view(B * Q, Hv, -1), z.reshape(B * Q, Hv, -1), weights["norm"], cfg.rms_norm_eps)
     return sequence_parallel.project(gated.view(B * Q, -1), weights["out"], "delta_heads"), {"conv": conv, "delta": delta}
 
 
-def _project(cfg: DeltaNetSizes, weights: Tree, x: torch.Tensor, shape: tuple[int, int]) -> Sequence[torch.Tensor]:
-    """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q)."""
+def _heads(cfg: DeltaNetSizes, mixed: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Queries and keys of unit length, queries scaled, and values: [B, Q, Hk, ...] each, of the outputs of the convolution."""
+    (*shape, _), width = mixed.shape, cfg.linear_key_head_dim
+    # Kernels that do it at once have a program for each head of each token: few in decode.
+    if cfg.variant.split_at_once:
+        return [part.view(*shape, -1) for part in ops.delta_heads(mixed.flatten(0, 1), width, L2_EPS, width**-0.5)]
+    q, k, v = mixed.split(rows_per_key_head(cfg)[:3], -1)
+    return ops.l2_norm(q, L2_EPS, width**-0.5), ops.l2_norm(k, L2_EPS, 1.0), v
+
+
+def _project(cfg: DeltaNetSizes, weights: Tree, x: torch.Tensor, shape: tuple[int, int], *, gates_apart: bool) -> Sequence[torch.Tensor]:
+    """Raw q, k and v of each key head [B, Q, Hk, 2 Dk + r Dv], then z, b and a [B, Q, Hk, ...], of x [B*Q, M]; `shape` is (B, Q).
+
+    Where gates are not apart, b and a are one tensor.
+    """
     Hk, rows = cfg.linear_num_key_heads, rows_per_key_head(cfg)
-    sizes = [sum(rows[:3]), *rows[3:]]
+    gates = rows[4:] if gates_apart else (sum(rows[4:]),)
     if "qkvz" in weights:
         wide, narrow = (quant.linear(x, weights[name]).view(*shape, Hk, -1) for name in ("qkvz", "ba"))
-        return *wide.split(sizes[:2], -1), *narrow.split(sizes[2:], -1)
-    weight = weights["qkvzba"]
-    if not cfg.variant.projections_apart or not isinstance(weight, torch.Tensor):
-        joined: Sequence[torch.Tensor] = quant.linear(x, weight).view(*shape, Hk, sum(rows)).split(sizes, -1)
-        return joined
-    parts = weight.view(Hk, sum(rows), -1).split(sizes, 1)
-    return [ops.linear(x, part.reshape(Hk * size, -1)).view(*shape, Hk, size) for part, size in zip(parts, sizes, strict=True)]
+        return *wide.split([sum(rows[:3]), rows[3]], -1), *narrow.split(gates, -1)
+    joined = quant.linear(x, weights["qkvzba"])
+    if not cfg.variant.split_at_once:
+        parts: Sequence[torch.Tensor] = joined.view(*shape, Hk, sum(rows)).split([sum(rows[:3]), rows[3], *gates], -1)
+        return parts
+    split = ops.delta_split(joined.view(-1, Hk, sum(rows)), cfg.linear_key_head_dim, cfg.linear_value_head_dim, rows[-1])
+    qkv, z, b, a = (part.view(*shape, Hk, -1) for part in split)
+    return (qkv, z, b, a) if gates_apart else (qkv, z, torch.cat((b, a), -1))

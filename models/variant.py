@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..graphs.ops.fused_experts import FEWEST_TOKENS, takes
 from .quant.formats import PLAIN as PLAIN_FORMATS
-from .quant.formats import Formats
+from .quant.formats import W4A8_DYNAMIC, Formats
 
 MOST_DISPATCHED = 512
 """Tokens of one dispatch: the most that NPUs' operators take (npu_moe_distribute_dispatch_v2 of Ascend/op-plugin, 04f7867).
@@ -31,9 +32,11 @@ class Variant:
             activations of a quantised matrix, and one device that stands for all ranks rounds the same parts.
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
-        projections_apart: whether a gated DeltaNet layer multiplies by each part of its projection, which is taken apart when it is loaded.
+        split_at_once: whether one operation each takes apart the projection of an attention layer (ops/attention_heads.py), whose queries
+            then lie beside their gates, and projection and convolution of a gated DeltaNet layer (ops/delta_split.py, delta_heads.py).
         most_dispatched: most tokens that a device dispatches to the experts' devices at once. 0 never dispatches.
         dispatches_in_parts: whether more tokens take several dispatches; else they are gathered.
+        fused_experts: whether what is dispatched takes one operation there and back, where `fuses` says so.
     """
 
     kv_repeat: int = 1
@@ -44,21 +47,42 @@ class Variant:
     most_dispatched: int = MOST_DISPATCHED
     dispatches_in_parts: bool = False
     one_window: bool = False
-    projections_apart: bool = False
+    split_at_once: bool = False
+    fused_experts: bool = False
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""
         return dict(self.shards).get(axis or "", 1)
 
+    def fuses(self, tokens: int) -> bool:
+        """Whether the experts of that many tokens of a device are one operation, or one for each part that is dispatched."""
+        if not self.fused_experts or not self.most_dispatched:
+            return False
+        if tokens > self.most_dispatched and not self.dispatches_in_parts:
+            return False
+        return min(tokens, tokens % self.most_dispatched or self.most_dispatched) >= FEWEST_TOKENS
+
 
 def with_packages(variant: Variant, backend: str, packages: Collection[str]) -> Variant:
     """A variant with what the operators of packages take in graphs of that backend.
 
-    Those of vllm-ascend for captured graphs keep all inputs of a convolution in one slot, and read projections that lie side by side: one
-    product each costs less than one for all and a copy of each part.
+    Those of vllm-ascend for captured graphs keep all inputs of a convolution in one slot, and take projections of all heads apart.
     """
     captured = backend == "aclgraph" and "vllm-ascend" in packages
-    return replace(variant, one_window=captured, projections_apart=captured)
+    return replace(variant, one_window=captured, split_at_once=captured)
+
+
+def with_fused_experts(variant: Variant, backend: str, chip: str, packages: Collection[str], sizes: tuple[int, int], ranks: int) -> Variant:
+    """A variant whose experts are one operation if the platform has one for them.
+
+    Args:
+        chip: by CANN's name.
+        sizes: M and F of an expert.
+        ranks: that experts are spread over.
+    """
+    captured = backend == "aclgraph" and chip == "ascend910_93" and "vllm-ascend" in packages
+    int4 = not variant.formats.group and any(form == W4A8_DYNAMIC for _, form in variant.formats.rules)
+    return replace(variant, fused_experts=captured and int4 and takes(*sizes, ranks))
 
 
 PLAIN = Variant()

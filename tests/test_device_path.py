@@ -25,6 +25,7 @@ MODELS, MESHES, SCHEMES = ("dense", "moe", "bundled"), ("tp=2", "dp=2", "dp=2,tp
 CASES = [(model, mesh, SCHEMES[(i + j) % 3]) for i, model in enumerate(MODELS) for j, mesh in enumerate(MESHES)]
 SIZES = {"buckets": (1, 4), "prefill": (64,), "max_model_len": 256, "max_num_seqs": 4, "num_speculative_tokens": 3}
 PROMPTS = [[1, 2, 3], list(range(60, 70)), [7] * 5, list(range(100, 190)), [200]]
+FUSED = "npucompile_packages.dispatch_ffn_combine_w4a8.default"
 LONG = [[value, *range(40, 160)] for value in (3, 5, 8)]
 """Prompts of 121 tokens: their outputs need a second page."""
 
@@ -93,10 +94,11 @@ def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mes
 
 def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path):
     """From CANN 9.0 on captured graphs take another operator in prefill, so both are compared with one device instead of each other."""
-    for backend in ("ge", "aclgraph"):
-        plan = tiny.planned_device(checkpoints["moe"], mesh="dp=2,tp=2", quantization="w8a8", backend=backend, **SIZES)
-        tiny.built(plan, tmp_path / backend)
-        artifact, checked = Artifact.open(tmp_path / backend), Checked(checkpoints["moe"], "w8a8")
+    for backend, packages in (("ge", ()), ("aclgraph", ()), ("aclgraph", ("vllm-ascend",))):
+        options = {"mesh": "dp=2,tp=2", "quantization": "w8a8", "backend": backend, "operator_packages": packages}
+        home = tmp_path / "-".join((backend, *packages))
+        tiny.built(tiny.planned_device(checkpoints["moe"], **options, **SIZES), home)
+        artifact, checked = Artifact.open(home), Checked(checkpoints["moe"], "w8a8")
         with emulated(artifact, tmp_path / "cache") as executor:
             assert set(executor.backends.values()) == {backend}
             assert executor.run_ahead == 1
@@ -106,3 +108,24 @@ def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path
         checked.check(PROMPTS, drafted, drafted)
         checked.check(LONG, long, long)
         assert checked.decided >= 10
+
+
+def test_fused_experts_of_a_package_serve_what_one_device_does(checkpoints, tmp_path):
+    """In prefill and in the larger decode bucket; the smaller has fewer tokens than a device has matrix cores, and dispatches."""
+    packages = ("sgl-kernel-npu", "vllm-ascend")
+    sizes = SIZES | {"buckets": (1, 12), "max_num_seqs": 12, "backend": "aclgraph", "operator_packages": packages}
+    plan = tiny.planned_device(checkpoints["moe"], mesh="dp=2,tp=2", quantization="w4a8", **sizes)
+    tiny.built(plan, tmp_path / "artifact")
+    artifact, checked = Artifact.open(tmp_path / "artifact"), Checked(checkpoints["moe"], "w4a8")
+    fused = {entry.bucket.name for entry in artifact.manifest.graphs if FUSED in entry.census}
+    assert fused == {"decode-b12-q4", "prefill-b1-q64"}
+    assert {"dispatch", "fused_experts"} <= set(artifact.manifest.communicator_bytes)
+    with emulated(artifact, tmp_path / "cache") as executor:
+        completed = complete(executor, PROMPTS, Sampling(), 12, frozenset())
+        alone = complete(executor, PROMPTS[:1], Sampling(), 12, frozenset())
+        assert executor.compiles() == 0
+    used = {name for completion in (*completed, *alone) for name, _ in completion.record.decode_steps}
+    assert used == {"decode-b1-q4", "decode-b12-q4"}
+    checked.check(PROMPTS, completed, completed)
+    checked.check(PROMPTS[:1], alone, alone)
+    assert checked.decided >= 10

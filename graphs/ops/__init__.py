@@ -2,10 +2,15 @@
 
 from .accept import accept
 from .add_rms_norm import add_rms_norm
+from .attention_heads import attention_heads
 from .cache_write import cache_write
 from .causal_conv import causal_conv
+from .chunk_gated_delta import chunk_gated_delta
 from .delta_gates import delta_gates
+from .delta_heads import delta_heads
+from .delta_split import delta_split
 from .embed import embed
+from .fused_experts import fused_experts_w4a8
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .grouped_experts import grouped_experts
@@ -33,10 +38,15 @@ from .token_logprobs import token_logprobs
 __all__ = [
     "accept",
     "add_rms_norm",
+    "attention_heads",
     "cache_write",
     "causal_conv",
+    "chunk_gated_delta",
     "delta_gates",
+    "delta_heads",
+    "delta_split",
     "embed",
+    "fused_experts_w4a8",
     "gated_delta",
     "gated_rms_norm",
     "grouped_experts",

@@ -26,6 +26,7 @@ class CausalConv(NamedTuple):
     write: Tensor  # [B, W] slots; W == Q writes the window after every token, W == 1 after the last valid one
     num_computed_tokens: Tensor  # [B] tokens before this step
     query_lens: Tensor  # [B] valid tokens in this step
+    dtype: torch.dtype  # of the result; f32 where the next operator computes in it
 
 
 causal_conv = Primitive("causal_conv", CausalConv, factors="_ _ c, c _, _ _ c, _, _ _, _, _ -> _ _ c, _ _ c", donates=((2, 1),))
@@ -33,7 +34,7 @@ causal_conv = Primitive("causal_conv", CausalConv, factors="_ _ c, c _, _ _ c, _
 
 @causal_conv.abstract
 def _abstract(args: CausalConv) -> tuple[Tensor, Tensor]:
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device), torch.empty_like(args.state)
+    return torch.empty(args.x.shape, dtype=args.dtype, device=args.x.device), torch.empty_like(args.state)
 
 
 def _has_one_window(args: CausalConv) -> bool:
@@ -42,7 +43,7 @@ def _has_one_window(args: CausalConv) -> bool:
 
 def _window(args: CausalConv) -> Tensor:
     """Inputs before the step [B, taps-1, C]; zeros where a request is new."""
-    x, weight, state, read, write, num_computed_tokens, _ = args
+    x, weight, state, read, write, num_computed_tokens, *_ = args
     past = weight.shape[1] - 1
     if not _has_one_window(args) or write.shape[1] == 1:
         return read_states(state, read, num_computed_tokens)[:, :past]
@@ -58,13 +59,13 @@ def _window(args: CausalConv) -> Tensor:
 
 def _convolve(args: CausalConv) -> tuple[Tensor, tuple[Tensor], Tensor]:
     """Outputs [B, Q, C], the index [N] of written slots, and what goes there [N, ...] in the layout of the pool."""
-    x, weight, state, _, write, _, query_lens = args
+    x, weight, state, _, write, _, query_lens, dtype = args
     Q, taps = x.shape[1], weight.shape[1]
     window = torch.cat([_window(args), x], 1)
     total = window[:, :Q].float() * weight[:, 0].float()
     for tap in range(1, taps):
         total = total + window[:, tap : tap + Q].float() * weight[:, tap].float()
-    out = torch.nn.functional.silu(total).to(x.dtype)
+    out = torch.nn.functional.silu(total).to(dtype)
     if _has_one_window(args) and write.shape[1] > 1:
         return out, (write[:, 0].long(),), window[:, 1:].to(state.dtype)
     consumed = states_to_write(write, query_lens, Q)
@@ -112,8 +113,8 @@ _token_by_token = Native(
 @causal_conv.lowering("inductor")
 def causal_conv_on_cpu(args: CausalConv) -> Any:
     """A window after every token in float32: by a kernel that reads and writes windows in the pool (lowering/cpp/conv.cpp)."""
-    x, weight, state, read, write, num_computed_tokens, _ = args
-    if write.shape[1] != x.shape[1] or _has_one_window(args) or {x.dtype, weight.dtype, state.dtype} != {torch.float32}:
+    x, weight, state, read, write, num_computed_tokens, _, dtype = args
+    if write.shape[1] != x.shape[1] or _has_one_window(args) or {x.dtype, weight.dtype, state.dtype, dtype} != {torch.float32}:
         return causal_conv_reference(args)
     return _token_by_token(x, weight, state, read, write, num_computed_tokens), state
 
@@ -128,7 +129,7 @@ def _npu(args: CausalConv) -> Any:
     Raises:
         PrimitiveError: the pool has one window a request, and a step several tokens.
     """
-    x, weight, state, read, write, num_computed_tokens, query_lens = args
+    x, weight, state, read, write, num_computed_tokens, query_lens, dtype = args
     B, Q, C = x.shape
     taps = weight.shape[1]
     if _has_one_window(args) and write.shape[1] > 1:
@@ -144,7 +145,7 @@ def _npu(args: CausalConv) -> Any:
         seen, states = _last_token(inputs, taps, num_computed_tokens, query_lens)
     write_states_npu(state, write, _filled_up(states, state))
     total = (seen.float() * weight.float().t()).sum(1)
-    return torch.nn.functional.silu(total).to(x.dtype).view(x.shape), state
+    return torch.nn.functional.silu(total).to(dtype).view(x.shape), state
 
 
 NPU_CHANNELS = 16
@@ -171,7 +172,8 @@ def _npu_vllm(args: CausalConv) -> Any:
             f"{inputs}"
         )
     convolve = torch.ops.npucompile_packages.causal_conv1d_update
-    return convolve(x.contiguous(), weight.t().contiguous(), state, write[:, 0].contiguous(), num_accepted_tokens(read, write)), state
+    out = convolve(x.contiguous(), weight.t().contiguous(), state, write[:, 0].contiguous(), num_accepted_tokens(read, write))
+    return out.to(args.dtype), state
 
 
 def _every_token(inputs: Tensor, taps: int) -> tuple[Tensor, Tensor]:
@@ -212,4 +214,4 @@ def _cost(args: CausalConv) -> Cost:
     x, weight = args.x, args.weight
     window = (weight.shape[1] - 1) * x.shape[2] * args.state.dtype.itemsize
     flops = (2 * weight.shape[1] + 4) * x.numel()
-    return Cost(flops, nbytes(x, weight) + args.read.numel() * window, nbytes(x) + args.write.numel() * window)
+    return Cost(flops, nbytes(x, weight) + args.read.numel() * window, x.numel() * args.dtype.itemsize + args.write.numel() * window)

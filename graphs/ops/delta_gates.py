@@ -39,7 +39,7 @@ delta_gates.lowering("npu")(delta_gates_reference)
 
 
 @delta_gates.lowering("npu", needs=("aclgraph", "vllm-ascend"))
-def _npu_vllm(args: DeltaGates) -> Any:
+def delta_gates_vllm(args: DeltaGates) -> Any:
     """A Triton kernel of vllm-ascend, which reads rows one behind the other."""
     a, b, a_log, dt_bias = args
     g, beta = torch.ops.npucompile_packages.fused_gdn_gating(a_log, a.flatten(0, 1).contiguous(), b.flatten(0, 1).contiguous(), dt_bias)

@@ -1,9 +1,11 @@
 """The chunked gated delta rule in few launches: for machines where a step costs by the number of its operators."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-_HIDDEN = -1e30
+HIDDEN = -1e30
 """An exponent whose power is 0; the difference to infinity is that products with 0 stay 0."""
 _SEQUENTIAL = 8
 """Up to this many chunks a state passes through one after the other; more are composed in pairs first."""
@@ -11,29 +13,26 @@ _WIDE_BITS = 2
 """log2 of the blocks that the inverse of a chunk joins at once."""
 
 
-def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, log_beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The WY form (arXiv:2412.06464) with all chunks at once but for the states between them; q and k stay by key head.
 
     Args:
-        q, k: [B, Q, Hk, Dk].
-        v: [B, Q, H, Dv].
-        g, beta: [B, Q, H] f32; 0 for tokens that leave the state alone.
+        q, k: [B, N, Hk, C, Dk] f32, N chunks of C tokens, C a power of two.
+        v: [B, N, H, C, Dv] f32.
+        g, log_beta: [B, N, H, C] f32; 0 and `HIDDEN` for tokens that leave the state alone.
         state: [B, H, Dv, Dk] f32 before the first token.
-        chunk: tokens C of a chunk, a power of two that divides Q.
 
     Returns:
-        o [B, Q, H, Dv] f32 and the state after the last token [B, H, Dv, Dk] f32.
+        o [B, N, H, C, Dv] f32 and the state after the last token [B, H, Dv, Dk] f32.
     """
-    B, Q, keys, _ = q.shape
+    keys, chunk = k.shape[2:4]
     per = v.shape[2] // keys
     row = torch.arange(chunk, device=q.device)
-    q, k, v = (_by_chunk(x, chunk) for x in (q, k, v))
-    total, beta = (_by_chunk(x, chunk) for x in (g, beta))
-    total = total.cumsum(-1)
+    total = g.cumsum(-1)
     # The minimum hides later tokens, and keeps the exponent of earlier ones at most 0 where sums are rounded.
-    bound = torch.where(row[:, None] >= row[None, :], 0.0, _HIDDEN)
+    bound = torch.where(row[:, None] >= row[None, :], 0.0, HIDDEN)
     # What a token leaves to later ones: beta is here, so that neither the inverse nor what it multiplies is scaled by it.
-    fade = torch.minimum(total[..., :, None] - total[..., None, :], bound).exp() * beta[..., None, :]
+    fade = torch.minimum(total[..., :, None] - (total - log_beta)[..., None, :], bound).exp()
     from_start = total.exp()
     by_key = fade.unflatten(2, (keys, per))
     attn = (_product(q, k.mT)[:, :, :, None] * by_key).flatten(2, 3)
@@ -42,11 +41,11 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
     to_end = _scaled(k, fade[..., -1, :])
     column = torch.arange(k.shape[-1], device=q.device)
     identity = torch.where(column[:, None] == column[None, :], 1.0, 0.0)
-    transition = identity * from_start[..., -1:, None] - _product(w.mT, to_end)
-    states, last = _states(_product(u.mT, to_end), transition, state)
+    # The transition but for its sign, which an addition later takes: one launch, where `identity * decay - product` is two.
+    negative = torch.addcmul(_product(w.mT, to_end), identity, from_start[..., -1:, None], value=-1)
+    states, last = _states(_product(u.mT, to_end), negative, state, torch.sub)
     delta = u - _product(w, states.mT)
-    out = _product(_scaled(q, from_start), states.mT) + _product(attn, delta)
-    return out.transpose(2, 3).reshape(B, Q, keys * per, -1), last
+    return _product(_scaled(q, from_start), states.mT) + _product(attn, delta), last
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
@@ -81,12 +80,6 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return torch.ones_like(lower) if inverse is None else inverse
 
 
-def _by_chunk(x: Tensor, chunk: int) -> Tensor:
-    """[B, Q, H, ...] -> [B, N, H, C, ...], contiguous, f32."""
-    by_chunk: Tensor = x.unflatten(1, (-1, chunk))
-    return by_chunk.transpose(2, 3).contiguous().float()
-
-
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     """x [B, N, Hk, C, D] times scale [B, N, H, C] -> [B, N, H, C, D]."""
     by_key: Tensor = scale.unflatten(2, (x.shape[2], -1))
@@ -104,18 +97,21 @@ def _batch(x: Tensor) -> Tensor:
     return x.mT.reshape(-1, x.shape[-1], x.shape[-2]).mT
 
 
-def _states(increment: Tensor, transition: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States [B, N, H, Dv, Dk] before each chunk, and after the last [B, H, Dv, Dk]; a chunk maps S to `S transition + increment`.
+def _states(increment: Tensor, transition: Tensor, state: Tensor, add: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """States [B, N, H, Dv, Dk] before each chunk, and after the last [B, H, Dv, Dk]; a chunk maps S to `add(increment, S transition)`.
 
     Pairs of chunks are one map first: the chain halves, and a product of all pairs gives the states within them.
+
+    Args:
+        add: torch.add, or torch.sub where `transition` has the other sign; the product of two such has none.
     """
     N = increment.shape[1]
     if N <= _SEQUENTIAL or N % 2:
         before = []
         for added, moved in zip(increment.unbind(1), transition.unbind(1), strict=True):
             before.append(state)
-            state = _product(state, moved) + added
+            state = add(added, _product(state, moved))
         return torch.stack(before, 1), state
     (own, other), (transition, following) = (x.unflatten(1, (-1, 2)).unbind(2) for x in (increment, transition))
-    first, last = _states(_product(own, following) + other, _product(transition, following), state)
-    return torch.stack([first, _product(first, transition) + own], 2).flatten(1, 2), last
+    first, last = _states(add(other, _product(own, following)), _product(transition, following), state, torch.add)
+    return torch.stack([first, add(own, _product(first, transition))], 2).flatten(1, 2), last

@@ -36,7 +36,7 @@ def l2_norm_reference(args: L2Norm) -> Tensor:
 
 
 @l2_norm.lowering("npu")
-def _npu(args: L2Norm) -> Any:
+def l2_norm_npu(args: L2Norm) -> Any:
     """An RMS norm: `x / sqrt(sum(x^2) + eps) = D^-0.5 x / sqrt(mean(x^2) + eps / D)`; its scale is f32, which 16 bits would round."""
     width = args.x.shape[-1]
     gamma = torch.full((width,), args.scale * width**-0.5, dtype=torch.float32, device=args.x.device)

@@ -16,6 +16,7 @@ from ...graphs.types import DTYPE_NAMES
 from . import collectives, converters, moe_converters, streams
 from .ge_file import GE_DTYPES, GROUP, GROUPS, RANK, parse
 from .inspect_ge import IN_PLACE, follow_memory
+from .recorded_values import RecordedValues
 from .toolchain.harness import Torchair
 
 # Options that list operands or results one by one; the linker writes them for the whole graph.
@@ -115,7 +116,8 @@ def _run(name: str, gm: fx.GraphModule, vals: list[FakeTensor], ta: Torchair) ->
     config.experimental_config.pattern_fusion_pass = False
     mode = vals[0].fake_mode if vals else FakeTensorMode()
     try:
-        with mode:
+        # Autograd's bookkeeping of views would refuse a recorded value as the result of one.
+        with mode, RecordedValues(gm), torch._C._AutoDispatchBelowADInplaceOrView():
             return ta.get_compiler(config)(gm, vals).runner
     except Exception as error:
         raise LoweringError(f"torchair cannot convert {name}: {_brief(error)}") from error

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..device import DerivedValue
 from . import fold
 from .convert import shape_of
 from .ge_file import GE_DTYPES, GeFile, decode, messages, parse, patched
+from .ge_operators import by_kind, read
 from .toolchain.harness import Torchair
 
 FRACTAL_NZ = 29
@@ -251,22 +252,27 @@ def communicators(groups: Mapping[str, Any], rank: int) -> dict[str, str]:
 def weight_operands(ge_file: GeFile) -> tuple[int, ...]:
     """Operands and derived values worth storing in NZ: all their readers are matrix products that take them as the weight, and no tile
     needs padding."""
-    graph = parse(ge_file.graph).graph[0]
-    words, readers = int4_words(graph), dict[str, list[bool]]()
-    for op in graph.op:
-        # An absent input is "" and has a description; control inputs come last and have none.
-        for name, described in zip(op.input, op.input_desc, strict=False):
-            if op.type != "Bitcast" or f"{op.name}:0" not in words:
-                readers.setdefault(words.get(name, name), []).append(is_weight(op.type, described.name))
-    data = {f"{op.name}:0": op for op in graph.op if op.type == "Data"}
+    ops = read(ge_file.graph)
+    words, readers, weights = int4_words(ops), dict[str, list[bool]](), by_kind(_weights)
+    for op in ops:
+        if op.type != "Bitcast" or f"{op.name}:0" not in words:
+            # An absent input is "" and has a description; control inputs come last and have none.
+            for name, weight in zip(op.input, weights(op), strict=False):
+                readers.setdefault(words.get(name, name), []).append(weight)
+    data = {f"{op.name}:0": op for op in ops if op.type == "Data"}
     indices = [op.attr["index"].i for name, op in data.items() if all(readers.get(name, [False])) and fills_tiles(op.output_desc[0])]
     return tuple(sorted(ge_file.data[index] for index in indices))
 
 
-def int4_words(graph: Any) -> dict[str, str]:
+def _weights(op: Any) -> list[bool]:
+    """Whether each input is the weight of a matrix product."""
+    return [is_weight(op.type, described.name) for described in op.input_desc]
+
+
+def int4_words(ops: Iterable[Any]) -> dict[str, str]:
     """int4 tensor -> the operand or derived value whose int32 words it holds."""
-    data = {f"{op.name}:0" for op in graph.op if op.type == "Data"}
-    return {f"{op.name}:0": op.input[0] for op in graph.op if op.type == "Bitcast" and op.attr["type"].dt == _INT4 and op.input[0] in data}
+    data = {f"{op.name}:0" for op in ops if op.type == "Data"}
+    return {f"{op.name}:0": op.input[0] for op in ops if op.type == "Bitcast" and op.attr["type"].dt == _INT4 and op.input[0] in data}
 
 
 def is_weight(op_type: str, name: str) -> bool:

@@ -13,13 +13,13 @@ import msgpack
 import torch
 
 from ...graphs.errors import LoweringError
-from ...graphs.types import DISPATCH, WORLD
+from ...graphs.types import DISPATCH, FUSED_EXPERTS, WORLD
 from .toolchain.stubs import wheel_path
 
 FORMAT = "npucompile.ge/2"
 RANK, GROUP = "ep_rank", "group"
 """Kinds of patches: the rank's number among all ranks, and the name of the rank's communicator for a symbolic group."""
-GROUPS = ("tp", "dp", WORLD, DISPATCH)
+GROUPS = ("tp", "dp", WORLD, DISPATCH, FUSED_EXPERTS)
 """Symbols of groups that a graph may name. "dispatch" has the ranks of "world" and a communicator of its own: expert dispatch and combine
 allow no other operator in theirs (aclnnMoeDistributeDispatchV2, constraints)."""
 GE_DTYPES: dict[torch.dtype, tuple[str, int]] = {

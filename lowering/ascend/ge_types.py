@@ -6,14 +6,15 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from ...graphs.errors import LoweringError
 from .device import weight_operands
-from .ge_file import GeFile, messages, parse
+from .ge_file import GeFile, messages
+from .ge_operators import Operator, by_kind, operators, read
 from .ge_type_rules import RULES, Rule, UnknownTypeError
 from .inspect_ge import DTYPES
 
@@ -63,10 +64,9 @@ def tensor_types(ge_file: GeFile) -> dict[str, TensorType]:
         LoweringError: a type that an operator reads cannot be told; names the operator that gives it.
     """
     wanted = set(weight_operands(ge_file))
-    graph = parse(ge_file.graph).graph[0]
-    operands = ge_file.data
-    nz = {f"{op.name}:0" for op in graph.op if op.type == "Data" and operands[op.attr["index"].i] in wanted}
-    return graph_types(graph, nz)
+    ops, operands = read(ge_file.graph), ge_file.data
+    nz = {f"{op.name}:0" for op in ops if op.type == "Data" and operands[op.attr["index"].i] in wanted}
+    return _types(ops, nz)
 
 
 def graph_types(graph: Any, nz: AbstractSet[str] = frozenset()) -> dict[str, TensorType]:
@@ -81,36 +81,44 @@ def graph_types(graph: Any, nz: AbstractSet[str] = frozenset()) -> dict[str, Ten
     Raises:
         LoweringError: see `tensor_types`.
     """
+    return _types(operators(graph.op), nz)
+
+
+def _types(ops: Sequence[Operator], nz: AbstractSet[str]) -> dict[str, TensorType]:
     types: dict[str, TensorType] = {}
-    read = {tensor for op in graph.op for tensor in op.input}
-    known = _Graph(types)
-    for op in graph.op:
+    wanted = {tensor for op in ops for tensor in op.input}
+    known, constant, declared = _Graph(types), by_kind(_constant_type), by_kind(_declared)
+    for op in ops:
         if op.type == "Const":
             known.constants[f"{op.name}:0"] = op
-            types[f"{op.name}:0"] = _constant_type(op)
+            types[f"{op.name}:0"] = constant(op)
         elif op.type == "Data":
             types[f"{op.name}:0"] = _operand(op, NZ if f"{op.name}:0" in nz else ND)
         else:
-            _add(op, types, known, read)
+            _add(op, declared(op), types, known, wanted)
     return types
 
 
-def _add(op: Any, types: dict[str, TensorType], known: _Graph, read: AbstractSet[str]) -> None:
+def _declared(op: Any) -> tuple[TensorType | None, ...]:
+    """Types that the graph declares of an operator's outputs."""
+    texts = (desc.attr["_meta"].s if "_meta" in desc.attr else b"" for desc in op.output_desc)
+    return tuple(declared_type(text) if text else None for text in texts)
+
+
+def _add(op: Any, declared: Sequence[TensorType | None], types: dict[str, TensorType], known: _Graph, wanted: AbstractSet[str]) -> None:
     if op.type in ("Pack", "ConcatV2", "Cast", "Identity"):
         known.lists[f"{op.name}:0"] = op
     inferred: list[TensorType] | None = None
-    for port, desc in enumerate(op.output_desc):
+    for port, told in enumerate(declared):
         tensor = f"{op.name}:{port}"
-        declared = desc.attr["_meta"].s if "_meta" in desc.attr else b""
-        if declared:
-            made = declared_type(declared)
-            types[tensor] = made if op.type not in _KEEP_FORMAT else _with_format(made, op, types)
+        if told is not None:
+            types[tensor] = told if op.type not in _KEEP_FORMAT else _with_format(told, op, types)
             continue
         if inferred is None:
-            inferred = _inferred(op, known, tensor in read)
+            inferred = _inferred(op, known, tensor in wanted)
         if port < len(inferred):
             types[tensor] = _with_format(inferred[port], op, types) if op.type in _KEEP_FORMAT else inferred[port]
-        elif tensor in read:
+        elif tensor in wanted:
             raise LoweringError(_untold(op, port))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...graphs.errors import LoweringError
 from ...graphs.types import Leaf, Signature
 from .ge_file import GeFile, messages, parse
+from .ge_operators import read
 
 IN_PLACE: dict[str, dict[int, int]] = {
     "Scatter": {0: 0},
@@ -191,7 +192,7 @@ def check(ge_file: GeFile, signature: Signature) -> None:
     Raises:
         LoweringError: naming every breach.
     """
-    ops = list(parse(ge_file.graph).graph[0].op)
+    ops = list(read(ge_file.graph))
     breaches = [*_form(ops, ge_file), *_lengths(ops)]
     if not breaches:
         breaches = _donation(ops, ge_file, signature)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ...graphs.errors import LoweringError
-from .ge_file import GeFile, parse
+from .ge_file import GeFile
+from .ge_operators import Operator, by_kind, read
 from .inspect_ge import VIEWS
 
 # Operators that exchange data between ranks: two calls are two exchanges.
@@ -27,14 +28,14 @@ def repeated(ge_file: GeFile) -> dict[str, str]:
     numbers: dict[str, Hashable] = {}
     first: dict[Hashable, tuple[str, int]] = {}
     constant, repeats = set[str](), dict[str, str]()
-    for op in parse(ge_file.graph).graph[0].op:
-        sources = [tensor.rpartition(":")[0] for tensor in op.input if tensor]
+    described = _described()
+    for op in read(ge_file.graph):
         if op.type in ("Data", "NetOutput") or op.type.startswith(_COLLECTIVE):
             numbers[op.name] = op.name
             continue
-        if all(name in constant for name in sources):
+        if constant.issuperset(op.producers):
             constant.add(op.name)
-        earlier, number = first.setdefault(_computation(op, numbers), (op.name, len(first)))
+        earlier, number = first.setdefault((described(op), _inputs(op, numbers)), (op.name, len(first)))
         numbers[op.name] = number
         if earlier != op.name and op.name not in constant and op.type not in VIEWS:
             repeats[op.name] = earlier
@@ -55,10 +56,19 @@ def check_unrepeated(ge_file: GeFile) -> None:
         )
 
 
-def _computation(op: Any, numbers: dict[str, Hashable]) -> Hashable:
-    inputs = tuple(_value(tensor, numbers) for tensor in op.input)
-    attributes = tuple((key, op.attr[key].SerializeToString(deterministic=True)) for key in sorted(op.attr) if key not in _NAMES)
-    return op.type, inputs, attributes, _results(op.output_desc)
+def _described() -> Callable[[Operator], int]:
+    """Numbers what operators compute, but for their inputs."""
+    numbers: dict[Hashable, int] = {}
+
+    def number(op: Operator) -> int:
+        attributes = tuple((key, op.attr[key].SerializeToString(deterministic=True)) for key in sorted(op.attr) if key not in _NAMES)
+        return numbers.setdefault((op.type, attributes, _results(op.output_desc)), len(numbers))
+
+    return by_kind(number)
+
+
+def _inputs(op: Operator, numbers: dict[str, Hashable]) -> Hashable:
+    return tuple([_value(tensor, numbers) for tensor in op.input])
 
 
 def _value(tensor: str, numbers: dict[str, Hashable]) -> Hashable:

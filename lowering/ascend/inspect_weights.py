@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...graphs.errors import LoweringError
-from .ge_file import GE_DTYPES, GeFile, messages, parse
+from .ge_file import GE_DTYPES, GeFile, messages
+from .ge_operators import Operator, by_kind, read
 from .inspect_ge import VIEWS, shape
 
 LARGE_BYTES = 2**20
@@ -30,7 +31,7 @@ def work_on_weights(ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
     Raises:
         LoweringError: the graph is no GE model.
     """
-    return _work_on_weights(parse(ge_file.graph).graph[0].op, ge_file, params)
+    return _work_on_weights(read(ge_file.graph), ge_file, params)
 
 
 def check_folded(ge_file: GeFile, params: int) -> None:
@@ -45,15 +46,15 @@ def check_folded(ge_file: GeFile, params: int) -> None:
     Raises:
         LoweringError: naming the operators that are neither.
     """
-    ops = parse(ge_file.graph).graph[0].op
+    ops, nbytes = read(ge_file.graph), by_kind(_nbytes)
     work = _work_on_weights(ops, ge_file, params)
     data = {f"{op.name}:0": ge_file.data[op.attr["index"].i] for op in ops if op.type == "Data"}
-    read = {data[tensor] for op in ops if op.name not in work for tensor in op.input if tensor in data}
+    elsewhere = {data[tensor] for op in ops if op.name not in work for tensor in op.input if tensor in data}
     sizes: dict[str, int] = {}
     breaches = []
     for op in ops:
-        sizes[f"{op.name}:0"] = max(_nbytes(op), sizes.get(op.input[0], 0) if op.type in VIEWS else 0)
-        large = sizes[f"{op.name}:0"] > LARGE_BYTES and work.get(op.name, frozenset()) & read
+        sizes[f"{op.name}:0"] = max(nbytes(op), sizes.get(op.input[0], 0) if op.type in VIEWS else 0)
+        large = sizes[f"{op.name}:0"] > LARGE_BYTES and work.get(op.name, frozenset()) & elsewhere
         if op.name in work and not large and not _is_cast_to_no_operand(op):
             breaches.append(op.name)
     if breaches:
@@ -64,19 +65,18 @@ def check_folded(ge_file: GeFile, params: int) -> None:
         )
 
 
-def _work_on_weights(ops: Sequence[Any], ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
+def _work_on_weights(ops: Sequence[Operator], ge_file: GeFile, params: int) -> dict[str, frozenset[int]]:
     sources: dict[str, frozenset[int]] = {}
     work: dict[str, frozenset[int]] = {}
     for op in ops:
-        inputs = [tensor.rpartition(":")[0] for tensor in op.input if tensor]
         if op.type == "Data":
             operand = ge_file.data[op.attr["index"].i]
             if operand < params or operand >= ge_file.inputs:
                 sources[op.name] = frozenset({operand})
         elif op.type == "Const":
             sources[op.name] = frozenset()
-        elif inputs and op.type != "NetOutput" and all(name in sources for name in inputs):
-            sources[op.name] = frozenset[int]().union(*(sources[name] for name in inputs))
+        elif op.producers and op.type != "NetOutput" and all(name in sources for name in op.producers):
+            sources[op.name] = frozenset[int]().union(*(sources[name] for name in op.producers))
             if sources[op.name]:
                 work[op.name] = sources[op.name]
     return work

@@ -82,11 +82,13 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     state = set(placeholders[len(signature.params) : len(signature.params) + len(signature.state)])
     results = _results(graph, signature, placeholders)
     bodies = _bodies(graph, calls, ta)
-    read = {node.args[operand] for node in calls for operand in bodies[node].feeds.values()}
+    # `Node.args` is made anew each time it is asked for.
+    read = {args[operand] for node in calls for args in [node.args] for operand in bodies[node].feeds.values()}
     folded, derived = _folded(graph, placeholders)
-    feeds = _data(builder, [*placeholders, *derived], read | set(results))
+    operands, values_at_load = [*placeholders, *derived], set(derived)
+    feeds = _data(builder, operands, read | set(results))
     for node in graph.graph.nodes:
-        if node in derived or node.target == FOLDED:
+        if node.target == FOLDED or node in values_at_load:
             continue
         if node.op == "call_module":
             _call(builder, node, bodies[node], state)
@@ -101,10 +103,10 @@ def link(graph: fx.GraphModule, signature: Signature, ta: Torchair, name: str = 
     drop_later_attributes(builder.ops, platform)
     fixed = len(signature.params) + len(signature.state)
     # Step inputs lie between the state and the derived values.
-    operands = [Operand([*placeholders, *derived][i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]
+    fed = [Operand(operands[i].meta["val"], i < fixed or i >= len(placeholders)) for i in feeds]
     return GeFile(
         graph=builder.model.SerializeToString(deterministic=True),
-        options=_options(builder, operands, len(results), {i: o for o, i in donations}, feeds) | graph_options(platform),
+        options=_options(builder, fed, len(results), {i: o for o, i in donations}, feeds) | graph_options(platform),
         donations=donations,
         bound=tuple(sorted(builder.operand[node] for node, carry in builder.written.items() if not carry)),
         inputs=len(placeholders),
@@ -123,7 +125,8 @@ def _folded(graph: fx.GraphModule, placeholders: list[fx.Node]) -> tuple[Folded 
         return None, []
     derived = sorted(call.users, key=lambda node: int(str(node.args[1])))
     module: Any = graph.get_submodule(FOLDED)
-    return Folded(graph_io.encode(module), tuple(placeholders.index(param) for param in call.args), len(derived)), derived
+    order: dict[Any, int] = {param: i for i, param in enumerate(placeholders)}
+    return Folded(graph_io.encode(module), tuple(order[param] for param in call.args), len(derived)), derived
 
 
 def _results(graph: fx.GraphModule, signature: Signature, placeholders: list[fx.Node]) -> list[fx.Node]:

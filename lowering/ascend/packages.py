@@ -47,6 +47,32 @@ def _gates(a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch
     return torch.empty(a.shape, dtype=torch.float32, device=a.device), _like(b)
 
 
+def _heads(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_heads: int,
+    kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    q, kv = (heads * q_weight.shape[0] for heads in (q_heads, kv_heads))
+    return _parts(qkv, (q, kv, kv, q))
+
+
+def _split(x: torch.Tensor, key_width: int, value_width: int, value_heads: int) -> tuple[torch.Tensor, ...]:
+    values = value_heads * value_width
+    return _parts(x, (2 * key_width + values, values, value_heads, value_heads))
+
+
+def _qk_norm(x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    return _parts(x, (len(q_weight), len(k_weight), x.shape[1] - len(q_weight) - len(k_weight)))
+
+
+def _parts(x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device) for width in widths)
+
+
 NAMESPACE = "npucompile_packages"
 """Of the operators that we register for functions of packages."""
 
@@ -86,9 +112,49 @@ OPERATORS: Mapping[str, tuple[Operator, ...]] = {
             "vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
             functions.norm_kernel,
         ),
+        Operator(
+            f"{NAMESPACE}::dispatch_ffn_combine_w4a8",
+            "(Tensor x, Tensor weight1, Tensor weight2, Tensor expert_idx, Tensor scale1, Tensor scale2, Tensor bias1, Tensor bias2, "
+            "Tensor probs, str group, int ranks, int max_output_size) -> Tensor",
+            _like,
+            "vllm-project/vllm-ascend@182b75e csrc/torch_binding.cpp, csrc/mc2/dispatch_ffn_combine_w4_a8",
+            functions.dispatch_ffn_combine_w4a8,
+            "_C_ascend::dispatch_ffn_combine",
+        ),
+        Operator(
+            f"{NAMESPACE}::split_qkv_rmsnorm_rope",
+            "(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos_sin, int q_heads, int kv_heads, float eps) -> "
+            "(Tensor, Tensor, Tensor, Tensor)",
+            _heads,
+            "vllm-project/vllm-ascend@182b75e vllm_ascend/ops/triton/linearnorm/split_qkv_rmsnorm_mrope.py",
+            functions.split_qkv_rmsnorm_rope,
+            "vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.triton_split_qkv_rmsnorm_mrope",
+            functions.heads_kernel,
+        ),
+        Operator(
+            f"{NAMESPACE}::split_qkvzba",
+            "(Tensor x, int key_width, int value_width, int value_heads) -> (Tensor, Tensor, Tensor, Tensor)",
+            _split,
+            "vllm-project/vllm-ascend@182b75e vllm_ascend/ops/triton/fla/fused_qkvzba_split_reshape.py",
+            functions.split_qkvzba,
+            "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel",
+            functions.split_kernel,
+        ),
     ),
-    # Its kernels keep one slot of convolution inputs a request, or take float16 and buffers that the host sizes (mega_chunk_gdn).
-    "sgl-kernel-npu": (),
+    # Others of its kernels keep one slot of convolution inputs a request, or states in bfloat16 (recurrent_gated_delta_rule), or take
+    # float16 and buffers that the host sizes (mega_chunk_gdn); its fused experts are int8 (fused_deep_moe and dispatch_ffn_combine of
+    # deep_ep).
+    "sgl-kernel-npu": (
+        Operator(
+            f"{NAMESPACE}::split_qk_norm",
+            "(Tensor x, Tensor q_weight, Tensor k_weight, float eps) -> (Tensor, Tensor, Tensor)",
+            _qk_norm,
+            "sgl-project/sgl-kernel-npu@f425bdf python/sgl_kernel_npu/sgl_kernel_npu/norm/fused_split_qk_norm.py",
+            functions.split_qk_norm,
+            "sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm",
+            functions.qk_norm_kernel,
+        ),
+    ),
 }
 """Package -> operators that graphs lowered for it call."""
 

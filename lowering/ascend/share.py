@@ -27,7 +27,7 @@ from ...graphs.types import Signature
 from .bodies import is_operand, is_plain, recorded, taking
 
 # Operators of the device that exchange data between ranks, by a part of their names: they may not be left out or moved.
-_COLLECTIVE = ("distribute", "all_reduce", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
+_COLLECTIVE = ("distribute", "dispatch_ffn", "all_reduce", "all_gather", "reduce_scatter", "alltoall", "all_to_all")
 # Operators that become no kernel of the device.
 _FREE = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach")
 

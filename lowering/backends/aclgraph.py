@@ -61,15 +61,21 @@ class AclGraph(Backend):
         return Compiled(encode(made), inspect_acl.census(made))
 
     def prove(self, compiled: Compiled, partitioned: Partitioned, platform: Platform = CPU) -> None:
-        """Checks that pools are written in place, no length is baked in, no step computes from weights or constants alone, and
-        collectives are those of the partitioned graph in order."""
+        """Checks that pools are written in place, no length is baked in, no step computes from weights or constants alone, collectives
+        are those of the partitioned graph in order, and a device takes every operator where the platform names a chip.
+
+        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py, as in GE graphs.
+        """
         from .. import collectives_check
         from ..ascend.acl_graph import inspect_acl
         from ..ascend.acl_graph.file import decode
+        from ..ascend.legality import check, check_acl
 
         acl_file = decode(compiled.data)
         inspect_acl.check(acl_file, partitioned.signature)
         collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
+        if platform.chip:
+            check_acl.prove(acl_file, platform, sizes=check.has_kernels(partitioned.signature.params))
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The sources that make and check executables."""

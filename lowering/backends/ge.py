@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from ..lower import Lowered
 
 
-SMALLEST_MODEL = 1024
-"""Width of the narrowest model that kernels of expert exchange are made for (legality/operators.json); norms have one weight for each."""
-
-
 class Ge(Backend):
     """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
 
@@ -64,12 +60,13 @@ class Ge(Backend):
         """Checks that pools are written in place, no length is baked in, no step repeats work on weights or computes a value twice,
         collectives are those of the partitioned graph in order, and CANN takes every operator where the platform names a chip.
 
-        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL`: no kernel is made for those, which are
-        shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
+        Limits on the sizes of a model are left out for models narrower than `SMALLEST_MODEL` of legality/check.py: no kernel is made
+        for those, which are shrunk to be tested and emulated. `npucompile inspect` lists what CANN would refuse of them.
         """
         from .. import collectives_check
         from ..ascend import inspect_ge, inspect_repeats, inspect_weights
         from ..ascend.ge_file import decode
+        from ..ascend.ge_operators import graphs
         from ..ascend.legality import check as legality
 
         ge_file = decode(compiled.data)
@@ -78,8 +75,8 @@ class Ge(Backend):
         inspect_repeats.check_unrepeated(ge_file)
         collectives_check.agree(partitioned.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         if platform.chip:
-            vectors = [leaf.aval.shape[0] for leaf in partitioned.signature.params if len(leaf.aval.shape) == 1]
-            legality.prove(ge_file, platform, sizes=max(vectors, default=0) >= SMALLEST_MODEL)
+            legality.prove(ge_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
+        graphs.cache_clear()
 
     def options(self, threads: int) -> Mapping[str, Any]:
         """The sources that make and check executables."""

@@ -42,6 +42,12 @@ def grouped(rows: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, gate_
     return total
 
 
+def operands_of_one(gate_up: Mapping[str, torch.Tensor], down: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The operands of a product of quantised experts that no layout splits: both weights, each followed by its scales."""
+    (part,) = split_parts(down, 1)
+    return *_channels(gate_up, 0, 1).values(), *part.values()
+
+
 def _channels(gate_up: Mapping[str, torch.Tensor], index: int, count: int) -> dict[str, torch.Tensor]:
     """A part of the channels, gate and up of it side by side in one dimension."""
     parts = {name: tensor.chunk(count, -1)[index] if count > 1 else tensor for name, tensor in gate_up.items()}

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
-from ...graphs.types import DISPATCH, Mesh
+from ...graphs.types import DISPATCH, FUSED_EXPERTS, Mesh
 from .control_plane import RankError
 
 MakeGroup = Callable[[str, tuple[int, ...], int, Store, str, float], ProcessGroup]
@@ -82,11 +82,11 @@ class ProcessGroups:
     ) -> None:
         # The registry of torch holds weak references.
         self._groups: dict[str, ProcessGroup] = {}
-        by_ranks: dict[tuple[bool, tuple[int, ...]], ProcessGroup] = {}
+        by_ranks: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
         # In one order on all ranks: making a group waits for its other ranks.
         for name in sorted(mesh.groups() if symbols is None else symbols):
             ranks = mesh.group(name, rank)
-            key = (name == DISPATCH, ranks)
+            key = (name if name in (DISPATCH, FUSED_EXPERTS) else "", ranks)
             if key not in by_ranks:
                 try:
                     by_ranks[key] = make_group(name, ranks, rank, PrefixStore(f"{name}/{ranks[0]}", store), address, timeout_s)

@@ -80,9 +80,13 @@ def test_states_after_every_token_in_float32_are_written_by_kernels(whole: bool,
     """`whole` is a prefill, which stores one state per row."""
     kernel, (B, Q, H, D), zeros = not whole and dtype == F32, (2, 4, 2, 3), partial(torch.zeros, dtype=dtype)
     slots = ints(B), ints(B, 1 if whole else Q), ints(B), ints(B)
-    assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots) == ({"npuc_conv"} if kernel else set())
-    rows = zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H), zeros(B, Q, H)
-    assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots, 4 if whole else 0) == ({"npuc_delta"} if kernel else set())
+    assert called(ops.causal_conv, zeros(B, Q, 6), zeros(6, 3), zeros(9, 2, 6), *slots, dtype) == ({"npuc_conv"} if kernel else set())
+    if whole:
+        tokens = zeros(B, Q, H, 3 * D), zeros(B, Q, H, 2), torch.zeros(H), torch.zeros(H)
+        assert not called(ops.chunk_gated_delta, *tokens, zeros(9, H, D, D), *slots, 1e-6, 4)
+    else:
+        rows = zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H, D), zeros(B, Q, H), zeros(B, Q, H)
+        assert called(ops.gated_delta, *rows, zeros(9, H, D, D), *slots) == ({"npuc_delta"} if kernel else set())
 
 
 def test_operators_that_write_a_pool_say_so() -> None:

@@ -13,6 +13,7 @@ from support import ge_bodies as gb
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.ge_file import GROUPS, GeFile, messages, patched
 from npucompile.lowering.collectives_check import COLLECTIVES, agree, check_ranks, expand, of_acl_file, of_acl_rank, of_ge_file, of_rank
 
@@ -292,3 +293,29 @@ def test_captured_graphs_list_their_collectives_as_ge_graphs_do(tmp_path):
     assert {members for _, members, _ in talks} == {(2, 3), (0, 1, 2, 3)}
     with pytest.raises(LoweringError, match="moe_dispatch is over group world; legal is dispatch"):
         of_acl_file(made("world"))
+
+
+def test_fused_experts_have_a_group_that_no_other_exchange_has(tmp_path):
+    gb.loaded(tmp_path)
+    packages.declare()
+
+    def file(group):
+        shapes = {
+            "x": ((24, 64), torch.bfloat16), "up": ((2, 64, 8), torch.int32), "down": ((2, 32, 8), torch.int32),
+            "ids": ((24, 2), torch.int32), "scale": ((2, 64), torch.int64), "assist": ((2, 64), torch.float32),
+            "probs": ((24, 2), torch.float32),
+        }  # fmt: skip
+        fused = torch.ops.npucompile_packages.dispatch_ffn_combine_w4a8
+        return ag.of_body(
+            lambda x, up, down, ids, scale, assist, probs: (
+                fused(x, up, down, ids, scale, scale, assist, assist, probs, group, 2, 96) + 1,
+            ),
+            **{f"inputs_{name}": shape for name, shape in shapes.items()},
+        )[0]
+
+    assert of_acl_file(file("fused_experts")) == (("fused_experts_w4a8", "world", "bf16[24,64]"),)
+    for group in ("dispatch", "world"):
+        with pytest.raises(
+            LoweringError, match=f"is over group {group}; legal is fused_experts for fused_experts_w4a8, and for nothing else"
+        ):
+            of_acl_file(file(group))

@@ -143,7 +143,7 @@ def convolution(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
     """A donating primitive that also returns a result besides the pool."""
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 1
-    y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, slots[:, None], slots, slots + 1)
+    y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, slots[:, None], slots, slots + 1, x.dtype)
     return {"y": y}, {**s, "a": new.view(3, 4, 1, 5)}
 
 
@@ -152,7 +152,7 @@ def convolution_token_by_token(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
     x, pool = i["rows"].view(1, 2, 5), s["a"].view(3, 4, 5)
     slots = i["slots"][:1] * 0 + 2
     both = torch.cat([slots - 1, slots])[None]
-    y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, both, slots, slots)
+    y, new = ops.causal_conv(x, s["b"].view(12, 5)[:5], pool, slots, both, slots, slots, x.dtype)
     return {"y": y}, {**s, "a": new.view(3, 4, 1, 5)}
 
 
@@ -268,7 +268,7 @@ def test_results_unpacked_twice_are_all_led_to_the_pool() -> None:
 def test_what_an_in_place_variant_returns_goes_to_its_readers() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
         y, pool = ops.causal_conv(
-            i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["num_computed_tokens"], i["num_computed_tokens"]
+            i["x"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["num_computed_tokens"], i["num_computed_tokens"], F32
         )
         return {"y": y * 2}, {"pool": pool}
 
@@ -287,7 +287,7 @@ def test_what_an_in_place_variant_returns_goes_to_its_readers() -> None:
 
 def test_a_pool_that_its_writer_also_reads_elsewhere_is_not_written_in_place() -> None:
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        y, pool = ops.causal_conv(s["pool"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["slots"], i["slots"])
+        y, pool = ops.causal_conv(s["pool"], p["w"], s["pool"], i["slots"], i["slots"][:, None], i["slots"], i["slots"], F32)
         return {"y": y}, {"pool": pool}
 
     params, state = {"w": Aval((5, 3), F32)}, {"pool": Aval((2, 2, 5), F32)}
@@ -359,7 +359,7 @@ def convolved(old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Part
     """A step with a pool of convolution windows; `old` computes an output of the pool's values: (before, after) -> output."""
 
     def forward(p: Tree, s: Tree, i: Tree) -> tuple[Tree, Tree]:
-        y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], i["num_computed_tokens"], i["num_computed_tokens"])
+        y, pool = ops.causal_conv(i["x"], p["w"], s["pool"], i["read"], i["write"], *(i["num_computed_tokens"],) * 2, F32)
         return {"y": y, "old": old(s["pool"], pool)}, {"pool": pool}
 
     rows = {"x": Aval((2, 2, 5), F32), "read": Aval((2,), I32), "write": Aval((2, 2), I32), "num_computed_tokens": Aval((2,), I32)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from support.ge_calls import message
 
 from npucompile.lowering.ascend.ge_file import GeFile, messages
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.ge_types import graph_types
-from npucompile.lowering.ascend.legality.check import _Checker
+from npucompile.lowering.ascend.legality.check import Checker
 from npucompile.lowering.ascend.legality.matching import types_of
-from npucompile.lowering.ascend.legality.node import node_of
+from npucompile.lowering.ascend.legality.node import key_of, node_of
 from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.legality.rules_attention import SINK
 from npucompile.lowering.ascend.legality.table import FORM, RULE, table
@@ -51,14 +53,16 @@ def refused_by(thread: Thread) -> dict[str, str]:
     graph, nz = graph_of(thread)
     op, types = graph.op[-1], graph_types(graph, nz)
     platform = Platform(CHIP, next((release for release in CANN_RELEASES if (thread.cann or "").startswith(release)), CANN))
-    checker = _Checker(table(), platform, OPTIONS)
-    checker.add(op, types, set())
+    checker = Checker(table(), platform, OPTIONS)
+    checker.add(key_of(op, types, set()), functools.partial(node_of, op, types, set()))
     told = {violation.message for violation in checker.checked.violations}
     node, rows = node_of(op, types, set()), table().facts(op.type, platform.chip, platform.cann)
     assert any(row.what == FORM for row in rows), f"the table knows nothing of {op.type}"
     refused = [("types", message) for message, _ in types_of(node, rows)]
     refused += [(row.rule, RULES[row.rule](node, OPTIONS, **row.parameters)) for row in rows if row.what == RULE]
-    refused += [(name, message) for name, rule in GRAPH_RULES.items() for broken, message in rule(graph.op) if broken.name == OPERATOR]
+    refused += [
+        (name, message) for name, rule in GRAPH_RULES.items() for broken, message in rule(operators(graph.op)) if broken.name == OPERATOR
+    ]
     return {name: message for name, message in refused if message in told or name in GRAPH_RULES}
 
 

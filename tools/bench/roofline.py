@@ -61,6 +61,10 @@ def moved_bytes(collectives: Sequence[Collective], mesh: Mesh, choices: int = 0)
             tokens = next((shape_of(t)[0][0] for other, _, t in collectives[position:] if other == "moe_combine"), 0)
             shape, itemsize = shape_of(kind)
             received = tokens * choices * math.prod(shape[1:]) * itemsize * (n - 1) // n
+        elif name == "fused_experts_w4a8":
+            # Rows come in int8, and their results go back in the dtype of the tokens.
+            shape, itemsize = shape_of(kind)
+            received = choices * math.prod(shape) * (1 + itemsize) * (n - 1) // n
         else:
             received = _ring(name, nbytes(kind), n)
         moved[group] = moved.get(group, 0) + received

@@ -104,7 +104,7 @@ def of_layer(decay: float, tokens: int, seed: int = 0) -> Iterator[tuple[int, fl
         v, beta = torch.randn(1, 1, heads, _WIDTH, generator=r), torch.rand(1, 1, heads, generator=r)
         outs = []
         for i, pool in enumerate(pools):
-            out, pools[i] = ops.gated_delta(q, k, v, g, beta, pool, slot, slot[:, None], torch.full((1,), place), query_lens, 0)
+            out, pools[i] = ops.gated_delta(q, k, v, g, beta, pool, slot, slot[:, None], torch.full((1,), place), query_lens)
             outs.append(out)
         if place + 1 in PLACES:
             yield place + 1, _relative(pools[1].float(), pools[0]), _relative(outs[1], outs[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...graphs.types import DISPATCH, Mesh
+from ...graphs.types import DISPATCH, FUSED_EXPERTS, Mesh
 from ...lowering.artifact.manifest import Setting
 from .memory import HCCL_BUFFER_BYTES, MIB
 from .targets import Target
@@ -56,8 +56,8 @@ def _communication(target: Target, mesh: Mesh, communicator_bytes: Mapping[str, 
             "sums of ranks may differ in the last bits from run to run; true makes them repeatable, and slower: it goes before AIV mode",
         ),
     }
-    # An A2 allows AIV mode for one communicator at a time (envref_07_0096); "dispatch" runs kernels of its own and no collective.
-    groups = {mesh.group(symbol, 0) for symbol in communicator_bytes if symbol != DISPATCH}
+    # An A2 allows AIV mode for one communicator at a time (envref_07_0096); those of experts run kernels of their own and no collective.
+    groups = {mesh.group(symbol, 0) for symbol in communicator_bytes if symbol not in (DISPATCH, FUSED_EXPERTS)}
     if target.tp_across_nodes or len(groups) <= 1:
         settings["HCCL_OP_EXPANSION_MODE"] = Setting(
             "AIV", "collectives run on the vector cores, without a launch by the host or by an AI CPU for each"

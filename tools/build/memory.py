@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...graphs.errors import SpecError
-from ...graphs.types import Aval, Leaf, Limits, Mesh, Rules
+from ...graphs.types import FUSED_EXPERTS, Aval, Leaf, Limits, Mesh, Rules
 from .targets import Target
 
 MIB, GIB = 2**20, 2**30
@@ -175,6 +175,7 @@ def plan_memory(
     peak_bytes: int,
     inputs_bytes: int = 0,
     communicators: Sequence[Communicator] = (),
+    fused_bytes: int = 0,
     draft: str = "",
 ) -> MemoryPlan:
     """The memory plan of one rank.
@@ -188,6 +189,7 @@ def plan_memory(
         peak_bytes: peak of the live intermediate values over all graphs, on one rank.
         inputs_bytes: inputs and results of one step.
         communicators: of the graphs, as `communicators` lists them.
+        fused_bytes: workspace of a fused expert kernel, which holds what else would be values between kernels.
         draft: prefix of the names of the draft head's parameters; "" for a model without one.
     """
     heads, weights = list[Leaf](), list[Leaf]()
@@ -200,7 +202,10 @@ def plan_memory(
     request_slots, _ = _split(pools, "request_slots", mesh, rules)
     other_state = sum(local_bytes(leaf.aval, mesh, rules) for leaf in pools) - kv - slots - request_slots
     slots_text = f"{limits.num_slots} slots, {limits.slots_per_request} a request"
-    workspace = peak_bytes // WORKSPACE_SHARE
+    allowance = peak_bytes // WORKSPACE_SHARE
+    why_workspace = (
+        "of the fused experts" if fused_bytes > allowance else f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"
+    )
     reserved = target.reserved_bytes(mesh)
     parts = [
         Part("expert weights", expert, _why_experts(weights, mesh, rules)),
@@ -215,7 +220,7 @@ def plan_memory(
         ),
         Part("other state", other_state, "pools of neither pages nor slots nor request slots"),
         Part("activations", peak_bytes, "live values of the largest graph; graphs run one at a time and share them"),
-        Part("workspace", workspace, f"an allowance for kernels: 1/{WORKSPACE_SHARE} of the activations"),
+        Part("workspace", max(allowance, fused_bytes), why_workspace),
         Part("inputs", inputs_bytes, "inputs and results of a step"),
         Part("communication", sum(c.nbytes for c in communicators), _why_communication(communicators)),
         Part("runtime", reserved, "what torch_npu never offers" if reserved else "nothing is kept from a rank"),
@@ -230,15 +235,18 @@ def local_bytes(aval: Aval, mesh: Mesh, rules: Rules) -> int:
     return math.prod(-(-size // rules.num_shards(axis, mesh)) for size, axis in sizes) * aval.dtype.itemsize
 
 
-def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dispatch_bytes: int = 0) -> tuple[Communicator, ...]:
+def communicators(
+    mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dispatch_bytes: int = 0, fused_bytes: int = 0
+) -> tuple[Communicator, ...]:
     """The communicators of one rank.
 
     A group of one rank needs none, and groups of the same ranks (tp is the world when dp is 1) share one. Expert dispatch has its own,
-    because no other operation may use it (aclnnMoeDistributeDispatchV2, constraints).
+    because no other operation may use it (aclnnMoeDistributeDispatchV2, constraints), and so have fused experts.
 
     Args:
         used: groups that the graphs name.
         dispatch_bytes: `dispatch_window_bytes` of the expert dispatch; 0 if no graph dispatches.
+        fused_bytes: window of fused experts (`ops.fused_experts.window_bytes`), whose kernel reads the size of its own communicator.
 
     Raises:
         SpecError: a group is unknown.
@@ -251,6 +259,8 @@ def communicators(mesh: Mesh, used: Collection[str] = ("dp", "tp", "world"), dis
         listed.append(Communicator("world", mesh.size))
     if dispatch_bytes:
         listed.append(Communicator("dispatch", mesh.size, max(HCCL_BUFFER_BYTES, _round_up(dispatch_bytes, MIB))))
+    if fused_bytes:
+        listed.append(Communicator(FUSED_EXPERTS, mesh.size, _round_up(fused_bytes, MIB)))
     return tuple(listed)
 
 

@@ -362,7 +362,7 @@ def _variant_of(model: step.Model, formats: Formats, instance: Instance, platfor
         dispatches=instance.target.dispatches,
         local=instance.target.local,
         backend=backend,
-        packages=platform.packages,
+        platform=platform,
     )
     return replace(model, config=replace(config, variant=variant), drafting=instance.drafts > 0)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...graphs.ops import fused_experts
 from ...graphs.types import WORLD, Leaf
 from ...lowering.artifact.artifact import GraphEntry, Manifest
+from ...lowering.collectives_check import EXPERT_GROUPS
+from ...models.variant import Variant
 from ..verify.small_model import share
 from . import memory
 from .plan import Plan
@@ -23,7 +26,8 @@ def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -
         plan.limits,
         peak_bytes=max((entry.memory["peak_bytes"] for entry in entries), default=0),
         inputs_bytes=max((_bytes((*entry.inputs, *entry.outputs)) for entry in entries), default=0),
-        communicators=memory.communicators(plan.mesh, _groups(entries), _dispatch_window(plan)),
+        communicators=memory.communicators(plan.mesh, _groups(entries), _dispatch_window(plan), _fused_window(plan)),
+        fused_bytes=_fused_workspace(plan),
         draft=f"params.{plan.model.family.draft_key}.",
     )
 
@@ -34,15 +38,15 @@ def communicator_bytes(plan: Plan, entries: Sequence[GraphEntry]) -> dict[str, i
     Symbols of the same ranks, such as "tp" and "world" where dp is 1, share a communicator and so have the same size.
     """
     sizes = {symbol: memory.HCCL_BUFFER_BYTES for symbol in sorted(_groups(entries)) if len(plan.mesh.group(symbol, 0)) > 1}
-    own = memory.communicators(plan.mesh, (), _dispatch_window(plan))
+    own = memory.communicators(plan.mesh, (), _dispatch_window(plan), _fused_window(plan))
     return sizes | {communicator.name: communicator.buffer_bytes for communicator in own}
 
 
 def _groups(entries: Sequence[GraphEntry]) -> set[str]:
-    """Groups of collectives besides expert dispatch, which has its own; without entries, those of most models."""
+    """Groups of collectives besides those of experts, which have their own; without entries, those of most models."""
     if not entries:
         return {"tp", WORLD}
-    return {group for entry in entries for name, group, _ in entry.collectives if name not in ("moe_dispatch", "moe_combine")}
+    return {group for entry in entries for name, group, _ in entry.collectives if name not in EXPERT_GROUPS}
 
 
 def _dispatch_window(plan: Plan) -> int:
@@ -50,11 +54,30 @@ def _dispatch_window(plan: Plan) -> int:
     config, ranks = plan.model.config, plan.mesh.size
     experts = config.num_experts
     most = config.variant.most_dispatched
-    passes = [tokens for tokens in _rank_tokens(plan) if tokens <= most or config.variant.dispatches_in_parts]
+    passes = [tokens for tokens in _rank_tokens(plan, fused=False) if tokens <= most or config.variant.dispatches_in_parts]
     tokens = min(max(passes, default=0), most)
     if not (experts and ranks > 1 and tokens):
         return 0
     return memory.dispatch_window_bytes(plan.target, tokens, config.hidden_size, experts, config.num_experts_per_tok, ranks)
+
+
+def _fused_tokens(plan: Plan) -> int:
+    """Most tokens of a rank that one operation of fused experts takes; 0 where there is none."""
+    variant: Variant = plan.model.config.variant
+    return min(max(_rank_tokens(plan, fused=True), default=0), variant.most_dispatched)
+
+
+def _fused_window(plan: Plan) -> int:
+    config, tokens = plan.model.config, _fused_tokens(plan)
+    return fused_experts.window_bytes(tokens, config.hidden_size, config.num_experts_per_tok) if tokens else 0
+
+
+def _fused_workspace(plan: Plan) -> int:
+    config, tokens = plan.model.config, _fused_tokens(plan)
+    if not tokens:
+        return 0
+    sizes = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok, config.num_experts
+    return fused_experts.workspace_bytes(tokens, *sizes, plan.mesh.size)
 
 
 def check_before_lowering(plan: Plan, manifest: Manifest) -> None:
@@ -78,11 +101,16 @@ def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
     return entries
 
 
-def _rank_tokens(plan: Plan) -> Iterator[int]:
-    """Tokens of one rank in each pass over layers: the model's, and the draft head's with one token a row."""
+def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:
+    """Tokens of one rank in each pass over layers whose experts are fused or not: the model's, and the draft head's with one token a row,
+    whose experts are not quantised and so never fused."""
+    variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
     for bucket in plan.buckets:
-        for tokens in (bucket.tokens, *((bucket.batch,) if plan.limits.drafts else ())):
-            yield share(bucket, tokens, plan.mesh.axis("tp"))
+        tokens = share(bucket, bucket.tokens, tp)
+        if variant.fuses(tokens) == fused:
+            yield tokens
+        if plan.limits.drafts and not fused:
+            yield share(bucket, bucket.batch, tp)
 
 
 def _bytes(leaves: tuple[Leaf, ...]) -> int:

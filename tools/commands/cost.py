@@ -8,6 +8,8 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
+from ...lowering.ascend.acl_graph import inspect_acl
+from ...lowering.ascend.acl_graph.file import graph_of
 from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate
 from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
@@ -45,7 +47,10 @@ def chip_of(manifest: Manifest) -> str:
 
 
 def bucket_facts(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
-    """`operators`, `launches` and the estimated part of `cost` of a bucket; nothing where it has no GE graph."""
+    """`operators` and `launches` of a bucket, and the estimated part of `cost` of a GE graph; nothing where no NPU runs it."""
+    if acl_file := views.acl_file_of(artifact, entry):
+        launched = inspect_acl.launches(graph_of(acl_file).graph.nodes)
+        return {"operators": sum(entry.census.values()), "launches": len(launched)}
     if views.ge_file_of(artifact, entry) is None:
         return {}
     cost = step_cost(artifact, entry)

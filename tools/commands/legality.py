@@ -8,32 +8,41 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
+from ...lowering.ascend.legality import check, check_acl
 from ...lowering.ascend.legality.assumptions import assumptions
-from ...lowering.ascend.legality.check import examine
+from ...lowering.ascend.legality.check import Checked
 from ...lowering.platform import Platform
 from . import views
 
 
 def illegal(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
-    """`illegal`: what CANN would refuse of a bucket, each kind once with the number of its operators; nothing where it has no GE graph."""
-    ge_file = views.ge_file_of(artifact, entry)
-    if ge_file is None:
+    """`illegal`: what CANN would refuse of a bucket, each kind once with the number of its operators; nothing where no NPU runs it."""
+    checked = _checked(artifact, entry)
+    if checked is None:
         return {}
-    found = examine(ge_file, Platform.of(artifact.manifest.platform)).pairs()
-    return {"illegal": [asdict(violation) | {"operators": operators} for violation, operators in found]}
+    return {"illegal": [asdict(violation) | {"operators": operators} for violation, operators in checked.pairs()]}
+
+
+def _checked(artifact: Artifact, entry: GraphEntry) -> Checked | None:
+    """What the check of a bucket's graph found; None where it has none for NPUs."""
+    platform = Platform.of(artifact.manifest.platform)
+    if ge_file := views.ge_file_of(artifact, entry):
+        return check.examine(ge_file, platform)
+    acl_file = views.acl_file_of(artifact, entry)
+    return check_acl.examine(acl_file, platform) if acl_file else None
 
 
 def assumed(artifact: Artifact, entries: Sequence[GraphEntry]) -> views.View:
     """Rows of the legality table without a source for the artifact's release of CANN, and how many operators rely on each.
 
     Raises:
-        SpecError: no bucket has a GE graph.
+        SpecError: no bucket has a graph for NPUs.
     """
-    ge_files = [ge_file for entry in entries if (ge_file := views.ge_file_of(artifact, entry)) is not None]
-    if not ge_files:
+    checked = [found for entry in entries if (found := _checked(artifact, entry)) is not None]
+    if not checked:
         raise SpecError(f"{artifact.path} has no graphs for NPUs, of which --assumptions tells; legal is a build with --target ascend-a3")
     platform = Platform.of(artifact.manifest.platform)
-    rows = assumptions(ge_files, platform)
+    rows = assumptions(checked, platform)
     head = f"{len(rows)} assumptions on CANN {platform.cann} and {platform.chip} that no public source covers"
     lines = [f"{row.operators:>8}  {row.operator} ({row.what}): {row.assumed}" for row in rows]
     return views.View([asdict(row) for row in rows], (head, *lines))

@@ -51,7 +51,7 @@ def ge_graph(artifact: Artifact, entry: GraphEntry) -> View:
     """
     ge_file = ge_file_of(artifact, entry)
     if ge_file is None:
-        if acl_file := _acl_file(artifact, entry):
+        if acl_file := acl_file_of(artifact, entry):
             return _acl_graph(entry, acl_file)
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --stage {GE} shows graphs built for NPUs (npucompile build --target ascend-a3)")
@@ -73,7 +73,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
     if ge_file := ge_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_ge_file(ge_file, in_order=True))
         proofs.append("the shipped graph has this list, in an order that its data fix")
-    if acl_file := _acl_file(artifact, entry):
+    if acl_file := acl_file_of(artifact, entry):
         collectives_check.agree(entry.collectives, collectives_check.of_acl_file(acl_file))
         proofs.append("the shipped graph has this list, on one stream")
     moved, parts = moved_bytes(entry.collectives, mesh, _choices(artifact.manifest)), folded(entry.collectives)
@@ -91,7 +91,7 @@ def collectives(artifact: Artifact, entry: GraphEntry) -> View:
 def census(artifact: Artifact, entry: GraphEntry) -> View:
     """Operator counts of a bucket's graph for NPUs, in total and by body; its cost; and its roofline estimate."""
     ge_file, manifest = ge_file_of(artifact, entry), artifact.manifest
-    acl_file = _acl_file(artifact, entry)
+    acl_file = acl_file_of(artifact, entry)
     bodies = inspect_ge.census_by_body(ge_file.graph) if ge_file else inspect_acl.census_by_body(acl_file) if acl_file else {}
     mesh = Mesh.parse(manifest.mesh)
     moved = sum(moved_bytes(entry.collectives, mesh, _choices(manifest)).values())
@@ -194,7 +194,8 @@ def ge_file_of(artifact: Artifact, entry: GraphEntry) -> GeFile | None:
     return decode((artifact.path / entry.compiled.file).read_bytes())
 
 
-def _acl_file(artifact: Artifact, entry: GraphEntry) -> AclFile | None:
+def acl_file_of(artifact: Artifact, entry: GraphEntry) -> AclFile | None:
+    """The captured graph of a bucket; None where it has none."""
     if entry.compiled is None or entry.compiled.backend != ACL:
         return None
     return decode_acl((artifact.path / entry.compiled.file).read_bytes())

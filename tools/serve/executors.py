@@ -11,10 +11,14 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 
 from ...graphs.errors import ArtifactError, SpecError
-from ...graphs.types import DISPATCH, Bucket, Mesh
+from ...graphs.types import Bucket, Mesh
 from ...lowering.artifact.artifact import Artifact
-from ...lowering.ascend.ge_file import GeFile, decode
+from ...lowering.ascend import ge_file
+from ...lowering.ascend.acl_graph import file as acl_file
+from ...lowering.ascend.acl_graph.file import AclFile
+from ...lowering.ascend.ge_file import GeFile
 from ...lowering.ascend.legality.running import check_running
+from ...lowering.collectives_check import EXPERT_GROUPS
 from ...lowering.device import CPU, EMULATED, NPU, Device, missing, open_device
 from ...lowering.platform import Platform
 from ...runtime.cpu_executor import CpuExecutor
@@ -31,7 +35,7 @@ from .rank_settings import RankSettings
 from .weights import check_checkpoint, rank_params
 
 AUTO = "auto"
-EXCHANGES = ("moe_dispatch", "moe_combine")
+_DECODERS: Mapping[str, Callable[[bytes], GeFile | AclFile]] = {"ge": ge_file.decode, "aclgraph": acl_file.decode}
 
 
 @dataclass(frozen=True)
@@ -149,14 +153,14 @@ def load_executor(
         )
 
 
-def _graphs(artifact: Artifact) -> list[Callable[[], GeFile]]:
-    """What reads each GE graph of an artifact."""
-    files = [artifact.path / entry.compiled.file for entry in artifact.manifest.graphs if entry.compiled and entry.compiled.backend == "ge"]
-    return [partial(_ge_file, file) for file in files]
+def _graphs(artifact: Artifact) -> list[Callable[[], GeFile | AclFile]]:
+    """What reads each graph for NPUs of an artifact."""
+    files = [(entry.compiled.backend, artifact.path / entry.compiled.file) for entry in artifact.manifest.graphs if entry.compiled]
+    return [partial(_read, _DECODERS[backend], file) for backend, file in files if backend in _DECODERS]
 
 
-def _ge_file(path: Path) -> GeFile:
-    return decode(path.read_bytes())
+def _read(decoder: Callable[[bytes], GeFile | AclFile], path: Path) -> GeFile | AclFile:
+    return decoder(path.read_bytes())
 
 
 def _cache_dir(artifact: Artifact, settings: RankSettings, device: Device) -> Path | None:
@@ -177,7 +181,7 @@ def _communicators(artifact: Artifact, device: Device, settings: RankSettings, s
     manifest = artifact.manifest
     collectives = [collective for entry in manifest.graphs for collective in entry.collectives]
     # GE's kernels of both exchanges of experts want communicators that nothing else uses (lowering/ascend/ge_file.py).
-    symbols = {DISPATCH if name in EXCHANGES else group for name, group, _ in collectives}
+    symbols = {EXPERT_GROUPS.get(name, group) for name, group, _ in collectives}
     groups = ProcessGroups(
         place.mesh,
         place.rank,

@@ -10,6 +10,7 @@ from math import gcd
 import torch
 
 from ...graphs import tree
+from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
@@ -32,7 +33,7 @@ MAX_REQUESTS = 3
 """Most requests of a dp group; buckets have more rows, so that some are padding."""
 
 DELTA_CHUNK = 64
-DISPATCH = "moe_dispatch"
+DISPATCH, FUSED = "moe_dispatch", "fused_experts_w4a8"
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +49,7 @@ class Form:
         one_row: whether each of several devices samples after one token alone: then nothing is transposed between them.
         dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
+        fused: whether what is sent is one operation with the experts, there and back.
     """
 
     kind: str
@@ -57,14 +59,15 @@ class Form:
     rows_shared: bool
     one_row: bool
     dispatched: str
+    fused: bool = False
 
     @staticmethod
-    def of(bucket: Bucket, tp: int, dispatched: str) -> Form:
+    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False) -> Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
         rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
         one_row = tp > 1 and rows_shared and sampled == tp
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched)
+        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched, fused)
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class SmallModel:
         model, rows = self.model_in(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
         half = -(-share(case.bucket, case.bucket.tokens, self.mesh.axis("tp")) // 2)
         most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched, "parts": half}[case.form.dispatched]
-        variant = replace(model.config.variant, most_dispatched=most, dispatches_in_parts=case.form.dispatched == "parts")
-        return with_variant(model, variant)
+        parts, fused = case.form.dispatched == "parts", case.form.fused
+        return with_variant(model, replace(model.config.variant, most_dispatched=most, dispatches_in_parts=parts, fused_experts=fused))
 
     def model_in(self, dtype: torch.dtype) -> Model:
         """The model with that computing dtype; parameters and state are the same for all cases."""
@@ -171,7 +174,7 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         dispatches=where.dispatches,
         local=where.local,
         backend=next((entry.backend for entry in manifest.graphs), ""),
-        packages=Platform.of(manifest.platform).packages,
+        platform=Platform.of(manifest.platform),
     )
 
 
@@ -184,14 +187,15 @@ def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: i
     """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
-        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers)), []).append(entry)
+        fused = any(name == FUSED for name, *_ in entry.collectives)
+        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused), []).append(entry)
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
 
 
 def dispatched(entry: GraphEntry, drafts: int, layers: int) -> str:
     """`Form.dispatched` of a graph, from the number of its dispatches: each pass over a layer with experts has one, or several."""
-    sent = sum(name == DISPATCH for name, *_ in entry.collectives)
+    sent = sum(name in (DISPATCH, FUSED) for name, *_ in entry.collectives)
     if sent > layers + drafts:
         return "parts"
     return "none" if not sent else "drafts" if sent <= drafts else "all"
@@ -205,15 +209,19 @@ def share(bucket: Bucket, tokens: int, tp: int) -> int:
 def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     """The smallest bucket of a form with room for three rows and one of padding; the smallest of `entries` if there is none."""
     smallest, longest = min(entry.bucket for entry in entries), max(entry.bucket.q_len for entry in entries)
+    fewest = FEWEST_TOKENS * (2 if form.dispatched == "parts" else 1) if form.fused else 0
     if form.kind == "decode":
-        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, MAX_REQUESTS + 2 + 2 * tp)]
+        most = MAX_REQUESTS + 2 + 2 * tp + tp * fewest // form.width
+        candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
         candidates = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
+    # Each device has the tokens that fused experts want, in each part.
+    candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
     # Only the draft head's passes are dispatched, so the main pass must have more tokens a device than they have.
     if form.dispatched == "drafts":
         candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
-    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched) == form), smallest)
+    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched, form.fused) == form), smallest)
 
 
 def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -31,8 +31,10 @@ GROUP_ARGUMENTS: Mapping[str, tuple[int, str]] = {
     "_c10d_functional.reduce_scatter_tensor.default": (3, "group_name"),
     "_c10d_functional.all_to_all_single.default": (3, "group_name"),
     "_c10d_functional.broadcast.default": (2, "group_name"),
+    "npu.npu_mm_reduce_scatter_base.default": (2, "hcom"),
     "npu.npu_moe_distribute_dispatch_v2.default": (2, "group_ep"),
     "npu.npu_moe_distribute_combine_v2.default": (5, "group_ep"),
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": (9, "group"),
 }
 """Position and name of the group among the arguments of each operator that communicates."""
 
@@ -41,6 +43,15 @@ RANK_ARGUMENTS: Mapping[str, int] = {
     "npu.npu_moe_distribute_combine_v2.default": 7,
 }
 """Position of the rank's number in its group, which is 0 in the file and each rank's own when it is opened."""
+
+EXCHANGES: Mapping[str, str] = {
+    **dict.fromkeys(RANK_ARGUMENTS, "expert dispatch and combine"),
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": "fused experts",
+}
+"""Operators that have a group for themselves, and what they exchange."""
+
+HCCL_NAMED = frozenset({"npu.npu_mm_reduce_scatter_base.default", *EXCHANGES})
+"""Operators that take HCCL's own name of their group: torch's collectives take the symbol that the group is registered under."""
 
 
 @dataclass(frozen=True)

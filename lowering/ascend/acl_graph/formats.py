@@ -10,14 +10,19 @@ from torch.fx import Node
 
 from .file import AclFile, graph_of
 
-_WEIGHTS: dict[str, tuple[int, str]] = {
-    "aten.mm.default": (1, "mat2"),
-    "npu.npu_linear.default": (1, "weight"),
-    "npu.npu_quant_matmul.default": (1, "x2"),
-    "npu.npu_grouped_matmul.default": (1, "weight"),
-    "npu.npu_grouped_matmul_swiglu_quant_v2.default": (1, "weight"),
+_WEIGHTS: dict[str, tuple[tuple[int, str], ...]] = {
+    "aten.mm.default": ((1, "mat2"),),
+    "npu.npu_quant_matmul.default": ((1, "x2"),),
+    "npu.npu_grouped_matmul.default": ((1, "weight"),),
+    "npu.npu_grouped_matmul_swiglu_quant_v2.default": ((1, "weight"),),
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": ((1, "weight1"), (2, "weight2")),
 }
-"""Position and name of the weight of each matrix product that takes it in NZ (documentation of Ascend/op-plugin)."""
+"""Position and name of the weights of each matrix product that takes them in NZ while it is captured: documentation of Ascend/op-plugin,
+and `internal_format_opapi` in its op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend
+(182b75e, vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in
+aclnn_dispatch_ffn_combine_w4_a8.cpp)."""
+_TRANSPOSED = "aten.t.default"
+"""A view, which a product takes in place of the weight."""
 _TILE_BYTES, _TILE_ROWS = 32, 16
 
 
@@ -29,8 +34,20 @@ def weight_operands(acl_file: AclFile) -> tuple[int, ...]:
     )
 
 
+def in_nz(acl_file: AclFile) -> frozenset[Node]:
+    """Nodes of `graph_of` whose values are in NZ: the operands of `weight_operands`, and their transposed views."""
+    nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "placeholder"]
+    weights = [nodes[operand] for operand in weight_operands(acl_file)]
+    return frozenset([*weights, *(reader for weight in weights for reader in weight.users if str(reader.target) == _TRANSPOSED)])
+
+
 def _weight_of(weight: Node) -> Any:
-    return lambda reader: list(_as_weight(reader)) == [weight] and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
+    def takes(reader: Node) -> bool:
+        if str(reader.target) == _TRANSPOSED:
+            return all(map(_weight_of(reader), reader.users))
+        return weight in _as_weight(reader) and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
+
+    return takes
 
 
 def weights_of(node: Node) -> list[Node]:
@@ -40,8 +57,8 @@ def weights_of(node: Node) -> list[Node]:
 
 def _as_weight(node: Node) -> Iterator[Node]:
     if str(node.target) in _WEIGHTS:
-        position, name = _WEIGHTS[str(node.target)]
-        yield from _nodes([node.args[position] if len(node.args) > position else node.kwargs.get(name)])
+        for position, name in _WEIGHTS[str(node.target)]:
+            yield from _nodes([node.args[position] if len(node.args) > position else node.kwargs.get(name)])
 
 
 def _nodes(values: Any) -> Iterator[Node]:
@@ -53,6 +70,7 @@ def _nodes(values: Any) -> Iterator[Node]:
 
 
 def fills_tiles(value: torch.Tensor) -> bool:
-    """Whether a tensor divides into tiles of 16 rows of 32 bytes of one- or two-byte values."""
+    """Whether a tensor divides into tiles of 16 rows of 32 bytes of one- or two-byte values, or of int32 that hold eight int4."""
     size = value.dtype.itemsize
-    return value.dim() > 1 and size <= 2 and value.shape[-2] % _TILE_ROWS == 0 and value.shape[-1] % (_TILE_BYTES // size) == 0
+    legal = size <= 2 or value.dtype == torch.int32
+    return value.dim() > 1 and legal and value.shape[-2] % _TILE_ROWS == 0 and value.shape[-1] % (_TILE_BYTES // size) == 0

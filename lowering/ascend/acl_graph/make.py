@@ -11,9 +11,11 @@ from ...artifact import graph_io
 from ..ge_file import Folded
 from .file import AclFile
 from .flat import BODY, Flat, flat, written_memory
+from .fuse_products import fuse_products
 from .host_lists import take_lists, with_cuts
 from .in_place import write_in_place
 from .once import drop_unread, fold_constants, merge_equal
+from .products import multiply_with_nz
 
 
 def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> AclFile:
@@ -26,7 +28,7 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
     Raises:
         LoweringError: the graph has another form.
     """
-    made, cuts = _transformed(flat(graph, signature))
+    made, cuts = _transformed(flat(graph, signature), captured)
     nodes = list(made.graph.graph.nodes)
     operands = [node for node in nodes if node.op == "placeholder"]
     bodies = (str(node.meta.get(BODY, "")) for node in nodes[len(operands) :] if node.op != "output")
@@ -43,8 +45,11 @@ def acl_file(graph: GraphModule, signature: Signature, *, captured: bool) -> Acl
     )
 
 
-def _transformed(flattened: Flat) -> tuple[Flat, tuple[int, ...]]:
+def _transformed(flattened: Flat, captured: bool) -> tuple[Flat, tuple[int, ...]]:
     write_in_place(flattened.graph)
+    if not captured:
+        fuse_products(flattened.graph)
+    multiply_with_nz(flattened.graph)
     merge_equal(flattened.graph)
     take_lists(flattened.graph)
     drop_unread(flattened.graph)

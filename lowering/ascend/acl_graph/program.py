@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from ....graphs.errors import LoweringError
 from ....graphs.invariants import results_of
-from .file import GROUP_ARGUMENTS, HOST_LISTS, RANK_ARGUMENTS, AclFile, graph_of
+from .file import GROUP_ARGUMENTS, HCCL_NAMED, HOST_LISTS, RANK_ARGUMENTS, AclFile, graph_of
 from .host_lists import lists_of
 
 Find = Callable[[str], Callable[..., Any]]
@@ -140,7 +140,7 @@ class AclProgram:
             known = ", ".join(sorted(self._groups)) or "no group"
             raise LoweringError(f"{node.name} ({name}) is for group {symbol!r}, and this rank has {known}")
         # torch registers groups under their symbols (runtime/distributed/process_groups.py); CANN's kernels want HCCL's own name.
-        group = self._groups[symbol] if name in RANK_ARGUMENTS else symbol
+        group = self._groups[symbol] if name in HCCL_NAMED else symbol
         values = dict(enumerate(args))
         if position in values:
             values[position] = group

@@ -9,7 +9,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from ...artifact import graph_io
-from ..acl_graph.file import GROUP_ARGUMENTS, RANK_ARGUMENTS
+from ..acl_graph.file import EXCHANGES, GROUP_ARGUMENTS, RANK_ARGUMENTS
 from ..acl_graph.formats import fills_tiles, weight_operands, weights_of
 from ..acl_graph.program import AclProgram, Call, Segment
 from .emulated_graph import DeviceState
@@ -19,12 +19,18 @@ MAX_STREAMS = 1800
 """Streams that captured graphs of one process may take. A device has 2048; vllm-ascend keeps 248 for everything else
 (vllm-project/vllm-ascend issues 1168 and 8585)."""
 
-_ONLY_NZ = "npu.npu_grouped_matmul_swiglu_quant_v2.default"
+_ONLY_NZ = {
+    "npu.npu_grouped_matmul_swiglu_quant_v2.default": torch.int8,
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": torch.int32,
+}
+"""Products that take weights of that dtype in NZ alone."""
 _SIZES = {
     "_c10d_functional.all_gather_into_tensor.default": 1,
     "_c10d_functional.reduce_scatter_tensor.default": 2,
+    "npu.npu_mm_reduce_scatter_base.default": 3,
     "npu.npu_moe_distribute_dispatch_v2.default": 3,
     "npu.npu_moe_distribute_combine_v2.default": 6,
+    "npucompile_packages.dispatch_ffn_combine_w4a8.default": 10,
 }
 """Position of the number of members among the arguments of operators that name it."""
 # Their results have static sizes unless an index is a mask; torch tags them as dynamic for that.
@@ -34,7 +40,8 @@ _INDEXED = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.defa
 def check_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) -> None:
     """Refuses operands in formats that their readers do not take.
 
-    The first product of experts in int8 takes NZ alone: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin.
+    The first product of experts in int8 takes NZ alone: documentation of aclnnGroupedMatmulSwigluQuantV2 in Ascend/op-plugin. So do fused
+    experts in int4: aclnn_dispatch_ffn_combine_w4_a8.cpp of vllm-project/vllm-ascend, 182b75e.
 
     Raises:
         LoweringError: naming operator, operand and format.
@@ -49,10 +56,13 @@ def check_formats(program: AclProgram, operands: Sequence[torch.Tensor | None]) 
         if tensor.allocation.format == NZ and (number not in weights or not fills_tiles(program.vals[number])):
             readers = ", ".join(str(reader.target) for reader in node.users)
             raise LoweringError(f"operand {name} is in {actual} and read by {readers}; legal is ND, or a product's weight with full tiles")
-        if tensor.allocation.format == ND and tensor.dtype == torch.int8:
+        if tensor.allocation.format == ND:
             for reader in node.users:
-                if str(reader.target) == _ONLY_NZ and node in weights_of(reader):
-                    raise LoweringError(f"{reader.name} ({_ONLY_NZ}) takes {name}, int8 in {actual}; legal is NZ for int8 weights")
+                if _ONLY_NZ.get(str(reader.target)) == tensor.dtype and node in weights_of(reader):
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    raise LoweringError(
+                        f"{reader.name} ({reader.target}) takes {name}, {dtype} in {actual}; legal is NZ for {dtype} weights"
+                    )
 
 
 def check_communication(program: AclProgram, state: DeviceState, groups: Mapping[str, str], graph: str) -> None:
@@ -83,12 +93,12 @@ def _check_call(call: Call, state: DeviceState, groups: Mapping[str, str], graph
     ):
         if at is not None and call.args[at] != legal:
             raise LoweringError(f"{call.name}: {what} is {call.args[at]}; legal is {legal}, that of communicator {name!r}")
-    exchange = call.name in RANK_ARGUMENTS
+    exchange = EXCHANGES.get(call.name, "")
     before = state.owners.setdefault(name, (exchange, f"{graph}/{call.name}"))
     if before[0] != exchange:
         raise LoweringError(
-            f"communicator {name!r} is used by {before[1]} and by {graph}/{call.name}; legal is a communicator of its own for expert"
-            " dispatch and combine"
+            f"communicator {name!r} is used by {before[1]} and by {graph}/{call.name}; legal is a communicator of its own for"
+            f" {exchange or before[0]}"
         )
 
 

@@ -47,7 +47,7 @@ class DeviceState:
     version: str
     rank: int = 0
     communicators: dict[str, Communicator] = field(default_factory=dict)
-    owners: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    owners: dict[str, tuple[str, str]] = field(default_factory=dict)
     options: dict[str, str] | None = None
     streams: int = 0
     updates: Updates = field(init=False)

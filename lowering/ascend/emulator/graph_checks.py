@@ -49,7 +49,7 @@ def check_formats(graph: Any) -> None:
             raise LoweringError(f"{tensor} is in format number {number}; legal are {FORMAT_NAMES}")
         if number == NZ and not fills_tiles(described[tensor]):
             raise LoweringError(f"{tensor} is in NZ and its sizes {list(described[tensor].shape.dim)} do not fill its tiles; legal is ND")
-    words = int4_words(graph)
+    words = int4_words(graph.op)
     formats |= {tensor: formats[source] for tensor, source in words.items()}
     for op in graph.op:
         if f"{op.name}:0" in words:
@@ -103,19 +103,19 @@ def communicator_of(op: Any) -> str | None:
     return None
 
 
-def claim(owners: dict[str, tuple[bool, str]], graph: Any) -> None:
+def claim(owners: dict[str, tuple[str, str]], graph: Any) -> None:
     """Notes who uses which communicator: expert dispatch and combine share theirs with no other operator of the process.
 
     Source: constraints of aclnnMoeDistributeDispatchV2 in the documentation of Ascend/op-plugin.
 
     Args:
-        owners: communicator -> (whether expert exchange uses it, an operator that does); of all graphs before, updated.
+        owners: communicator -> (what has it for itself, "" for collectives; an operator that uses it); of all graphs before, updated.
 
     Raises:
         LoweringError: naming the communicator and both operators.
     """
     for op in _communicating(graph.op):
-        name, exchange = communicator_of(op), op.type.startswith("MoeDistribute")
+        name, exchange = communicator_of(op), "expert dispatch and combine" if op.type.startswith("MoeDistribute") else ""
         assert name is not None
         before = owners.setdefault(name, (exchange, f"{graph.name}/{op.name} ({op.type})"))
         if before[0] != exchange:

@@ -92,6 +92,11 @@ def npu_rotary_mul(x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_m
     return (wide * r1.float() + torch.cat((-second, first), -1) * r2.float()).to(x.dtype)
 
 
+def mm(x: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    """x [T, K] and mat2 [K, N] -> [T, N]: `npu_linear` with the weight transposed."""
+    return npu_linear(x, mat2.t())
+
+
 def npu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] by weight [N, K] -> [T, N], summed in float32."""
     require("npu_linear", "weight", weight, (require("npu_linear", "input", x, FLOATS, (2,)).dtype,), (2,))

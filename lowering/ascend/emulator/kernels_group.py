@@ -87,6 +87,27 @@ def broadcast(calls: list[Arguments], members: Sequence[int] | None = None) -> l
     return [calls[source][0][0].clone() for _ in _wanted(calls, members)]
 
 
+def npu_mm_reduce_scatter_base(calls: list[Arguments], members: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """(x [size * n, K], weights [K, N], group, size) -> [n, N], the member's part of the sum of products, each rounded to its dtype.
+
+    Source: docs/zh/custom_APIs/torch_npu/torch_npu-npu_mm_reduce_scatter_base.md of Ascend/op-plugin.
+    """
+    op, products = "npu_mm_reduce_scatter_base", list[Arguments]()
+    for (x, weight, group, size), options in calls:
+        refuse_options(op, options, reduce_op="sum", comm_mode="aiv")
+        if options.get("comm_mode") != "aiv":
+            raise LoweringError(f"{op}: comm_mode is {options.get('comm_mode')!r}; legal for inference is 'aiv'")
+        rows, columns = require(op, "input", x, FLOATS, (2,)).shape
+        require_shape(op, "x2", require(op, "x2", weight, (x.dtype,), (2,)), (columns, weight.shape[1]))
+        if not x.is_contiguous() or columns > 65534 or size not in (2, 4, 8):
+            raise LoweringError(
+                f"{op}: input {(rows, columns)} has strides {x.stride()}, and the group {size} members; legal are rows one behind the "
+                "other, fewer than 65535 columns, and 2, 4 or 8 members"
+            )
+        products.append((((x.float() @ weight.float()).to(x.dtype), "sum", size, group), {}))
+    return reduce_scatter_tensor(products, members)
+
+
 def npu_moe_distribute_dispatch_v2(calls: list[Arguments], members: Sequence[int] | None = None) -> list[tuple[torch.Tensor, ...]]:
     """Sends every token to the members that own its experts; the member index is its rank, whatever ep_rank_id says.
 

@@ -9,6 +9,7 @@ from ....graphs.errors import LoweringError
 from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
 from . import kernels_dense as dense
+from . import kernels_fused_experts as fused_experts
 from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
@@ -48,9 +49,18 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
+    **_named("aten", dense.mm),
     **_named("air", state.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
-    **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),
+    **_named(
+        NAMESPACE,
+        of_packages.causal_conv1d_update,
+        of_packages.fused_gdn_gating,
+        of_packages.rms_norm_gated,
+        of_packages.split_qkv_rmsnorm_rope,
+        of_packages.split_qkvzba,
+        of_packages.split_qk_norm,
+    ),
 }
 """Kernels of one rank by the name of the operator overload; called with the arguments of its node.
 
@@ -67,7 +77,8 @@ GROUP_KERNELS: Mapping[str, Callable[[list[Arguments]], list[Any]]] = {
         group.all_to_all_single,
         group.broadcast,
     ),
-    **_named("npu", group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named("npu", group.npu_mm_reduce_scatter_base, group.npu_moe_distribute_dispatch_v2, group.npu_moe_distribute_combine_v2),
+    **_named(NAMESPACE, fused_experts.dispatch_ffn_combine_w4a8),
 }
 """Kernels of a whole group by the name of the operator overload: one (args, kwargs) per member in rank order, one result each."""
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...platform import Platform
-from ..ge_file import GeFile
-from .check import DEFAULT, examine
+from .check import DEFAULT, Checked
 from .table import table
+
+CALL = "call"
+"""Kind of an assumption on how a torch operator calls what runs it."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Assumption:
     """A row of the table that is assumed.
 
     Attributes:
-        operator: type of GE operator.
-        what: kind of row: form, types, folded, or the rule's name.
+        operator: type of GE operator, or what runs a torch operator.
+        what: kind of row: form, types, dtypes, folded, the rule's name, or `CALL`.
         assumed: what is assumed and why.
         operators: how many operators of the graphs rely on it.
     """
@@ -29,20 +31,22 @@ class Assumption:
     operators: int
 
 
-def assumptions(ge_files: Iterable[GeFile], platform: Platform = DEFAULT) -> list[Assumption]:
+def assumptions(checked: Iterable[Checked], platform: Platform = DEFAULT) -> list[Assumption]:
     """Assumptions that graphs rely on, those with the most operators first.
 
-    Raises:
-        LoweringError: see `check.check`.
+    Args:
+        checked: what `check.examine` and `check_acl.examine` found of the graphs.
     """
     platform = platform if platform.chip else DEFAULT
-    relied: Counter[tuple[str, int]] = Counter()
-    for ge_file in ge_files:
-        relied.update(examine(ge_file, platform).relied)
+    relied, assumed = Counter[tuple[str, int]](), Counter[tuple[str, str]]()
+    for of_graph in checked:
+        relied.update(of_graph.relied)
+        assumed.update(of_graph.assumed)
     rows = table().rows
     found = [
         Assumption(operator, rows[number].rule or rows[number].what, reason, count)
         for (operator, number), count in relied.items()
         if (reason := rows[number].assumption(platform.cann))
     ]
+    found += [Assumption(operator, CALL, reason, count) for (operator, reason), count in assumed.items()]
     return sorted(found, key=lambda assumption: (-assumption.operators, assumption.operator, assumption.what, assumption.assumed))

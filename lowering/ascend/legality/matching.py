@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..ge_types import NZ, TensorType
 from .node import PRIVATE, Node
-from .table import FOLDED, FORM, TYPES, Column, Fact
+from .table import DTYPES, FOLDED, FORM, TYPES, Column, Fact
 
 _KINDS = {"Int": (int,), "Float": (float, int), "Bool": (bool, int), "String": (str,), "Type": (int,)}
 """Python types of an attribute's value by its type in REG_OP; lists are tuples."""
@@ -37,6 +37,8 @@ def attributes_of(node: Node, rows: tuple[Fact, ...]) -> Iterator[Finding]:
         return
     # A list's length is an attribute of the message and none of the definition.
     known = form.attributes.keys() | ({"N", "num_split"} if "dynamic" in {*form.inputs.values(), *form.outputs.values()} else set())
+    if node.unnamed:
+        yield f"is given {', '.join(sorted(node.unnamed))}; legal is to leave out what the table has no name for", "torch_operators.json"
     if unknown := sorted(node.attributes.keys() - known):
         yield f"has attributes {', '.join(unknown)}; legal are {', '.join(sorted(known)) or 'none'}", form.source
     if private := sorted(node.private):
@@ -52,17 +54,22 @@ def types_of(node: Node, rows: tuple[Fact, ...]) -> Iterator[Finding]:
     form = next((row for row in reversed(rows) if row.what == FORM), None)
     if form is None or fitting(node, rows) is not None:
         return
-    typed = [row for row in rows if row.what == TYPES]
+    typed = [row for row in rows if row.what in (TYPES, DTYPES)]
     if not typed:
         yield "the table has no dtypes of it; legal is a row of kind types", "operators.json"
         return
     given = _given(node, form)
     names = list(dict.fromkeys(name for name, _ in given))
+    told = ", ".join(f"{name}={entry_of(tensor)}" for name, tensor in given)
+    sources = "; ".join(dict.fromkeys(row.source or row.assumed for row in typed))
+    if all(row.what == DTYPES for row in typed):
+        lists = {name: " ".join(sorted(dtypes)) for row in typed for name, dtypes in row.dtypes.items() if name in names}
+        yield f"has {told}; legal are {', '.join(f'{name} of {dtypes}' for name, dtypes in lists.items())}", sources
+        return
     legal = dict.fromkeys(tuple(column.get(name, "-") for name in names) for row in typed for column in row.columns)
     shown = " | ".join("/".join(entries) for entries in list(legal)[:_COLUMNS_SHOWN])
     more = f", and {len(legal) - _COLUMNS_SHOWN} more" if len(legal) > _COLUMNS_SHOWN else ""
-    told = ", ".join(f"{name}={entry_of(tensor)}" for name, tensor in given)
-    yield f"has {told}; legal {'/'.join(names)} are {shown}{more}", "; ".join(dict.fromkeys(row.source or row.assumed for row in typed))
+    yield f"has {told}; legal {'/'.join(names)} are {shown}{more}", sources
 
 
 def fitting(node: Node, rows: tuple[Fact, ...]) -> Fact | None:
@@ -75,7 +82,7 @@ def fitting(node: Node, rows: tuple[Fact, ...]) -> Fact | None:
             if row.what == FOLDED:
                 return row
     given = _given(node, form)
-    fits = [row for row in rows if row.what == TYPES and any(_fits(column, given) for column in row.columns)]
+    fits = [row for row in rows if any(_fits(column, given) for column in row.columns) or (row.what == DTYPES and _each_fits(row, given))]
     return min(fits, key=lambda row: (bool(row.assumed), row.read), default=None)
 
 
@@ -102,3 +109,7 @@ def _given(node: Node, form: Fact) -> list[tuple[str, TensorType]]:
 def _fits(column: Column, given: list[tuple[str, TensorType]]) -> bool:
     # Torchair gives some outputs names of older releases, which a column lacks; an input under such a name is an error of the form.
     return all(column.get(name) == entry_of(tensor) for name, tensor in given if name in column or not name.startswith("->"))
+
+
+def _each_fits(row: Fact, given: list[tuple[str, TensorType]]) -> bool:
+    return all(entry_of(tensor) in row.dtypes[name] for name, tensor in given if name in row.dtypes)

@@ -1,4 +1,4 @@
-"""An operator of a GE graph as the legality rules see it: its name, the types of its inputs and outputs, and its attributes."""
+"""An operator of a graph as the legality rules see it: its name, the types of its inputs and outputs, and its attributes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class Node:
 
     Attributes:
         name: in its graph.
-        type: GE's name of the operator, "GroupedMatmul".
+        type: GE's name of the operator, "GroupedMatmul"; of a torch operator what runs it, which may be an aclnn function.
         inputs: type of each input that is there, by its name; those of a list are numbered ("weight0").
         constants: names of the inputs that are computed from constants alone: known when the graph is compiled.
         outputs: type of each output by its name; one that nobody reads and the graph does not declare is absent.
         attributes: values by name, without those that begin with "_".
         private: names of attributes that begin with "_" and are not among `PRIVATE`.
+        called: the torch operator; "" in a GE graph.
+        unnamed: arguments of the torch operator that the table has no name for.
+        strided: names of the inputs whose elements do not lie side by side in row-major order; a GE graph has none.
     """
 
     name: str
@@ -42,6 +45,14 @@ class Node:
     outputs: Mapping[str, TensorType]
     attributes: Mapping[str, Any]
     private: frozenset[str] = field(default_factory=frozenset)
+    called: str = ""
+    unnamed: frozenset[str] = frozenset()
+    strided: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """What a message calls it: "npu.npu_linear.default by aclnnMm" in a graph of torch operators."""
+        return f"{self.called} by {self.type}" if self.called else self.type
 
     def describe(self) -> str:
         """Inputs with their types, as in `x=i8[4,16], weight0=i8[2,16,32] NZ`."""
@@ -56,11 +67,23 @@ def key_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]
         types: of all tensors, by name.
         constants: names of the operators that are computed from constants alone.
     """
+    return own_key(op), *tensors_of(op, len(op.input_desc), len(op.output_desc), types, constants)
+
+
+def own_key(op: Any) -> Key:
+    """What an operator's legality depends on but for its tensors: its type, the names of its inputs, and its attributes."""
     attributes = tuple(sorted((name, value_of(value)) for name, value in op.attr.items() if name not in PRIVATE))
-    named = zip(op.input, op.input_desc, strict=False)
-    inputs = tuple((desc.name, types.get(tensor), tensor.rpartition(":")[0] in constants) for tensor, desc in named if tensor)
-    outputs = tuple(types.get(f"{op.name}:{port}") for port in range(len(op.output_desc)))
-    return op.type, inputs, outputs, attributes
+    return op.type, tuple(desc.name for desc in op.input_desc), attributes
+
+
+def tensors_of(op: Any, inputs: int, outputs: int, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Key:
+    """What an operator's legality depends on of its tensors: their types, and which inputs are computed from constants alone.
+
+    Args:
+        inputs, outputs: how many are described; control inputs come behind them.
+    """
+    given = tuple([(types.get(tensor), tensor.rpartition(":")[0] in constants) if tensor else None for tensor in op.input[:inputs]])
+    return given, tuple([types.get(f"{op.name}:{port}") for port in range(outputs)])
 
 
 def node_of(op: Any, types: Mapping[str, TensorType], constants: AbstractSet[str]) -> Node:

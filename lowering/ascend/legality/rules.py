@@ -77,6 +77,12 @@ def filled_tiles(node: Node, options: Mapping[str, str], inputs: list[str], rows
     return None
 
 
+def side_by_side(node: Node, options: Mapping[str, str], inputs: list[str]) -> str | None:
+    """Inputs lie in row-major order without gaps: the kernel takes no strides, or writes a copy instead of the input."""
+    strided = [name for name in inputs if name in node.strided]
+    return f"{' and '.join(strided)} of {node.describe()} do not lie side by side; legal is a contiguous tensor" if strided else None
+
+
 def listed(node: Node, names: list[str]) -> list[tuple[str, TensorType]]:
     """Inputs of some names, those of lists with all their elements ("weight" means weight0, weight1, ...)."""
     return [(name, tensor) for name, tensor in node.inputs.items() if name in names or name.rstrip("0123456789") in names]
@@ -97,12 +103,15 @@ RULES: Mapping[str, Rule] = {
         rank,
         known_at_build,
         filled_tiles,
+        side_by_side,
         rules_attention.widths_of_packed_tokens,
         rules_attention.lengths_on_the_device,
         rules_attention.paged_cache,
         rules_attention.mask,
         rules_attention.head_groups,
         rules_attention.delta_rule_sizes,
+        rules_attention.chunked_delta_rule_sizes,
+        rules_attention.convolution_states,
         rules_experts.experts_of_a_rank,
         rules_experts.communicator,
         rules_experts.groups_of_weights,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ....graphs.types import DISPATCH
+from ....graphs.types import DISPATCH, FUSED_EXPERTS
 from ..ge_file import GROUPS
 from .node import Node
 
@@ -34,7 +34,7 @@ def communicator(node: Node, options: Mapping[str, str], attribute: str, exchang
         return f"communicates over {group!r}; legal are the symbols {', '.join(GROUPS)}"
     if exchange and group != DISPATCH:
         return f"shares the communicator {group!r} with other collectives; legal is {DISPATCH!r}, which is for dispatch and combine alone"
-    if not exchange and group == DISPATCH:
+    if not exchange and group in (DISPATCH, FUSED_EXPERTS):
         return f"uses the communicator {group!r}, which is for expert dispatch and combine alone; legal are tp, dp and world"
     return None
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 
 from ....graphs.errors import LoweringError
 from ...platform import CANN_RELEASES, Platform
+from ..acl_graph.file import AclFile
 from ..ge_file import GeFile
-from .check import prove
+from . import check, check_acl
 from .table import release
 
 _CHIPS = {"ascend910_93": r"Ascend910_93\w*", "ascend910b": r"Ascend910B\w*"}
 
 
-def check_running(version: str, platform: Platform, graphs: Iterable[Callable[[], GeFile]]) -> None:
+def check_running(version: str, platform: Platform, graphs: Iterable[Callable[[], GeFile | AclFile]]) -> None:
     """Refuses a device whose CANN is older than the one that graphs were built for, or newer and takes them no longer.
 
     Args:
@@ -42,5 +43,10 @@ def check_running(version: str, platform: Platform, graphs: Iterable[Callable[[]
         )
     known = [known for known in CANN_RELEASES if release(known) <= release(running)]
     if release(known[-1]) > release(platform.cann):
-        for graph in graphs:
-            prove(graph(), Platform(platform.chip, known[-1], platform.packages), sizes=False)
+        newer = Platform(platform.chip, known[-1], platform.packages)
+        for read in graphs:
+            graph = read()
+            if isinstance(graph, AclFile):
+                check_acl.prove(graph, newer, sizes=False)
+            else:
+                check.prove(graph, newer, sizes=False)

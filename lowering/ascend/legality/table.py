@@ -1,4 +1,4 @@
-"""The table of what CANN's operators take (operators.json), as records."""
+"""The table of what CANN's operators (operators.json) and aclnn functions (aclnn.json) take, as records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ...platform import CANN_RELEASES, OPERATOR_PACKAGES
 
 CHIPS = ("ascend910_93", "ascend910b")
 """Chips that the table speaks of, by their names in CANN's operator definitions: Atlas A3 and Atlas A2."""
-FORM, TYPES, FOLDED, RULE = "form", "types", "folded", "rule"
+FORM, TYPES, DTYPES, FOLDED, RULE = "form", "types", "dtypes", "folded", "rule"
+_FILES = ("operators.json", "aclnn.json")
 KINDS = ("required", "optional", "dynamic")
 """How often an operator has an input or output: once, at most once, or as a list of any length."""
 _KEYS: Mapping[str, frozenset[str]] = {
     FORM: frozenset({"inputs", "outputs", "attributes"}),
     TYPES: frozenset({"columns", "inputs", "outputs"}),
+    DTYPES: frozenset({"inputs", "outputs"}),
     FOLDED: frozenset(),
     RULE: frozenset({"rule", "parameters"}),
 }
@@ -36,9 +38,10 @@ class Fact:
 
     Attributes:
         number: its place in the table, from 0.
-        operators: types of GE operators that it is about.
-        what: "form" (names of inputs, outputs and attributes), "types" (legal combinations of dtypes and formats), "folded" (GE
-            computes it itself where all inputs are constants, so that no processor has to take their types) or "rule".
+        operators: types of GE operators, aclnn functions and functions of packages that it is about.
+        what: "form" (names of inputs, outputs and attributes), "types" (legal combinations of dtypes and formats), "dtypes" (what each
+            operand may be, whatever the others are: an aclnn function casts them to one type), "folded" (GE computes it itself where
+            all inputs are constants, so that no processor has to take their types) or "rule".
         chips: those that it holds for.
         since: oldest release of CANN that it holds for.
         until: newest release, or "" for all later ones.
@@ -46,6 +49,7 @@ class Fact:
         inputs, outputs: of a form, one of `KINDS` by name.
         attributes: of a form, type by name, as in CANN's REG_OP.
         columns: of types.
+        dtypes: of dtypes; an operand that is left out may be of any.
         rule: name of a function in rules.py.
         parameters: of a rule.
         when: attributes of the operator that a rule is limited to, legal values by name.
@@ -68,6 +72,7 @@ class Fact:
     outputs: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
+    dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     rule: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -86,7 +91,7 @@ class Fact:
         """
         if self.assumed:
             return self.assumed
-        older = self.what == TYPES and self.read and release(cann) < release(self.read)
+        older = self.what in (TYPES, DTYPES) and self.read and release(cann) < release(self.read)
         return f"it is as in CANN {self.read}, the oldest release of which it could be read: {self.source}" if older else ""
 
 
@@ -117,8 +122,8 @@ class Table:
 @functools.cache
 def table() -> Table:
     """The table that is part of this package."""
-    text = resources.files(__package__).joinpath("operators.json").read_text(encoding="utf-8")
-    return read(json.loads(text))
+    texts = (resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+    return read({"rows": [row for text in texts for row in json.loads(text)["rows"]]})
 
 
 def read(fields: Mapping[str, Any]) -> Table:
@@ -172,6 +177,7 @@ def _fact(number: int, row: Mapping[str, Any]) -> Fact:
         outputs=row["outputs"] if what == FORM else {},
         attributes=row.get("attributes", {}),
         columns=_columns(row, wrong) if what == TYPES else (),
+        dtypes={name: frozenset(text.split()) for name, text in _operands(row).items()} if what == DTYPES else {},
         rule=row.get("rule", ""),
         parameters=row.get("parameters", {}),
         when={name: tuple(values) for name, values in row.get("when", {}).items()},
@@ -182,8 +188,12 @@ def _fact(number: int, row: Mapping[str, Any]) -> Fact:
 
 def _columns(row: Mapping[str, Any], wrong: Any) -> tuple[Column, ...]:
     """Columns of a row whose entries are written as "a b c", one a column, or as "a" where all are equal."""
-    names = {**row["inputs"], **{f"->{name}": entries for name, entries in row["outputs"].items()}}
-    entries = {name: text.split() for name, text in names.items()}
+    entries = {name: text.split() for name, text in _operands(row).items()}
     if bad := [name for name, words in entries.items() if len(words) not in (1, row["columns"])]:
         raise wrong(f"has {row['columns']} columns, and another number of entries for {', '.join(bad)}; legal is as many, or one for all")
     return tuple({name: words[i % len(words)] for name, words in entries.items()} for i in range(row["columns"]))
+
+
+def _operands(row: Mapping[str, Any]) -> dict[str, str]:
+    """Entries of a row by the names that columns use."""
+    return {**row["inputs"], **{f"->{name}": text for name, text in row["outputs"].items()}}

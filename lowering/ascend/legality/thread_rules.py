@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..ge_operators import Operator
 from .node import Node, value_of
 
 SUMS, COUNTS = 0, 1
@@ -68,11 +69,11 @@ def transposed_product(node: Node, options: Mapping[str, str], below: int) -> st
     return None
 
 
-GraphRule = Callable[[Sequence[Any]], Iterator[tuple[Any, str]]]
-"""rule(OpDef messages of a graph, in order): operators that break it, each with what was given and what is legal."""
+GraphRule = Callable[[Sequence[Operator]], Iterator[tuple[Any, str]]]
+"""rule(operators of a graph, in order): operators that break it, each with what was given and what is legal."""
 
 
-def group_list_kind(ops: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def group_list_kind(ops: Sequence[Operator]) -> Iterator[tuple[Any, str]]:
     """A list of tokens of each expert is read as its producer writes it; casts and reshapes between them change nothing."""
     producers = {op.name: op for op in ops}
     for op in (op for op in ops if op.type in _READERS):
@@ -84,7 +85,7 @@ def group_list_kind(ops: Sequence[Any]) -> Iterator[tuple[Any, str]]:
                 yield op, f"{desc.name} is read as {wanted} and {source[0].type} writes {listed}; legal is the same on both sides"
 
 
-def ordered_exchange(ops: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def ordered_exchange(ops: Sequence[Operator]) -> Iterator[tuple[Any, str]]:
     """Data orders every collective against every dispatch and combine: on vector cores (AIV mode) two at once wait for each other."""
     exchanges = [op.name for op in ops if op.type in _EXCHANGES]
     if not exchanges:
@@ -102,9 +103,9 @@ GRAPH_RULES: Mapping[str, GraphRule] = {rule.__name__: rule for rule in (group_l
 _EXCHANGES = ("MoeDistributeDispatchV2", "MoeDistributeCombineV2", "MoeDistributeCombineAddRmsNorm")
 
 
-def _ordered(ops: Sequence[Any], bits: Mapping[str, int]) -> dict[str, int]:
+def _ordered(ops: Sequence[Operator], bits: Mapping[str, int]) -> dict[str, int]:
     """Of each operator the marked ones that it depends on or that depend on it, as a sum of `bits`."""
-    edges = [(op.name, {tensor.rpartition(":")[0] for tensor in op.input if tensor}) for op in ops]
+    edges = [(op.name, op.producers) for op in ops]
     before: dict[str, int] = {}
     for name, producers in edges:
         reached = bits.get(name, 0)

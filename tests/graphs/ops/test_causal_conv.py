@@ -30,7 +30,7 @@ def test_a_prompt_cut_in_chunks_is_one_convolution(taps: int, cuts: list[int]) -
     for i, length in enumerate(cuts):
         chunk = torch.full((1, 9, 5), float("nan"))
         chunk[:, :length] = x[:, at : at + length]
-        out, pool = ops.causal_conv(chunk, weight, pool, i32(1 + i % 2), i32([2 - i % 2]), i32(at), i32(length))
+        out, pool = ops.causal_conv(chunk, weight, pool, i32(1 + i % 2), i32([2 - i % 2]), i32(at), i32(length), x.dtype)
         outs.append(out[:, :length])
         at += length
     torch.testing.assert_close(torch.cat(outs, 1), whole(x, weight), rtol=1e-5, atol=1e-5)
@@ -42,7 +42,7 @@ def test_every_token_stores_the_window_after_it() -> None:
     r = torch.Generator().manual_seed(1)
     x, weight, past = torch.randn(2, 3, 5, generator=r), torch.randn(5, 4, generator=r), torch.randn(2, 3, 5, generator=r)
     pool = torch.cat([torch.zeros(1, 3, 5), past, torch.zeros(6, 3, 5)])
-    out, pool = ops.causal_conv(x, weight, pool, i32(1, 2), i32([3, 4, 5], [6, 7, 8]), i32(9, 9), i32(3, 3))
+    out, pool = ops.causal_conv(x, weight, pool, i32(1, 2), i32([3, 4, 5], [6, 7, 8]), i32(9, 9), i32(3, 3), x.dtype)
     history = torch.cat([past, x], 1)
     torch.testing.assert_close(out, whole(history, weight)[:, 3:], rtol=1e-5, atol=1e-5)
     for b in range(2):

@@ -1,4 +1,4 @@
-"""graphs/ops/gated_delta.py: both forms of the gated delta rule equal transformers', and stay accurate where keys repeat."""
+"""graphs/ops/gated_delta.py: the rule token by token equals transformers', and starts from any slot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from npucompile.graphs import ops
 
@@ -21,17 +21,16 @@ def draw(B: int, Q: int, Hk: int, H: int, Dk: int, Dv: int, seed: int = 0) -> Op
     return {"q": q, "k": k, "v": torch.randn(B, Q, H, Dv, generator=r), "g": g, "beta": beta, "state": state}
 
 
-def run(x: Operands, chunk: int, query_lens: list[int] | None = None, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, Q, H, Dv] and the stored states: [B, Q, ...] token by token, [B, 1, ...] in chunks."""
+def run(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, Q, H, Dv] and the stored states [B, Q, H, Dv, Dk]."""
     B, Q = x["g"].shape[:2]
-    W = 1 if chunk else Q
     zeros = torch.zeros_like(x["state"][:1])
-    pool = torch.cat([zeros + float("nan"), x["state"], zeros.expand(B * W, -1, -1, -1)])
-    read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * W, dtype=torch.int32).view(B, W)
-    num_computed_tokens = torch.full((B,), 0 if fresh else 3, dtype=torch.int32)
-    valid = torch.tensor(query_lens or [Q] * B, dtype=torch.int32)
-    out, stored = ops.gated_delta(*(x[n] for n in ("q", "k", "v", "g", "beta")), pool, read, write, num_computed_tokens, valid, chunk)
-    return out, stored[B + 1 :].view(B, W, *x["state"].shape[1:])
+    pool = torch.cat([zeros + float("nan"), x["state"], zeros.expand(B * Q, -1, -1, -1)])
+    read, write = torch.arange(1, B + 1, dtype=torch.int32), torch.arange(B + 1, B + 1 + B * Q, dtype=torch.int32).view(B, Q)
+    tokens = tuple(x[name] for name in ("q", "k", "v", "g", "beta"))
+    counts = torch.full((B,), 3, dtype=torch.int32), torch.full((B,), Q, dtype=torch.int32)
+    out, stored = ops.gated_delta(*tokens, pool, read, write, *counts)
+    return out, stored[B + 1 :].view(B, Q, *x["state"].shape[1:])
 
 
 def oracle(rule: Any, x: Operands, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,39 +47,13 @@ SIZES = [(1, 1, 1, 1, 1, 1), (2, 3, 2, 4, 3, 5), (3, 5, 1, 3, 8, 7), (1, 4, 2, 2
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_token_by_token_is_transformers(sizes: tuple[int, ...]) -> None:
     x = draw(*sizes)
-    out, states = run(x, 0)
+    out, states = run(x)
     want, _ = oracle(torch_recurrent_gated_delta_rule, x, initial_state=x["state"])
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     for t in range(sizes[1]):
         part = {name: value[:, : t + 1] if name != "state" else value for name, value in x.items()}
         _, after = oracle(torch_recurrent_gated_delta_rule, part, initial_state=x["state"])
         torch.testing.assert_close(states[:, t], after, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize(("Q", "chunk", "valid"), [(64, 64, 64), (64, 32, 64), (64, 16, 37), (32, 8, 32), (8, 8, 1), (5, 1, 4), (2, 2, 2)])
-def test_chunks_are_transformers(Q: int, chunk: int, valid: int, fresh: bool) -> None:
-    x = draw(2, Q, 2, 4, 8, 6)
-    out, states = run(x, chunk, [valid, Q], fresh)
-    start = None if fresh else x["state"]
-    for row, length in enumerate((valid, Q)):
-        part = {name: value[row : row + 1, :length] for name, value in x.items() if name != "state"}
-        want, after = oracle(torch_chunk_gated_delta_rule, part, initial_state=None if start is None else start[row : row + 1])
-        torch.testing.assert_close(out[row : row + 1, :length], want, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states[row, 0], after[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 16])
-def test_chunks_are_token_by_token_and_so_are_their_gradients(chunk: int) -> None:
-    results = []
-    for form in (0, chunk):
-        x = {name: value.requires_grad_() for name, value in draw(2, 16, 2, 4, 6, 5).items()}
-        out, states = run(x, form)
-        weight = torch.linspace(-1, 1, out.numel()).view_as(out)
-        ((out * weight).sum() + states[:, -1].sin().sum()).backward()
-        results.append((out, states[:, -1], *(value.grad for value in x.values())))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def exact(x: Operands) -> torch.Tensor:
@@ -97,46 +70,41 @@ def exact(x: Operands) -> torch.Tensor:
     return torch.stack(outs, 1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-4, 1e-2])
-@pytest.mark.parametrize("chunk", [0, 32, 64])
-def test_repeated_keys_keep_their_digits(chunk: int, noise: float) -> None:
-    """beta = 1, no decay, 64 times the same key: the triangular system is the worst there is, its solution is benign."""
+def test_repeated_keys_keep_their_digits() -> None:
+    """beta = 1, no decay, 64 times the same key."""
     x = draw(1, 64, 2, 4, 16, 8)
-    x["k"] = torch.nn.functional.normalize(x["k"][:, :1] + noise * x["k"], dim=-1)
+    x["k"] = x["k"][:, :1].expand_as(x["k"])
     x["g"], x["beta"] = torch.zeros_like(x["g"]), torch.ones_like(x["beta"])
-    out, _ = run(x, chunk)
-    torch.testing.assert_close(out.double(), exact(x), rtol=0, atol=2e-5)
+    torch.testing.assert_close(run(x)[0].double(), exact(x), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("chunk", [0, 8, 64])
-def test_strong_decay_overflows_nowhere(chunk: int) -> None:
+def test_strong_decay_overflows_nowhere() -> None:
     x = draw(1, 64, 1, 2, 4, 4)
     x["g"] = x["g"] * 300
     leaves = {name: value.requires_grad_() for name, value in x.items()}
-    out, states = run(leaves, chunk)
+    out, states = run(leaves)
     torch.testing.assert_close(out.double(), exact(x), rtol=1e-4, atol=1e-5)
     (out.sum() + states.sum()).backward()
-    assert all(value.grad.isfinite().all() for value in leaves.values())
+    assert all(value.grad is not None and value.grad.isfinite().all() for value in leaves.values())
 
 
 def test_going_on_from_a_slot_is_never_having_gone_further() -> None:
     """Rollback is an index: after a step of 4 tokens, the slot of token j starts the same future as a step of j+1 tokens."""
     x, future = draw(2, 4, 2, 4, 6, 5), draw(2, 3, 2, 4, 6, 5, seed=1)
-    _, states = run(x, 0)
+    _, states = run(x)
     for j in range(4):
         short = {name: value[:, : j + 1] if name != "state" else value for name, value in x.items()}
-        _, alone = run(short, 0)
-        one, other = (run({**future, "state": state}, 0)[0] for state in (states[:, j], alone[:, -1]))
+        _, alone = run(short)
+        one, other = (run({**future, "state": state})[0] for state in (states[:, j], alone[:, -1]))
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_a_bf16_pool_rounds_states_only_where_they_are_stored(chunk: int) -> None:
+def test_a_bf16_pool_rounds_states_only_where_they_are_stored() -> None:
     x = draw(2, 8, 2, 4, 6, 5)
     x["state"] = x["state"].bfloat16().float()
-    out, states = run(x, chunk)
+    out, states = run(x)
     x["state"] = x["state"].bfloat16()
-    rounded_out, rounded = run(x, chunk)
+    rounded_out, rounded = run(x)
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded_out, out)
     assert torch.equal(rounded, states.bfloat16())

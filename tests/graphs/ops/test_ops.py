@@ -53,13 +53,18 @@ def ints(*values: Any) -> torch.Tensor:
 
 def conv(r: Draw, B: int, Q: int, C: int, taps: int, write: torch.Tensor, ahead: int = 0) -> tuple[Any, ...]:
     num_computed_tokens, query_lens = ints(*[0, 3, 5][:B]), ints(*[Q, Q, Q - 1][:B])
-    return r(B, Q, C), r(C, taps), r(9, taps - 1 + ahead, C), ints(*[1, 2, 3][:B]), write, num_computed_tokens, query_lens
+    return r(B, Q, C), r(C, taps), r(9, taps - 1 + ahead, C), ints(*[1, 2, 3][:B]), write, num_computed_tokens, query_lens, r.dtype
 
 
-def delta(r: Draw, B: int, Q: int, write: torch.Tensor, query_lens: torch.Tensor, chunk: int) -> tuple[Any, ...]:
+def delta(r: Draw, B: int, Q: int, write: torch.Tensor, query_lens: torch.Tensor) -> tuple[Any, ...]:
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
     g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)
-    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), query_lens, chunk
+    return q, k, v, g, beta, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), query_lens
+
+
+def chunked(r: Draw, B: int, Q: int, write: torch.Tensor, query_lens: torch.Tensor, chunk: int) -> tuple[Any, ...]:
+    tokens = r.f32(B, Q, 2, 16), r(B, Q, 2, 4), r.f32(4), r.f32(4)
+    return *tokens, r.f32(9, 4, 5, 3), ints(*[1, 2][:B]), write, ints(*[4, 0][:B]), query_lens, 1e-6, chunk
 
 
 def experts(r: Draw, T: int, M: int, E: int, F: int) -> tuple[Any, ...]:
@@ -104,8 +109,19 @@ def dispatched(r: Draw) -> tuple[Any, ...]:
     return r(6, 5), ids, r.uniform(3, 2), assist, received, r(3, 5), ints(0), 6, "world", 1
 
 
+def fused_experts(r: Draw, M: int, F: int) -> tuple[Any, ...]:
+    """Operands of fused experts in a group of one rank."""
+    weights = [part for weight in grouped_weights(r, 6, M, F) for part in quantise_w4(weight)]
+    x = r(3, M)
+    return x, distinct((0, 3), (3, 1), (5, 4)), r.uniform(3, 2), x, *weights, ints(0), 6, "world", 1
+
+
 def rotation(r: Draw, T: int, H: int, D: int, width: int) -> tuple[Any, ...]:
     return r(T, H, D), *ops.rope_angles(r.below(100, T), width, 1e4)
+
+
+def heads(r: Draw, T: int, G: int, P: int, D: int, width: int) -> tuple[Any, ...]:
+    return r(T, G, (2 * P + 2) * D), r(D), r(D), *ops.rope_angles(r.below(100, T), width, 1e4), 1e-6
 
 
 def attention(r: Draw) -> tuple[Any, ...]:
@@ -140,6 +156,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r(5, 7), r(5, 7), r(7), 1e-6, 1.0),
         "even": lambda r: (r(4, 7), r(4, 7), r(7), 1e-5, 0.0),
     },
+    "attention_heads": {"odd": lambda r: heads(r, 5, 3, 3, 10, 6), "even": lambda r: heads(r, 4, 2, 2, 6, 6)},
     "slot_mapping": {"odd": lambda r: (ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)},
     "cache_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 5, 1, 7), r(3, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
@@ -151,15 +168,20 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "decode, one window": lambda r: conv(r, 3, 2, 6, 4, ints([4, 2], [6, 7], [3, 8]), ahead=1),
         "prefill, one window": lambda r: conv(r, 1, 9, 5, 3, ints([4]), ahead=2),
     },
+    "chunk_gated_delta": {
+        "odd": lambda r: chunked(r, 1, 8, ints([3]), ints(7), 4),
+        "one chunk": lambda r: chunked(r, 2, 4, ints([3], [4]), ints(4, 1), 4),
+    },
     "delta_gates": {
         "odd": lambda r: (r(2, 3, 5), r(2, 3, 5), r.f32(5), r.f32(5)),
         "even": lambda r: (r(3, 1, 4), r(3, 1, 4), r.f32(4), r.f32(4)),
     },
+    "delta_heads": {"odd": lambda r: (r(5, 3, 2 * 7 + 5), 7, 1e-6, 0.3), "even": lambda r: (r(4, 2, 2 * 3 + 8), 3, 1e-6, 1.0)},
+    "delta_split": {"odd": lambda r: (r(5, 3, 2 * 7 + 6 * 5 + 6), 7, 5, 3), "even": lambda r: (r(4, 2, 2 * 3 + 4 * 5 + 4), 3, 5, 2)},
     "embed": {"odd": lambda r: (r.below(11, 5), r(11, 3)), "even": lambda r: (r.below(11, 6), r(11, 4))},
     "gated_delta": {
-        "decode": lambda r: delta(r, 2, 3, ints([3, 4, 5], [6, 7, 8]), ints(3, 2), 0),
-        "prefill": lambda r: delta(r, 1, 8, ints([3]), ints(7), 4),
-        "one chunk": lambda r: delta(r, 2, 4, ints([3], [4]), ints(4, 1), 4),
+        "decode": lambda r: delta(r, 2, 3, ints([3, 4, 5], [6, 7, 8]), ints(3, 2)),
+        "even": lambda r: delta(r, 2, 2, ints([3, 4], [6, 7]), ints(2, 2)),
     },
     "gated_rms_norm": {
         "odd": lambda r: (r(5, 3, 7), r(5, 3, 7), r(7), 1e-6),
@@ -169,6 +191,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "rows of nobody": lambda r: (r(7, 5), torch.tensor([3, 0, 2]), *grouped_weights(r, 3, 5, 4)),
         "all rows": lambda r: (r(4, 6), torch.tensor([0, 4]), *grouped_weights(r, 2, 6, 3)),
     },
+    "fused_experts_w4a8": {"alone": lambda r: fused_experts(r, 8, 4), "wider": lambda r: fused_experts(r, 16, 8)},
     "grouped_experts_w4a8": {
         "rows of nobody": lambda r: quantised(r, (3, 0, 2), 8, 4, quantise_w4),
         "all rows": lambda r: quantised(r, (1, 6), 16, 8, quantise_w4),
@@ -236,7 +259,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
-    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+    *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
     *("quant_linear_w4a8", "static_quant_linear"),
 )
 
@@ -546,7 +569,7 @@ def poison(x: torch.Tensor, *where: Any) -> torch.Tensor:
 def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
     """Row 0 is a new request in an unwritten slot, row 1 continues from slot 2, row 2 is padding."""
     B = len(query_lens)
-    clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens))
+    clean = (r(B, Q, 6), r(6, 4), r(9, 3, 6), ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens), r.dtype)
     x = poison(clean[0], *[(b, slice(length, None)) for b, length in enumerate(query_lens)])
     used = write[:, -1].tolist()[: 2 if B == 3 else B]
     return (
@@ -560,15 +583,27 @@ def poisoned_conv(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, .
     )
 
 
-def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int) -> tuple[Any, Any, Live]:
+def poisoned_delta(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
     B = len(query_lens)
     q, k, v = r.unit(B, Q, 2, 3), r.unit(B, Q, 2, 3), r(B, Q, 4, 5)
-    g, beta = -r.uniform(B, Q, 4), r.uniform(B, Q, 4)
-    tokens, slots = (q, k, v, g, beta), (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens), chunk)
+    return spoiled_rows(r, (q, k, v, -r.uniform(B, Q, 4), r.uniform(B, Q, 4)), (), write, query_lens)
+
+
+def poisoned_chunks(r: Draw, Q: int, write: torch.Tensor, query_lens: tuple[int, ...]) -> tuple[Any, Any, Live]:
+    B = len(query_lens)
+    return spoiled_rows(r, (r(B, Q, 2, 16), r(B, Q, 2, 4)), (r.f32(4), r.f32(4)), write, query_lens, 1e-6, 4)
+
+
+def spoiled_rows(
+    r: Draw, tokens: tuple[Any, ...], weights: tuple[Any, ...], write: torch.Tensor, query_lens: tuple[int, ...], *rest: Any
+) -> tuple[Any, Any, Live]:
+    """Operands of the delta rule, clean, and with NaN in `tokens` beyond the rows' lengths and in unwritten slots."""
+    B = len(query_lens)
+    slots = (ints(*[8, 2, 0][:B]), write, ints(*[0, 3, 0][:B]), ints(*query_lens), *rest)
     pool, padding = r.f32(9, 4, 5, 3), [(b, slice(length, None)) for b, length in enumerate(query_lens)]
     used = write[:, -1].tolist()[: 2 if B == 3 else B]
-    spoiled = (*(poison(x, *padding) for x in tokens), poison(pool, 0, 8), *slots)
-    return (*tokens, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][2]]
+    spoiled = (*(poison(x, *padding) for x in tokens), *weights, poison(pool, 0, 8), *slots)
+    return (*tokens, *weights, pool, *slots), spoiled, lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][2]]
 
 
 def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
@@ -632,6 +667,7 @@ def rows(r: Draw, name: str, label: str, operands: tuple[int, ...]) -> tuple[Any
 POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "accept": [],
     "add_rms_norm": [lambda r: rows(r, "add_rms_norm", "odd", (0, 1))],
+    "attention_heads": [lambda r: rows(r, "attention_heads", "odd", (0,))],
     "slot_mapping": [],
     "cache_write": [poisoned_cache],
     "causal_conv": [
@@ -640,16 +676,21 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_conv(r, 7, ints([3]), (5,)),
         lambda r: poisoned_conv(r, 7, ints([3]), (2,)),
     ],
+    "chunk_gated_delta": [
+        lambda r: poisoned_chunks(r, 8, ints([3]), (5,)),
+        lambda r: poisoned_chunks(r, 8, ints([3], [5], [0]), (3, 8, 0)),
+    ],
     "delta_gates": [lambda r: rows(r, "delta_gates", "odd", (0, 1))],
+    "delta_heads": [lambda r: rows(r, "delta_heads", "odd", (0,))],
+    "delta_split": [lambda r: rows(r, "delta_split", "odd", (0,))],
     "embed": [],
     "gated_delta": [
-        lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0), 0),
-        lambda r: poisoned_delta(r, 1, ints([3], [5], [0]), (1, 1, 0), 0),
-        lambda r: poisoned_delta(r, 8, ints([3]), (5,), 4),
-        lambda r: poisoned_delta(r, 8, ints([3], [5], [0]), (3, 8, 0), 4),
+        lambda r: poisoned_delta(r, 2, ints([3, 4], [5, 6], [0, 0]), (2, 2, 0)),
+        lambda r: poisoned_delta(r, 1, ints([3], [5], [0]), (1, 1, 0)),
     ],
     "gated_rms_norm": [lambda r: rows(r, "gated_rms_norm", "odd", (0, 1))],
     "grouped_experts": [lambda r: poisoned_after_groups(r, "grouped_experts")],
+    "fused_experts_w4a8": [lambda r: rows(r, "fused_experts_w4a8", "alone", (0, 2))],
     "grouped_experts_w4a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w4a8")],
     "grouped_experts_w8a8": [lambda r: poisoned_after_groups(r, "grouped_experts_w8a8")],
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],

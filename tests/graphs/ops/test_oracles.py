@@ -74,6 +74,32 @@ def test_rope(head_dim: int, factor: float, dtype: torch.dtype) -> None:
         close(ops.rope(x[..., order], *angles).float(), rotated[0][..., order].to(dtype).float(), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_heads(dtype: torch.dtype) -> None:
+    """Two key-value heads of three query heads each, normalised and rotated as transformers does one by one."""
+    config = Qwen3_5TextConfig(head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25})
+    at, q, gate = i32(0, 1, 77, 500, 8191), randn(5, 6, 16).to(dtype), randn(5, 6, 16, seed=1).to(dtype)
+    k, v, weights = randn(5, 2, 16, seed=2).to(dtype), randn(5, 2, 16, seed=3).to(dtype), randn(2, 16, seed=4).to(dtype)
+    cos, sin = theirs.Qwen3_5TextRotaryEmbedding(config)(q.float(), at[None])
+    units = []
+    for x, weight in zip((q, k), weights, strict=True):
+        norm = theirs.Qwen3_5RMSNorm(16, 1e-3).to(dtype)
+        norm.weight.data.copy_(weight)
+        units.append(norm(x).detach()[None].float())
+    want = [x[0] for x in theirs.apply_rotary_pos_emb(*units, cos, sin, unsqueeze_dim=2)]
+    pairs = torch.stack([q, gate], 2).view(5, 2, -1)
+    got = ops.attention_heads(torch.cat([pairs, k, v], -1), *weights, *ops.rope_angles(at, 4, 1e4), 1e-3)
+    for x, w in zip(got, (want[0], want[1], v, gate), strict=True):
+        close(x.float(), w.to(dtype).float().view(5, 2, -1), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_delta_split() -> None:
+    """Two key heads of 3 channels, each with two value heads of 4."""
+    q, k, v, z, b, a = (randn(5, 2, width, seed=width) for width in (3, 3, 8, 8, 2, 2))
+    for x, want in zip(ops.delta_split(torch.cat([q, k, v, z, b, a], -1), 3, 4, 2), (torch.cat([q, k, v], -1), z, b, a), strict=True):
+        assert torch.equal(x, want)
+
+
 # --- experts: loops ---
 
 

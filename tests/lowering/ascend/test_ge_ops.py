@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
-from npucompile.graphs.ops import gated_delta
+from npucompile.graphs.ops import chunk_gated_delta, gated_delta
 from npucompile.graphs.primitive import TABLE
 from npucompile.lowering.ascend import converters
 from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
@@ -85,6 +85,10 @@ def rotation(r: Draw, width: int) -> Example:
     return Example((r(5, 3, 16), *ops.rope_angles(r.below(100, 5), width, 1e4)))
 
 
+def heads(r: Draw, G: int) -> Example:
+    return Example((r(5, G, 10 * 16), r(16), r(16), *ops.rope_angles(r.below(100, 5), 8, 1e4), 1e-6))
+
+
 def writing(r: Draw) -> Example:
     """Tokens 1 and 3 are padding."""
     pools = [poison(r(4, 2, 2, 3), 0, (2, 0)) for _ in range(2)]
@@ -114,32 +118,35 @@ def conv(r: Draw, Q: int, taps: int, read: torch.Tensor, write: torch.Tensor, qu
     x, pool = poison(r(B, Q, 6), *tails), poison(r(9, taps - 1, 6), 0, 8)
     used = write[:2].flatten().tolist()
     return Example(
-        (x, r(6, taps), pool, read, write, num_computed_tokens, ints(*query_lens)),
+        (x, r(6, taps), pool, read, write, num_computed_tokens, ints(*query_lens), r.dtype),
         lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]],
     )
 
 
-def delta(
-    r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, query_lens: tuple[int, ...], chunk: int
-) -> Example:
-    """The last row is padding; slots 0 and 8 are unwritten. In chunks q, k and v are finite beyond a row's length (causal_conv)."""
+def delta(r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, *query_lens: int) -> Example:
+    """The last row is padding; slots 0 and 8 are unwritten."""
     B = len(query_lens)
     tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
-    tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if chunk or not length]
-    pool = poison(r(9, 4, 5, 6), 0, 8)
+    idle = [b for b, length in enumerate(query_lens) if not length]
+    slots = poison(r(9, 4, 5, 6), 0, 8), read, write, num_computed_tokens, ints(*query_lens)
+    return Example((*(poison(x, *idle) for x in tokens), *slots), defined(write, query_lens))
+
+
+def chunks(
+    r: Draw, Q: int, num_computed_tokens: torch.Tensor, read: torch.Tensor, write: torch.Tensor, *query_lens: int, chunk: int, Dk: int = 6
+) -> Example:
+    """As `delta`; beyond a row's length qkv is finite (causal_conv)."""
+    B, width = len(query_lens), 2 * Dk + 2 * 5
+    tails = [(b, slice(length, None)) for b, length in enumerate(query_lens)]
+    tokens = r.f32(B, Q, 2, width), poison(r(B, Q, 2, 4), *tails), r.f32(4), r.f32(4)
+    slots = poison(r(9, 4, 5, Dk), 0, 8), read, write, num_computed_tokens, ints(*query_lens)
+    return Example((*tokens, *slots, 1e-6, chunk), defined(write, query_lens))
+
+
+def defined(write: torch.Tensor, query_lens: tuple[int, ...]) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Outputs of a recurrent rule within the rows' lengths, states in slots that live rows write, and one that nobody writes."""
     used = write[:2].flatten().tolist()
-    return Example(
-        (
-            *(poison(x, *(tails if i > 2 or not chunk else ())) for i, x in enumerate(tokens)),
-            pool,
-            read,
-            write,
-            num_computed_tokens,
-            ints(*query_lens),
-            chunk,
-        ),
-        lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]],
-    )
+    return lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]]
 
 
 def sampling(r: Draw, V: int, levels: int) -> Example:
@@ -174,13 +181,14 @@ def telling(r: Draw) -> Example:
 
 def verify_rows(r: Draw) -> Example:
     write = ints([3, 4, 5], [6, 2, 1], [0, 0, 0])
-    return delta(r, 3, ints(4, 9, 0), ints(4, 1, 0), write, (3, 2, 0), 0)
+    return delta(r, 3, ints(4, 9, 0), ints(4, 1, 0), write, 3, 2, 0)
 
 
 # Operands of each primitive by case; sizes are odd where they may be.
 EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "accept": {"drafts": verifying, "none": lambda r: Example((r.below(9, 3, 1), r.below(9, 3, 1), ints(1, 0, 1)))},
     "add_rms_norm": {"offset": lambda r: Example((r(5, 7), r(5, 7), r(7), 1e-6, 1.0))},
+    "attention_heads": {"one": lambda r: heads(r, 1), "two": lambda r: heads(r, 2)},
     "slot_mapping": {
         "decode": lambda r: Example((ints(6, 0, 11), ints(2, 0, 1), ints([4, 2, 1], [0, 0, 0], [3, 5, 6]), 4, 2)),
         "end": lambda r: Example((ints(11), ints(1), ints([4, 2, 1]), 4, 3)),
@@ -191,14 +199,19 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "decode": lambda r: conv(r, 1, 3, ints(6, 2, 0), ints([3], [5], [0]), (1, 1, 0)),
         "prefill": lambda r: conv(r, 7, 4, ints(8, 2, 0), ints([3], [5], [0]), (5, 2, 0)),
     },
+    "chunk_gated_delta": {
+        "rows": lambda r: chunks(r, 24, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), 24, 13, 0, chunk=8),
+        "many chunks": lambda r: chunks(r, 320, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), 300, 77, 0, chunk=32),
+        "single chunk": lambda r: chunks(r, 4, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), 4, 1, 0, chunk=4),
+        "heads of one width": lambda r: chunks(r, 24, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), 24, 13, 0, chunk=8, Dk=5),
+    },
     "delta_gates": {"steep": lambda r: Example((r(2, 3, 5) * 40, r(2, 3, 5), r.f32(5), r.f32(5)))},
+    "delta_heads": {"heads": lambda r: Example((r(5, 3, 48), 8, 1e-6, 0.5))},
+    "delta_split": {"heads": lambda r: Example((r(5, 3, 2 * 8 + 4 * 16 + 4), 8, 16, 2))},
     "embed": {"rows": lambda r: Example((r.below(11, 5), r(11, 3)))},
     "gated_delta": {
         "verify": verify_rows,
-        "decode": lambda r: delta(r, 1, ints(4, 9, 0), ints(3, 5, 0), ints([3], [5], [0]), (1, 1, 0), 0),
-        "prefill": lambda r: delta(r, 24, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (24, 13, 0), 8),
-        "long prefill": lambda r: delta(r, 320, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (300, 77, 0), 32),
-        "single chunk": lambda r: delta(r, 4, ints(0, 3, 0), ints(8, 2, 0), ints([3], [5], [0]), (4, 1, 0), 4),
+        "decode": lambda r: delta(r, 1, ints(4, 9, 0), ints(3, 5, 0), ints([3], [5], [0]), 1, 1, 0),
     },
     "gated_rms_norm": {"heads": lambda r: Example((r(5, 3, 7), r(5, 3, 7), r(7), 1e-6))},
     "l2_norm": {"scaled": lambda r: Example((r(3, 1, 5, 7), 1e-6, 0.5)), "plain": lambda r: Example((r(2, 2, 5, 7), 1e-6, 1.0))},
@@ -234,7 +247,8 @@ CONV = types_of("Cast GatherV2 Reshape ConcatV2 ScatterNdUpdate Transpose Mul Re
 RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule")
 CHUNKED = types_of(
     "Equal Cast Fill GatherV2 Reshape SelectV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less Unpack Pack "
-    "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd"
+    "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd "
+    "Addcmul SoftplusV2 RmsNorm SplitV Neg OnesLike ZerosLike"
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
 MASK = types_of("Range Unsqueeze Greater ConcatV2 Fill")
@@ -252,18 +266,26 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "none": types_of("ClipByValueV2"),
     },
     "add_rms_norm": {"offset": types_of("Add AddRmsNorm")},
+    "attention_heads": dict.fromkeys(
+        ("one", "two"), types_of("Add Cast ConcatV2 Mul Pow ReduceMean Reshape Rsqrt SplitV StridedSliceV2 Sub Unpack Unsqueeze")
+    ),
     "slot_mapping": dict.fromkeys(("decode", "end"), INDEX | types_of("FloorDiv ClipByValueV2 Less GatherElements FloorMod")),
     "cache_write": {"padding": types_of("ScatterPaKvCache")},
     "causal_conv": {
         **dict.fromkeys(("verify", "decode"), CONV | types_of("StridedSliceV2")),
         "prefill": CONV | types_of("Equal Fill SelectV2 GreaterEqual Less LogicalAnd StridedSliceV2"),
     },
+    "chunk_gated_delta": {
+        **dict.fromkeys(("rows", "many chunks", "single chunk"), CHUNKED),
+        "heads of one width": CHUNKED | types_of("Squeeze"),
+    },
     "delta_gates": {"steep": types_of("Cast Add Exp Neg SoftplusV2 Mul Sigmoid")},
+    "delta_heads": {"heads": UNIT | types_of("SplitV")},
+    "delta_split": {"heads": types_of("SplitV")},
     "embed": {"rows": types_of("GatherV2")},
     "gated_delta": {
         "verify": RECURRENT | types_of("Range Unsqueeze Equal Mul ReduceSum ClipByValueV2"),
         "decode": RECURRENT,
-        **dict.fromkeys(("prefill", "long prefill", "single chunk"), CHUNKED),
     },
     "gated_rms_norm": {"heads": types_of("RmsNorm Swish Mul")},
     "l2_norm": dict.fromkeys(("scaled", "plain"), UNIT),
@@ -416,31 +438,40 @@ def test_lengths_of_attention_are_operands(example_in_ge: Callable[[str, str], A
 
 
 def test_more_tokens_than_the_recurrent_kernel_takes_are_refused() -> None:
-    example = delta(Draw(torch.float32), 9, ints(4, 4), ints(0, 0), ints([0] * 9, [0] * 9), (9, 9), 0)
+    example = delta(Draw(torch.float32), 9, ints(4, 4), ints(0, 0), ints([0] * 9, [0] * 9), 9, 9)
     with pytest.raises(PrimitiveError, match="has 9 tokens a row; the NPU's operator takes at most 8"):
         gated_delta.rule("lowering:npu")(*example.args)
 
 
-VARIANTS = [("vllm-ascend",), ("aclgraph", "cann>=9.0"), ("aclgraph", "cann>=9.0", "vllm-ascend")]
-
-
-@pytest.mark.parametrize("features", VARIANTS, ids="+".join)
 @pytest.mark.parametrize("label", EXAMPLES["gated_delta"])
-def test_variants_of_the_delta_rule_are_the_reference(torchair: harness.Torchair, label: str, features: tuple[str, ...]) -> None:
-    """vllm-ascend's operator keeps float32 states with 16-bit values, which CANN's does not take."""
+def test_the_delta_rule_of_vllm_ascend_is_the_reference(torchair: harness.Torchair, label: str) -> None:
+    """It keeps float32 states with 16-bit values, which CANN's operator does not take."""
     example = EXAMPLES["gated_delta"][label](Draw(torch.bfloat16))
-    *tokens, pool, read, write, computed, lengths, chunk = example.args
-    wide = "vllm-ascend" in features and not chunk
-    args = (*tokens, pool.float() if wide else pool, read, write, computed, lengths, chunk)
+    *tokens, pool, read, write, computed, lengths = example.args
+    args = (*tokens, pool.float(), read, write, computed, lengths)
     want = flat(TABLE["gated_delta"].rule("reference")(*args))
-    close(example.live(executed("gated_delta", args, *features)), example.live(want), TOLERANCE[torch.bfloat16])
-    if wide:
-        with pytest.raises(PrimitiveError, match="CANN's operator takes equal types"):
-            executed("gated_delta", args)
+    close(example.live(executed("gated_delta", args, "vllm-ascend")), example.live(want), TOLERANCE[torch.bfloat16])
+    with pytest.raises(PrimitiveError, match="CANN's operator takes equal types"):
+        executed("gated_delta", args)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("name", "label"), [("delta_gates", "steep"), ("gated_rms_norm", "heads")])
+@pytest.mark.parametrize("features", [("aclgraph", "cann>=9.0"), ("aclgraph", "cann>=9.0", "vllm-ascend")], ids="+".join)
+@pytest.mark.parametrize("label", EXAMPLES["chunk_gated_delta"])
+def test_chunked_operators_are_the_reference(torchair: harness.Torchair, label: str, features: tuple[str, ...], dtype: torch.dtype) -> None:
+    example = EXAMPLES["chunk_gated_delta"][label](Draw(dtype))
+    want = flat(TABLE["chunk_gated_delta"].rule("reference")(*example.args))
+    close(example.live(executed("chunk_gated_delta", example.args, *features)), example.live(want), TOLERANCE[dtype])
+
+
+VLLM_EXAMPLES = [
+    *(("attention_heads", "one"), ("attention_heads", "two"), ("delta_gates", "steep")),
+    *(("delta_split", "heads"), ("gated_rms_norm", "heads")),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("name", "label"), VLLM_EXAMPLES)
 def test_operators_of_vllm_ascend_are_the_reference(torchair: harness.Torchair, name: str, label: str, dtype: torch.dtype) -> None:
     example = EXAMPLES[name][label](Draw(dtype))
     want = flat(TABLE[name].rule("reference")(*example.args))
@@ -448,11 +479,23 @@ def test_operators_of_vllm_ascend_are_the_reference(torchair: harness.Torchair, 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_operator_of_sgl_kernel_npu_is_the_reference(torchair: harness.Torchair, dtype: torch.dtype) -> None:
+    r, features = Draw(dtype), ("aclgraph", "sgl-kernel-npu", "vllm-ascend")
+    example = EXAMPLES["delta_heads"]["heads"](r)
+    want = flat(TABLE["delta_heads"].rule("reference")(*example.args))
+    close(executed("delta_heads", example.args, *features), want, TOLERANCE[dtype])
+    with pytest.raises(PrimitiveError, match="has 5 tokens, 3 key heads, and 8 key and 31 value channels of each; legal are at most 65535"):
+        executed("delta_heads", (r(5, 3, 47), 8, 1e-6, 0.5), *features)
+    with pytest.raises(PrimitiveError, match="has 16 channels a key head; legal are more than twice the 8 of a key"):
+        executed("delta_heads", (r(5, 3, 16), 8, 1e-6, 0.5), *features)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("accepted", [1, 2, 3])
 def test_one_window_a_request_is_a_window_for_every_token(torchair: harness.Torchair, accepted: int, dtype: torch.dtype) -> None:
     """Steps of three tokens of two requests, with either pool: the same outputs, whichever token the next step starts behind."""
     r = Draw(dtype)
-    weight, slots, rest = r(32, 4), ints([3, 6, 1], [5, 2, 4]), (ints(9, 4), ints(3, 3))
+    weight, slots, rest = r(32, 4), ints([3, 6, 1], [5, 2, 4]), (ints(9, 4), ints(3, 3), dtype)
     windows, rolling = poison(r(8, 3, 32), 0, 7), poison(r(8, 5, 32), 0, 7)
     for request in range(2):
         rolling[slots[request, 0], :3] = windows[slots[request, 0]]
@@ -465,15 +508,27 @@ def test_one_window_a_request_is_a_window_for_every_token(torchair: harness.Torc
         close([got, reference[0]], [want, want], TOLERANCE[dtype])
         close([rolling[slots[:, 0]]], [reference[1][slots[:, 0]]], 0.0)
         read = slots[:, accepted - 1]
-    prompt = (r(2, 7, 32), weight, rolling, slots[:, 0], slots[:, :1], ints(0, 4), ints(7, 5))
+    prompt = (r(2, 7, 32), weight, rolling, slots[:, 0], slots[:, :1], ints(0, 4), ints(7, 5), dtype)
     want, after = TABLE["causal_conv"].rule("reference")(*prompt)
     got, pool = executed("causal_conv", prompt, "aclgraph", "vllm-ascend")
     close([got[0], got[1, :5], pool[slots[:, 0]]], [want[0], want[1, :5], after[slots[:, 0]]], TOLERANCE[dtype])
 
 
+def test_heads_that_a_kernel_cannot_read_are_refused(torchair: harness.Torchair) -> None:
+    r = Draw(torch.bfloat16)
+    with pytest.raises(PrimitiveError, match=r"has sizes \[3\]: 3 query heads a key-value head, heads of 16, 4 angles; legal are"):
+        executed("attention_heads", (r(5, 1, 8 * 16), *EXAMPLES["attention_heads"]["one"](r).args[1:]), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has 150 channels a key-value head, and heads of 16; legal are multiples of 32 above"):
+        executed("attention_heads", (r(5, 1, 150), *EXAMPLES["attention_heads"]["one"](r).args[1:]), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has \(8, 12, 2\) key channels, value channels and value heads of a key head; legal are"):
+        executed("delta_split", (r(5, 3, 2 * 8 + 4 * 12 + 4), 8, 12, 2), "aclgraph", "vllm-ascend")
+    with pytest.raises(PrimitiveError, match=r"has 85 channels a key head; legal is the sum of \[48, 32, 2, 2\]"):
+        executed("delta_split", (r(5, 3, 85), 8, 16, 2), "aclgraph", "vllm-ascend")
+
+
 def test_a_convolution_that_no_operator_takes_is_refused(torchair: harness.Torchair) -> None:
     r = Draw(torch.bfloat16)
-    rest = (ints(1), ints([1, 2]), ints(3), ints(2))
+    rest = (ints(1), ints([1, 2]), ints(3), ints(2), r.dtype)
     with pytest.raises(PrimitiveError, match="24 channels, 4 taps and 4 inputs a slot; legal are multiples of 16, 4 and 4"):
         executed("causal_conv", (r(1, 2, 24), r(24, 4), r(3, 4, 24), *rest), "aclgraph", "vllm-ascend")
     with pytest.raises(PrimitiveError, match="legal without operators of vllm-ascend, or in GE graphs, are 3 inputs"):
@@ -483,11 +538,12 @@ def test_a_convolution_that_no_operator_takes_is_refused(torchair: harness.Torch
 @pytest.mark.parametrize("noise", [0.0, 1e-3])
 def test_repeated_keys_keep_their_digits_over_many_chunks(torchair: harness.Torchair, noise: float) -> None:
     """Without decay, with beta 1 and equal keys, every state is a product of 512 projections."""
-    q, k, v, g, beta, pool, *rest = delta(Draw(torch.float32), 512, ints(3, 3), ints(2, 2), ints([3], [5]), (512, 512), 32).args
-    k = torch.nn.functional.normalize(k[:, :1] + noise * k, dim=-1)
-    args = (q, k, v, torch.zeros_like(g), torch.ones_like(beta), pool, *rest)
-    want = gated_delta.rule("reference")(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
-    close([executed("gated_delta", args)[0].double()], [want[0].double()], 5e-5)
+    qkv, ba, *rest = chunks(Draw(torch.float32), 512, ints(3, 3), ints(2, 2), ints([3], [5]), 512, 512, chunk=32).args
+    qkv[..., 6:12] = qkv[:, :1, :, 6:12] + noise * qkv[..., 6:12]
+    ba[..., :2], ba[..., 2:] = 1e4, -1e4
+    args = (qkv, ba, *rest)
+    want = chunk_gated_delta.rule("reference")(*(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args))
+    close([executed("chunk_gated_delta", args)[0].double()], [want[0].double()], 5e-5)
 
 
 def test_a_state_passes_through_pairs_of_chunks(torchair: harness.Torchair) -> None:
@@ -495,8 +551,8 @@ def test_a_state_passes_through_pairs_of_chunks(torchair: harness.Torchair) -> N
     counts = []
     for Q in (1024, 2048, 4096):
         with FakeTensorMode():
-            args = delta(Draw(torch.bfloat16), Q, ints(3), ints(2), ints([3]), (Q,), 32).args
-            graph, _ = traced("gated_delta", args, copied_back("gated_delta"))
+            args = chunks(Draw(torch.bfloat16), Q, ints(3), ints(2), ints([3]), Q, chunk=32).args
+            graph, _ = traced("chunk_gated_delta", args, copied_back("chunk_gated_delta"))
         counts.append(sum(node.target is torch.ops.aten.bmm.default for node in graph.graph.nodes))
     assert [counts[1] - counts[0], counts[2] - counts[1]] == [3, 3]
 

@@ -10,7 +10,7 @@ import torch
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
+from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
 from npucompile.lowering.platform import OPERATOR_PACKAGES
 
 
@@ -25,7 +25,7 @@ def test_declared_operators_record_and_have_a_cpu_kernel():
         namespace, name = operator.name.split("::")
         overload = getattr(getattr(torch.ops, namespace), name).default
         assert str(overload._schema) == operator.name + operator.schema
-        assert f"{namespace}.{name}.default" in KERNELS
+        assert f"{namespace}.{name}.default" in {**KERNELS, **GROUP_KERNELS}
 
 
 def test_results_of_the_recurrent_rule_are_like_its_values():
@@ -42,7 +42,11 @@ def test_a_process_without_the_package_lacks_its_operators():
         "vllm-ascend: _C_ascend::npu_causal_conv1d_custom",
         "vllm-ascend: vllm_ascend.ops.triton.fused_gdn_gating.fused_gdn_gating_patch",
         "vllm-ascend: vllm_ascend.ops.triton.layernorm_gated.layer_norm_fwd_npu",
+        "vllm-ascend: _C_ascend::dispatch_ffn_combine",
+        "vllm-ascend: vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.triton_split_qkv_rmsnorm_mrope",
+        "vllm-ascend: vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel",
     ]
+    assert packages.missing(("sgl-kernel-npu",)) == ["sgl-kernel-npu: sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm"]
     assert packages.missing(()) == []
     with pytest.raises(LoweringError, match="'xllm' is not known; legal are vllm-ascend, sgl-kernel-npu"):
         packages.missing(("xllm",))

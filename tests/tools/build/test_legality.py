@@ -9,8 +9,9 @@ from npucompile.tools.commands import legality
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
-def test_every_operator_of_every_bucket_is_legal(quantization, tmp_path_factory):
-    artifact = small_images.shipped(ranks.SIZES, tmp_path_factory, quantization)
+@pytest.mark.parametrize(("backend", "packages"), [("ge", ()), ("aclgraph", ()), ("aclgraph", ("sgl-kernel-npu", "vllm-ascend"))])
+def test_every_operator_of_every_bucket_is_legal(quantization, backend, packages, tmp_path_factory):
+    artifact = small_images.shipped(ranks.SIZES, tmp_path_factory, quantization, backend=backend, packages=packages)
     for entry in artifact.manifest.graphs:
         told = legality.illegal(artifact, entry)["illegal"]
         assert [f"{row['type']}: {row['message']}" for row in told if not row["sizes"]] == [], entry.bucket.name

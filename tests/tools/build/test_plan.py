@@ -213,8 +213,8 @@ def test_a_build_goes_where_its_name_says(tmp_path, tiny_checkpoint):
 def test_a_mesh_on_this_machine_runs_uncompiled(tiny_checkpoint):
     plan = tiny.planned(tiny_checkpoint, backend=None, mesh="dp=2,tp=1")
     assert (plan.backend, plan.target.name, str(plan.mesh), plan.target.local) == ("eager", "cpu", "dp=2,tp=1", True)
-    assert plan.model.config.variant.experts == "grouped"
-    assert tiny.planned(tiny_checkpoint, backend=None).model.config.variant.experts == "plain"
+    assert plan.model.config.variant.grouped
+    assert not tiny.planned(tiny_checkpoint, backend=None).model.config.variant.grouped
     with pytest.raises(SpecError, match=r"--backend inductor with mesh dp=2: .* legal are eager and null"):
         tiny.planned(tiny_checkpoint, backend="inductor", mesh="dp=2")
 

@@ -143,3 +143,18 @@ def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
     }
     assert "world" in talks(**few), "four devices gather"
     assert "world" in talks(deployment="qwen35-397b-a2x16-mix-mp-2node"), "nothing dispatches on that target"
+
+
+def test_fused_experts_have_a_small_window_and_leave_a_small_one_to_dispatch():
+    plain, fused = (
+        planning.plan(planning.Options(BIG, backend="aclgraph", operator_packages=packages)) for packages in ((), ("vllm-ascend",))
+    )
+    windows = rank_memory.communicator_bytes(fused, ())
+    largest = max(bucket.tokens for bucket in fused.buckets) // fused.mesh.axis("tp")
+    assert fused.model.config.variant.fuses(largest)
+    assert windows["fused_experts"] < 100 * 2**20
+    assert windows["dispatch"] < rank_memory.communicator_bytes(plain, ())["dispatch"]
+    # 8,192 rows of each of 16 ranks may come to one; the kernel's workspace holds them.
+    (workspace,) = [part for part in held(fused).parts if part.name == "workspace"]
+    assert workspace.nbytes > 2**30
+    assert "fused experts" in workspace.why

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support import ge_artifacts, legal_graph, tiny
+from support import ge_artifacts, legal_graph, ranks, small_images, tiny
 from support.legal_graph import edited
 
 from npucompile.graphs.errors import SpecError
@@ -43,6 +43,16 @@ def test_assumptions(own_artifact, ge_file, tmp_path):
     assert len(shown) == len(told) + 1
     assert {row["operator"] for row in told} >= {"MatMul", "Add"}
     assert all(set(row) == {"operator", "what", "assumed", "operators"} for row in told)
+
+
+def test_captured_graphs_are_checked_as_well(tmp_path_factory, tmp_path):
+    artifact = small_images.shipped(ranks.SIZES, tmp_path_factory, backend="aclgraph")
+    (bucket,) = json.loads(tiny.cli(tmp_path, "inspect", artifact.path, "--bucket", "4", "--json").stdout)["buckets"]
+    assert [row["message"] for row in bucket["illegal"] if not row["sizes"]] == []
+    assert 0 < bucket["launches"] < bucket["operators"]
+    told = json.loads(tiny.cli(tmp_path, "inspect", artifact.path, "--assumptions", "--json").stdout)
+    assert all(row["operators"] > 0 and row["assumed"] for row in told)
+    assert {row["operator"] for row in told if row["what"] == "call"} >= {"GroupedMatmul", "HcomReduceScatter"}
 
 
 def test_artifacts_without_graphs_for_npus(own_artifact):

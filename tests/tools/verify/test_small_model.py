@@ -181,3 +181,21 @@ def test_one_checkpoint_loads_in_every_variant(quantization):
     assert min(float(tensor.float().abs().max()) for tensor in tensors.values()) > 0
     norms = [tensor for name, tensor in tensors.items() if "norm" in name]
     assert all(float(norm.std()) > 0.05 for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "tp", "talks", "small"),
+    [
+        (Bucket("decode", 32, 4), 2, ["fused_experts_w4a8"] * 60 + DRAFTED, "decode-b12-q4"),
+        (Bucket("decode", 4, 4), 2, ["moe_dispatch"] * 63, "decode-b4-q4"),
+        (Bucket("prefill", 1, 2048), 2, ["fused_experts_w4a8"] * 120 + DRAFTED, "prefill-b1-q192"),
+        (Bucket("prefill", 1, 2048), 8, ["fused_experts_w4a8"] * 120 + DRAFTED, "prefill-b1-q384"),
+    ],
+)
+def test_small_steps_with_fused_experts_have_the_tokens_that_these_want(bucket, tp, talks, small):
+    shrunk = small_model.shrink(manifest(mesh=f"dp=2,tp={tp}", graphs=(entry(bucket.kind, bucket.batch, bucket.q_len, talks),)), 3)
+    (case,) = shrunk.cases
+    assert case.bucket.name == small
+    variant = shrunk.model_for(case, F32).config.variant
+    fused = "fused_experts_w4a8" in talks
+    assert (case.form.fused, variant.fuses(small_model.share(case.bucket, case.bucket.tokens, tp))) == (fused, fused)

@@ -10,7 +10,8 @@ import torch
 from support import acl_graphs as ag
 from support import ge_bodies as gb
 
-from npucompile.lowering.ascend.acl_graph.formats import weight_operands
+from npucompile.lowering.ascend.acl_graph.file import graph_of
+from npucompile.lowering.ascend.acl_graph.formats import in_nz, weight_operands
 
 WEIGHT = ((32, 16), ag.BF16)
 
@@ -35,3 +36,4 @@ def test_only_weights_with_full_tiles_that_nothing_else_reads(tmp_path: Path) ->
         inputs_narrow=((24, 16), ag.BF16),
     )
     assert weight_operands(made) == (1,)
+    assert [node.name for node in graph_of(made).graph.nodes if node in in_nz(made)] == ["operand_1", "t"]

@@ -63,6 +63,15 @@ def test_each_rank_has_its_own_number_and_communicators() -> None:
         AclProgram(made, find, 3, {"tp": "hccl/8"}, CPU)
 
 
+def test_a_product_that_communicates_takes_the_name_of_the_communicator() -> None:
+    def body(w: Any, x: Any) -> tuple[Any, ...]:
+        return (torch.ops.npu.npu_mm_reduce_scatter_base(x, w.t(), "tp", 2, comm_mode="aiv"),)
+
+    made, _ = ag.of_body(body, params_w=((6, 8), ag.BF16), inputs_x=((4, 8), ag.BF16))
+    (segment,) = AclProgram(made, find, 3, {"tp": "hccl/8"}, CPU).segments
+    assert next(call for call in segment.calls if "mm_reduce" in call.name).args[2:] == ("hccl/8", 2)
+
+
 def test_values_and_devices_take_their_places() -> None:
     assert filled((Value(1), [Value(0), 0], {"k": (Value(0), "x")}), ["a", "b"]) == ("b", ["a", 0], {"k": ("a", "x")})
     made, _ = ag.of_body(lambda x: (torch.empty(2, dtype=ag.F32, device="meta").copy_(x),), inputs_x=((2,), ag.F32))

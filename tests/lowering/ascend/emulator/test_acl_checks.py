@@ -13,6 +13,8 @@ from support.emulated import on_device, on_devices, opened
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend import packages
+from npucompile.lowering.ascend.acl_graph.formats import weight_operands
 from npucompile.lowering.ascend.emulator.device import EmulatedDevice, open_device
 
 
@@ -53,6 +55,41 @@ def test_int8_weights_of_the_first_product_of_experts_are_in_nz_alone(device: Em
     with pytest.raises(LoweringError, match=r"takes inputs.weight, int8 in ND; legal is NZ for int8 weights"):
         opened(device, made, tmp_path).compile(there)
     opened(device, made, tmp_path).compile([there[0], device.to_nz(there[1]), *there[2:]])
+
+
+def test_fused_experts_take_int4_in_nz_alone_and_share_their_communicator_with_nothing(tmp_path: Path) -> None:
+    packages.declare()
+    shapes = {
+        "x": ((24, 64), ag.BF16), "up": ((2, 64, 8), ag.I32), "down": ((2, 32, 8), ag.I32), "ids": ((24, 2), ag.I32),
+        "scale": ((2, 64), ag.I64), "assist": ((2, 64), ag.F32), "probs": ((24, 2), ag.F32),
+    }  # fmt: skip
+
+    def compiled(in_nz: bool, beside: str) -> Any:
+        def body(x: Any, up: Any, down: Any, ids: Any, scale: Any, assist: Any, probs: Any) -> tuple[Any, ...]:
+            fused = torch.ops.npucompile_packages.dispatch_ffn_combine_w4a8
+            out = fused(x, up, down, ids, scale, scale, assist, assist, probs, "dispatch", 2, 96)
+            sent = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, ids, beside, 2, 0, 4, quant_mode=0)[0] if beside else x
+            return (out + 1, sent + 1)
+
+        made, _ = ag.of_body(body, **{f"inputs_{name}": shape for name, shape in shapes.items()})
+        assert weight_operands(made) == (1, 2)
+
+        def work(device: EmulatedDevice, rank: int, names: Any) -> bool:
+            operands = [on_device(device, torch.zeros(shape, dtype=dtype)) for shape, dtype in shapes.values()]
+            if in_nz:
+                operands[1:3] = map(device.to_nz, operands[1:3])
+            return bool(opened(device, made, tmp_path, rank, names).compile(operands))
+
+        return on_devices(Mesh.parse("tp=2"), work)
+
+    assert compiled(True, "") == [True, True]
+    for in_nz, beside, message in (
+        (False, "", "takes inputs.up, int32 in ND; legal is NZ"),
+        (True, "dispatch", "a communicator of its own"),
+    ):
+        for error in compiled(in_nz, beside):
+            assert isinstance(error, LoweringError)
+            assert message in str(error)
 
 
 def test_the_expert_exchange_shares_its_communicator_with_nothing(tmp_path: Path) -> None:

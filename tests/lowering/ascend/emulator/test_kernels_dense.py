@@ -100,6 +100,7 @@ def test_rotary_mul_refuses_what_the_kernel_reads_otherwise() -> None:
 def test_linear_takes_rows_of_outputs(dtype: torch.dtype) -> None:
     x, w, bias = torch.randn(3, 16).to(dtype), torch.randn(5, 16).to(dtype), torch.randn(5).to(dtype)
     near(dense.npu_linear(x, w, bias), torch.einsum("tk,nk->tn", x.double(), w.double()) + bias.double())
+    assert torch.equal(dense.mm(x, w.t()), dense.npu_linear(x, w))
     near(dense.npu_linear(x, w), torch.einsum("tk,nk->tn", x.double(), w.double()))
     with pytest.raises(LoweringError, match="weight"):
         dense.npu_linear(x, w.t())

@@ -44,6 +44,17 @@ def test_sums_of_bfloat16_are_rounded_once() -> None:
     assert group.all_reduce(calls(ints, "max", "tp"))[0].dtype == torch.int32
 
 
+def test_a_product_is_rounded_before_its_parts_are_added() -> None:
+    x, weights = torch.ones(2, 2, dtype=torch.bfloat16), [torch.tensor([[a], [1.0]], dtype=torch.bfloat16) for a in (256.0, 0.0)]
+    pairs = [((x, w, "tp", 2), {"comm_mode": "aiv", "reduce_op": "sum"}) for w in weights]
+    # 257 is no bfloat16.
+    assert [y.tolist() for y in group.npu_mm_reduce_scatter_base(pairs)] == [[[256.0]]] * 2
+    with pytest.raises(LoweringError, match="comm_mode is None; legal for inference is 'aiv'"):
+        group.npu_mm_reduce_scatter_base([(args, {}) for args, _ in pairs])
+    with pytest.raises(LoweringError, match=r"input \(2, 2\) has strides \(1, 2\), and the group 2 members; legal are rows"):
+        group.npu_mm_reduce_scatter_base([((torch.randn(2, 2).t(), w.float(), "tp", 2), kwargs) for (_, w, *_), kwargs in pairs])
+
+
 def test_gather_and_scatter_are_by_rank() -> None:
     xs = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])]
     assert [x.flatten().tolist() for x in group.all_gather_into_tensor(calls(xs, 2, "tp"))] == [[1, 2, 3, 4]] * 2

@@ -75,6 +75,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_swiglu.default", lambda: ((t(4, 16), 0), {})),
     ("npu.npu_rotary_mul.default", lambda: ((t(1, 4, 3, 8), t(1, 4, 1, 8), t(1, 4, 1, 8)), {})),
     ("npu.npu_linear.default", lambda: ((t(4, 16), t(5, 16)), {})),
+    ("aten.mm.default", lambda: ((t(4, 16), t(16, 5)), {})),
     ("npu.npu_dynamic_quant.default", lambda: ((t(2, 4, 16),), {})),
     (
         "npu.npu_quant_matmul.default",
@@ -106,6 +107,12 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ),
     ("npucompile_packages.fused_gdn_gating.default", lambda: ((t(6, d=f32), t(4, 6), t(4, 6), t(6, d=f32)), {})),
     ("npucompile_packages.rms_norm_gated.default", lambda: ((t(4, 8), t(8), t(4, 8), 1e-6), {})),
+    (
+        "npucompile_packages.split_qkv_rmsnorm_rope.default",
+        lambda: ((t(4, 6 * 8), t(8), t(8), t(4, 4), 2, 1, 1e-6), {}),
+    ),
+    ("npucompile_packages.split_qk_norm.default", lambda: ((t(4, 32), t(8, d=f32), t(8, d=f32), 1e-8), {})),
+    ("npucompile_packages.split_qkvzba.default", lambda: ((t(4, 2 * 4 + 4 * 8 + 4), 4, 8, 2), {})),
     ("npu.npu_chunk_gated_delta_rule.default", chunks),
     ("npu.npu_moe_init_routing_v2.default", routing),
     ("npu.npu_moe_init_routing_v2.default", lambda: routing(quant_mode=1)),
@@ -159,10 +166,18 @@ def sent(r: int) -> tuple[torch.Tensor, ...]:
     return tuple(GROUP_KERNELS["npu.npu_moe_distribute_dispatch_v2.default"]([dispatch(), dispatch()])[r])
 
 
+def fused_experts() -> tuple[Any, ...]:
+    """Two members with two experts each."""
+    up, down = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64, 8), (2, 32, 8)))
+    scales, ids = [t(2, 64, d=i64), t(2, 64, d=i64)], torch.arange(2, dtype=torch.int32).repeat(24, 1)
+    return t(24, 64), up, down, ids, *scales, t(2, 64, d=f32), t(2, 64, d=f32), t(24, 2, d=f32), "world", 2, 96
+
+
 GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
     ("_c10d_functional.all_reduce.default", lambda r: ((t(4, 2), "sum", "tp"), {})),
     ("_c10d_functional.all_gather_into_tensor.default", lambda r: ((t(4, 2), 2, "dp"), {})),
     ("_c10d_functional.reduce_scatter_tensor.default", lambda r: ((t(4, 2), "sum", 2, "world"), {})),
+    ("npu.npu_mm_reduce_scatter_base.default", lambda r: ((t(4, 3), t(3, 2), "tp", 2), {"comm_mode": "aiv"})),
     ("_c10d_functional.all_to_all_single.default", lambda r: ((t(4, 2), [2, 2], [2, 2], "tp"), {})),
     ("_c10d_functional.broadcast.default", lambda r: ((t(4, 2), 1, "tp"), {})),
     ("npu.npu_moe_distribute_dispatch_v2.default", lambda r: dispatch(quant_mode=2)),
@@ -172,6 +187,7 @@ GROUP_CASES: list[tuple[str, Callable[[int], Arguments]]] = [
         "npu.npu_moe_distribute_combine_v2.default",
         lambda r: ((sent(r)[0], dispatch()[0][1], sent(r)[2], sent(r)[4], t(4, 2, d=f32), "world", 2, 0, 8), {"shared_expert_x": t(4, 16)}),
     ),
+    ("npucompile_packages.dispatch_ffn_combine_w4a8.default", lambda r: (fused_experts(), {})),
 ]
 
 
@@ -248,7 +264,7 @@ def test_groups_are_found_in_the_arguments(name: str, case: Callable[[int], Argu
     wanted = next(a for a in args if a in ("tp", "dp", "world"))
     assert group_of(name, args, kwargs) == wanted
     at = args.index(wanted)
-    names = {"npu_moe_distribute": "group_ep", "npu_mm": "hcom", "npu_all": "hcom"}
+    names = {"npu_moe_distribute": "group_ep", "dispatch_ffn": "group", "npu_mm": "hcom", "npu_all": "hcom"}
     by_name = {next((by for start, by in names.items() if name.split(".")[1].startswith(start)), "group_name"): wanted}
     assert group_of(name, args[:at], by_name) == wanted
 

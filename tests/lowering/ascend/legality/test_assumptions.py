@@ -7,6 +7,7 @@ from support import legal_graph
 from support.legal_graph import A3
 
 from npucompile.lowering.ascend.legality.assumptions import assumptions
+from npucompile.lowering.ascend.legality.check import examine
 from npucompile.lowering.platform import Platform
 
 
@@ -16,9 +17,10 @@ def legal(tmp_path_factory):
 
 
 def test_assumptions_are_what_no_source_says_of_the_release(legal):
-    told = assumptions([legal, legal], A3)
+    told = assumptions([examine(legal, A3)] * 2, A3)
     assert {(a.operator, a.what) for a in told} == {("MatMul", "types")}
     assert told[0].operators % 2 == 0
-    older = {a.operator: a.assumed for a in assumptions([legal], Platform("ascend910_93", "8.5"))}
+    older_platform = Platform("ascend910_93", "8.5")
+    older = {a.operator: a.assumed for a in assumptions([examine(legal, older_platform)], older_platform)}
     assert "oldest release of which it could be read: hicann/ge@" in older["Cast"]
     assert "MoeDistributeDispatchV2" not in older

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import legal_graph
+from support import legal_acl, legal_graph
 from support.legal_graph import edited
 
 from npucompile.graphs.errors import LoweringError
@@ -46,3 +46,11 @@ def test_newer_release_is_asked_about_each_graph(running, tmp_path_factory):
     wrong = edited(graph, lambda first: setattr(first["MoeDistributeCombineV2"].attr["comm_alg"], "s", b"ring"))
     with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take .*comm_alg is 'ring'"):
         check_running(f"cann-{running}-Ascend910_9391", BUILT, [lambda: graph, lambda: wrong])
+
+
+def test_newer_release_is_asked_about_each_captured_graph(tmp_path_factory):
+    graph = legal_acl.legal(tmp_path_factory.mktemp("stubs"))
+    check_running("cann-9.1.0-Ascend910_9391", BUILT, [lambda: graph])
+    wrong = legal_acl.edited(graph, lambda first: first["npu_moe_distribute_combine_v2"].update_kwarg("comm_alg", "ring"))
+    with pytest.raises(LoweringError, match=r"CANN 9.1 on ascend910_93 does not take .*comm_alg is 'ring'"):
+        check_running("cann-9.1.0-Ascend910_9391", BUILT, [lambda: graph, lambda: wrong])

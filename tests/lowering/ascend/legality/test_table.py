@@ -8,7 +8,7 @@ import pytest
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend.legality.rules import RULES
-from npucompile.lowering.ascend.legality.table import CHIPS, FORM, RULE, TYPES, read, release, table
+from npucompile.lowering.ascend.legality.table import CHIPS, DTYPES, FORM, RULE, TYPES, read, release, table
 from npucompile.lowering.platform import CANN_RELEASES
 
 ROW = {"operators": ["Exp"], "what": "types", "columns": 2, "inputs": {"x": "f32 bf16"}, "outputs": {"y": "f32 bf16"}, "source": "here"}
@@ -26,14 +26,14 @@ def test_rows_of_the_table_are_complete():
         assert row.what != RULE or set(row.parameters) <= set(RULES[row.rule].__code__.co_varnames), row
     formed = {name for name, facts in table().by_operator.items() if any(fact.what == FORM for fact in facts)}
     assert formed == set(table().by_operator), "an operator has facts and no form"
-    assert not {name for name in formed if not any(fact.what == TYPES for fact in table().by_operator[name])}
+    assert not {name for name in formed if not any(fact.what in (TYPES, DTYPES) for fact in table().by_operator[name])}
 
 
 def test_columns_name_inputs_and_outputs_of_the_form():
     for name, facts in table().by_operator.items():
         form = next(fact for fact in reversed(facts) if fact.what == FORM)
         for fact in facts:
-            for column in fact.columns[:1]:
+            for column in (*fact.columns[:1], fact.dtypes):
                 inputs = {entry for entry in column if not entry.startswith("->")}
                 assert inputs <= set(form.inputs), (name, inputs - set(form.inputs))
 
@@ -55,7 +55,7 @@ def test_facts_of_a_release_and_a_chip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"what": "hearsay"}, "is of no known kind; legal are form, types, folded, rule"),
+        ({"what": "hearsay"}, "is of no known kind; legal are form, types, dtypes, folded, rule"),
         ({"source": ""}, "needs a source or the reason for which it is assumed"),
         ({"assumed": "a guess"}, "needs a source or the reason for which it is assumed, and not both"),
         ({"colour": "blue"}, "has the fields .*'colour'.*; legal are"),

@@ -6,6 +6,7 @@ import pytest
 from support import ge_calls as gc
 from support.ge_threads import mended, refused_by
 
+from npucompile.lowering.ascend.ge_operators import operators
 from npucompile.lowering.ascend.legality.rules import RULES
 from npucompile.lowering.ascend.legality.thread_rules import ordered_exchange
 from npucompile.lowering.ascend.legality.threads import Source, threads
@@ -72,9 +73,9 @@ def test_a_collective_is_ordered_against_dispatch_by_data_alone():
         op.name = name
         if source:
             op.input[0] = f"{source}:0"
-    assert [(op.name, "against c and 0 more" in told) for op, told in ordered_exchange(ops)] == [("e", True)]
+    assert [(op.name, "against c and 0 more" in told) for op, told in ordered_exchange(operators(ops))] == [("e", True)]
     ops[-1].input[0] = "d:0"
-    assert list(ordered_exchange(ops)) == []
+    assert list(ordered_exchange(operators(ops))) == []
 
 
 def test_every_refused_report_of_one_operator_has_a_mended_one():

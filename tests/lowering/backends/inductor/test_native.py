@@ -186,7 +186,7 @@ def stored(got, want, write):
 @pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if case[3] > 1], ids=str)
 def test_the_convolution_is_the_reference(run, case):
     *rest, read, write, num_computed_tokens = convolution(*case)
-    out, want_pool = ops.causal_conv(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]))
+    out, want_pool = ops.causal_conv(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]), torch.float32)
     close(run.conv(*rest, read, write, num_computed_tokens), out)
     stored(rest[2], want_pool, write)
 
@@ -227,7 +227,7 @@ RULES = [
 @pytest.mark.parametrize("case", RULES, ids=str)
 def test_the_delta_rule_is_the_reference(run, case):
     *rest, read, write, num_computed_tokens = rule(*case)
-    out, want_pool = ops.gated_delta(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]), 0)
+    out, want_pool = ops.gated_delta(*rest, read, write, num_computed_tokens, torch.full_like(num_computed_tokens, case[1]))
     close(run.delta(*rest, read, write, num_computed_tokens), out)
     stored(rest[5], want_pool, write)
 

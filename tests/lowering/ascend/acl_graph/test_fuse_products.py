@@ -1,0 +1,70 @@
+"""lowering/ascend/acl_graph/fuse_products.py: a product and the sum of its parts are one operator, which computes what the two did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import acl_graphs as ag
+from support import ge_bodies as gb
+
+from npucompile.graphs.types import Mesh
+from npucompile.lowering.ascend.acl_graph.inspect_acl import collectives, launches_by_body
+from npucompile.lowering.ascend.emulator.acl_interpreter import AclInterpreter
+from npucompile.lowering.collectives_check import of_acl_file
+
+FUSED = "npu.npu_mm_reduce_scatter_base.default"
+
+
+@pytest.fixture(autouse=True)
+def operators(tmp_path_factory: pytest.TempPathFactory) -> None:
+    gb.loaded(tmp_path_factory.mktemp("stubs"))
+
+
+def reduced(product: Any, ranks: int = 2, how: str = "sum") -> Any:
+    return gb.c10.wait_tensor(gb.c10.reduce_scatter_tensor(product, how, ranks, "tp"))
+
+
+def made(body: Any, dtype: torch.dtype = ag.BF16, *, captured: bool = False) -> Any:
+    return ag.of_body(body, captured=captured, params_w=((6, 8), dtype), inputs_x=((4, 8), dtype))[0]
+
+
+@pytest.mark.parametrize("dtype", [ag.BF16, ag.F32], ids=str)
+def test_two_ranks_get_the_sums_that_the_two_operators_gave(dtype: torch.dtype) -> None:
+    file = made(lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w)) * 2,), dtype)
+    assert launches_by_body(file) == {"body": [FUSED, "aten.mul.Tensor"]}
+    operands = [[torch.randn(6, 8).to(dtype), torch.randn(4, 8).to(dtype)] for _ in range(2)]
+    total = torch.stack([torch.nn.functional.linear(x, w) for w, x in operands]).float().sum(0).to(dtype) * 2
+    for (result,), part in zip(AclInterpreter(file, Mesh.parse("tp=2"))(operands), total.chunk(2), strict=True):
+        torch.testing.assert_close(result, part)
+
+
+def test_the_list_of_collectives_stays_what_it_was() -> None:
+    file = made(lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w)),))
+    ((name, group, value),) = collectives(file)
+    assert (name, group, tuple(value.shape)) == (FUSED, "tp", (2, 6))
+    apart = made(lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w) * 1.5),))
+    assert of_acl_file(file) == of_acl_file(apart)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda w, x: (reduced(product := torch.ops.npu.npu_linear(x, w)), product),
+        lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w), how="max"),),
+        lambda w, x: (reduced(torch.ops.npu.npu_linear(x.repeat(4, 1), w), 16),),
+        lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w, w[:, 0])),),
+        lambda w, x: (reduced(torch.ops.npu.npu_linear(x.t()[:6], w[:, :4])),),
+        lambda w, x: (reduced(torch.ops.npu.npu_linear(x.view(4, 2, 4), w[:, :4])),),
+    ],
+    ids=["read twice", "maximum", "sixteen ranks", "bias", "transposed", "three dimensions"],
+)
+def test_what_the_operator_does_not_take_stays_two(body: Any) -> None:
+    names = ag.names(made(body))
+    assert FUSED not in names
+    assert names.count("npu.npu_linear.default") == names.count("_c10d_functional.reduce_scatter_tensor.default") == 1
+
+
+def test_captured_graphs_keep_both_operators() -> None:
+    assert FUSED not in ag.names(made(lambda w, x: (reduced(torch.ops.npu.npu_linear(x, w)),), captured=True))
