@@ -291,7 +291,8 @@ def test_every_published_deployment_of_the_big_model_plans_as_published(name, ph
     assert plan.buckets == (*prefill, *decode)
     variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
     assert variant.kv_repeat == max(1, tp // 2)
-    assert (variant.attention, variant.experts) == ("w8a8", row.quantization)
+    formats = [variant.formats.of([f"model.layers.3.{name}"]) for name in ("self_attn.q_proj.weight", "mlp.experts.down_proj")]
+    assert formats == ["w8a8_dynamic", f"{row.quantization}_dynamic"]
     assert variant.recurrent == torch.bfloat16
     assert variant.most_dispatched in ((FEWER_DISPATCHED, MOST_DISPATCHED) if row.target == "ascend-a3" else (0,))
     assert dict(plan.rules().table)["experts"] == ("dp", "tp")
