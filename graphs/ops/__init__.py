@@ -15,6 +15,7 @@ from .linear import linear
 from .moe_exchange import moe_combine, moe_dispatch
 from .moe_experts import moe_experts
 from .moe_route import moe_route
+from .moe_route_grouped import moe_route_grouped
 from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
 from .positions import positions, slot_mapping
@@ -46,6 +47,7 @@ __all__ = [
     "moe_dispatch",
     "moe_experts",
     "moe_route",
+    "moe_route_grouped",
     "moe_sort",
     "moe_unsort",
     "paged_attention",

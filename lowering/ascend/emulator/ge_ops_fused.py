@@ -9,6 +9,7 @@ import torch
 
 from ....graphs.errors import LoweringError
 from . import kernels_dense as dense
+from . import kernels_gating as gating
 from . import kernels_moe as moe
 from . import kernels_state as state
 from .ge_ops_common import Call, Function, Int4, Results
@@ -73,13 +74,30 @@ def _signed(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _moe_gating(call: Call) -> Results:
-    return moe.npu_moe_gating_top_k_softmax_v2(
+    return gating.npu_moe_gating_top_k_softmax_v2(
         call.tensor("x"),
         k=call.attr("k"),
         finished=call.optional("finished"),
         renorm=call.attr("renorm", 0),
         output_softmax=call.attr("output_softmax_result_flag", False),
     )
+
+
+_GATING_ATTRS: Mapping[str, Any] = {
+    "k_group": 1,
+    "group_count": 1,
+    "group_select_mode": 0,
+    "renorm": 0,
+    "norm_type": 0,
+    "out_flag": False,
+    "routed_scaling_factor": 1.0,
+    "eps": 1e-20,
+}
+
+
+def _moe_gating_of_groups(call: Call) -> Results:
+    options = {name: call.attr(name, default) for name, default in _GATING_ATTRS.items()}
+    return gating.npu_moe_gating_top_k(call.tensor("x"), call.attr("k"), bias=call.optional("bias"), **options)
 
 
 def _moe_init_routing(call: Call) -> Results:
@@ -240,6 +258,7 @@ FUSED: Mapping[str, Function] = {
     "RotaryMul": _rotary_mul,
     "DynamicQuant": _dynamic_quant,
     "QuantBatchMatmulV3": _quant_matmul,
+    "MoeGatingTopK": _moe_gating_of_groups,
     "MoeGatingTopKSoftmaxV2": _moe_gating,
     "DequantSwigluQuant": _dequant_swiglu_quant,
     "MoeInitRoutingV3": _moe_init_routing,

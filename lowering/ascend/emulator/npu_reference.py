@@ -9,6 +9,7 @@ from ....graphs.errors import LoweringError
 from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
 from . import kernels_dense as dense
+from . import kernels_gating as gating
 from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
@@ -37,7 +38,8 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         state.npu_scatter_nd_update_,
         state.npu_recurrent_gated_delta_rule_functional,
         state.npu_chunk_gated_delta_rule,
-        moe.npu_moe_gating_top_k_softmax_v2,
+        gating.npu_moe_gating_top_k,
+        gating.npu_moe_gating_top_k_softmax_v2,
         moe.npu_moe_init_routing_v2,
         moe.npu_grouped_matmul,
         moe.npu_grouped_matmul_swiglu_quant_v2,

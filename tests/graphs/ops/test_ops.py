@@ -185,6 +185,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "few elsewhere": lambda r: elsewhere(experts(r, 3, 6, 20, 4)),
     },
     "moe_route": {"odd": lambda r: (r(5, 7), 3, True), "even": lambda r: (r(6, 4), 2, False)},
+    "moe_route_grouped": {
+        "groups": lambda r: (r(5, 12), r.f32(12), 3, 4, 2, True, 2.5),
+        "one group": lambda r: (r(4, 7), r.f32(7), 2, 1, 1, False, 1.0),
+    },
     "moe_sort": {
         "all here": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), 6, 6, False),
         "elsewhere": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, False),
@@ -223,7 +227,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
-    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
+    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort", "quant_linear"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
@@ -648,6 +652,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         poisoned_few_choices,
     ],
     "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
+    "moe_route_grouped": [lambda r: rows(r, "moe_route_grouped", "groups", (0,))],
     "moe_sort": [
         lambda r: poisoned_last_sorted(r, "moe_sort", "all here", 4),
         lambda r: poisoned_last_sorted(r, "moe_sort", "elsewhere", 2),

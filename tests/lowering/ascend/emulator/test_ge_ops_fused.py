@@ -100,6 +100,9 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense()),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
+    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8, dtype=F32), 3), {"bias": d(8, seed=1, dtype=F32), "k_group": 2,
+        "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5})),
+    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8), 3), {"out_flag": True})),
     ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((d(6, 16),), ACTIVATION)),
     ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((torch.arange(96, dtype=I32).view(6, 16),), ACTIVATION | {
         "weight_scale": d(4, 16, dtype=F32), "activation_scale": d(6, 1, dtype=F32)})),

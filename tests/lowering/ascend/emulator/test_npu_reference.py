@@ -93,6 +93,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         lambda: ((t(2, 2, 8), t(2, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), torch.arange(2, dtype=i32)), {"cache_mode": "Norm"}),
     ),
     ("npu.npu_fused_infer_attention_score.default", lambda: attention("BSH", actual_seq_lengths=[3, 3], actual_seq_lengths_kv=[5, 4])),
+    ("npu.npu_moe_gating_top_k.default", lambda: ((t(4, 8, d=f32), 3), {"bias": t(8, d=f32), "norm_type": 1, "out_flag": True})),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8, d=f32),), {"k": 3, "renorm": 1})),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8),), {"k": 3, "output_softmax": True})),
     (
