@@ -9,9 +9,11 @@ from .embed import embed
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .grouped_experts import grouped_experts
+from .head_linear import head_linear
 from .l2_norm import l2_norm
 from .last_rows import last_rows
 from .linear import linear
+from .mla_attention import mla_attention
 from .moe_exchange import moe_combine, moe_dispatch
 from .moe_experts import moe_experts
 from .moe_route import moe_route
@@ -40,9 +42,11 @@ __all__ = [
     "grouped_experts",
     "grouped_experts_w4a8",
     "grouped_experts_w8a8",
+    "head_linear",
     "l2_norm",
     "last_rows",
     "linear",
+    "mla_attention",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from . import kernels_attention as attention
 from . import kernels_dense as dense
 from . import kernels_gating as gating
 from . import kernels_moe as moe
@@ -226,7 +227,7 @@ _ATTENTION_ATTRS: Mapping[str, Any] = {
 def _attention(call: Call) -> Results:
     call.expect(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
     options = {name: call.attr(name, default) for name, default in _ATTENTION_ATTRS.items()}
-    return state.npu_fused_infer_attention_score(
+    return attention.npu_fused_infer_attention_score(
         call.tensor("query"),
         call.tensor("key0"),
         call.tensor("value0"),
@@ -234,6 +235,8 @@ def _attention(call: Call) -> Results:
         actual_seq_lengths=call.optional("actual_seq_lengths"),
         actual_seq_lengths_kv=call.optional("actual_seq_lengths_kv"),
         block_table=call.optional("block_table"),
+        query_rope=call.optional("query_rope"),
+        key_rope=call.optional("key_rope"),
         **options,
     )
 

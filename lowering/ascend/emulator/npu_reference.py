@@ -8,6 +8,7 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
+from . import kernels_attention as attention
 from . import kernels_dense as dense
 from . import kernels_gating as gating
 from . import kernels_group as group
@@ -49,7 +50,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
-    **_named("air", state.npu_fused_infer_attention_score),
+    **_named("air", attention.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
     **_named(NAMESPACE, of_packages.causal_conv1d_update, of_packages.fused_gdn_gating, of_packages.rms_norm_gated),
 }

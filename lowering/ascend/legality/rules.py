@@ -102,6 +102,7 @@ RULES: Mapping[str, Rule] = {
         rules_attention.paged_cache,
         rules_attention.mask,
         rules_attention.head_groups,
+        rules_attention.latent_keys,
         rules_attention.delta_rule_sizes,
         rules_experts.experts_of_a_rank,
         rules_experts.communicator,

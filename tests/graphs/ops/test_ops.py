@@ -106,6 +106,11 @@ def attention(r: Draw) -> tuple[Any, ...]:
     return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
 
 
+def latent_attention(r: Draw) -> tuple[Any, ...]:
+    table = ints([4, 2, 1], [3, 0, 0])
+    return r(2, 3, 4, 5), r(2, 3, 4, 2), r(6, 4, 1, 5), r(6, 4, 1, 2), table, ints(7, 0), ints(3, 2), 7**-0.5
+
+
 def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     knobs = torch.tensor([[0.0, 1.0, 0.7, 1.3], [0, 3, 0, 2], [1.0, 0.8, 0.5, 1.0], [0.0, 0.0, 0.1, 0.3]])[:, :B]
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
@@ -170,9 +175,11 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "rows of nobody": lambda r: quantised(r, (3, 0, 2), 5, 3, quantise_w8),
         "all rows": lambda r: quantised(r, (1, 6), 6, 4, quantise_w8),
     },
+    "head_linear": {"odd": lambda r: (r(5, 3, 7), r(3, 7, 4)), "even": lambda r: (r(4, 2, 3), r(2, 3, 5))},
     "l2_norm": {"odd": lambda r: (r(3, 1, 5, 7), 1e-6, 0.5), "even": lambda r: (r(2, 4, 2, 5), 1e-6, 1.0)},
     "last_rows": {"odd": lambda r: (r(9, 5), ints(3, 0, 2)), "even": lambda r: (r(6, 4), ints(1, 3))},
     "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
+    "mla_attention": {"heads": latent_attention},
     "moe_combine": {"alone": dispatched},
     "moe_dispatch": {
         "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), r(3, 5), ints(0), 6, "world", 1, False),
@@ -231,7 +238,7 @@ WITHOUT_GRADIENT = (
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
-REREADS = ("paged_attention",)
+REREADS = ("mla_attention", "paged_attention")
 
 
 @dataclass(frozen=True)
@@ -570,6 +577,15 @@ def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
     return clean, spoiled, lambda t: [t[0][:2, :2]]
 
 
+def poisoned_latents(r: Draw) -> tuple[Any, Any, Live]:
+    """As `poisoned_attention`."""
+    table = ints([4, 2, 1], [3, 0, 0], [0, 0, 0])
+    clean = (r(3, 3, 4, 5), r(3, 3, 4, 2), r(6, 4, 1, 5), r(6, 4, 1, 2), table, ints(7, 0, 0), ints(2, 2, 0), 0.4)
+    unused = (0, 5, (1, slice(1, None)), (3, slice(2, None)))
+    queries, pools = [poison(x, (0, 2), (1, 2), 2) for x in clean[:2]], [poison(x, *unused) for x in clean[2:4]]
+    return clean, (*queries, *pools, *clean[4:]), lambda t: [t[0][:2, :2]]
+
+
 def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
     clean = (r(4, 2, 2, 3), r(4, 2, 2, 3), r(4, 2, 3), r(4, 2, 3), ints(5, 0, 2, 1))
     k, v = (poison(x, 1, 3) for x in clean[2:4])
@@ -645,6 +661,8 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],
     "last_rows": [poisoned_last_rows],
     "linear": [lambda r: rows(r, "linear", "odd", (0,))],
+    "head_linear": [lambda r: rows(r, "head_linear", "odd", (0,))],
+    "mla_attention": [poisoned_latents],
     "moe_combine": [poisoned_combine],
     "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
     "moe_experts": [

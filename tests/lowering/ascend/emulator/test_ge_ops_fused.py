@@ -16,7 +16,7 @@ from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.lowering.ascend.emulator.ge_ops_common import Int4
 from npucompile.lowering.ascend.emulator.ge_ops_fused import FUSED
-from npucompile.lowering.ascend.emulator.kernels_state import causal_mask
+from npucompile.lowering.ascend.emulator.kernels_attention import causal_mask
 from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
 from npucompile.lowering.ascend.inspect_ge import census
 

@@ -13,7 +13,7 @@ import torch
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator import kernels_state
+from npucompile.lowering.ascend.emulator import kernels_attention
 from npucompile.lowering.ascend.emulator.kernels_group import Arguments
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS, group_of
 
@@ -28,7 +28,7 @@ def attention(layout: str, **more: Any) -> Arguments:
     query = {"TND": t(6, 4, 64), "BSND": t(2, 3, 4, 64), "BSH": t(2, 3, 256)}[layout]
     ends = torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3])
     options = {
-        "atten_mask": kernels_state.causal_mask(),
+        "atten_mask": kernels_attention.causal_mask(),
         "actual_seq_lengths": ends,
         "actual_seq_lengths_kv": torch.tensor([5, 4]),
         "block_table": torch.zeros(2, 2, dtype=i32),
