@@ -11,6 +11,7 @@ from ..graphs.errors import ConfigError
 
 T = TypeVar("T", int, float, bool, str)
 _REQUIRED = object()
+MOST_LAYERS = 1024
 _LARGEST = 2**53  # above it floats cannot represent every integer; NaN and infinity fail the comparison too
 
 
@@ -68,6 +69,29 @@ class Fields:
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
         return Fields(value or {}, f"{self.where}: {name}")
+
+    def num_layers(self) -> int:
+        """`num_hidden_layers`.
+
+        Raises:
+            ConfigError: when it is missing, or no number of layers.
+        """
+        count = self.get(int, "num_hidden_layers", minimum=1)
+        if count > MOST_LAYERS:
+            raise ConfigError(f"{self.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS}")
+        return count
+
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers of a mixture of experts without experts: those of `mlp_only_layers`, and all but each `decoder_sparse_step`-th.
+
+        Raises:
+            ConfigError: when either field is malformed.
+        """
+        count, step = self.num_layers(), self.get(int, "decoder_sparse_step", default=1, minimum=1)
+        named = self.values.get("mlp_only_layers") or []
+        if not isinstance(named, list | tuple) or not all(type(i) is int for i in named):
+            raise ConfigError(f"{self.where}: mlp_only_layers is {named!r}; expected a list of layers")
+        return tuple(i for i in range(count) if i in named or (i + 1) % step)
 
     def has(self, name: str) -> bool:
         """Whether a field is present and not null."""

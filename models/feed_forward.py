@@ -57,6 +57,15 @@ def swiglu_params(M: int, width: int, dtype: torch.dtype, prefix: str, axis: str
     return Param(Aval((2, width, M), dtype, (None, axis, None)), gate_up), Param(Aval((M, width), dtype, (None, axis)), down)
 
 
+class Sizes(DenseSizes, MoeSizes, Protocol):
+    """Fields of a model's configuration that either block reads; without experts every layer is dense."""
+
+
+def params(cfg: Sizes, dtype: torch.dtype, prefix: str, *, dense: bool) -> dict[str, Tree]:
+    """Parameters of a layer's block, a dense one in a model without experts; `prefix` begins their names in a checkpoint."""
+    return (dense_params if dense or not cfg.num_experts else moe_params)(cfg, dtype, prefix)
+
+
 def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     """Parameters of a dense feed-forward; `prefix` begins their names in a checkpoint."""
     gate_up, down = swiglu_params(cfg.hidden_size, cfg.intermediate_size, dtype, prefix)
@@ -121,6 +130,14 @@ def dense(weights: Tree, x: torch.Tensor, tokens: int) -> torch.Tensor:
 _ROUTER = {"router": (None, None), "router_bias": (None,)}
 _SHARED = {"shared_gate_up": (None, "shared_ffn", None), "shared_down": (None, "shared_ffn"), "shared_gate": (None, None)}
 """Logical axes of the tensors of a mixture of experts other than its experts; `router_bias` and those of a shared expert are optional."""
+
+
+def apply(cfg: MoeSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The block that the weights are of, a mixture of experts or dense, and the router logits of the former; as `moe` and `dense`."""
+    if "router" not in weights:
+        return dense(weights, x, tokens), []
+    out, logits = moe(cfg, weights, x)
+    return out, [logits]
 
 
 def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

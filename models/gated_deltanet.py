@@ -12,7 +12,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import sequence_parallel
 from .batch import Batch
-from .params import Param, Parts, Source
+from .params import Param, Parts, Source, norm
 from .variant import Variant
 
 PREFILL_CHUNK, LONG_CHUNK = 32, 64
@@ -24,7 +24,11 @@ LONG = 1024
 
 
 class DeltaNetSizes(Protocol):
-    """Fields of a model's configuration that the layer reads."""
+    """Fields of a model's configuration that the layer reads.
+
+    With `fused_projections` checkpoints hold `in_proj_qkvz` and `in_proj_ba`, whose rows are ordered by key head; else `in_proj_qkv`, whose
+    rows are all heads' queries, then keys, then values, and `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    """
 
     @property
     def hidden_size(self) -> int: ...
@@ -41,6 +45,8 @@ class DeltaNetSizes(Protocol):
     @property
     def rms_norm_eps(self) -> float: ...
     @property
+    def fused_projections(self) -> bool: ...
+    @property
     def variant(self) -> Variant: ...
 
 
@@ -53,54 +59,76 @@ def rows_per_key_head(cfg: DeltaNetSizes) -> tuple[int, int, int, int, int, int]
 
 def params(cfg: DeltaNetSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint. Rows of `qkvzba` and `conv` are ordered by key head."""
-    M, Hk, Hv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    rows, taps, heads = rows_per_key_head(cfg), cfg.linear_conv_kernel_dim, ("delta_heads", None)
-    qkv, z = Hk * sum(rows[:3]), Hk * rows[3]
-    by_head = Parts("delta_heads", tuple(Hk * size for size in rows[:3]))
-
-    def group(sizes: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
-        """Rows ordered by part, then key head -> by key head, then part. A rank has some heads; each has `sizes` rows of the parts."""
-        return torch.cat([part.reshape(-1, size, part.shape[-1]) for size, part in zip(sizes, parts, strict=True)], 1).flatten(0, 1)
-
-    def ungroup(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(Hk, -1, x.shape[-1]).split(sizes, 1))
-
-    def by_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        key_heads = len(x) // sum(rows[:3])
-        return tuple(x.split([key_heads * size for size in rows[:3]]))
-
-    def split_projection(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, *others = ungroup(x, rows)
-        return torch.cat((q, k, v)), *others
-
+    M, Hk, Hv, Dv = cfg.hidden_size, cfg.linear_num_key_heads, cfg.linear_num_value_heads, cfg.linear_value_head_dim
+    rows, taps, heads = rows_per_key_head(cfg)[:3], cfg.linear_conv_kernel_dim, ("delta_heads", None)
+    channels = Hk * sum(rows)
+    conv = Source(
+        (prefix + "conv1d.weight",),
+        ((channels, 1, taps),),
+        lambda w: _group(rows, *_by_part(w.flatten(1), rows)),
+        lambda x: (torch.cat(_ungroup(x, rows, Hk)).unsqueeze(1),),
+        ((_all_heads(Hk, rows), None, None),),
+    )
+    projections = (_fused_projections if cfg.fused_projections else _projections)(cfg, prefix)
     return {
-        "qkvzba": Param(
-            Aval((qkv + z + 2 * Hv, M), dtype, heads),
-            Source(
-                tuple(f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-                ((qkv, M), (z, M), (Hv, M), (Hv, M)),
-                lambda qkv, *others: group(rows, *by_part(qkv), *others),
-                split_projection,
-                ((by_head, None), heads, heads, heads),
-            ),
-        ),
-        "conv": Param(
-            Aval((qkv, taps), dtype, heads),
-            Source(
-                (prefix + "conv1d.weight",),
-                ((qkv, 1, taps),),
-                lambda w: group(rows[:3], *by_part(w.flatten(1))),
-                lambda x: (torch.cat(ungroup(x, rows[:3])).unsqueeze(1),),
-                ((by_head, None, None),),
-            ),
-        ),
+        "qkvzba": Param(Aval((Hk * sum(rows_per_key_head(cfg)), M), dtype, heads), projections),
+        "conv": Param(Aval((channels, taps), dtype, heads), conv),
         "a_log": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "A_log",), ((Hv,),)), "zeros"),
         "dt_bias": Param(Aval((Hv,), torch.float32, heads[:1]), Source((prefix + "dt_bias",), ((Hv,),)), "ones"),
-        "norm": Param(
-            Aval((cfg.linear_value_head_dim,), dtype), Source((prefix + "norm.weight",), ((cfg.linear_value_head_dim,),)), "ones"
-        ),
-        "out": Param(Aval((M, z), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, z),))),
+        "norm": norm(prefix + "norm", Dv, dtype, 0.0),
+        "out": Param(Aval((M, Hv * Dv), dtype, (None, "delta_heads")), Source((prefix + "out_proj.weight",), ((M, Hv * Dv),))),
     }
+
+
+def _projections(cfg: DeltaNetSizes, prefix: str) -> Source:
+    """Source of `qkvzba` in a checkpoint that orders rows by part, then head."""
+    M, Hk, rows, heads = cfg.hidden_size, cfg.linear_num_key_heads, rows_per_key_head(cfg), ("delta_heads", None)
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, *others = _ungroup(x, rows, Hk)
+        return torch.cat((q, k, v)), *others
+
+    return Source(
+        tuple(f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        tuple((Hk * size, M) for size in (sum(rows[:3]), *rows[3:])),
+        lambda qkv, *others: _group(rows, *_by_part(qkv, rows[:3]), *others),
+        split,
+        ((_all_heads(Hk, rows[:3]), None), heads, heads, heads),
+    )
+
+
+def _fused_projections(cfg: DeltaNetSizes, prefix: str) -> Source:
+    """Source of `qkvzba` in a checkpoint that orders rows by key head, in two matrices."""
+    M, Hk, rows = cfg.hidden_size, cfg.linear_num_key_heads, rows_per_key_head(cfg)
+    sizes = (sum(rows[:4]), sum(rows[4:]))
+    return Source(
+        tuple(f"{prefix}in_proj_{parts}.weight" for parts in ("qkvz", "ba")),
+        tuple((Hk * size, M) for size in sizes),
+        lambda qkvz, ba: _group(sizes, qkvz, ba),
+        lambda x: _ungroup(x, sizes, Hk),
+        (("delta_heads", None),) * 2,
+    )
+
+
+def _all_heads(key_heads: int, rows: tuple[int, ...]) -> Parts:
+    """A dimension of parts, each with so many rows of every key head."""
+    return Parts("delta_heads", tuple(key_heads * size for size in rows))
+
+
+def _group(sizes: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
+    """Rows ordered by part, then key head -> by key head, then part. A rank has some heads; each has `sizes` rows of the parts."""
+    return torch.cat([part.reshape(-1, size, part.shape[-1]) for size, part in zip(sizes, parts, strict=True)], 1).flatten(0, 1)
+
+
+def _ungroup(x: torch.Tensor, sizes: tuple[int, ...], key_heads: int) -> tuple[torch.Tensor, ...]:
+    """The inverse of `_group` for all heads."""
+    return tuple(part.reshape(-1, x.shape[-1]) for part in x.view(key_heads, -1, x.shape[-1]).split(sizes, 1))
+
+
+def _by_part(x: torch.Tensor, rows: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Takes rows apart that are ordered by part: each part has so many of every key head."""
+    key_heads = len(x) // sum(rows)
+    return tuple(x.split([key_heads * size for size in rows]))
 
 
 def state(cfg: DeltaNetSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:

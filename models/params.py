@@ -126,6 +126,16 @@ class Param:
         return (self.aval.axes,) if self.is_source else tuple((None,) * len(shape) for shape in self.source.shapes)
 
 
+def norm_init(offset: float) -> str:
+    """`Param.init` of a norm's weight to which `offset` is added: the norm begins without scaling."""
+    return "zeros" if offset else "ones"
+
+
+def norm(name: str, width: int, dtype: torch.dtype, offset: float) -> Param:
+    """The weight [width] of a norm; `name` is its module's in a checkpoint."""
+    return Param(Aval((width,), dtype), Source((name + ".weight",), ((width,),)), norm_init(offset))
+
+
 def avals(params: Tree) -> Tree:
     """Tree of Param -> tree of their abstract values."""
     return tree.map_leaves(lambda p: p.aval, params)

@@ -391,7 +391,7 @@ class Stages:
 
 
 def stages(bucket: Bucket) -> Stages:
-    model = step.Model("tiny", qwen3_5.FAMILY, qwen3_5.Config.from_hf(CONFIG))
+    model = step.Model("tiny", qwen3_5.FAMILY, qwen3_5.read_config(CONFIG))
     traced = trace(step.program(model, bucket, LIMITS, F32))
     partitioned = partition(traced, Mesh(), Rules())
     best = optimise(partitioned)

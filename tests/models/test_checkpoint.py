@@ -13,7 +13,7 @@ from support import oracle
 from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError
 from npucompile.graphs.types import Aval
-from npucompile.models import checkpoint, qwen3_5, registry
+from npucompile.models import checkpoint, hybrid, registry
 from npucompile.models.params import Param, Source, initialise
 from npucompile.models.safetensors_files import TensorEntry
 
@@ -48,7 +48,7 @@ def wrapped(name):
 
 
 def load(directory, random):
-    params = qwen3_5.abstract_params(random.model.config, torch.float32)
+    params = hybrid.abstract_params(random.model.config, torch.float32)
     return checkpoint.load(checkpoint.open_checkpoint(directory), params)
 
 
@@ -118,7 +118,7 @@ def test_the_draft_head_is_loaded_when_it_is_asked_for(tmp_path):
 def test_tensors_arrive_in_the_parameters_dtype(tmp_path, stored, dtype):
     random = oracle.case("moe")
     write(tmp_path / "x", {name: tensor.to(stored) for name, tensor in state_dict(random).items()})
-    params = qwen3_5.abstract_params(random.model.config, dtype)
+    params = hybrid.abstract_params(random.model.config, dtype)
     loaded = checkpoint.load(checkpoint.open_checkpoint(tmp_path / "x"), params)
     for (path, param), (_, ours), (_, exact) in zip(tree.flatten(params), tree.flatten(loaded), tree.flatten(random.weights), strict=True):
         assert ours.dtype == param.aval.dtype == (torch.float32 if path.endswith(("a_log", "dt_bias")) else dtype)
@@ -159,7 +159,7 @@ def test_parameters_of_the_same_tensors_are_one_group(tmp_path):
 def test_transformers_reads_what_save_wrote(tmp_path, name):
     """It finds no missing and no unexpected tensor and gives the same logits; our loader reads the file too."""
     random = oracle.case(name)
-    params = qwen3_5.abstract_params(random.model.config, torch.float32)
+    params = hybrid.abstract_params(random.model.config, torch.float32)
     path = checkpoint.save(params, random.weights, tmp_path)
     assert path == tmp_path / "model.safetensors"
     random.theirs.config.save_pretrained(tmp_path)
@@ -173,7 +173,7 @@ def test_transformers_reads_what_save_wrote(tmp_path, name):
 
 def test_save_is_deterministic_and_replaces_in_one_step(tmp_path):
     random = oracle.case("moe")
-    params = qwen3_5.abstract_params(random.model.config, torch.float32)
+    params = hybrid.abstract_params(random.model.config, torch.float32)
     first = checkpoint.save(params, random.weights, tmp_path / "new" / "place").read_bytes()
     second = checkpoint.save(params, tree.map_leaves(torch.clone, random.weights), tmp_path / "new" / "place").read_bytes()
     assert first == second

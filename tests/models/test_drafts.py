@@ -12,7 +12,7 @@ from support import oracle, speculators
 from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.ir.trace import trace
 from npucompile.graphs.types import Bucket
-from npucompile.models import qwen3_5
+from npucompile.models import hybrid
 from npucompile.models.presets import BUNDLED
 from npucompile.models.step import program
 from npucompile.tools.train import tiny_draft, tiny_model
@@ -32,8 +32,8 @@ def cache(model, weights, text):
     """Keys and values of the draft head after one pass over a text: position p from hidden state p and token p + 1."""
     ids = torch.tensor([text], dtype=torch.int32)
     step = tiny_model.fresh_step(model.config, 1, len(text) - 1)
-    hidden, state, _ = qwen3_5.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
-    _, state = qwen3_5.extend_draft_cache(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
+    hidden, state, _ = hybrid.forward(model.config, weights, step.state, {**step.inputs, "tokens": ids[:, :-1]})
+    _, state = hybrid.extend_draft_cache(model.config, weights, state, {**step.inputs, "tokens": ids[:, 1:]}, hidden, first=True)
     return {f"mtp.{name}": pool[1:, 0] for name, pool in state["mtp"].items()}
 
 

@@ -11,7 +11,7 @@ from support import oracle, speculators
 
 from npucompile.graphs import ops, tree
 from npucompile.graphs.types import Aval
-from npucompile.models import feed_forward, gated_attention, qwen3_5, sequence_parallel, step
+from npucompile.models import attention, feed_forward, hybrid, qwen3_5, sequence_parallel, step
 from npucompile.models.batch import Batch
 from npucompile.models.family import DraftHead, Intermediates
 from npucompile.models.params import Param, Source, initialise
@@ -31,16 +31,16 @@ def eagle():
 
     def abstract_params(cfg, dtype):
         M, V = cfg.hidden_size, cfg.vocab_size
-        layer = qwen3_5._layer_params(cfg, dtype, "eagle.layer.", qwen3_5.FULL, joined=False)
+        layer = hybrid._layer_params(cfg, dtype, "eagle.layer.", hybrid.FULL, joined=False)
         own = {"fuse": _param("eagle.fuse", M, 2 * M), "join": _param("eagle.join", M, 2 * M), "layer": layer}
         own |= {"norm": Param(Aval((M,), dtype), Source(("eagle.norm",), ((M,),)), "zeros"), "head": _param("eagle.head", V, M)}
-        return {**qwen3_5.abstract_params(cfg, dtype), HEAD: own}
+        return {**hybrid.abstract_params(cfg, dtype), HEAD: own}
 
     def abstract_state(cfg, limits, dtype):
-        return {**qwen3_5.abstract_state(cfg, limits, dtype), HEAD: gated_attention.state(cfg, limits, dtype)}
+        return {**hybrid.abstract_state(cfg, limits, dtype), HEAD: attention.state(cfg, limits, dtype)}
 
     def forward(cfg, params, state, inputs):
-        hidden, state, intermediates = qwen3_5.forward(cfg, params, state, inputs)
+        hidden, state, intermediates = hybrid.forward(cfg, params, state, inputs)
         low = sequence_parallel.embed(inputs["tokens"].reshape(-1), params["embed"])
         return hidden, state, Intermediates(torch.cat([low, hidden], -1), intermediates.routers)
 
@@ -51,12 +51,12 @@ def eagle():
         stream = ops.linear(torch.cat([sequence_parallel.embed(batch.tokens, params["embed"]), hidden], -1), own["join"])
         stream = sequence_parallel.whole(stream, batch.size * batch.q_len)
         x = ops.rms_norm(stream, own["layer"]["input_norm"], cfg.rms_norm_eps, 1.0)
-        pool = gated_attention.write_kv(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
+        pool = attention.write_kv(cfg, own["layer"]["mixer"], state[HEAD], batch, x)
         return {"stream": stream, "normed": x}, {**state, HEAD: pool}
 
     def draft(cfg, params, state, inputs, rows):
         layer, batch = params[HEAD]["layer"], Batch.of(inputs, cfg.rotary)
-        mixed = gated_attention.attend(cfg, layer["mixer"], state[HEAD], batch, rows["normed"])
+        mixed = attention.attend(cfg, layer["mixer"], state[HEAD], batch, rows["normed"])
         x, stream = ops.add_rms_norm(mixed, sequence_parallel.spread(rows["stream"]), layer["post_norm"], cfg.rms_norm_eps, 1.0)
         x, _ = feed_forward.moe(cfg, layer["mlp"], x)
         return ops.add_rms_norm(x, stream, params[HEAD]["norm"], cfg.rms_norm_eps, 1.0)[0]

@@ -15,8 +15,10 @@ from npucompile.models import feed_forward
 from npucompile.models.params import avals
 from npucompile.models.variant import Variant
 
+MOE = ["moe", "moe-tied", "moe-one-expert", "next-raw", "plain-moe-raw"]
 
-@pytest.mark.parametrize("name", ["dense", "dense-tied", "moe", "moe-tied", "moe-one-expert"])
+
+@pytest.mark.parametrize("name", ["dense", "dense-tied", *MOE, "plain", "plain-moe"])
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 @torch.no_grad()
 def test_blocks_equal_the_modules(name, tokens):
@@ -47,7 +49,7 @@ def test_a_nan_token_leaves_the_others_alone():
     assert poisoned[2].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe"])
 def test_split_undoes_join(name):
     config = oracle.case(name).model.config
     make = feed_forward.moe_params if config.num_experts else feed_forward.dense_params
@@ -58,7 +60,7 @@ def test_split_undoes_join(name):
         assert all(torch.equal(a, b) for a, b in zip(param.source.split(joined), parts, strict=True)), what
 
 
-@pytest.mark.parametrize("name", ["moe", "moe-tied", "moe-one-expert"])
+@pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize("tokens", [1, 33])
 @torch.no_grad()
 def test_grouped_experts_are_the_plain_ones(name, tokens):
@@ -93,9 +95,10 @@ def test_few_tokens_are_dispatched_and_many_gathered(dispatched):
         assert kinds == (dispatched_kinds if tokens <= dispatched else ["all_gather_into_tensor", "reduce_scatter_tensor"])
 
 
-def test_many_tokens_may_be_dispatched_in_parts():
+@pytest.mark.parametrize("name", ["moe-tied", "plain-moe-raw"])
+def test_many_tokens_may_be_dispatched_in_parts(name):
     variant = Variant(experts="grouped", most_dispatched=2, dispatches_in_parts=True)
-    config = replace(oracle.case("moe-tied").model.config, variant=variant)
+    config = replace(oracle.case(name).model.config, variant=variant)
     params = avals(feed_forward.moe_params(config, torch.float32, "at."))
     x = {"x": Aval((5, config.hidden_size), torch.float32)}
     program = Program("mlp", Bucket("prefill", 1, 5), lambda p, s, i: ({"y": feed_forward.moe(config, p, i["x"])[0]}, s), params, {}, x)

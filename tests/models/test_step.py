@@ -16,7 +16,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.models import step
 from npucompile.models.presets import BUNDLED
 
-CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-tied", "moe-one-expert"]
+CASES = oracle.HYBRID
 TOLERANCE = 1e-4
 SINGLE_TOLERANCE = 1e-5
 
@@ -25,7 +25,7 @@ def decode(batch: int, q_len: int = 1) -> Bucket:
     return Bucket("decode", batch, q_len)
 
 
-@pytest.mark.parametrize("name", [*CASES, *BUNDLED])
+@pytest.mark.parametrize("name", [*oracle.CASES, *BUNDLED])
 @torch.no_grad()
 def test_64_greedy_tokens_equal_transformers(name):
     """A prompt in three chunks, the last padded, and 64 decode steps, against one pass of transformers over all tokens."""
@@ -59,7 +59,7 @@ def test_decode_equals_transformers_with_its_cache(name):
 
 
 @pytest.mark.parametrize("chunks", [[64], [33], [5, 32], [32, 5], [1, 2, 3, 4, 5, 6, 7, 8], [40, 1]], ids=str)
-@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe"])
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
     """Chunks of one token, odd ones, and ones larger than the prompt give the same logits and the same state."""

@@ -16,7 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import qwen3_5, request_slots, sharding_rules, step
+from npucompile.models import hybrid, qwen3_5, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.rotary import Rotary
 from npucompile.models.variant import PLAIN, Variant
@@ -38,10 +38,10 @@ LIMITS = limits(0)
 
 
 @functools.cache
-def config(experts: bool = True) -> qwen3_5.Config:
+def config(experts: bool = True) -> hybrid.Config:
     """Four layers, one of them full attention, and a draft head; sizes that four devices split, two key-value heads."""
     sizes: dict[str, Any] = MOE if experts else DENSE
-    return qwen3_5.Config(
+    return hybrid.Config(
         vocab_size=VOCAB,
         hidden_size=24,
         num_attention_heads=8,
@@ -67,7 +67,7 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
     checkpoint: dict[str, torch.Tensor] = {}
     params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
-    head = {qwen3_5.DRAFT: params.pop(qwen3_5.DRAFT)}
+    head = {hybrid.DRAFT: params.pop(hybrid.DRAFT)}
     for part, seed in ((params, 10), (head, 6)):
         generator = torch.Generator().manual_seed(seed)
         for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):

@@ -1,23 +1,21 @@
-"""Qwen3.5 models of transformers with random weights, and a runner that serves the same weights from poisoned pools."""
+"""Models of transformers with random weights, of every family, and a runner that serves the same weights from poisoned pools."""
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpLayer
-from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
-from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig, modeling_qwen3_5_moe
 
 from npucompile.graphs import tree
 from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
-from npucompile.models import checkpoint, qwen3_5, registry, request_slots, step
+from npucompile.models import checkpoint, hybrid, registry, request_slots, step
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -31,9 +29,10 @@ LIMITS = limits(0)
 
 
 def settings(kinds: str, rotary: float = 0.25, theta: float = 1e4, **sizes: Any) -> dict[str, Any]:
-    """Fields of a config.json; `kinds` spells the layers, f for full attention and l for linear."""
+    """Fields of a hybrid model's config.json; `kinds` spells the layers, f for full attention and l for linear."""
     experts = sizes.get("num_experts", 0)
     return {
+        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
         "vocab_size": 97,
         "hidden_size": 44,
         "num_hidden_layers": len(kinds),
@@ -55,6 +54,30 @@ def settings(kinds: str, rotary: float = 0.25, theta: float = 1e4, **sizes: Any)
     }
 
 
+def plain(layers: int, **sizes: Any) -> dict[str, Any]:
+    """Fields of the config.json of a model without recurrent layers."""
+    experts = sizes.get("num_experts", 0)
+    return {
+        "model_type": "qwen3_moe" if experts else "qwen3",
+        "vocab_size": 97,
+        "hidden_size": 44,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 52,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        **({"moe_intermediate_size": 20, "norm_topk_prob": True} if experts else {}),
+        **sizes,
+    }
+
+
+NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
 # Odd sizes on purpose: head widths that are no powers of two, one or three value heads per key head, few experts.
 CASES: dict[str, dict[str, Any]] = {
     "dense": settings("lllf", head_dim=18, num_attention_heads=3, num_key_value_heads=1),
@@ -69,7 +92,19 @@ CASES: dict[str, dict[str, Any]] = {
         "lfl", 0.5, num_experts=8, num_experts_per_tok=3, tie_word_embeddings=True, linear_num_value_heads=6, linear_conv_kernel_dim=3
     ),
     "moe-one-expert": settings("fl", 1.0, num_experts=3, num_experts_per_tok=1, head_dim=6, linear_conv_kernel_dim=2, hidden_size=30),
+    "next": settings("lllf", linear_num_value_heads=6, vocab_size=89, **NEXT),
+    "next-raw": settings("flf", 0.5, **{**NEXT, "norm_topk_prob": False}, num_key_value_heads=1, tie_word_embeddings=True),
+    "next-some-dense": settings("lllf", **NEXT, decoder_sparse_step=2, mlp_only_layers=[1], linear_num_key_heads=4),
+    "plain": plain(3, head_dim=18, num_attention_heads=3, num_key_value_heads=1),
+    "plain-tied": plain(2, tie_word_embeddings=True, num_key_value_heads=4, hidden_size=30),
+    "plain-yarn": plain(2, rope_parameters=YARN, max_position_embeddings=128),
+    "plain-moe": plain(3, num_experts=5, num_experts_per_tok=2),
+    "plain-moe-raw": plain(2, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=True, num_key_value_heads=1),
+    "plain-moe-some-dense": plain(5, num_experts=5, num_experts_per_tok=1, decoder_sparse_step=2, mlp_only_layers=[3]),
 }
+
+HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
+"""Cases of hybrid families, whose models have a draft head."""
 
 
 @torch.no_grad()
@@ -93,8 +128,9 @@ def draw(module: torch.nn.Module, seed: int) -> None:
         elif "conv1d" in name:
             values = values * 0.5
         elif parameter.ndim == 1:
-            centre = 1.0 if name.endswith("linear_attn.norm.weight") else -0.8 if tied and name == "model.norm.weight" else 0.0
-            values = values * 0.3 + centre
+            # Norms begin at the value that neither scales nor hides: 0 where the weight is zero-centred, else 1.
+            low = -0.8 if tied and name == "model.norm.weight" else 0.0
+            values = values * 0.3 + float(parameter.mean().round()) + low
         else:
             values = values * parameter.shape[-1] ** -0.5 * (0.6 if name == "lm_head.weight" else 1.0)
         parameter.copy_(values)
@@ -107,7 +143,7 @@ class Oracle:
     Attributes:
         theirs: the transformers model, float32, eval.
         model: this project's model with the same configuration.
-        weights: the same weights as a tree of float32 tensors for `qwen3_5.abstract_params`.
+        weights: the same weights as a tree of float32 tensors for the family's `abstract_params`.
         values: its config.json.
         head: transformers' module of its draft head, where it has one.
     """
@@ -117,10 +153,6 @@ class Oracle:
     weights: Tree
     values: dict[str, Any]
     head: Any = None
-
-    @property
-    def modeling(self) -> ModuleType:
-        return modeling_qwen3_5_moe if self.model.config.num_experts else modeling_qwen3_5
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> torch.Tensor:
@@ -156,14 +188,14 @@ def named(name: str) -> Oracle:
 
 def build(values: dict[str, Any], seed: int = 0) -> Oracle:
     """A random model with these config.json fields."""
-    moe = "num_experts" in values
-    config = (Qwen3_5MoeTextConfig if moe else Qwen3_5TextConfig)(**values)
+    config = AutoConfig.for_model(**values)
     config._attn_implementation = config._experts_implementation = "eager"
-    theirs = (Qwen3_5MoeForCausalLM if moe else Qwen3_5ForCausalLM)(config).eval().float()
+    theirs = AutoModelForCausalLM.from_config(config).eval().float()
     draw(theirs, seed)
-    model = step.Model("random", qwen3_5.FAMILY, qwen3_5.Config.from_hf(theirs.config.to_dict()))
-    params = qwen3_5.abstract_params(model.config, torch.float32)
-    return Oracle(theirs, model, join(params, theirs.state_dict()), theirs.config.to_dict())
+    written = theirs.config.to_dict()
+    model = registry.from_config("random", written | ({"num_nextn_predict_layers": 0} if values["model_type"] == "qwen3_next" else {}))
+    params = model.family.abstract_params(model.config, torch.float32)
+    return Oracle(theirs, model, join(params, theirs.state_dict()), written)
 
 
 @functools.cache
@@ -171,7 +203,7 @@ def bundled(name: str) -> Oracle:
     """A bundled model: transformers reads the directory by itself, we by our loader; both in float32."""
     entry = registry.find(name)
     theirs = AutoModelForCausalLM.from_pretrained(entry.checkpoint_dir, dtype=torch.float32, attn_implementation="eager").eval()
-    params = qwen3_5.abstract_params(entry.model.config, torch.float32)
+    params = entry.model.family.abstract_params(entry.model.config, torch.float32)
     return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
@@ -188,11 +220,12 @@ def drafting(name: str) -> Oracle:
 def with_head(random: Oracle) -> Oracle:
     """The same model with a draft head, which is random where the model has none."""
     model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
-    kind = "Qwen3_5Moe" if model.config.num_experts else "Qwen3_5"
-    layer, norm = getattr(random.modeling, f"{kind}DecoderLayer"), getattr(random.modeling, f"{kind}RMSNorm")
+    backbone = type(random.theirs.model)
+    modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
+    layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
     head = MtpLayer(random.theirs.config, layer, norm, model.config.layer_types.index(FULL)).eval()
     names = {name: f"mtp.{HEAD[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in head.state_dict()}
-    params, weights = qwen3_5.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    params, weights = hybrid.abstract_params(model.config, torch.float32)["mtp"], random.weights
     if "mtp" in weights:
         ours = split(params, weights["mtp"])
         head.load_state_dict({name: ours[called] for name, called in names.items()})

@@ -8,7 +8,7 @@ import torch
 
 from ...graphs import tree
 from ...graphs.types import Tree
-from ...models import qwen3_5
+from ...models import hybrid
 from .tiny_model import fresh_step
 
 DEPTH = 3
@@ -17,7 +17,7 @@ DEPTH = 3
 
 @torch.no_grad()
 def continue_texts(
-    cfg: qwen3_5.Config, params: Tree, prompts: torch.Tensor, length: int, temperature: float, generator: torch.Generator
+    cfg: hybrid.Config, params: Tree, prompts: torch.Tensor, length: int, temperature: float, generator: torch.Generator
 ) -> torch.Tensor:
     """Extends prompts token by token through prefill and decode steps, as a server would.
 
@@ -37,8 +37,8 @@ def continue_texts(
         inputs = {**step.inputs, "tokens": ids.to(torch.int32)}
         inputs["num_computed_tokens"] = torch.full_like(step.inputs["num_computed_tokens"], start)
         inputs["query_lens"] = torch.full_like(step.inputs["query_lens"], ids.shape[1])
-        hidden, state, _ = qwen3_5.forward(cfg, params, state, inputs)
-        logits = qwen3_5.head(cfg, params, hidden.view(rows, ids.shape[1], -1)[:, -1])
+        hidden, state, _ = hybrid.forward(cfg, params, state, inputs)
+        logits = hybrid.head(cfg, params, hidden.view(rows, ids.shape[1], -1)[:, -1])
         start += ids.shape[1]
         if temperature:
             ids = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
@@ -64,7 +64,7 @@ class Recursion:
 
 
 def unroll(
-    cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor, *, own_tokens: bool, depth: int = DEPTH
+    cfg: hybrid.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor, *, own_tokens: bool, depth: int = DEPTH
 ) -> Recursion:
     """Drafts from many positions of a text at once, each exactly as in a decode step at that position.
 
@@ -82,12 +82,12 @@ def unroll(
     step = fresh_step(cfg, rows, length, requests * extra)
     ids = texts.to(torch.int32)
     with torch.no_grad():
-        hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-1]})
-        target = qwen3_5.head(cfg, params, hidden).view(rows, length, -1)
+        hidden, state, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-1]})
+        target = hybrid.head(cfg, params, hidden).view(rows, length, -1)
     inputs = {**step.inputs, "tokens": ids[:, 1:]}
-    taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, hidden, first=True)
-    ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
-    first = qwen3_5.head(cfg, params, ahead).view(rows, length, -1)
+    taken, state = hybrid.extend_draft_cache(cfg, params, state, inputs, hidden, first=True)
+    ahead = hybrid.draft(cfg, params, state, inputs, taken)
+    first = hybrid.head(cfg, params, ahead).view(rows, length, -1)
 
     flat = (torch.arange(rows)[:, None] * length + bases).flatten()
     ahead, logits = ahead[flat], first.flatten(0, 1)[flat]
@@ -100,14 +100,14 @@ def unroll(
     for j in range(extra):
         fed = logits.argmax(-1) if own_tokens else texts.gather(1, (bases + 2 + j).clamp(max=length)).flatten()
         inputs |= {"tokens": fed.to(torch.int32)[:, None], "num_computed_tokens": (bases.flatten() + 1 + j).to(torch.int32)}
-        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
-        ahead = qwen3_5.draft(cfg, params, state, inputs, taken)
-        logits = qwen3_5.head(cfg, params, ahead)
+        taken, state = hybrid.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
+        ahead = hybrid.draft(cfg, params, state, inputs, taken)
+        logits = hybrid.head(cfg, params, ahead)
         deeper.append(logits.view(rows, count, -1))
     return Recursion(target, first, tuple(deeper))
 
 
-def draft_losses(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor) -> list[torch.Tensor]:
+def draft_losses(cfg: hybrid.Config, params: Tree, texts: torch.Tensor, bases: torch.Tensor) -> list[torch.Tensor]:
     """Cross entropy of each draft against the model's output: half its distribution, half its best token.
 
     Args:
@@ -144,7 +144,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def acceptance(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, prompt: int) -> Acceptance:
+def acceptance(cfg: hybrid.Config, params: Tree, texts: torch.Tensor, prompt: int) -> Acceptance:
     """Walks greedy texts as a speculative decoder does: drafts DEPTH tokens, accepts the agreeing prefix and one token more.
 
     Args:
@@ -169,7 +169,7 @@ def acceptance(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor, prompt: i
 
 
 @torch.no_grad()
-def agreement(cfg: qwen3_5.Config, params: Tree, texts: torch.Tensor) -> float:
+def agreement(cfg: hybrid.Config, params: Tree, texts: torch.Tensor) -> float:
     """Share of positions of given texts [B, Q+1] at which the first draft is the model's own best token."""
     out = unroll(cfg, params, texts, torch.zeros(texts.shape[0], 1, dtype=torch.int64), own_tokens=False, depth=1)
     return (out.first[:, :-1].argmax(-1) == out.target[:, 1:].argmax(-1)).float().mean().item()

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from ...graphs import tree
 from ...graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ...graphs.types import Bucket, Limits, Tree
+from ...models import hybrid
 from ...models import params as parameters
-from ...models import qwen3_5
 from .tiny_tokenizer import VOCAB_SIZE
 
 NAME = "qwen3.5-tiny"
@@ -61,7 +61,7 @@ def hf_config(eos_id: int) -> dict[str, Any]:
     }
 
 
-def initial_params(cfg: qwen3_5.Config, seed: int) -> Tree:
+def initial_params(cfg: hybrid.Config, seed: int) -> Tree:
     """Tree of f32 tensors to start training from.
 
     The declared initialisation, except: projections into the residual stream are scaled down by sqrt(2 * layers), and the
@@ -69,7 +69,7 @@ def initial_params(cfg: qwen3_5.Config, seed: int) -> Tree:
     that heads begin with memories of ten to a thousand tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = parameters.initialise(qwen3_5.abstract_params(cfg, torch.float32), generator)
+    drawn = parameters.initialise(hybrid.abstract_params(cfg, torch.float32), generator)
     shrink = (2 * len(cfg.layer_types)) ** -0.5
 
     def adjust(path: str, value: torch.Tensor) -> torch.Tensor:
@@ -93,14 +93,14 @@ class StepArguments:
     inputs: dict[str, torch.Tensor]
 
 
-def fresh_step(cfg: qwen3_5.Config, rows: int, length: int, spare_pages: int = 0) -> StepArguments:
+def fresh_step(cfg: hybrid.Config, rows: int, length: int, spare_pages: int = 0) -> StepArguments:
     """Row b owns state slot b+1 and the pages (of one token each) b*length+1 .. (b+1)*length.
 
     Args:
         spare_pages: pages that no row owns, after those.
     """
     limits = Limits(page_size=1, num_pages=rows * length + 1 + spare_pages, num_slots=rows + 1, max_model_len=length)
-    avals = qwen3_5.abstract_state(cfg, limits, torch.float32)
+    avals = hybrid.abstract_state(cfg, limits, torch.float32)
     inputs = StepInputs(Bucket("prefill", rows, length), limits).padding(LAYER_INPUTS)
     inputs["query_lens"].fill_(length)
     inputs["page_table"].copy_(torch.arange(1, rows * length + 1).view(rows, length))
@@ -132,7 +132,7 @@ class Losses:
     balance: torch.Tensor
 
 
-def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_draft: bool) -> Losses:
+def joint_losses(cfg: hybrid.Config, params: Tree, windows: torch.Tensor, with_draft: bool) -> Losses:
     """Losses over windows [B, Q+2]; without the draft head its loss is 0.
 
     Row t of the draft head pairs the hidden state of token t with token t+1 and predicts token t+2.
@@ -140,12 +140,12 @@ def joint_losses(cfg: qwen3_5.Config, params: Tree, windows: torch.Tensor, with_
     rows, length = windows.shape[0], windows.shape[1] - 2
     step = fresh_step(cfg, rows, length)
     ids = windows.to(torch.int32)
-    hidden, state, intermediates = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-2]})
-    main = cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
+    hidden, state, intermediates = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": ids[:, :-2]})
+    main = cross_entropy(hybrid.head(cfg, params, hidden), windows[:, 1:-1].flatten())
     draft = torch.zeros(())
     if with_draft:
         shifted = {**step.inputs, "tokens": ids[:, 1:-1]}
-        taken, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
-        ahead = qwen3_5.draft(cfg, params, state, shifted, taken)
-        draft = cross_entropy(qwen3_5.head(cfg, params, ahead), windows[:, 2:].flatten())
+        taken, state = hybrid.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
+        ahead = hybrid.draft(cfg, params, state, shifted, taken)
+        draft = cross_entropy(hybrid.head(cfg, params, ahead), windows[:, 2:].flatten())
     return Losses(main, draft, balance_loss(intermediates.routers, cfg.num_experts_per_tok))

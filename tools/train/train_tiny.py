@@ -143,7 +143,7 @@ class Trainer:
         work.mkdir(parents=True, exist_ok=True)
         self.data = load_data()
         self.config = tiny_model.hf_config(eos_id(self.data.tokenizer))
-        self.cfg = qwen3_5.Config.from_hf(self.config)
+        self.cfg = qwen3_5.read_config(self.config)
         self.params: Tree = tiny_model.initial_params(self.cfg, SEED)
         self.pool = ThreadPoolExecutor(threads)
 

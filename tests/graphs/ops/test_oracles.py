@@ -8,7 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from npucompile.graphs import ops
-from npucompile.models.gated_attention import rotated_order
+from npucompile.models.attention import rotated_order
 
 DTYPES = [torch.float32, torch.bfloat16]
 

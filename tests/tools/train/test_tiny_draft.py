@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import tiny
 
-from npucompile.models import qwen3_5
+from npucompile.models import hybrid, qwen3_5
 from npucompile.tools.train import tiny_draft, tiny_model
 
 ROWS, LENGTH = 2, 24
@@ -12,7 +12,7 @@ ROWS, LENGTH = 2, 24
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
+    cfg = qwen3_5.read_config({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
     return cfg, tiny_model.initial_params(cfg, 3)
 
 
@@ -26,12 +26,12 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
     step = tiny_model.fresh_step(cfg, 1, LENGTH + 4)
     inputs = {**step.inputs, "query_lens": torch.tensor([base + 1], dtype=torch.int32)}
     ids = text.to(torch.int32)
-    hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**inputs, "tokens": ids[None, : base + 1]})
-    fused, state = qwen3_5.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
+    hidden, state, _ = hybrid.forward(cfg, params, step.state, {**inputs, "tokens": ids[None, : base + 1]})
+    fused, state = hybrid.extend_draft_cache(cfg, params, state, {**inputs, "tokens": ids[None, 1 : base + 2]}, hidden, first=True)
     one_token = {**step.inputs, "query_lens": torch.ones(1, dtype=torch.int32)}
     last = {**one_token, "num_computed_tokens": torch.tensor([base], dtype=torch.int32), "tokens": ids[None, base + 1 : base + 2]}
-    ahead = qwen3_5.draft(cfg, params, state, last, {name: rows[-1:] for name, rows in fused.items()})
-    logits = [qwen3_5.head(cfg, params, ahead)[0]]
+    ahead = hybrid.draft(cfg, params, state, last, {name: rows[-1:] for name, rows in fused.items()})
+    logits = [hybrid.head(cfg, params, ahead)[0]]
     for j in range(tiny_draft.DEPTH - 1):
         token = int(logits[-1].argmax()) if own_tokens else int(text[base + 2 + j])
         inputs = {
@@ -39,9 +39,9 @@ def drafts_of_one_position(cfg, params, text, base, own_tokens):
             "tokens": torch.tensor([[token]], dtype=torch.int32),
             "num_computed_tokens": torch.tensor([base + 1 + j], dtype=torch.int32),
         }
-        fused, state = qwen3_5.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
-        ahead = qwen3_5.draft(cfg, params, state, inputs, fused)
-        logits.append(qwen3_5.head(cfg, params, ahead)[0])
+        fused, state = hybrid.extend_draft_cache(cfg, params, state, inputs, ahead, first=False)
+        ahead = hybrid.draft(cfg, params, state, inputs, fused)
+        logits.append(hybrid.head(cfg, params, ahead)[0])
     return logits
 
 
@@ -62,8 +62,8 @@ def test_continuations_are_greedy_in_the_parallel_logits(model, texts):
     cfg, params = model
     longer = tiny_draft.continue_texts(cfg, params, texts[:, :8], 8, 0.0, torch.Generator())
     step = tiny_model.fresh_step(cfg, ROWS, 15)
-    hidden, _, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": longer[:, :-1].to(torch.int32)})
-    best = qwen3_5.head(cfg, params, hidden).view(ROWS, 15, -1).argmax(-1)
+    hidden, _, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": longer[:, :-1].to(torch.int32)})
+    best = hybrid.head(cfg, params, hidden).view(ROWS, 15, -1).argmax(-1)
     assert torch.equal(longer[:, :8], texts[:, :8])
     assert torch.equal(longer[:, 8:], best[:, 7:])
 

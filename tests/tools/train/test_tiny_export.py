@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from npucompile.graphs import tree
-from npucompile.models import qwen3_5
+from npucompile.models import hybrid, qwen3_5
 from npucompile.tools.train import tiny_export, tiny_model, tiny_tokenizer
 
 
@@ -16,7 +16,7 @@ def exported(tmp_path_factory):
     directory = tmp_path_factory.mktemp("export")
     tokenizer = tiny_tokenizer.train_tokenizer(["in the beginning was the word"], vocab_size=280)
     config = tiny_model.hf_config(tiny_tokenizer.eos_id(tokenizer))
-    cfg = qwen3_5.Config.from_hf(config)
+    cfg = qwen3_5.read_config(config)
     params = tiny_model.initial_params(cfg, 0)
     tiny_export.export(cfg, config, params, tokenizer, directory)
     return cfg, params, directory
@@ -25,7 +25,7 @@ def exported(tmp_path_factory):
 def test_tensors_join_back_to_the_parameters(exported):
     cfg, params, directory = exported
     tensors = load_file(directory / "model.safetensors")
-    for (path, declared), (_, value) in zip(tree.flatten(qwen3_5.abstract_params(cfg, torch.bfloat16)), tree.flatten(params), strict=True):
+    for (path, declared), (_, value) in zip(tree.flatten(hybrid.abstract_params(cfg, torch.bfloat16)), tree.flatten(params), strict=True):
         parts = [tensors.pop(name) for name in declared.source.names]
         assert [tuple(part.shape) for part in parts] == list(declared.source.shapes), path
         assert torch.equal(declared.source.join(*parts).view(value.shape), value.to(torch.bfloat16)), path

@@ -7,18 +7,18 @@ import torch
 from support import tiny
 
 from npucompile.graphs import tree
-from npucompile.models import qwen3_5
+from npucompile.models import hybrid, qwen3_5
 from npucompile.tools.train import tiny_model
 
 
 @pytest.fixture(scope="module")
-def cfg() -> qwen3_5.Config:
-    return qwen3_5.Config.from_hf({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
+def cfg() -> hybrid.Config:
+    return qwen3_5.read_config({**tiny_model.hf_config(39), **tiny.TRAINING_SIZES})
 
 
 def test_the_bundled_sizes() -> None:
-    cfg = qwen3_5.Config.from_hf(tiny_model.hf_config(2045))
-    leaves = tree.flatten(qwen3_5.abstract_params(cfg, torch.bfloat16))
+    cfg = qwen3_5.read_config(tiny_model.hf_config(2045))
+    leaves = tree.flatten(hybrid.abstract_params(cfg, torch.bfloat16))
     assert set(cfg.layer_types) == {"linear_attention", "full_attention"}
     assert cfg.num_experts
     assert cfg.mtp_num_hidden_layers == 1
@@ -26,7 +26,7 @@ def test_the_bundled_sizes() -> None:
     assert sum(p.aval.nbytes for _, p in leaves) <= 12e6
 
 
-def test_initial_decay_lies_where_it_says(cfg: qwen3_5.Config) -> None:
+def test_initial_decay_lies_where_it_says(cfg: hybrid.Config) -> None:
     for path, value in tree.flatten(tiny_model.initial_params(cfg, 0)):
         assert torch.isfinite(value).all(), path
         if path.endswith("a_log"):
@@ -44,19 +44,19 @@ def test_balance_is_one_when_even_and_grows_when_not() -> None:
     assert tiny_model.balance_loss([even, lopsided], 1).item() == pytest.approx(2.5, abs=1e-3)
 
 
-def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: qwen3_5.Config) -> None:
+def test_joint_losses_reach_every_parameter_and_equal_plain_cross_entropy(cfg: hybrid.Config) -> None:
     params = tiny_model.initial_params(cfg, 1)
     leaves = [value.requires_grad_() for _, value in tree.flatten(params)]
     windows = torch.randint(0, 40, (2, 18), generator=torch.Generator().manual_seed(2))
     losses = tiny_model.joint_losses(cfg, params, windows, True)
     step = tiny_model.fresh_step(cfg, 2, 16)
     with torch.no_grad():
-        hidden, state, _ = qwen3_5.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
-        main = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, hidden), windows[:, 1:-1].flatten())
+        hidden, state, _ = hybrid.forward(cfg, params, step.state, {**step.inputs, "tokens": windows[:, :-2].int()})
+        main = torch.nn.functional.cross_entropy(hybrid.head(cfg, params, hidden), windows[:, 1:-1].flatten())
         shifted = {**step.inputs, "tokens": windows[:, 1:-1].int()}
-        fused, state = qwen3_5.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
-        drafted = qwen3_5.draft(cfg, params, state, shifted, fused)
-        draft = torch.nn.functional.cross_entropy(qwen3_5.head(cfg, params, drafted), windows[:, 2:].flatten())
+        fused, state = hybrid.extend_draft_cache(cfg, params, state, shifted, hidden, first=True)
+        drafted = hybrid.draft(cfg, params, state, shifted, fused)
+        draft = torch.nn.functional.cross_entropy(hybrid.head(cfg, params, drafted), windows[:, 2:].flatten())
     assert losses.main.item() == pytest.approx(main.item(), abs=1e-5)
     assert losses.draft.item() == pytest.approx(draft.item(), abs=1e-5)
     grads = torch.autograd.grad(losses.main + losses.draft + losses.balance, leaves, allow_unused=True)

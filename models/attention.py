@@ -1,4 +1,4 @@
-"""The gated full-attention layer: parameters, paged key-value pools and functions."""
+"""Grouped-query attention with normalised heads, gated or not: parameters, paged key-value pools and functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
 from . import quant, sequence_parallel
 from .batch import Batch
-from .params import Param, Repeated, Source
+from .params import Param, Repeated, Source, norm_init
 from .variant import Variant
 
 
@@ -30,17 +30,22 @@ class AttentionSizes(Protocol):
     @property
     def rms_norm_eps(self) -> float: ...
     @property
+    def norm_offset(self) -> float: ...
+    @property
+    def attn_output_gate(self) -> bool: ...
+    @property
     def variant(self) -> Variant: ...
 
 
-def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Param]:
+def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
     The channels of a query or key head are in the order of `rotated_order`.
 
     Args:
-        joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates, its keys, its values. Else
-            `q`, by query head its query and its gate, for `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
+        joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates if it has any, its keys, its
+            values. Else `q`, by query head its query and its gate, for `attend`; and `kv`, by key-value head its keys and its values, for
+            `write_kv`.
     """
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
     order = rotated_order(D, cfg.rotary_dim)
@@ -50,7 +55,7 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool
 
     def norm(name: str) -> Param:
         source = Source((f"{prefix}{name}.weight",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))
-        return Param(Aval((D,), dtype), source, "zeros")
+        return Param(Aval((D,), dtype), source, norm_init(cfg.norm_offset))
 
     return {
         **{name: quantise(param) for name, param in matrices.items()},
@@ -73,55 +78,63 @@ def rotated_order(width: int, rotated: int) -> list[int]:
 
 def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    copies = cfg.variant.kv_repeat
+    copies, parts = cfg.variant.kv_repeat, _parts(cfg)
     per = H // (G * copies)
 
     def join(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        queries, gates = q.view(-1, per, 2, D, M).unbind(2)
+        queries, *gates = q.reshape(-1, per, parts, D, q.shape[-1]).unbind(2)
         heads = queries.shape[0]
-        k, v = (x.view(-1, D, M).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
-        return torch.cat([queries[:, :, order].flatten(1, 2), gates.flatten(1, 2), k[:, order], v], 1).reshape(-1, M)
+        k, v = (x.reshape(-1, D, x.shape[-1]).repeat_interleave(heads * D // x.shape[0], 0) for x in (k, v))
+        rows = [queries[:, :, order].flatten(1, 2), *(gate.flatten(1, 2) for gate in gates), k[:, order], v]
+        return torch.cat(rows, 1).flatten(0, 1)
 
     def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, gates, k, v = qkv.view(G * copies, -1, M).split([per * D, per * D, D, D], 1)
-        queries, gates = queries.view(-1, per, D, M)[:, :, inverse], gates.view(-1, per, D, M)
+        width = qkv.shape[-1]
+        queries, *gates, k, v = qkv.reshape(G * copies, -1, width).split([*[per * D] * parts, D, D], 1)
+        heads = [queries.reshape(-1, per, D, width)[:, :, inverse], *(gate.reshape(-1, per, D, width) for gate in gates)]
         k, v = k[::copies][:, inverse], v[::copies]
-        return torch.stack([queries, gates], 2).reshape(-1, M), k.reshape(-1, M), v.reshape(-1, M)
+        return torch.stack(heads, 2).reshape(-1, width), k.reshape(-1, width), v.reshape(-1, width)
 
     names = tuple(f"{prefix}{name}_proj.weight" for name in "qkv")
     heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
-    source = Source(names, ((2 * H * D, M), (G * D, M), (G * D, M)), join, split, (("kv_heads", None), (heads, None), (heads, None)))
-    return {"qkv": Param(Aval((G * copies * (2 * per + 2) * D, M), dtype, ("kv_heads", None)), source)}
+    source = Source(names, ((parts * H * D, M), (G * D, M), (G * D, M)), join, split, (("kv_heads", None), (heads, None), (heads, None)))
+    return {"qkv": Param(Aval((G * copies * (parts * per + 2) * D, M), dtype, ("kv_heads", None)), source)}
 
 
 def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
     M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    copies = cfg.variant.kv_repeat
+    copies, parts = cfg.variant.kv_repeat, _parts(cfg)
 
-    def join_q(q: torch.Tensor) -> torch.Tensor:
-        queries, gates = q.view(-1, 2, D, M).unbind(1)
-        return torch.stack([queries[:, order], gates], 1).reshape(-1, M)
-
-    def split_q(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, gates = q.view(H, 2, D, M).unbind(1)
-        return (torch.stack([queries[:, inverse], gates], 1).reshape(-1, M),)
+    def reordered(q: torch.Tensor, order: list[int]) -> torch.Tensor:
+        queries, *gates = q.reshape(-1, parts, D, q.shape[-1]).unbind(1)
+        return torch.stack([queries[:, order], *gates], 1).reshape(q.shape)
 
     def join_kv(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads = torch.stack([k.view(-1, D, M)[:, order], v.view(-1, D, M)], 1)
-        return heads.repeat_interleave(copies, 0).reshape(-1, M)
+        width = k.shape[-1]
+        heads = torch.stack([k.reshape(-1, D, width)[:, order], v.reshape(-1, D, width)], 1)
+        return heads.repeat_interleave(copies, 0).reshape(-1, width)
 
     def split_kv(kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        k, v = kv.view(G, copies, 2, D, M)[:, 0].unbind(1)
-        return k[:, inverse].reshape(G * D, M), v.reshape(G * D, M)
+        width = kv.shape[-1]
+        k, v = kv.reshape(G, copies, 2, D, width)[:, 0].unbind(1)
+        return k[:, inverse].reshape(G * D, width), v.reshape(G * D, width)
 
-    q = Source((prefix + "q_proj.weight",), ((2 * H * D, M),), join_q, split_q, (("q_heads", None),))
+    wide = (parts * H * D, M)
+    q = Source(
+        (prefix + "q_proj.weight",), (wide,), lambda q: reordered(q, order), lambda q: (reordered(q, inverse),), (("q_heads", None),)
+    )
     # Ranks that share a head read it whole.
     heads = ("kv_heads" if copies == 1 else None, None)
     kv = Source((prefix + "k_proj.weight", prefix + "v_proj.weight"), ((G * D, M),) * 2, join_kv, split_kv, (heads,) * 2)
     return {
-        "q": Param(Aval((2 * H * D, M), dtype, ("q_heads", None)), q),
+        "q": Param(Aval(wide, dtype, ("q_heads", None)), q),
         "kv": Param(Aval((2 * G * copies * D, M), dtype, ("kv_heads", None)), kv),
     }
+
+
+def _parts(cfg: AttentionSizes) -> int:
+    """Vectors of D channels that the query projection has for each head: a query, and its gate where outputs are gated."""
+    return 2 if cfg.attn_output_gate else 1
 
 
 def state(cfg: AttentionSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
@@ -132,7 +145,7 @@ def state(cfg: AttentionSizes, limits: Limits, dtype: torch.dtype) -> dict[str, 
 
 
 def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
-    """Attention whose output is gated, head by head, by a sigmoid of its own projection (arXiv:2505.06708).
+    """Attention; with `attn_output_gate` its output is multiplied by a sigmoid of its own projection (arXiv:2505.06708).
 
     Args:
         x: [T, M] normalised input, padding rows included, laid out as the residual stream (sequence_parallel.py).
@@ -141,11 +154,12 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
     x = sequence_parallel.whole(x, batch.size * batch.q_len)
-    G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
+    G, D, parts = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim, _parts(cfg)
     per = cfg.num_attention_heads // G
-    q, gate, k, v = quant.linear(x, weights["qkv"]).view(-1, G, (2 * per + 2) * D).split([per * D, per * D, D, D], -1)
+    projected = quant.linear(x, weights["qkv"]).view(-1, G, (parts * per + 2) * D)
+    q, *gate, k, v = projected.split([*[per * D] * parts, D, D], -1)
     state = _write(cfg, weights, state, batch, k, v)
-    return _attend(cfg, weights, state, batch, q.unflatten(-1, (per, D)), gate), state
+    return _attend(cfg, weights, state, batch, q.unflatten(-1, (per, D)), *gate), state
 
 
 def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> Tree:
@@ -171,28 +185,31 @@ def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: tor
         [T, M], laid out as the residual stream.
     """
     H, D = cfg.num_attention_heads, cfg.head_dim
-    q, gate = quant.linear(x, weights["q"]).view(-1, H, 2 * D).split(D, -1)
-    return _attend(cfg, weights, state, batch, q, gate)
+    q, *gate = quant.linear(x, weights["q"]).view(-1, H, _parts(cfg) * D).split(D, -1)
+    return _attend(cfg, weights, state, batch, q, *gate)
 
 
 def _write(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
     """Writes keys before norm and rotation, and values, each [T, G, D]."""
-    k = ops.rope(_head_norm(k, weights["k_norm"], cfg.rms_norm_eps), batch.cos, batch.sin)
+    k = ops.rope(_head_norm(cfg, k, weights["k_norm"]), batch.cos, batch.sin)
     slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
     k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
     return {"k": k_cache, "v": v_cache}
 
 
-def _attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Attention of queries before norm and rotation [T, ..., D], gated by [T, ...]; both hold the heads in order."""
+def _attend(
+    cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, q: torch.Tensor, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of queries before norm and rotation [T, ..., D], gated by [T, ...] if at all; both hold the heads in order."""
     H, D = cfg.num_attention_heads, cfg.head_dim
-    q = ops.rope(_head_norm(q, weights["q_norm"], cfg.rms_norm_eps).view(-1, H, D), batch.cos, batch.sin)
+    q = ops.rope(_head_norm(cfg, q, weights["q_norm"]).view(-1, H, D), batch.cos, batch.sin)
     q = q.view(batch.size, batch.q_len, H, D)
     out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
-    return sequence_parallel.project(out.view(-1, H * D) * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
+    out = out.view(-1, H * D)
+    return sequence_parallel.project(out if gate is None else out * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"])
 
 
-def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of each head of x [..., D], zero-centred weight [D]."""
-    normed: torch.Tensor = ops.rms_norm(x, weight, eps, 1.0)
+def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMS norm of each head of x [..., D], weight [D]."""
+    normed: torch.Tensor = ops.rms_norm(x, weight, cfg.rms_norm_eps, cfg.norm_offset)
     return normed

@@ -1,4 +1,4 @@
-"""models/gated_attention.py: one layer equals transformers' module, over pages in any order among poisoned ones."""
+"""models/attention.py: one layer equals transformers' module, over pages in any order among poisoned ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 from support import oracle
 
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules
-from npucompile.models import gated_attention
+from npucompile.models import attention
 from npucompile.models.batch import Batch
 from npucompile.models.slices import Shard, sliced_axes, source_region
 from npucompile.models.variant import Variant
 
-CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-one-expert"]
+CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-one-expert", "next", "plain", "plain-tied", "plain-moe-raw"]
+
+
+def full_layer(config):
+    """Index of a layer with attention."""
+    return config.layer_types.index("full_attention") if "full_attention" in config.layer_types else 1
 
 
 def reference(random, layer, x):
@@ -29,7 +34,7 @@ def run(random, layer, state, bucket, rows, x):
     """Our function over a step: [B, Q, M] -> [B, Q, M] and the new state."""
     config = random.model.config
     batch = Batch.of(oracle.inputs(bucket, rows), config.rotary)
-    out, state = gated_attention.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
+    out, state = attention.apply(config, random.weights["layers"][layer]["mixer"], state, batch, x.flatten(0, 1))
     return out.view(x.shape), state
 
 
@@ -37,11 +42,11 @@ def run(random, layer, state, bucket, rows, x):
 @torch.no_grad()
 def test_a_prompt_then_single_tokens_equal_the_module(name):
     random, config = oracle.case(name), oracle.case(name).model.config
-    layer = config.layer_types.index("full_attention")
+    layer = full_layer(config)
     x = torch.randn(2, 25, config.hidden_size, generator=torch.Generator().manual_seed(1))
     query_lens, pages = [20, 11], [[9, 2, 30, 4], [5, 12, 1, 40]]
     want = [reference(random, layer, row) for row in x]
-    state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
+    state = oracle.poisoned(attention.state(config, oracle.LIMITS, torch.float32))
     fed = torch.full((3, 24, config.hidden_size), float("nan"))
     for b in range(2):
         fed[b, : query_lens[b]] = x[b, : query_lens[b]]
@@ -64,14 +69,14 @@ def test_a_prompt_then_single_tokens_equal_the_module(name):
 def test_the_last_tokens_of_each_row_may_attend_alone(name):
     """Their outputs are those of all tokens together, and attending writes nothing."""
     random, config = oracle.case(name), oracle.case(name).model.config
-    layer = config.layer_types.index("full_attention")
-    declared = gated_attention.params(config, torch.float32, f"model.layers.{layer}.self_attn.", joined=False)
+    layer = full_layer(config)
+    declared = attention.params(config, torch.float32, f"model.layers.{layer}.self_attn.", joined=False)
     tensors = random.theirs.state_dict()
     weights = {name: param.source.join(*(tensors[source] for source in param.source.names)) for name, param in declared.items()}
     x = torch.randn(2, 20, config.hidden_size, generator=torch.Generator().manual_seed(3))
     query_lens, pages, last = [20, 11], [[9, 2, 30], [5, 12, 1]], 2
     want = [reference(random, layer, row) for row in x]
-    state = oracle.poisoned(gated_attention.state(config, oracle.LIMITS, torch.float32))
+    state = oracle.poisoned(attention.state(config, oracle.LIMITS, torch.float32))
     fed, few = (torch.full((3, width, config.hidden_size), float("nan")) for width in (24, last))
     for b, length in enumerate(query_lens):
         fed[b, :length], few[b] = x[b, :length], x[b, length - last : length]
@@ -81,9 +86,9 @@ def test_the_last_tokens_of_each_row_may_attend_alone(name):
         Batch.of(oracle.inputs(bucket, own), config.rotary)
         for bucket, own in ((Bucket("prefill", 3, 24), rows), (Bucket("prefill", 3, last), ends))
     )
-    state = gated_attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
+    state = attention.write_kv(config, weights, state, whole, fed.flatten(0, 1))
     copies = {pool: values.clone() for pool, values in state.items()}
-    out = gated_attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
+    out = attention.attend(config, weights, state, end, few.flatten(0, 1)).view(few.shape)
     for b, length in enumerate(query_lens):
         torch.testing.assert_close(out[b], want[b][length - last : length], atol=1e-5, rtol=1e-5)
     for pool, values in copies.items():
@@ -96,7 +101,7 @@ def test_a_sequence_may_fill_its_pages_to_the_last_token():
     random = oracle.case("dense")
     config, limits = random.model.config, Limits(page_size=8, num_pages=4, num_slots=2, max_model_len=24)
     x = torch.randn(1, 24, config.hidden_size, generator=torch.Generator().manual_seed(2))
-    state = oracle.poisoned(gated_attention.state(config, limits, torch.float32))
+    state = oracle.poisoned(attention.state(config, limits, torch.float32))
     want = reference(random, 3, x[0])
     for start, count in ((0, 16), (16, 8)):
         bucket = Bucket("prefill", 1, 16)
@@ -104,7 +109,7 @@ def test_a_sequence_may_fill_its_pages_to_the_last_token():
         fed[0, :count] = x[0, start : start + count]
         inputs = oracle.inputs(bucket, [oracle.Row([1] * count, start, [3, 1, 2])], limits)
         batch = Batch.of(inputs, config.rotary)
-        out, state = gated_attention.apply(config, random.weights["layers"][3]["mixer"], state, batch, fed[0])
+        out, state = attention.apply(config, random.weights["layers"][3]["mixer"], state, batch, fed[0])
         torch.testing.assert_close(out[:count], want[start : start + count], atol=1e-5, rtol=1e-5)
 
 
@@ -114,8 +119,8 @@ def test_rows_of_the_joined_matrix_lie_by_key_head(copies):
     config = oracle.case("moe").model.config
     config = replace(config, variant=Variant(kv_repeat=copies))
     G, D, M, per = 2 * copies, 16, 44, config.num_attention_heads // 2 // copies
-    order = gated_attention.rotated_order(D, config.rotary_dim)
-    param = gated_attention.params(config, torch.float32, "at.")["qkv"]
+    order = attention.rotated_order(D, config.rotary_dim)
+    param = attention.params(config, torch.float32, "at.")["qkv"]
     tensors = [torch.randn(shape) for shape in param.source.shapes]
     joined = param.source.join(*tensors)
     first = joined.view(G, -1, M)[copies]
@@ -134,6 +139,6 @@ def test_rows_of_the_joined_matrix_lie_by_key_head(copies):
 
 @pytest.mark.parametrize(("width", "rotated"), [(16, 4), (16, 16), (10, 6)])
 def test_the_order_of_channels_keeps_pairs_half_a_head_apart(width, rotated):
-    order = gated_attention.rotated_order(width, rotated)
+    order = attention.rotated_order(width, rotated)
     assert sorted(order) == list(range(width))
     assert [(order[i], order[i + width // 2]) for i in range(rotated // 2)] == [(i, i + rotated // 2) for i in range(rotated // 2)]

@@ -1,0 +1,116 @@
+"""The skeleton of decoder-only models: embedding, layers that each add a mixer and a feed-forward block, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..graphs import ops
+from ..graphs.ir.block import block
+from ..graphs.types import Aval, Tree
+from . import feed_forward, sequence_parallel
+from .batch import Batch
+from .family import Intermediates
+from .params import Param, Source, norm
+
+Mixer = Callable[[Any, Tree, Tree, Batch, torch.Tensor], tuple[torch.Tensor, Tree]]
+"""(cfg, weights, state, batch, x) -> the output before the residual add and the new state, as `attention.apply`."""
+
+
+class DecoderSizes(feed_forward.MoeSizes, Protocol):
+    """Fields of a model's configuration that the skeleton reads.
+
+    `norm_offset` is added to the weight of every norm: 1 where checkpoints hold zero-centred weights.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def norm_offset(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+def params(cfg: DecoderSizes, dtype: torch.dtype, layers: Sequence[Tree]) -> dict[str, Any]:
+    """Tree of Param of a model with these layers: `embed`, `layers`, `norm`, and `head` where it is not tied to `embed`."""
+    M, V = cfg.hidden_size, cfg.vocab_size
+    table = Aval((V, M), dtype, ("vocab", None))
+    tree: dict[str, Any] = {
+        "embed": Param(table, Source(("model.embed_tokens.weight",), ((V, M),)), "embedding"),
+        "layers": list(layers),
+        "norm": norm("model.norm", M, dtype, cfg.norm_offset),
+    }
+    return tree if cfg.tie_word_embeddings else {**tree, "head": Param(table, Source(("lm_head.weight",), ((V, M),)))}
+
+
+def layer_params(cfg: DecoderSizes, dtype: torch.dtype, prefix: str, mixer: Tree, mlp: Tree) -> dict[str, Tree]:
+    """Parameters of a layer: those of its two blocks, each behind a norm; `prefix` begins their names in a checkpoint."""
+    return {
+        "input_norm": norm(prefix + "input_layernorm", cfg.hidden_size, dtype, cfg.norm_offset),
+        "mixer": mixer,
+        "post_norm": norm(prefix + "post_attention_layernorm", cfg.hidden_size, dtype, cfg.norm_offset),
+        "mlp": mlp,
+    }
+
+
+def forward(
+    cfg: DecoderSizes, layers: Sequence[tuple[str, Mixer]], params: Tree, state: Tree, batch: Batch
+) -> tuple[torch.Tensor, Tree, Intermediates]:
+    """Runs all layers over one step.
+
+    Args:
+        layers: the kind of each layer, which names its body in graphs, and its mixer, a function of a module.
+        params: tree of which `embed`, `layers` and `norm` are read.
+        state: tree with the pools of each layer in `layers`; the rest passes through.
+
+    Returns:
+        hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
+        values, of which the features are the same hidden states.
+    """
+    stream = sequence_parallel.embed(batch.tokens, params["embed"])
+    norms = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
+    x = ops.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    pools, routers = [], []
+    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], norms, strict=True):
+        x, stream, pool, logits = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm)
+        pools.append(pool)
+        routers.extend(logits)
+    return x, {**state, "layers": pools}, Intermediates(x, routers)
+
+
+def _layer(
+    cfg: DecoderSizes, mixer: Mixer, layer: Tree, pool: Tree, batch: Batch, x: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Tree, list[torch.Tensor]]:
+    """One layer from its normalised input to the next layer's: each residual add is fused with the norm that follows it."""
+    mixed, pool = mixer(cfg, layer["mixer"], pool, batch, x)
+    x, stream, routers = after_mixer(cfg, layer, batch.size * batch.q_len, mixed, stream, next_norm)
+    return x, stream, pool, routers
+
+
+def after_mixer(
+    cfg: DecoderSizes, layer: Tree, tokens: int, mixed: torch.Tensor, stream: torch.Tensor, next_norm: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The rest of a layer: residual add and norm, feed-forward, residual add and the norm that follows the layer.
+
+    Args:
+        tokens: rows of the stream that are tokens.
+        mixed: [T, M] output of the mixer.
+        stream: [T, M] residual stream before it.
+
+    Returns:
+        the normalised stream, the stream, and router logits if the layer has a router.
+    """
+    x, stream = ops.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    x, routers = feed_forward.apply(cfg, layer["mlp"], x, tokens)
+    x, stream = ops.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, cfg.norm_offset)
+    return x, stream, routers
+
+
+def head(cfg: DecoderSizes, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
+    logits: torch.Tensor = ops.linear(hidden, params["embed"] if cfg.tie_word_embeddings else params["head"])
+    return logits

@@ -1,0 +1,268 @@
+"""Hybrid decoders of gated DeltaNet and gated attention layers, dense or MoE, with a multi-token-prediction head.
+
+Most layers are gated DeltaNet layers (a recurrent state), some are gated full-attention layers (paged keys and values). Families differ
+in their configuration files and in how their checkpoints order the rows of DeltaNet's projections. Rows of a parameter that belong on
+one device are adjacent: key-value rows by kv head, DeltaNet projections by key head, SwiGLU halves in a dimension of their own. A shard
+of the parameters is then the parameters of a smaller model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..graphs import ops
+from ..graphs.errors import ConfigError
+from ..graphs.types import Aval, Limits, Tree
+from . import attention, decoder, feed_forward, gated_deltanet, sequence_parallel
+from .batch import Batch
+from .config import Fields
+from .family import DraftHead, Intermediates
+from .params import Param, Source, norm
+from .rotary import Rotary, read_rotary
+from .routing import SOFTMAX, Routing
+from .variant import PLAIN, Variant
+
+DRAFT = "mtp"
+FULL, LINEAR = "full_attention", "linear_attention"
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "max_position_embeddings",
+)
+_MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a hybrid model; field names follow config.json.
+
+    With num_experts == 0 the model is dense and has an intermediate_size; otherwise it is MoE and has the moe_ and shared_ sizes.
+    `variant` is not in the file: it is how a deployment stores parameters and state.
+
+    Attributes:
+        norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
+        dense_layers: layers of an MoE model whose feed-forward is dense.
+        fused_projections: of `gated_deltanet.DeltaNetSizes`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    rotary: Rotary
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    mtp_num_hidden_layers: int = 0
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+    fused_projections: bool = False
+    variant: Variant = PLAIN
+
+    @property
+    def norm_offset(self) -> float:
+        """Norm weights are zero-centred, but for that of DeltaNet's gated norm."""
+        return 1.0
+
+    @property
+    def attn_output_gate(self) -> bool:
+        return True
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head."""
+        return self.rotary.dim
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (
+                self.num_attention_heads % (self.num_key_value_heads * self.variant.kv_repeat),
+                f"num_attention_heads must be a multiple of num_key_value_heads times their {self.variant.kv_repeat} copies",
+            ),
+            (self.head_dim % 2, "head_dim must be even"),
+            (self.linear_num_value_heads % self.linear_num_key_heads, "linear_num_value_heads: a multiple of linear_num_key_heads"),
+            (self.rotary.dim > self.head_dim, f"rotated are {self.rotary.dim} channels; legal are at most head_dim"),
+            (not self.layer_types or set(self.layer_types) - {FULL, LINEAR}, f"layer_types may hold {FULL!r} and {LINEAR!r}"),
+            (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
+            (bool(self.dense_layers) and not self.intermediate_size, "layers without experts need an intermediate_size"),
+            (self.mtp_num_hidden_layers not in (0, 1), "the number of multi-token-prediction layers must be 0 or 1"),
+        ]
+        for broken, rule in checks:
+            if broken:
+                raise ConfigError(f"{rule}; the configuration is {self}")
+
+
+def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
+    """Reads what the files of hybrid families have in common.
+
+    Args:
+        outer: the whole file, which may say whether embeddings are tied.
+        text: fields of the text model.
+        given: further fields of the configuration, which the family reads.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
+    dense = not experts or given.get("dense_layers")
+    required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
+    sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
+    rotary = read_rotary(text, sizes["head_dim"], partial=0.25)
+    sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
+    return Config(
+        layer_types=_layer_types(text),
+        rotary=rotary,
+        rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
+        tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
+        num_experts=experts,
+        **sizes,
+        **given,
+    )
+
+
+def _layer_types(text: Fields) -> tuple[str, ...]:
+    count = text.num_layers()
+    types = text.values.get("layer_types")
+    if types is None:
+        interval = text.get(int, "full_attention_interval", default=4, minimum=1)
+        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+    if not isinstance(types, (list, tuple)) or len(types) != count or not all(kind in (FULL, LINEAR) for kind in types):
+        raise ConfigError(f"{text.where}: layer_types is {types!r}; expected {count} of {FULL!r} and {LINEAR!r}")
+    return tuple(types)
+
+
+def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
+    """Tree of Param: shapes, dtypes, logical axes, initialisation and checkpoint sources.
+
+    Keys: those of `decoder.params`, and `mtp` (the draft head, where the model has one).
+    """
+    M = cfg.hidden_size
+    layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind, i in cfg.dense_layers) for i, kind in enumerate(cfg.layer_types)]
+    params = decoder.params(cfg, dtype, layers)
+    if cfg.mtp_num_hidden_layers:
+        params[DRAFT] = {
+            "norm_embedding": norm("mtp.pre_fc_norm_embedding", M, dtype, cfg.norm_offset),
+            "norm_hidden": norm("mtp.pre_fc_norm_hidden", M, dtype, cfg.norm_offset),
+            "fc": Param(Aval((M, 2 * M), dtype), Source(("mtp.fc.weight",), ((M, 2 * M),))),
+            "layer": _layer_params(_unquantised(cfg), dtype, "mtp.layers.0.", FULL, joined=False),
+            "norm": norm("mtp.norm", M, dtype, cfg.norm_offset),
+        }
+    return params
+
+
+def _unquantised(cfg: Config) -> Config:
+    """The configuration of the draft head's layer, which no published recipe quantises."""
+    grouped = cfg.variant.experts != PLAIN.experts
+    return replace(cfg, variant=replace(cfg.variant, attention="plain", experts="grouped" if grouped else "plain"))
+
+
+def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str, dense: bool = False, *, joined: bool = True) -> dict[str, Tree]:
+    if kind == FULL:
+        mixer = attention.params(cfg, dtype, prefix + "self_attn.", joined=joined)
+    else:
+        mixer = gated_deltanet.params(cfg, dtype, prefix + "linear_attn.")
+    mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=dense)
+    return decoder.layer_params(cfg, dtype, prefix, mixer, mlp)
+
+
+def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
+    """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its one full-attention layer (`mtp`)."""
+    mixers = [(attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
+    state: dict[str, Any] = {"layers": [mixer.state(cfg, limits, dtype) for mixer in mixers]}
+    if cfg.mtp_num_hidden_layers:
+        state[DRAFT] = attention.state(cfg, limits, dtype)
+    return state
+
+
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
+    """Runs all layers over one step; results are those of `decoder.forward`.
+
+    Args:
+        params: tree of `abstract_params`; `head` and `mtp` are not read.
+        state: tree of `abstract_state`; `mtp` passes through.
+        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
+    """
+    return decoder.forward(cfg, _layers(cfg), params, state, Batch.of(inputs, cfg.rotary))
+
+
+def _layers(cfg: Config) -> Sequence[tuple[str, decoder.Mixer]]:
+    return [(kind, attention.apply if kind == FULL else gated_deltanet.apply) for kind in cfg.layer_types]
+
+
+def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
+    return decoder.head(cfg, params, hidden)
+
+
+def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
+    """Writes the multi-token-prediction head's keys and values, from the hidden state of token i and the id of token i+1.
+
+    Args:
+        params: tree of `abstract_params` with `embed` and `mtp`.
+        state: tree of `abstract_state` with `mtp`.
+        inputs: as for forward, `tokens` shifted left by one: entry (b, t) is the token after that of row (b, t) of `hidden`.
+        hidden: [T, M], laid out as the residual stream: from `forward`, or from `draft`.
+        first: whether it is from `forward`; this head treats both alike.
+
+    Returns:
+        what `draft` continues from, all of it on every device: the head's residual stream `stream` and its layer's normalised input
+        `normed`, each [T, M]; and the new state.
+    """
+    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, cfg.norm_offset)
+    hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, cfg.norm_offset)
+    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
+    x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    pool = attention.write_kv(_unquantised(cfg), mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
+
+
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
+    """Runs the multi-token-prediction head's layer over tokens that are in its cache already.
+
+    Args:
+        params, state: as for `extend_draft_cache`.
+        inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
+        rows: their rows of what `extend_draft_cache` returned.
+
+    Returns:
+        hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
+    """
+    batch = Batch.of(inputs, cfg.rotary)
+    cfg, mtp = _unquantised(cfg), params[DRAFT]
+    mixed = attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
+    return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
+
+
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
+"""The multi-token-prediction head, for `Family.draft_head`."""

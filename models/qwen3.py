@@ -1,0 +1,164 @@
+"""The Qwen3 models, dense and MoE: attention without a gate, and no draft head of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graphs.errors import ConfigError
+from ..graphs.types import Limits, Tree
+from . import attention, decoder, feed_forward
+from .batch import Batch
+from .config import Fields
+from .family import Family, Intermediates
+from .rotary import Rotary, read_rotary
+from .routing import SOFTMAX, Routing
+from .variant import PLAIN, Variant
+
+NAME = "qwen3"
+DENSE, MOE = "dense", "moe"
+
+_SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+_MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
+
+# Fields of config.json of which only these values are implemented.
+_LEGAL: dict[str, tuple[bool | str, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a Qwen3 model; field names follow its config.json.
+
+    With num_experts == 0 the model is dense. `variant` is not in the file: it is how a deployment stores parameters and state.
+
+    Attributes:
+        layer_types: the feed-forward of each layer, "dense" or "moe".
+        norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_types: tuple[str, ...]
+    rotary: Rotary
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    variant: Variant = PLAIN
+
+    @property
+    def norm_offset(self) -> float:
+        return 0.0
+
+    @property
+    def attn_output_gate(self) -> bool:
+        return False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head."""
+        return self.rotary.dim
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
+
+    @property
+    def shared_expert_intermediate_size(self) -> int:
+        """No layer has a shared expert."""
+        return 0
+
+    def __post_init__(self) -> None:
+        heads = self.num_key_value_heads * self.variant.kv_repeat
+        checks = [
+            (self.num_attention_heads % self.num_key_value_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (self.num_attention_heads % heads, f"num_attention_heads must be a multiple of {heads} key-value heads, copies included"),
+            (self.head_dim % 2, "head_dim must be even"),
+            (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
+            (MOE in self.layer_types and not self.num_experts, "layers with experts need num_experts"),
+            (DENSE in self.layer_types and not self.intermediate_size, "layers without experts need an intermediate_size"),
+        ]
+        for broken, rule in checks:
+            if broken:
+                raise ConfigError(f"{rule}; the configuration is {self}")
+
+
+def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:
+    """Reads the fields of a Hugging Face config.json.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    fields = Fields(values, where)
+    for name, legal in _LEGAL.items():
+        fields.only(name, *legal)
+    experts = fields.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
+    dense = fields.dense_layers() if experts else tuple(range(fields.num_layers()))
+    required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
+    sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
+    rotary = read_rotary(fields, sizes["head_dim"])
+    sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
+    return Config(
+        layer_types=tuple(DENSE if i in dense else MOE for i in range(fields.num_layers())),
+        rotary=rotary,
+        rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
+        tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
+        num_experts=experts,
+        # Published files say true, and the default of transformers is false: a file must say which.
+        norm_topk_prob=fields.get(bool, "norm_topk_prob") if experts else True,
+        **sizes,
+    )
+
+
+def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
+    """Tree of Param; keys are those of `decoder.params`."""
+    layers = []
+    for i, kind in enumerate(cfg.layer_types):
+        prefix = f"model.layers.{i}."
+        mixer = attention.params(cfg, dtype, prefix + "self_attn.")
+        mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE)
+        layers.append(decoder.layer_params(cfg, dtype, prefix, mixer, mlp))
+    return decoder.params(cfg, dtype, layers)
+
+
+def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
+    """Tree of Aval: the pools of each layer."""
+    return {"layers": [attention.state(cfg, limits, dtype) for _ in cfg.layer_types]}
+
+
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
+    """Runs all layers over one step; results are those of `decoder.forward`.
+
+    Args:
+        params: tree of `abstract_params`; `head` is not read.
+        state: tree of `abstract_state`.
+        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
+    """
+    layers = [(kind, attention.apply) for kind in cfg.layer_types]
+    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
+
+
+def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
+    return decoder.head(cfg, params, hidden)
+
+
+FAMILY = Family(
+    name=NAME,
+    model_types=("qwen3", "qwen3_moe"),
+    read_config=read_config,
+    abstract_params=abstract_params,
+    abstract_state=abstract_state,
+    forward=forward,
+    head=head,
+)
