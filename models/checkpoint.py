@@ -226,18 +226,26 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
+    unread = tuple(name for recipe in recipes for name in recipe.param.source.unread)
+    unread = tuple(name for name in unread if not name.endswith(".") or not any(read.startswith(name) for read in used))
     complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
+    spare = [e.name for name, e in table.items() if name.startswith(complete) and name not in used and not _matches(name, unread)]
     legal = ", ".join(DTYPES)
     problems = (
         ("has a quantised dtype", [f"{e.name} ({e.dtype}; supported are {legal})" for _, e in pairs if e.dtype not in DTYPES]),
         ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
-        ("is not part of the model", [entry.name for name, entry in table.items() if name.startswith(complete) and name not in used]),
+        ("is not part of the model", spare),
     )
     for problem, names in problems:
         if names:
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a tensor is one of some names, or begins with one that ends in a dot."""
+    return any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns)
 
 
 def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:

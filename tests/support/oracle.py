@@ -75,7 +75,43 @@ def plain(layers: int, **sizes: Any) -> dict[str, Any]:
     }
 
 
+def latent(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
+    """Fields of the config.json of a model with latent attention; the first `dense` layers have no experts."""
+    return {
+        "model_type": "deepseek_v3",
+        "vocab_size": 97,
+        "hidden_size": 44,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": dense,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "intermediate_size": 52,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        **sizes,
+    }
+
+
 NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
+LATENT_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 # Odd sizes on purpose: head widths that are no powers of two, one or three value heads per key head, few experts.
@@ -101,6 +137,10 @@ CASES: dict[str, dict[str, Any]] = {
     "plain-moe": plain(3, num_experts=5, num_experts_per_tok=2),
     "plain-moe-raw": plain(2, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=True, num_key_value_heads=1),
     "plain-moe-some-dense": plain(5, num_experts=5, num_experts_per_tok=1, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "latent": latent(3),
+    "latent-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, n_shared_experts=2, routed_scaling_factor=1.0),
+    "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
+    "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
@@ -134,6 +174,9 @@ def draw(module: torch.nn.Module, seed: int) -> None:
         else:
             values = values * parameter.shape[-1] ** -0.5 * (0.6 if name == "lm_head.weight" else 1.0)
         parameter.copy_(values)
+    for name, buffer in module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 @dataclass(frozen=True)
