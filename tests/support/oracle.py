@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpLayer
 from npucompile.graphs import tree
 from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
-from npucompile.models import checkpoint, hybrid, registry, request_slots, step
+from npucompile.models import checkpoint, registry, request_slots, step
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -145,6 +145,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries"]
+"""Cases whose models have a draft head."""
 
 
 @torch.no_grad()
@@ -250,8 +252,38 @@ def bundled(name: str) -> Oracle:
     return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
-HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}
-"""Parts of transformers' draft head -> their names in a checkpoint."""
+@dataclass(frozen=True)
+class HeadNames:
+    """Where a family has its draft head.
+
+    Attributes:
+        field: of the configuration, the number of heads.
+        prefix: begins the names of its tensors.
+        parts: names of the parts of transformers' module there.
+    """
+
+    field: str
+    prefix: str
+    parts: dict[str, str]
+
+    def name(self, theirs: str) -> str:
+        """Name in a checkpoint of a tensor of transformers' module."""
+        part, _, rest = theirs.partition(".")
+        return self.prefix + ".".join(filter(None, (self.parts[part], rest)))
+
+    @staticmethod
+    def of(model: step.Model) -> HeadNames:
+        """In a family with latent attention it is one more layer."""
+        if not hasattr(model.config, "kv_lora_rank"):
+            parts = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
+            return HeadNames("mtp_num_hidden_layers", "mtp.", dict(zip(_PARTS, parts, strict=True)))
+        parts = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
+        return HeadNames(
+            "num_nextn_predict_layers", f"model.layers.{len(model.config.layer_types)}.", dict(zip(_PARTS, parts, strict=True))
+        )
+
+
+_PARTS = ("enorm", "hnorm", "eh_proj", "mtp_block", "post_norm")
 
 
 @functools.cache
@@ -262,13 +294,15 @@ def drafting(name: str) -> Oracle:
 
 def with_head(random: Oracle) -> Oracle:
     """The same model with a draft head, which is random where the model has none."""
-    model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
+    places = HeadNames.of(random.model)
+    model = replace(random.model, config=replace(random.model.config, **{places.field: 1}))
     backbone = type(random.theirs.model)
     modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
     layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
-    head = MtpLayer(random.theirs.config, layer, norm, model.config.layer_types.index(FULL)).eval()
-    names = {name: f"mtp.{HEAD[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in head.state_dict()}
-    params, weights = hybrid.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    kinds = model.config.layer_types
+    head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else len(kinds)).eval()
+    names = {name: places.name(name) for name in head.state_dict()}
+    params, weights = model.family.abstract_params(model.config, torch.float32)["mtp"], random.weights
     if "mtp" in weights:
         ours = split(params, weights["mtp"])
         head.load_state_dict({name: ours[called] for name, called in names.items()})
@@ -392,3 +426,56 @@ class Runner:
             done += len(part)
         assert done == len(ids), "the chunks cover the prompt"
         return logits[0, 0]
+
+
+class DraftRun:
+    """A model's draft head, as MtpLayer and as `DraftHead` on poisoned pools."""
+
+    def __init__(self, name: str) -> None:
+        self.random = drafting(name)
+        self.config, self.weights, self.theirs = self.random.model.config, self.random.weights, self.random.head
+        self.state = poisoned(self.random.model.family.abstract_state(self.config, LIMITS, torch.float32))
+
+    def reference(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """[n, M] of the draft layer over ids[i] beside hidden[i], at the positions of the ids: i + 1, as transformers counts."""
+        model, n = self.random.theirs.model, len(ids)
+        embeds = model.embed_tokens(torch.tensor([ids]))
+        positions = torch.arange(1, n + 1)[None]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        angles = model.rotary_emb(embeds, positions)
+        return self.theirs(embeds, hidden[None], angles, mask, positions, None)[0]
+
+    def run(self, bucket: Bucket, rows: list[Row], hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, Q, M] of our draft head for all rows of a bucket, which also extend its cache."""
+        read, head = inputs(bucket, rows), self.random.model.family.draft_head
+        fused, self.state = head.extend_cache(self.config, self.weights, self.state, read, hidden, first=bucket.q_len > 1)
+        return head.draft(self.config, self.weights, self.state, read, fused).view(bucket.batch, bucket.q_len, -1)
+
+    def check_recursion(self, tolerance: float) -> None:
+        """Two prompts in a padded prefill; then two draft steps, each fed the hidden state and the token of the one before."""
+        prompts = [self.random.prompt(12, 1), self.random.prompt(7, 2)]
+        hiddens = [self.random.theirs.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+        shifted = [[*ids[1:], 3 + i] for i, ids in enumerate(prompts)]
+        pages = [[4, 2], [9, 1]]
+        fed = torch.full((3, 12, self.config.hidden_size), float("nan"))
+        for b, hidden in enumerate(hiddens):
+            fed[b, : len(hidden)] = hidden
+        rows = [Row(ids, 0, pages[b]) for b, ids in enumerate(shifted)]
+        out = self.run(Bucket("prefill", 3, 12), rows, fed.flatten(0, 1))
+        expected = [self.reference(ids, hidden) for ids, hidden in zip(shifted, hiddens, strict=True)]
+        for b, want in enumerate(expected):
+            assert (out[b, : len(want)] - want).abs().max() < tolerance
+        for token in (11, 19):
+            last = torch.stack([*(want[-1] for want in expected), torch.full_like(fed[0, 0], float("nan"))])
+            rows = [Row([token + b], len(shifted[b]), pages[b]) for b in range(2)]
+            out = self.run(Bucket("decode", 3, 1), rows, last)
+            for b in range(2):
+                shifted[b], hiddens[b] = [*shifted[b], token + b], torch.cat([hiddens[b], expected[b][-1:]])
+                expected[b] = self.reference(shifted[b], hiddens[b])
+                assert (out[b, 0] - expected[b][-1]).abs().max() < tolerance
+
+    def check_sources(self) -> None:
+        """The parameters' sources are every tensor of transformers' module, under the checkpoint's names."""
+        places, params = HeadNames.of(self.random.model), self.random.model.family.abstract_params(self.config, torch.float32)["mtp"]
+        sizes = {name: shape for _, p in tree.flatten(params) for name, shape in zip(p.source.names, p.source.shapes, strict=True)}
+        assert sizes == {places.name(name): tuple(tensor.shape) for name, tensor in self.theirs.state_dict().items()}
