@@ -1,18 +1,25 @@
-"""models/presets.py: the sizes of the presets give the published parameter counts."""
+"""models/presets.py: the sizes of the presets give the parameters of transformers' models, and the published counts."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from npucompile.graphs import tree
 from npucompile.models import registry
-from npucompile.models.presets import BUNDLED, PRESETS
+from npucompile.models.presets import BUNDLED, PRESETS, SOURCES
 
-# Text parameters without the draft head, and the draft head's own: counted by transformers 5.23 on the meta device.
+# Published counts: text parameters without the draft head, and the draft head's own.
 COUNTS = {
+    "qwen3-32b": (32_762_123_264, 0),
+    "qwen3-30b-a3b": (30_532_122_624, 0),
+    "qwen3-235b-a22b": (235_093_634_560, 0),
+    "qwen3-coder-480b-a35b": (480_154_875_392, 0),
+    "qwen3-next-80b-a3b": (79_674_391_296, 1_650_471_424),
     "qwen3.5-397b": (396_346_350_336, 6_595_568_128),
     "qwen3.5-27b": (26_895_998_464, 424_699_392),
     "qwen3.6-27b": (26_895_998_464, 424_699_392),
@@ -23,33 +30,45 @@ def count(params) -> int:
     return sum(math.prod(param.aval.shape) for _, param in tree.flatten(params))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", COUNTS)
 def test_parameter_counts_are_the_published_ones(name):
     model = registry.find(name).model
     params = dict(model.family.abstract_params(model.config, torch.bfloat16))
-    draft = count(params.pop("mtp"))
-    assert (count(params), draft) == COUNTS[name]
+    draft = params.pop(model.family.draft_key, {})
+    assert (count(params), count(draft)) == COUNTS[name]
     assert count(model.params(torch.bfloat16)) == COUNTS[name][0]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_published_shape(name):
-    config = registry.find(name).model.config
-    full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    assert full == list(range(3, len(config.layer_types), 4))
-    assert (config.rotary.dim, config.rotary.theta, config.max_position_embeddings) == (64, 1e7, 262_144)
-    assert not config.tie_word_embeddings
+def text(name) -> dict[str, Any]:
+    """Fields for the class of the text model, which those of multimodal models have beside the class of the whole."""
+    values = {key: value for key, value in PRESETS[name].items() if key != "architectures"}
+    wrapped = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+    return {**values, "model_type": wrapped.get(values["model_type"], values["model_type"])}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_transformers_reads_the_same_sizes(name):
-    """The same fields through transformers' own configuration class give the same Config."""
-    from transformers.models.qwen3_5 import Qwen3_5TextConfig
-    from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
+def test_tensors_are_those_of_transformers(name):
+    """Of a model of four layers, by name and shape; and the same fields through their class give the same configuration."""
+    theirs = AutoConfig.for_model(**text(name))
+    assert registry.from_config(name, theirs.to_dict() | mtp(name)) == registry.find(name).model
+    few = {**text(name), "num_hidden_layers": min(4, theirs.num_hidden_layers)}
+    with torch.device("meta"):
+        want = {key: tuple(t.shape) for key, t in AutoModelForCausalLM.from_config(AutoConfig.for_model(**few)).state_dict().items()}
+    model = registry.from_config(name, few)
+    if model.config.tie_word_embeddings:
+        del want["lm_head.weight"]
+    leaves = [param.source for _, param in tree.flatten(model.params(torch.bfloat16))]
+    assert {key: shape for source in leaves for key, shape in zip(source.names, source.shapes, strict=True)} == want
 
-    values = {key: value for key, value in PRESETS[name].items() if key not in ("model_type", "architectures")}
-    theirs = (Qwen3_5MoeTextConfig if "num_experts" in values else Qwen3_5TextConfig)(**values).to_dict()
-    assert registry.from_config(name, theirs) == registry.find(name).model
+
+def mtp(name) -> dict[str, Any]:
+    """The fields of a draft head, which classes of transformers leave out."""
+    return {key: value for key, value in PRESETS[name].items() if key.startswith("mtp_")}
+
+
+def test_every_preset_says_where_it_was_read():
+    assert SOURCES.keys() == PRESETS.keys()
+    assert all(len(source) > 20 for source in SOURCES.values())
 
 
 def test_the_gate_of_qwen3_6_stays_what_transformers_computes():

@@ -206,7 +206,7 @@ def test_neither_type_nor_architecture_is_refused(classes):
 def test_families_do_not_claim_the_same_model_type():
     claimed = [model_type for family in registry.families() for model_type in family.model_types]
     assert len(claimed) == len(set(claimed))
-    assert [family.name for family in registry.families()] == ["qwen3_5"]
+    assert {"qwen3", "qwen3_5", "qwen3_next"} <= {family.name for family in registry.families()}
 
 
 NAMES = st.sampled_from(["full_attention", "linear_attention", "default", "silu"])

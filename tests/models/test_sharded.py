@@ -27,6 +27,7 @@ class Case:
         drafts: k.
         live: number of rows with a request, by group; the others are padding.
         against: variant of the parameters on one device.
+        model: name of one of the models of `fleets`; the small Qwen3.5 by default.
         collectives: those that experts of the decode step must use, in any order, and no others.
     """
 
@@ -39,10 +40,12 @@ class Case:
     drafts: int = 0
     live: tuple[int, ...] = ()
     steps: int = 4
+    model: str = "small"
     collectives: tuple[str, ...] = ()
 
 
 GROUPED = Variant(experts="grouped")
+IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
 W8, W4 = Variant.of("w8a8", grouped=True), Variant.of("w4a8", grouped=True)
 DISPATCH = ("moe_dispatch world", "moe_combine world")
 GATHER = ("all_gather_into_tensor world", "reduce_scatter_tensor world")
@@ -67,7 +70,7 @@ CASES: dict[str, Case] = {
     "experts dp=4": Case("dp=4", GROUPED, live=(2, 1, 0, 2), collectives=DISPATCH),
     "gathered dp=2,tp=2": Case("dp=2,tp=2", gathering(GROUPED), drafts=1, collectives=GATHER),
     "gathered, the head's dispatched": Case("dp=2,tp=2", gathering(GROUPED, 1), drafts=3, collectives=DISPATCH + GATHER),
-    "in parts": Case("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), drafts=1, collectives=DISPATCH),
+    "in parts": Case("dp=2,tp=2", IN_PARTS, drafts=1, collectives=DISPATCH),
     "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, collectives=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),
@@ -81,6 +84,21 @@ CASES: dict[str, Case] = {
     "w8a8 gathered": Case("dp=2,tp=2", gathering(W8), W8, drafts=1, collectives=GATHER),
     "w8a8 tp=4": Case("tp=4", repeated(W8), W8, collectives=DISPATCH),
     "w4a8 dp=2,tp=2": Case("dp=2,tp=2", W4, W4, collectives=DISPATCH),
+    "no gate tp=2": Case("tp=2", experts=False, model="plain"),
+    "no gate tp=4": Case("tp=4", repeated(PLAIN), experts=False, model="plain"),
+    "no gate dp=2": Case("dp=2", experts=False, model="plain", live=(2, 1)),
+    "no gate dp=2,tp=2": Case("dp=2,tp=2", experts=False, model="plain"),
+    "no shared expert tp=2": Case("tp=2", GROUPED, model="plain-moe", collectives=DISPATCH),
+    "no shared expert dp=2": Case("dp=2", GROUPED, model="plain-moe", collectives=DISPATCH),
+    "no shared expert dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="plain-moe", collectives=DISPATCH),
+    "no shared expert in parts": Case("dp=2,tp=2", IN_PARTS, model="plain-moe", collectives=DISPATCH),
+    "no shared expert gathered": Case("dp=2,tp=2", gathering(GROUPED), model="plain-moe", collectives=GATHER),
+    "no shared expert split tp=2": Case("tp=2", expert_parallel=False, model="plain-moe"),
+    "no shared expert split tp=4": Case("dp=2,tp=2", expert_parallel=False, model="plain-moe"),
+    "fused projections tp=2": Case("tp=2", GROUPED, model="next", drafts=2, collectives=DISPATCH),
+    "fused projections dp=2": Case("dp=2", GROUPED, model="next", drafts=1, collectives=DISPATCH),
+    "fused projections dp=2,tp=2": Case("dp=2,tp=2", GROUPED, model="next", drafts=3, collectives=DISPATCH),
+    "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
 }
 
 
@@ -99,8 +117,8 @@ def test_every_group_gives_what_one_device_gives(name: str) -> None:
     case = CASES[name]
     mesh = Mesh.parse(case.mesh)
     live = case.live or (case.batch,) * mesh.axis("dp")
-    fleet = fleets.Fleet(fleets.model(case.variant, experts=case.experts), mesh, case.expert_parallel, drafts=case.drafts)
-    one_device = fleets.model(case.against, experts=case.experts)
+    fleet = fleets.Fleet(fleets.model(case.variant, experts=case.experts, name=case.model), mesh, case.expert_parallel, drafts=case.drafts)
+    one_device = fleets.model(case.against, experts=case.experts, name=case.model)
     devices = [fleets.OneDevice(one_device, case.drafts) for _ in live]
     answers = fleets.answers(one_device, case.batch, live, 1 + case.steps * (case.drafts + 1))
     serving = fleets.Serving(case.batch, case.drafts, live)
@@ -141,7 +159,8 @@ def check_collectives(case: Case, partitioned: Partitioned) -> None:
     if partitioned.mesh.axis("dp") > 1:
         assert not {text for text in used if not text.endswith("tp")} - set(case.collectives), "nothing else crosses groups"
     drafting = ("extend_draft_cache", "draft", "extend_draft_cache_own")[: case.drafts + (case.drafts > 0)]
-    assert set(bodies(partitioned.graph)) == {"linear_attention", "full_attention", *drafting}, "each kind of layer is traced once"
+    kinds = set(fleets.model(experts=case.experts, name=case.model).config.layer_types)
+    assert set(bodies(partitioned.graph)) == {*kinds, *drafting}, "each kind of layer is traced once"
 
 
 def test_requests_of_groups_differ() -> None:

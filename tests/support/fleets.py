@@ -1,4 +1,4 @@
-"""A small Qwen3.5 with random weights and a draft head, run on one device and on all ranks of a mesh in this process."""
+"""Small models with random weights, hybrid ones with a draft head, run on one device and on all ranks of a mesh in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import hybrid, qwen3_5, request_slots, sharding_rules, step
+from npucompile.models import hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.rotary import Rotary
 from npucompile.models.variant import PLAIN, Variant
@@ -37,8 +37,15 @@ def limits(drafts: int) -> Limits:
 LIMITS = limits(0)
 
 
+PLAIN_MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"layer_types": (qwen3.DENSE,) * 2},
+    "plain-moe": {"layer_types": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
+}
+"""Models without recurrent layers or a draft head, by name."""
+
+
 @functools.cache
-def config(experts: bool = True) -> hybrid.Config:
+def config(experts: bool = True, fused_projections: bool = False) -> hybrid.Config:
     """Four layers, one of them full attention, and a draft head; sizes that four devices split, two key-value heads."""
     sizes: dict[str, Any] = MOE if experts else DENSE
     return hybrid.Config(
@@ -58,16 +65,44 @@ def config(experts: bool = True) -> hybrid.Config:
         max_position_embeddings=64,
         tie_word_embeddings=False,
         mtp_num_hidden_layers=1,
+        fused_projections=fused_projections,
         **sizes,
     )
 
 
 @functools.cache
-def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
+def plain_config(name: str) -> qwen3.Config:
+    """One of PLAIN_MODELS; the weights of its experts are not renormalised, and its embeddings are tied."""
+    return qwen3.Config(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        rotary=Rotary(8, 1e4),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        **DENSE,
+        **PLAIN_MODELS[name],
+    )
+
+
+def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
+    """A small model: of Qwen3.5 with or without experts, or "next" or one of PLAIN_MODELS."""
+    if name in PLAIN_MODELS:
+        return step.Model(name, qwen3.FAMILY, replace(plain_config(name), variant=variant))
+    family = qwen3_next.FAMILY if name == "next" else qwen3_5.FAMILY
+    return step.Model(name, family, replace(config(experts, name == "next"), variant=variant), drafting=drafts > 0)
+
+
+@functools.cache
+def tensors(experts: bool = True, name: str = "small") -> Mapping[str, torch.Tensor]:
     """A checkpoint in memory: tensors by the names of their sources."""
     checkpoint: dict[str, torch.Tensor] = {}
-    params = step.Model("small", qwen3_5.FAMILY, config(experts), drafting=True).params(F32)
-    head = {hybrid.DRAFT: params.pop(hybrid.DRAFT)}
+    params = replace(model(experts=experts, name=name), drafting=True).params(F32)
+    head = {hybrid.DRAFT: params.pop(hybrid.DRAFT)} if hybrid.DRAFT in params else {}
     for part, seed in ((params, 10), (head, 6)):
         generator = torch.Generator().manual_seed(seed)
         for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
@@ -77,13 +112,9 @@ def tensors(experts: bool = True) -> Mapping[str, torch.Tensor]:
     return checkpoint
 
 
-def model(variant: Variant = PLAIN, *, experts: bool = True, drafts: int = 0) -> step.Model:
-    return step.Model("small", qwen3_5.FAMILY, replace(config(experts), variant=variant), drafting=drafts > 0)
-
-
 def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
-    checkpoint = tensors(model.config.num_experts > 0)
+    checkpoint = tensors(model.config.num_experts > 0, model.name)
     return tree.map_leaves(lambda p: p.source.join(*(checkpoint[n] for n in p.source.names)).contiguous(), model.params(F32))
 
 

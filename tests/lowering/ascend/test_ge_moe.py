@@ -268,6 +268,11 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
         (draw(40, 16, dtype=BF16), choices(5, 3, 8), draw(5, 3), ints(*[0] * 5120), ints(*[0] * 8), X_BF16, ints(0), 8, "world", 4),
         ["MoeDistributeCombineV2", "Add"],
     ),
+    "moe_combine without shared": (
+        ops.moe_combine,
+        (draw(40, 16, dtype=BF16), choices(5, 3, 8), draw(5, 3), ints(*[0] * 5120), ints(*[0] * 8), X_BF16[:0], ints(0), 8, "world", 4),
+        ["MoeDistributeCombineV2"],
+    ),
     "moe_experts": (
         ops.moe_experts,
         (draw(5, 6, dtype=BF16), draw(5, 3), choices(5, 3, 9), draw(4, 2, 4, 6, dtype=BF16), draw(4, 6, 4, dtype=BF16)),
@@ -290,6 +295,7 @@ FUSED = {
     "grouped_experts_w4a8": ["GroupedMatmulSwigluQuantV2", "GroupedMatmul"],
     "moe_dispatch": ["MoeDistributeDispatchV2"],
     "moe_combine": ["MoeDistributeCombineV2"],
+    "moe_combine without shared": ["MoeDistributeCombineV2"],
 }
 
 

@@ -52,29 +52,49 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "variant", "experts", "drafts", "live", "newest"),
+    ("mesh", "variant", "model", "drafts", "live", "newest"),
     [
-        ("dp=2,tp=2", GROUPED, True, 1, (2, 2), False),
-        ("dp=2,tp=2", replace(GROUPED, most_dispatched=1), True, 1, (1, 0), False),
-        ("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), True, 1, (1, 2), False),
-        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 1, (2, 1), False),
-        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), False),
-        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), True, 0, (2, 1), True),
-        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), True, 0, (1, 2), True),
-        ("tp=2", PLAIN, False, 0, (2,), False),
-        ("tp=2", PLAIN, False, 3, (2,), False),
+        ("dp=2,tp=2", GROUPED, "small", 1, (2, 2), False),
+        ("dp=2,tp=2", replace(GROUPED, most_dispatched=1), "small", 1, (1, 0), False),
+        ("dp=2,tp=2", replace(GROUPED, most_dispatched=1, dispatches_in_parts=True), "small", 1, (1, 2), False),
+        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), "small", 1, (2, 1), False),
+        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), "small", 0, (1, 2), False),
+        ("dp=2,tp=2", Variant.of("w8a8", grouped=True), "small", 0, (2, 1), True),
+        ("dp=2,tp=2", Variant.of("w4a8", grouped=True), "small", 0, (1, 2), True),
+        ("tp=2", PLAIN, "dense", 0, (2,), False),
+        ("tp=2", PLAIN, "dense", 3, (2,), False),
+        ("tp=2", PLAIN, "plain", 0, (2,), False),
+        ("dp=2,tp=2", GROUPED, "plain-moe", 0, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "plain-moe", 0, (2, 1), True),
+        ("dp=2,tp=2", replace(GROUPED, most_dispatched=0), "plain-moe", 0, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
     ],
-    ids=["dispatched", "gathered", "in parts", "w8a8", "w4a8", "w8a8, newest", "w4a8, newest", "dense", "dense, three drafts"],
+    ids=[
+        "dispatched",
+        "gathered",
+        "in parts",
+        "w8a8",
+        "w4a8",
+        "w8a8, newest",
+        "w4a8, newest",
+        "dense",
+        "dense, three drafts",
+        "no gate",
+        "no shared expert",
+        "no shared expert, newest",
+        "no shared expert, gathered",
+        "fused projections",
+    ],
 )
 def test_every_rank_says_and_remembers_the_same(
-    mesh: str, variant: Variant, experts: bool, drafts: int, live: tuple[int, ...], newest: bool
+    mesh: str, variant: Variant, model: str, drafts: int, live: tuple[int, ...], newest: bool
 ) -> None:
     """Prompts of different lengths in each row and group, then decode steps that continue from any slot of the last step."""
-    where, model = Mesh.parse(mesh), fleets.model(variant, experts=experts)
+    where, small = Mesh.parse(mesh), fleets.model(variant, experts=model != "dense", name="small" if model == "dense" else model)
     forms = fleets.functional, lowered_for_the_newest if newest else lowered
-    eager, device = (fleets.Fleet(model, where, form=form, drafts=drafts) for form in forms)
+    eager, device = (fleets.Fleet(small, where, form=form, drafts=drafts) for form in forms)
     buffers = [[t.data_ptr() for t in own] for own in device.state]
-    answers, serving = fleets.answers(model, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
+    answers, serving = fleets.answers(small, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
     for n, (bucket, inputs) in enumerate(serving.steps(4)):
         if n > 1 and drafts:
             force(serving, (eager, device), answers)
