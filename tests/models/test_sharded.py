@@ -98,6 +98,11 @@ CASES: dict[str, Case] = {
     "fused projections tp=2": Case("tp=2", GROUPED, model="next", drafts=2, collectives=DISPATCH),
     "fused projections dp=2": Case("dp=2", GROUPED, model="next", drafts=1, collectives=DISPATCH),
     "fused projections dp=2,tp=2": Case("dp=2,tp=2", GROUPED, model="next", drafts=3, collectives=DISPATCH),
+    "latent tp=2": Case("tp=2", GROUPED, model="latent", collectives=DISPATCH, drafts=1),
+    "latent dp=2": Case("dp=2", GROUPED, model="latent", collectives=DISPATCH),
+    "latent dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="latent", drafts=3, collectives=DISPATCH),
+    "latent gathered": Case("dp=2,tp=2", gathering(GROUPED), model="latent", drafts=1, collectives=GATHER),
+    "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
 }
 
