@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,17 @@ _LEGAL: dict[str, tuple[bool | str, ...]] = {
 }
 
 
+class Mixer(Protocol):
+    """A module of functions like `latent_attention`: what a layer's attention is made of."""
+
+    def params(self, cfg: Any, dtype: torch.dtype, prefix: str, /) -> dict[str, Param]: ...
+    def state(self, cfg: Any, limits: Limits, dtype: torch.dtype, /) -> dict[str, Aval]: ...
+    def apply(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor, /) -> tuple[torch.Tensor, Tree]: ...
+    def compress(self, cfg: Any, weights: Tree, x: torch.Tensor, tokens: int, /) -> tuple[Tree, Tree]: ...
+    def write(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, entries: Tree, /) -> Tree: ...
+    def attend(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, rows: Tree, /) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes of a DeepSeek V3 model; field names follow its config.json, but for `num_experts`, there `n_routed_experts`.
@@ -82,6 +93,11 @@ class Config:
     routed_scaling_factor: float = 1.0
     num_nextn_predict_layers: int = 0
     variant: Variant = PLAIN
+
+    @property
+    def mixer(self) -> Mixer:
+        """The module of the layers' attention."""
+        return latent_attention
 
     @property
     def norm_offset(self) -> float:
@@ -174,7 +190,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 
 def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Tree]:
-    mixer = latent_attention.params(cfg, dtype, prefix + "self_attn.")
+    mixer = cfg.mixer.params(cfg, dtype, prefix + "self_attn.")
     mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE, shared="shared_experts", gated=False)
     return decoder.layer_params(cfg, dtype, prefix, mixer, mlp)
 
@@ -194,8 +210,8 @@ def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tre
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its layer (`mtp`)."""
-    state: dict[str, Any] = {"layers": [latent_attention.state(cfg, limits, dtype) for _ in cfg.layer_types]}
-    return {**state, DRAFT: latent_attention.state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
+    state: dict[str, Any] = {"layers": [cfg.mixer.state(cfg, limits, dtype) for _ in cfg.layer_types]}
+    return {**state, DRAFT: cfg.mixer.state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
 
 
 def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
@@ -206,7 +222,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         state: tree of `abstract_state`; `mtp` passes through.
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
-    layers = [(kind, latent_attention.apply) for kind in cfg.layer_types]
+    layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_types]
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
 
 
@@ -226,17 +242,17 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
         first: whether it is from `forward`; this head treats both alike.
 
     Returns:
-        what `draft` continues from, all of it on every device: the head's residual stream `stream` [T, M], and what its layer makes queries
-        of, `query`; and the new state.
+        what `draft` continues from, all of it on every device: the head's residual stream `stream` [T, M], and what its layer's attention
+        reads; and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
     token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 0.0)
     hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 0.0)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
     x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 0.0)
-    query, keys = latent_attention.compress(cfg, mtp["layer"]["mixer"], x, batch.size * batch.q_len)
-    pool = latent_attention.write(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, keys)
-    return {"stream": stream, "query": query}, {**state, DRAFT: pool}
+    rows, entries = cfg.mixer.compress(cfg, mtp["layer"]["mixer"], x, batch.size * batch.q_len)
+    pool = cfg.mixer.write(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, entries)
+    return {"stream": stream, **rows}, {**state, DRAFT: pool}
 
 
 def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
@@ -251,9 +267,12 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    mixed = latent_attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["query"])
+    mixed = cfg.mixer.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows)
     return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
 
+
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
+"""The draft head, for `Family.draft_head`."""
 
 FAMILY = Family(
     name=NAME,
@@ -263,5 +282,5 @@ FAMILY = Family(
     abstract_state=abstract_state,
     forward=forward,
     head=head,
-    draft_head=DraftHead(DRAFT, extend_draft_cache, draft, head),
+    draft_head=DRAFT_HEAD,
 )

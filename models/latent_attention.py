@@ -121,36 +121,43 @@ def apply(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.T
     Returns:
         the layer's output before the residual add, shaped and laid out like x, and the new state.
     """
-    query, keys = compress(cfg, weights, x, batch.size * batch.q_len)
-    state = write(cfg, weights, state, batch, keys)
-    return attend(cfg, weights, state, batch, query), state
+    rows, entries = compress(cfg, weights, x, batch.size * batch.q_len)
+    state = write(cfg, weights, state, batch, entries)
+    return attend(cfg, weights, state, batch, rows), state
 
 
-def compress(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries are made of, [T, q_lora_rank] normalised, or [T, M]; and latents beside rotary parts [T, L + R]: on every device.
+def compress(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
+    """What `attend` and `write` read of tokens x, whole on every device.
 
-    Each device compresses its own tokens of the stream, so that what is gathered is narrow.
+    The former is `query`, [T, q_lora_rank] normalised, or [T, M]; the latter `keys`, latents beside rotary parts [T, L + R]. Each device
+    compresses its own tokens of the stream, so that what is gathered is narrow.
     """
     down = sequence_parallel.whole(quant.linear(x, weights["down"]), tokens)
     if not cfg.q_lora_rank:
-        return sequence_parallel.whole(x, tokens), down
+        return {"query": sequence_parallel.whole(x, tokens)}, {"keys": down}
     query, keys = down.split([cfg.q_lora_rank, cfg.kv_lora_rank + cfg.qk_rope_head_dim], -1)
-    return ops.rms_norm(query, weights["q_norm"], NORM_EPS, 0.0), keys
+    return {"query": ops.rms_norm(query, weights["q_norm"], NORM_EPS, 0.0)}, {"keys": keys}
 
 
-def write(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, keys: torch.Tensor) -> Tree:
-    """The state with latents and rotary parts [T, L + R] of `compress` written to it."""
-    latent, rotary = keys.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
+def write(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, entries: Tree) -> Tree:
+    """The state with what `compress` made of tokens written to it."""
+    latent, rotary = entries["keys"].split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
     latent = ops.rms_norm(latent, weights["kv_norm"], NORM_EPS, 0.0)
     rotary = ops.rope(rotary[:, None], batch.cos, batch.sin)
-    slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["latent"].shape[1], batch.q_len)
-    latents, rotaries = ops.cache_write(state["latent"], state["rotary"], latent[:, None], rotary, slots)
+    latents, rotaries = ops.cache_write(state["latent"], state["rotary"], latent[:, None], rotary, slots(state, batch))
     return {**state, "latent": latents, "rotary": rotaries}
 
 
-def attend(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, query: torch.Tensor) -> torch.Tensor:
+def slots(state: Tree, batch: Batch) -> torch.Tensor:
+    """Where each token's entry lies in the pools, [T]."""
+    page_size = state["latent"].shape[1]
+    mapping: torch.Tensor = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, page_size, batch.q_len)
+    return mapping
+
+
+def attend(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
     """Attention of what `compress` made of queries over a state that holds their own keys already; [T, M], laid out as the stream."""
-    q, q_rope = queries(cfg, weights, batch, query)
+    q, q_rope = queries(cfg, weights, batch, rows["query"])
     out = ops.mla_attention(
         q, q_rope, state["latent"], state["rotary"], batch.page_table, batch.num_computed_tokens, batch.query_lens, scale(cfg)
     )

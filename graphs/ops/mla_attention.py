@@ -41,23 +41,27 @@ def mla_attention_reference(args: MlaAttention) -> Tensor:
         [B, Q, H, L], dtype of q: weighted sums of latents. Softmax in f32.
     """
     longest = int((args.num_computed_tokens + args.query_lens).max())
-    return _attend(args._replace(page_table=args.page_table[:, : max(1, -(-longest // args.cache.shape[1]))]))
+    return attend(args._replace(page_table=args.page_table[:, : max(1, -(-longest // args.cache.shape[1]))]))
 
 
 @mla_attention.lowering("inductor")
 def _whole_table(args: MlaAttention) -> Tensor:
     """The same over all pages of the table: a compiled graph cannot depend on the values of lengths."""
-    return _attend(args)
+    return attend(args)
 
 
-def _attend(args: MlaAttention) -> Tensor:
-    """Values beyond a row's last visible key are replaced by zero, since 0 * NaN from a page that was never written would be NaN; so are
-    NaN weights of padding tokens, as in `paged_attention`."""
+def attend(args: MlaAttention, chosen: Tensor | None = None) -> Tensor:
+    """The same over the whole page table; of keys that a query sees only those that `chosen` [B, Q, N*P] marks, if it is given.
+
+    Values beyond a row's last visible key are replaced by zero, since 0 * NaN from a page that was never written would be NaN; so are
+    NaN weights of padding tokens, as in `paged_attention`.
+    """
     B, Q, H, _ = args.q.shape
     latents, rotated = (gathered(cache, args.page_table) for cache in (args.cache, args.rope_cache))
     key = torch.arange(latents.shape[1], dtype=torch.int32, device=args.q.device)
     token = torch.arange(Q, dtype=torch.int32, device=args.q.device)
     hidden = key[None, None, :] > (args.num_computed_tokens[:, None] + token[None, :])[:, :, None]
+    hidden = hidden if chosen is None else hidden | ~chosen
     keys = torch.cat([latents, rotated], -1).transpose(1, 2)
     scores = torch.bmm(torch.cat([args.q, args.q_rope], -1).view(B, Q * H, -1), keys).float().view(B, Q, H, -1) * args.scale
     scores = torch.where(hidden[:, :, None], torch.full((), float("-inf"), device=scores.device), scores)

@@ -102,6 +102,9 @@ CASES: dict[str, Case] = {
     "latent dp=2": Case("dp=2", GROUPED, model="latent", collectives=DISPATCH),
     "latent dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="latent", drafts=3, collectives=DISPATCH),
     "latent gathered": Case("dp=2,tp=2", gathering(GROUPED), model="latent", drafts=1, collectives=GATHER),
+    "sparse tp=2": Case("tp=2", GROUPED, model="sparse", collectives=DISPATCH, drafts=1),
+    "sparse dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="sparse", drafts=2, collectives=DISPATCH),
+    "sparse split dp=2": Case("dp=2", expert_parallel=False, model="sparse"),
     "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
 }

@@ -16,7 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import deepseek_v3, hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
+from npucompile.models import deepseek_v3, deepseek_v32, hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.rotary import Rotary
 from npucompile.models.variant import PLAIN, Variant
@@ -118,10 +118,18 @@ def latent_config() -> deepseek_v3.Config:
     )
 
 
+@functools.cache
+def sparse_config() -> deepseek_v32.Config:
+    """The same, whose attention reads the best five keys."""
+    return deepseek_v32.Config(**vars(latent_config()), index_n_heads=6, index_head_dim=8, index_topk=5)
+
+
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
-    """A small model: of Qwen3.5 with or without experts, or "next", "latent" or one of PLAIN_MODELS."""
+    """A small model: of Qwen3.5 with or without experts, or "next", "latent", "sparse" or one of PLAIN_MODELS."""
     if name == "latent":
         return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
+    if name == "sparse":
+        return step.Model(name, deepseek_v32.FAMILY, replace(sparse_config(), variant=variant), drafting=drafts > 0)
     if name in PLAIN_MODELS:
         return step.Model(name, qwen3.FAMILY, replace(plain_config(name), variant=variant))
     family = qwen3_next.FAMILY if name == "next" else qwen3_5.FAMILY

@@ -109,6 +109,8 @@ def latent(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
 
 
 NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
+# With few heads scores of zero, which relu makes, would tie at the last chosen key, and implementations break ties differently.
+SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "index_n_heads": 20}
 LATENT_YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
@@ -140,12 +142,14 @@ CASES: dict[str, dict[str, Any]] = {
     "latent": latent(3),
     "latent-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, n_shared_experts=2, routed_scaling_factor=1.0),
     "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
+    "sparse": latent(2, **SPARSE),
+    "sparse-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, **{**SPARSE, "index_topk": 5, "index_n_heads": 17}),
     "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
-DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries"]
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse"]
 """Cases whose models have a draft head."""
 
 
@@ -300,7 +304,9 @@ def with_head(random: Oracle) -> Oracle:
     modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
     layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
     kinds = model.config.layer_types
-    head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else len(kinds)).eval()
+    # Where transformers lists the kinds of layers there is none behind the last.
+    behind = len(kinds) - hasattr(random.theirs.config, "mlp_layer_types")
+    head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
     names = {name: places.name(name) for name in head.state_dict()}
     params, weights = model.family.abstract_params(model.config, torch.float32)["mtp"], random.weights
     if "mtp" in weights:

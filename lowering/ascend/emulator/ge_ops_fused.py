@@ -12,6 +12,7 @@ from . import kernels_attention as attention
 from . import kernels_dense as dense
 from . import kernels_gating as gating
 from . import kernels_moe as moe
+from . import kernels_sparse as sparse
 from . import kernels_state as state
 from .ge_ops_common import Call, Function, Int4, Results
 
@@ -241,6 +242,23 @@ def _attention(call: Call) -> Results:
     )
 
 
+def _lightning_indexer(call: Call) -> Results:
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_key", "block_table")
+    defaults = {"layout_query": "BSND", "layout_key": "BSND", "sparse_count": 2048, "sparse_mode": 3}
+    call.expect(pre_tokens=2**63 - 1, next_tokens=2**63 - 1, return_values=False)
+    options = {name: call.optional(name) for name in names} | {name: call.attr(name, default) for name, default in defaults.items()}
+    return sparse.npu_lightning_indexer(call.tensor("query"), call.tensor("key"), call.tensor("weights"), **options)
+
+
+def _sparse_flash_attention(call: Call) -> Results:
+    names = ("block_table", "actual_seq_lengths_query", "actual_seq_lengths_kv", "query_rope", "key_rope")
+    defaults = {"sparse_block_size": 1, "layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 3, "attention_mode": 0}
+    call.expect(pre_tokens=2**63 - 1, next_tokens=2**63 - 1, return_softmax_lse=False)
+    options = {name: call.optional(name) for name in names} | {name: call.attr(name, default) for name, default in defaults.items()}
+    tensors = map(call.tensor, ("query", "key", "value", "sparse_indices"))
+    return sparse.npu_sparse_flash_attention(*tensors, call.attr("scale_value"), **options)
+
+
 def _recurrent_gated_delta_rule(call: Call) -> Results:
     query, key, value, pool = map(call.tensor, ("query", "key", "value", "state"))
     names = ("beta", "actual_seq_lengths", "ssm_state_indices", "num_accepted_tokens", "g")
@@ -270,6 +288,8 @@ FUSED: Mapping[str, Function] = {
     "GroupedMatmulSwigluQuantV2": _grouped_matmul_swiglu_quant,
     "ScatterPaKvCache": _scatter_pa_kv_cache,
     "FusedInferAttentionScore": _attention,
+    "LightningIndexer": _lightning_indexer,
+    "SparseFlashAttention": _sparse_flash_attention,
     "RecurrentGatedDeltaRule": _recurrent_gated_delta_rule,
 }
 """Functions of one rank by type of operator; those that write in place return what they write."""

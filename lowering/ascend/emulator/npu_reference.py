@@ -15,6 +15,7 @@ from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
 from . import kernels_packages as of_packages
+from . import kernels_sparse as sparse
 from . import kernels_state as state
 from .kernels_group import Arguments
 
@@ -46,6 +47,8 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         moe.npu_grouped_matmul_swiglu_quant_v2,
         moe.npu_dequant_swiglu_quant,
         moe.npu_moe_finalize_routing,
+        sparse.npu_lightning_indexer,
+        sparse.npu_sparse_flash_attention,
         in_place.npu_scatter_pa_kv_cache,
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,

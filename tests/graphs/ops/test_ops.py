@@ -111,6 +111,18 @@ def latent_attention(r: Draw) -> tuple[Any, ...]:
     return r(2, 3, 4, 5), r(2, 3, 4, 2), r(6, 4, 1, 5), r(6, 4, 1, 2), table, ints(7, 0), ints(3, 2), 7**-0.5
 
 
+def indexing(r: Draw) -> tuple[Any, ...]:
+    """Row 0 chooses six of up to ten keys, row 1 sees fewer than that."""
+    return r(2, 3, 4, 5), r(2, 3, 4), r(6, 4, 1, 5), ints([4, 2, 1], [3, 0, 0]), ints(7, 0), ints(3, 2), 6
+
+
+def sparse(r: Draw) -> tuple[Any, ...]:
+    """As `latent_attention`; each query has some of the keys that it sees, in any order."""
+    q, q_rope, cache, rope_cache, *place = latent_attention(r)
+    chosen = [[[7, 0, 3], [1, 8, -1], [9, 2, 5]], [[0, -1, -1], [1, 0, -1], [2, -1, -1]]]
+    return q, q_rope, cache, rope_cache, ints(*chosen), *place
+
+
 def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     knobs = torch.tensor([[0.0, 1.0, 0.7, 1.3], [0, 3, 0, 2], [1.0, 0.8, 0.5, 1.0], [0.0, 0.0, 0.1, 0.3]])[:, :B]
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
@@ -179,6 +191,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "l2_norm": {"odd": lambda r: (r(3, 1, 5, 7), 1e-6, 0.5), "even": lambda r: (r(2, 4, 2, 5), 1e-6, 1.0)},
     "last_rows": {"odd": lambda r: (r(9, 5), ints(3, 0, 2)), "even": lambda r: (r(6, 4), ints(1, 3))},
     "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
+    "layer_norm": {"odd": lambda r: (r(5, 7), r(7), r(7), 1e-6), "even": lambda r: (r(4, 6), r(6), r(6), 1e-3)},
     "mla_attention": {"heads": latent_attention},
     "moe_combine": {"alone": dispatched},
     "moe_dispatch": {
@@ -206,6 +219,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "elsewhere": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(-1, 2, -1, -1, 0, 1)),
     },
     "paged_attention": {"grouped": attention},
+    "paged_write": {
+        "odd": lambda r: (r(3, 5, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
+        "even": lambda r: (r(3, 4, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
+    },
     "positions": {"odd": lambda r: (ints(6, 0, 11), 3)},
     "quant_linear": {
         "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
@@ -226,6 +243,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0),
     },
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
+    "sparse_attention": {"heads": sparse},
+    "sparse_index": {"keys": indexing},
     "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
     "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
@@ -234,11 +253,11 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
-    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort", "quant_linear"),
+    *("grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort", "quant_linear", "sparse_index"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
-REREADS = ("mla_attention", "paged_attention")
+REREADS = ("mla_attention", "paged_attention", "sparse_attention", "sparse_index")
 
 
 @dataclass(frozen=True)
@@ -586,6 +605,17 @@ def poisoned_latents(r: Draw) -> tuple[Any, Any, Live]:
     return clean, (*queries, *pools, *clean[4:]), lambda t: [t[0][:2, :2]]
 
 
+def poisoned_choice(r: Draw, name: str) -> tuple[Any, Any, Live]:
+    """As `poisoned_latents`, of the indexer or of attention over what it chooses."""
+    clean, spoiled, live = poisoned_latents(r)
+    if name == "sparse_index":
+        clean, spoiled = ((x[0], x[1][..., 0], x[2], *x[4:7], 5) for x in (clean, spoiled))
+        return clean, spoiled, lambda t: [t[0][:2, :2].sort(-1).values]
+    indices = ints([[7, 0, 3], [1, 8, -1], [9, 2, 5]], [[0, -1, -1], [1, 0, -1], [2, -1, -1]], [[0, -1, -1]] * 3)
+    clean, spoiled = ((*x[:4], indices, *x[4:]) for x in (clean, spoiled))
+    return clean, spoiled, live
+
+
 def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
     clean = (r(4, 2, 2, 3), r(4, 2, 2, 3), r(4, 2, 3), r(4, 2, 3), ints(5, 0, 2, 1))
     k, v = (poison(x, 1, 3) for x in clean[2:4])
@@ -662,6 +692,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "last_rows": [poisoned_last_rows],
     "linear": [lambda r: rows(r, "linear", "odd", (0,))],
     "head_linear": [lambda r: rows(r, "head_linear", "odd", (0,))],
+    "layer_norm": [lambda r: rows(r, "layer_norm", "odd", (0,))],
     "mla_attention": [poisoned_latents],
     "moe_combine": [poisoned_combine],
     "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
@@ -678,6 +709,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     ],
     "moe_unsort": [poisoned_unsort],
     "paged_attention": [poisoned_attention],
+    "paged_write": [],
     "positions": [],
     "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
     "rms_norm": [lambda r: rows(r, "rms_norm", "rows", (0,))],
@@ -685,6 +717,8 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rope_angles": [],
     "scaled_rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
+    "sparse_attention": [lambda r: poisoned_choice(r, "sparse_attention")],
+    "sparse_index": [lambda r: poisoned_choice(r, "sparse_index")],
     "request_slot_write": [],
     "swiglu_linear": [lambda r: rows(r, "swiglu_linear", "odd", (0,))],
     "token_logprobs": [lambda r: rows(r, "token_logprobs", "odd", (0,))],

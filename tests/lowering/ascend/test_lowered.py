@@ -69,6 +69,7 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=0), "plain-moe", 0, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "sparse", 1, (2, 1), False),
     ],
     ids=[
         "dispatched",
@@ -86,6 +87,7 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "no shared expert, gathered",
         "fused projections",
         "latent attention",
+        "sparse attention",
     ],
 )
 def test_every_rank_says_and_remembers_the_same(
