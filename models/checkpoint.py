@@ -17,7 +17,7 @@ from .params import Param, Picked
 from .safetensors_files import DTYPES, SINGLE, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
-__all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "save"]
+__all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
 _PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
 _PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -149,6 +149,12 @@ class ParamReader:
 
     def _read_sources(self, recipe: _Recipe, regions: Iterable[Region]) -> list[torch.Tensor]:
         return [_assemble(region, pieces, self._table) for region, pieces in zip(regions, recipe.sources, strict=True)]
+
+
+def holds_any(checkpoint: Checkpoint, params: Tree) -> bool:
+    """Whether a checkpoint has any tensor that a tree of Param is made from."""
+    table = _canonical(checkpoint)
+    return any(piece.name in table for _, param in tree.flatten(params) for piece in _recipe(param, table).pieces)
 
 
 def load(checkpoint: Checkpoint, params: Tree) -> Tree:

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from ..graphs.types import Limits, Tree
+from .variant import Variant
 
-C = TypeVar("C")
-C_contra = TypeVar("C_contra", contravariant=True)
+C = TypeVar("C", bound="ModelConfig")
+C_contra = TypeVar("C_contra", bound="ModelConfig", contravariant=True)
+
+
+class ModelConfig(Protocol):
+    """What builds read of the configuration of any family, which is a frozen dataclass with a field `variant`.
+
+    Attributes:
+        num_key_value_heads: heads of the key-value pools; where a group has more ranks, each head has copies (`Variant.kv_repeat`).
+        split_heads: numbers of other heads, by name; the ranks of a group share them, so their number must divide each.
+        num_experts, num_experts_per_tok: 0 in a dense model.
+        layer_kinds: kind of each layer; layers of one kind have the same operators.
+        num_moe_layers: how many of the layers have experts.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def split_heads(self) -> Mapping[str, int]: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def layer_kinds(self) -> tuple[str, ...]: ...
+    @property
+    def num_moe_layers(self) -> int: ...
+    @property
+    def variant(self) -> Variant: ...
 
 
 class Intermediates(NamedTuple):
@@ -79,6 +113,9 @@ class Family(Generic[C]):
         abstract_state: (cfg, limits, dtype) -> tree of Aval.
         forward: (cfg, params, state, inputs) -> hidden states [T, M] after the final norm, the new state, and intermediate values.
         head: (cfg, params, hidden states [T, M]) -> logits [T, V].
+        shrink: (cfg, ranks of a group, all ranks) -> a configuration with few narrow layers of the same kinds in the same order, which the
+            same mesh splits in the same way: what `verify` runs in place of the model (shrink.py).
+        widths: most that a narrow model has of fields of config.json; the others stay (`npucompile models --reduce`).
         draft_head: None in a family that cannot draft.
     """
 
@@ -89,6 +126,8 @@ class Family(Generic[C]):
     abstract_state: Callable[[C, Limits, torch.dtype], Tree]
     forward: Callable[[C, Tree, Tree, Tree], tuple[torch.Tensor, Tree, Intermediates]]
     head: Callable[[C, Tree, torch.Tensor], torch.Tensor]
+    shrink: Callable[[C, int, int], C]
+    widths: Mapping[str, int] = field(hash=False)
     draft_head: DraftHead[C] | None = None
 
     @property

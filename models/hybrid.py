@@ -8,7 +8,7 @@ of the parameters is then the parameters of a smaller model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..graphs import ops
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
 from . import attention, decoder, feed_forward, gated_deltanet, sequence_parallel
+from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .family import DraftHead, Intermediates
@@ -99,6 +100,21 @@ class Config:
         return self.rotary.dim
 
     @property
+    def split_heads(self) -> Mapping[str, int]:
+        """Numbers of heads that the ranks of a group share."""
+        return {"num_attention_heads": self.num_attention_heads, "linear_num_key_heads": self.linear_num_key_heads}
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers by mixer and feed-forward."""
+        return tuple(f"{kind}_dense" if i in self.dense_layers else kind for i, kind in enumerate(self.layer_types))
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return len(self.layer_types) - len(self.dense_layers) if self.num_experts else 0
+
+    @property
     def routing(self) -> Routing:
         return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
 
@@ -136,16 +152,16 @@ def read_config(outer: Fields, text: Fields, **given: Any) -> Config:
     experts = text.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
     dense = not experts or given.get("dense_layers")
     required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
-    sizes: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
-    rotary = read_rotary(text, sizes["head_dim"], partial=0.25)
-    sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
+    read: dict[str, Any] = {name: text.get(int, name, minimum=1) for name in required}
+    rotary = read_rotary(text, read["head_dim"], partial=0.25)
+    read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
     return Config(
         layer_types=_layer_types(text),
         rotary=rotary,
         rms_norm_eps=text.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=outer.get(bool, "tie_word_embeddings", default=text.get(bool, "tie_word_embeddings", default=False)),
         num_experts=experts,
-        **sizes,
+        **read,
         **given,
     )
 
@@ -216,7 +232,8 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
 
 
 def _layers(cfg: Config) -> Sequence[tuple[str, decoder.Mixer]]:
-    return [(kind, attention.apply if kind == FULL else gated_deltanet.apply) for kind in cfg.layer_types]
+    mixers = (attention.apply if kind == FULL else gated_deltanet.apply for kind in cfg.layer_types)
+    return list(zip(cfg.layer_kinds, mixers, strict=True))
 
 
 def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
@@ -263,6 +280,37 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     mixed = attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
     return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
 
+
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`."""
+    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
+    experts, layers = sizes.experts(cfg.num_experts, ranks), sizes.layers(cfg.layer_kinds)
+    delta, values = sizes.split(cfg.linear_num_key_heads, tp), min(2, cfg.linear_num_value_heads // cfg.linear_num_key_heads)
+    rotated = max(2, round(sizes.HEAD * cfg.rotary.dim / cfg.head_dim) // 2 * 2)
+    return replace(
+        cfg,
+        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
+        hidden_size=sizes.HIDDEN,
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+        head_dim=sizes.HEAD,
+        rotary=replace(cfg.rotary, dim=rotated),
+        layer_types=cfg.layer_types[:layers],
+        dense_layers=tuple(i for i in cfg.dense_layers if i < layers),
+        linear_num_key_heads=delta,
+        linear_num_value_heads=delta * values,
+        linear_key_head_dim=sizes.HEAD,
+        linear_value_head_dim=sizes.HEAD,
+        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
+        num_experts=experts,
+        num_experts_per_tok=sizes.choices(cfg.num_experts_per_tok, experts),
+        moe_intermediate_size=sizes.EXPERT_FFN if cfg.moe_intermediate_size else 0,
+        shared_expert_intermediate_size=sizes.ffn(tp) if cfg.shared_expert_intermediate_size else 0,
+    )
+
+
+WIDTHS = {**sizes.WIDTHS, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
+"""`Family.widths` of hybrid families."""
 
 DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
 """The multi-token-prediction head, for `Family.draft_head`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..graphs.errors import ConfigError
 from ..graphs.types import Limits, Tree
 from . import attention, decoder, feed_forward
+from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .family import Family, Intermediates
@@ -35,7 +36,7 @@ class Config:
     With num_experts == 0 the model is dense. `variant` is not in the file: it is how a deployment stores parameters and state.
 
     Attributes:
-        layer_types: the feed-forward of each layer, "dense" or "moe".
+        layer_kinds: the feed-forward of each layer, "dense" or "moe".
         norm_topk_prob: whether the weights of a token's experts are made to sum to 1.
     """
 
@@ -44,7 +45,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    layer_types: tuple[str, ...]
+    layer_kinds: tuple[str, ...]
     rotary: Rotary
     rms_norm_eps: float
     max_position_embeddings: int
@@ -70,6 +71,16 @@ class Config:
         return self.rotary.dim
 
     @property
+    def split_heads(self) -> Mapping[str, int]:
+        """Numbers of heads that the ranks of a group share."""
+        return {"num_attention_heads": self.num_attention_heads}
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.layer_kinds.count(MOE)
+
+    @property
     def routing(self) -> Routing:
         return Routing(SOFTMAX, self.num_experts_per_tok, self.norm_topk_prob)
 
@@ -85,8 +96,8 @@ class Config:
             (self.num_attention_heads % heads, f"num_attention_heads must be a multiple of {heads} key-value heads, copies included"),
             (self.head_dim % 2, "head_dim must be even"),
             (self.num_experts_per_tok > self.num_experts, "num_experts_per_tok must not exceed num_experts"),
-            (MOE in self.layer_types and not self.num_experts, "layers with experts need num_experts"),
-            (DENSE in self.layer_types and not self.intermediate_size, "layers without experts need an intermediate_size"),
+            (MOE in self.layer_kinds and not self.num_experts, "layers with experts need num_experts"),
+            (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
         ]
         for broken, rule in checks:
             if broken:
@@ -105,25 +116,25 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     experts = fields.get(int, "num_experts", "num_local_experts", default=0, minimum=0)
     dense = fields.dense_layers() if experts else tuple(range(fields.num_layers()))
     required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
-    sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
-    rotary = read_rotary(fields, sizes["head_dim"])
-    sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
+    read: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
+    rotary = read_rotary(fields, read["head_dim"])
+    read["max_position_embeddings"] = rotary.longest(read["max_position_embeddings"])
     return Config(
-        layer_types=tuple(DENSE if i in dense else MOE for i in range(fields.num_layers())),
+        layer_kinds=tuple(DENSE if i in dense else MOE for i in range(fields.num_layers())),
         rotary=rotary,
         rms_norm_eps=fields.get(float, "rms_norm_eps", minimum=0),
         tie_word_embeddings=fields.get(bool, "tie_word_embeddings", default=False),
         num_experts=experts,
         # Published files say true, and the default of transformers is false: a file must say which.
         norm_topk_prob=fields.get(bool, "norm_topk_prob") if experts else True,
-        **sizes,
+        **read,
     )
 
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     """Tree of Param; keys are those of `decoder.params`."""
     layers = []
-    for i, kind in enumerate(cfg.layer_types):
+    for i, kind in enumerate(cfg.layer_kinds):
         prefix = f"model.layers.{i}."
         mixer = attention.params(cfg, dtype, prefix + "self_attn.")
         mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE)
@@ -133,7 +144,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer."""
-    return {"layers": [attention.state(cfg, limits, dtype) for _ in cfg.layer_types]}
+    return {"layers": [attention.state(cfg, limits, dtype) for _ in cfg.layer_kinds]}
 
 
 def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
@@ -144,13 +155,33 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         state: tree of `abstract_state`.
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
-    layers = [(kind, attention.apply) for kind in cfg.layer_types]
+    layers = [(kind, attention.apply) for kind in cfg.layer_kinds]
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
 
 
 def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
     """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
     return decoder.head(cfg, params, hidden)
+
+
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`."""
+    queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
+    experts = sizes.experts(cfg.num_experts, ranks)
+    return replace(
+        cfg,
+        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
+        hidden_size=sizes.HIDDEN,
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+        head_dim=sizes.HEAD,
+        rotary=replace(cfg.rotary, dim=sizes.HEAD),
+        layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
+        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
+        num_experts=experts,
+        num_experts_per_tok=sizes.choices(cfg.num_experts_per_tok, experts),
+        moe_intermediate_size=sizes.EXPERT_FFN if cfg.moe_intermediate_size else 0,
+    )
 
 
 FAMILY = Family(
@@ -161,4 +192,6 @@ FAMILY = Family(
     abstract_state=abstract_state,
     forward=forward,
     head=head,
+    shrink=shrink,
+    widths=sizes.WIDTHS,
 )

@@ -45,5 +45,7 @@ FAMILY = Family(
     abstract_state=hybrid.abstract_state,
     forward=hybrid.forward,
     head=hybrid.head,
+    shrink=hybrid.shrink,
+    widths=hybrid.WIDTHS,
     draft_head=hybrid.DRAFT_HEAD,
 )

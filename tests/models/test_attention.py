@@ -19,7 +19,7 @@ CASES = ["dense", "dense-tied", "dense-equal-heads", "moe", "moe-one-expert", "n
 
 def full_layer(config):
     """Index of a layer with attention."""
-    return config.layer_types.index("full_attention") if "full_attention" in config.layer_types else 1
+    return config.layer_kinds.index("full_attention") if "full_attention" in config.layer_kinds else 1
 
 
 def reference(random, layer, x):

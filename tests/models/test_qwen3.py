@@ -20,7 +20,7 @@ def test_older_files_read_the_same():
 def test_layers_without_experts_are_those_of_transformers(name):
     random = oracle.case(name)
     theirs = [qwen3.MOE if hasattr(layer.mlp, "experts") else qwen3.DENSE for layer in random.theirs.model.layers]
-    assert list(random.model.config.layer_types) == theirs
+    assert list(random.model.config.layer_kinds) == theirs
 
 
 @pytest.mark.parametrize(

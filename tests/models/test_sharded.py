@@ -167,7 +167,7 @@ def check_collectives(case: Case, partitioned: Partitioned) -> None:
     if partitioned.mesh.axis("dp") > 1:
         assert not {text for text in used if not text.endswith("tp")} - set(case.collectives), "nothing else crosses groups"
     drafting = ("extend_draft_cache", "draft", "extend_draft_cache_own")[: case.drafts + (case.drafts > 0)]
-    kinds = set(fleets.model(experts=case.experts, name=case.model).config.layer_types)
+    kinds = set(fleets.model(experts=case.experts, name=case.model).config.layer_kinds)
     assert set(bodies(partitioned.graph)) == {*kinds, *drafting}, "each kind of layer is traced once"
 
 

@@ -38,8 +38,8 @@ LIMITS = limits(0)
 
 
 PLAIN_MODELS: dict[str, dict[str, Any]] = {
-    "plain": {"layer_types": (qwen3.DENSE,) * 2},
-    "plain-moe": {"layer_types": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
+    "plain": {"layer_kinds": (qwen3.DENSE,) * 2},
+    "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
 }
 """Models without recurrent layers or a draft head, by name."""
 

@@ -25,7 +25,7 @@ def fit_dispatch(plan: Plan) -> Plan:
     Each dispatch reads the experts' weights again, so prefill is faster in few large parts.
     """
     config = plan.model.config
-    experts, variant = getattr(config, "num_experts", 0), config.variant
+    experts, variant = config.num_experts, config.variant
     most = max(-(-bucket.tokens // plan.mesh.axis("tp")) for bucket in plan.buckets)
     if not (experts and variant.dispatches_in_parts and variant.most_dispatched == MOST_DISPATCHED and most > FEWER_DISPATCHED):
         return plan

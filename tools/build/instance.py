@@ -62,7 +62,7 @@ def resolve(
     if drafts is not None and not 0 <= drafts <= MAX_DRAFTS:
         raise SpecError(f"speculative tokens is {drafts}; legal are 0 to {MAX_DRAFTS}")
     if drafts and not has_draft_head:
-        raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head (mtp_num_hidden_layers is 0); legal is 0")
+        raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head; legal is 0")
     drafts = drafts if has_draft_head else 0
     row = deployments.deployment(deployment) if deployment else None
     if row is None and target_name is None and mesh is None and backend in (None, *NPU_BACKENDS):

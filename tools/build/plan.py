@@ -100,7 +100,7 @@ class Plan:
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
         tokens = bucket.tokens if bucket else self.mesh.axis("tp")
-        return sharding_rules.rules(self.mesh, experts=getattr(self.model.config, "num_experts", 0), tokens=tokens)
+        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, tokens=tokens)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def plan(options: Options) -> Plan:
         mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
-        has_draft_head=source.model.has_draft_head,
+        has_draft_head=source.has_draft_head,
     )
     target, mesh = instance.target, instance.mesh
     backend = _backend(options, source, instance)
@@ -313,6 +313,8 @@ def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> 
 
 def _drafts_note(options: Options, plan: Plan) -> str | None:
     k = plan.limits.drafts
+    if not k and plan.source.model.has_draft_head and not plan.source.has_draft_head:
+        return "no drafts: the checkpoint has no tensor of the draft head that its configuration describes"
     if options.num_speculative_tokens is not None or plan.deployment or not k:
         return None
     return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"
@@ -328,12 +330,12 @@ def _variant_of(model: step.Model, instance: Instance, platform: Platform, backe
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
     group, heads = mesh.axis("tp"), config.num_key_value_heads
-    for name in ("num_attention_heads", "linear_num_key_heads"):
-        if (count := getattr(config, name, group)) % group:
+    for name, count in config.split_heads.items():
+        if count % group:
             raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
     if max(group, heads) % min(group, heads):
         raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
-    grouped = mesh.size > 1 and getattr(config, "num_experts", 0) > 0
+    grouped = mesh.size > 1 and config.num_experts > 0
     # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
     recurrent = torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype
     variant = Variant.of(instance.quantization, grouped=grouped, kv_repeat=max(1, group // heads), recurrent=recurrent)

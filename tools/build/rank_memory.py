@@ -48,7 +48,7 @@ def _groups(entries: Sequence[GraphEntry]) -> set[str]:
 def _dispatch_window(plan: Plan) -> int:
     """Bytes of the buffer that expert dispatch needs for the most tokens that are dispatched at once; 0 where none are."""
     config, ranks = plan.model.config, plan.mesh.size
-    experts = getattr(config, "num_experts", 0)
+    experts = config.num_experts
     most = config.variant.most_dispatched
     passes = [tokens for tokens in _rank_tokens(plan) if tokens <= most or config.variant.dispatches_in_parts]
     tokens = min(max(passes, default=0), most)

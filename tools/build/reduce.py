@@ -16,33 +16,19 @@ from ...models import checkpoint, registry
 from ...models.params import initialise
 from ...models.presets import BUNDLED
 
-WIDTHS = {
-    "hidden_size": 128,
-    "head_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "max_position_embeddings": 4096,
-}
-"""Sizes that no mesh divides, or that every legal mesh divides; numbers of heads, which a mesh divides, stay."""
-
-MAX_EXPERTS = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def reduced_config(values: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def reduced_config(values: Mapping[str, Any], widths: Mapping[str, int], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json with the same layers, heads and draft head at a small width.
 
     Args:
         values: of the large model.
+        widths: `Family.widths` of its family.
         tokenizer: the config.json of the model whose tokenizer is used.
     """
     text = dict(values.get("text_config") or values)
-    text |= {name: min(int(text[name]), width) for name, width in WIDTHS.items() if name in text}
-    if "num_experts" in text:
-        text["num_experts"] = min(int(text["num_experts"]), MAX_EXPERTS)
+    text |= {name: min(int(text[name]), width) for name, width in widths.items() if name in text}
     text |= {name: tokenizer[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     rope = {name: value for name, value in text.get("rope_parameters", {}).items() if not name.startswith("mrope")}
     return {**text, "rope_parameters": rope, "dtype": "bfloat16"} if rope else {**text, "dtype": "bfloat16"}
@@ -63,7 +49,7 @@ def write_reduced(model: str, directory: Path, seed: int = 0) -> Path:
         raise SpecError(f"{directory} exists; legal is a new or empty directory")
     source, bundled = registry.find(model), registry.find(BUNDLED[0])
     assert bundled.checkpoint_dir is not None
-    config = reduced_config(json.loads(source.text), json.loads(bundled.text))
+    config = reduced_config(json.loads(source.text), source.model.family.widths, json.loads(bundled.text))
     small = registry.from_config(f"{source.name}-reduced", config)
     params = replace(small, drafting=small.has_draft_head).params(torch.bfloat16)
     directory.mkdir(parents=True, exist_ok=True)

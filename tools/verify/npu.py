@@ -244,5 +244,5 @@ def describe(measured: Mapping[str, float]) -> str:
 
 def _sizes(small: SmallModel, trace: StepTrace) -> dict[str, float]:
     config, live = small.model.config, [expected for trace_step in trace.steps for expected in trace_step.expected if expected]
-    sizes = {"ranks": small.mesh.size, "layers": len(config.layer_types), "experts": config.num_experts}
+    sizes = {"ranks": small.mesh.size, "layers": len(config.layer_kinds), "experts": config.num_experts}
     return {**sizes, "buckets": len(small.cases), "steps": len(trace.steps), "results": sum(sum(expected.valid) for expected in live)}

@@ -20,10 +20,11 @@ from ...lowering.ascend.acl_graph.file import AclFile
 from ...lowering.ascend.acl_graph.file import decode as acl_decode
 from ...lowering.ascend.ge_file import GROUPS, GeFile, decode, parse, patched
 from ...lowering.ascend.launches import body_of, launches
+from ...models import shrink
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
-from .small_model import BucketCase, full_model, period, rules_of, shrink_layers
+from .small_model import BucketCase, full_model, rules_of
 
 _CLONE = "aten.clone.default"
 ShippedFile = GeFile | AclFile
@@ -183,9 +184,9 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     Raises:
         VerifyError: naming both buckets and what differs.
     """
-    layer_types = full_model(artifact.manifest).config.layer_types
-    more = len(layer_types) - len(shrink_layers(layer_types))
-    periods = more // period(layer_types) if more % period(layer_types) == 0 else more
+    kinds = full_model(artifact.manifest).config.layer_kinds
+    more, each = len(kinds) - shrink.layers(kinds), shrink.period(kinds)
+    periods = more // each if more % each == 0 else more
     collectives, small = partitioned.collectives, _kinds(small_file, case.form.kind == "decode")
     try:
         collectives_check.agree(collectives, collectives_of(small_file))

@@ -6,16 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any
 
 import torch
 
 from ...graphs import tree
-from ...graphs.step_inputs import MAX_RANKED
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
 from ...models import registry, sharding_rules
+from ...models.family import ModelConfig
 from ...models.params import Param
 from ...models.step import Model
 from ...models.variant import Variant, fewer_bytes_in_parts, with_packages
@@ -30,8 +29,6 @@ PROMPT_EXCESS = 37
 MAX_REQUESTS = 3
 """Most requests of a dp group; buckets have more rows, so that some are padding."""
 
-MIN_LAYERS, MAX_LAYERS = 4, 8
-MAX_EXPERTS_PER_TOKEN = 4
 DELTA_CHUNK = 64
 DISPATCH = "moe_dispatch"
 
@@ -46,6 +43,7 @@ class Form:
         shared: whether the devices of a group split the tokens of a step.
         evenly: whether they do so without padding.
         rows_shared: whether they split its requests without padding, as sampling and the draft head's later passes do.
+        one_row: whether each of several devices samples after one token alone: then nothing is transposed between them.
         dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
     """
@@ -55,13 +53,16 @@ class Form:
     shared: bool
     evenly: bool
     rows_shared: bool
+    one_row: bool
     dispatched: str
 
     @staticmethod
     def of(bucket: Bucket, tp: int, dispatched: str) -> Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, bucket.batch % tp == 0, dispatched)
+        rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
+        one_row = tp > 1 and rows_shared and sampled == tp
+        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
         steps: decode steps of each decode case; more are made if that many cannot accept every number of drafts.
     """
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
-    small = replace(large, config=shrink_config(large.config, mesh))
+    small = replace(large, config=large.family.shrink(large.config, mesh.axis("tp"), mesh.size))
     variant = replace(small.config.variant, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, experts="plain" if variant.experts == "grouped" else variant.experts)
-    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, len(large.config.layer_types))
+    cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))
     width, decode = manifest.limits.drafts + 1, [case.bucket for case in cases if case.bucket.kind == "decode"]
@@ -153,7 +154,7 @@ def full_model(manifest: Manifest) -> Model:
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
 
 
-def variant_of(manifest: Manifest, config: Any) -> Variant:
+def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
     """The variant in which an artifact has a model of that configuration."""
     mesh, pools = Mesh.parse(manifest.mesh), [leaf for leaf in manifest.state if leaf.name.endswith(".delta")]
     variant = Variant.of(
@@ -176,54 +177,8 @@ def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
     return sharding_rules.rules(mesh, experts=model.config.num_experts, tokens=bucket.tokens if bucket else mesh.axis("tp"))
 
 
-def shrink_config(config: Any, mesh: Mesh) -> Any:
-    """A configuration with the same kinds of layers in the same order, and heads, channels and experts on every device.
-
-    A device has two heads and experts of each kind where the large model has several, so that mixing them up changes the result, and
-    one where it has one. Widths are multiples of 8, as packed int4 matrices need.
-    """
-    tp, copies = mesh.axis("tp"), config.variant.kv_repeat
-    keys = tp // copies * min(2, max(1, config.num_key_value_heads // tp))
-    groups = min(2, config.num_attention_heads // (config.num_key_value_heads * copies))
-    delta = tp * min(2, config.linear_num_key_heads // tp)
-    values = min(2, config.linear_num_value_heads // config.linear_num_key_heads)
-    experts = mesh.size * min(2, config.num_experts // mesh.size) if mesh.size > 1 else min(8, config.num_experts)
-    width, rotary = 16, config.rotary_dim / config.head_dim
-    return replace(
-        config,
-        # Of a vocabulary that has more tokens than graphs rank, sampling has other operators.
-        vocab_size=tp * (max(8, 256 // tp) if config.vocab_size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1)),
-        hidden_size=64,
-        num_attention_heads=keys * copies * groups,
-        num_key_value_heads=keys,
-        head_dim=width,
-        rotary=replace(config.rotary, dim=max(2, round(width * rotary) // 2 * 2)),
-        layer_types=shrink_layers(config.layer_types),
-        linear_num_key_heads=delta,
-        linear_num_value_heads=delta * values,
-        linear_key_head_dim=width,
-        linear_value_head_dim=width,
-        intermediate_size=8 * max(4, tp) if config.intermediate_size else 0,
-        num_experts=experts,
-        num_experts_per_tok=min(config.num_experts_per_tok, MAX_EXPERTS_PER_TOKEN, max(1, experts // 2)) if experts else 0,
-        moe_intermediate_size=32 if config.moe_intermediate_size else 0,
-        shared_expert_intermediate_size=8 * max(4, tp) if config.shared_expert_intermediate_size else 0,
-    )
-
-
-def shrink_layers(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The first whole periods of a pattern of layers, at least four layers; of a period longer than eight the first eight layers."""
-    each = period(kinds)
-    return kinds[: min(each * -(-MIN_LAYERS // each), len(kinds), MAX_LAYERS)]
-
-
-def period(kinds: tuple[str, ...]) -> int:
-    """Number of layers after which the kinds repeat."""
-    return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
-
-
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:
-    """One small bucket for every form among graphs that make `drafts` drafts after that many layers."""
+    """One small bucket for every form among graphs that make `drafts` drafts after that many layers with experts."""
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
         forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers)), []).append(entry)

@@ -71,7 +71,7 @@ def test_a_model_without_a_draft_head_drafts_nothing():
         instance = decided(**place, has_draft_head=False)
         assert instance.drafts == decided(**place, has_draft_head=False, drafts=0).drafts == 0
         assert instance.limits is None or (instance.limits.drafts, instance.limits.slots_per_request) == (0, 1)
-        with pytest.raises(SpecError, match=rf"--speculative-tokens 2: {BIG} has no draft head .*; legal is 0"):
+        with pytest.raises(SpecError, match=rf"--speculative-tokens 2: {BIG} has no draft head; legal is 0"):
             decided(**place, has_draft_head=False, drafts=2)
 
 

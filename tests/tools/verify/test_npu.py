@@ -212,7 +212,7 @@ def test_targets_decide_which_proof_it_is(artifact):
 
 def test_representative_steps_are_the_fullest_of_every_case_and_the_last_that_decodes():
     """A later chunk or a decode row reads what an earlier step wrote; the first chunk of a prompt does not."""
-    small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 3, "none"), ()) for kind, n in KINDS)
+    small, large, chunk = (BucketCase(Bucket(kind, 2, 2), Form(kind, n, *[True] * 4, "none"), ()) for kind, n in KINDS)
 
     def traced(case, at, *valid):
         """A step whose groups have so many valid results each, of a row with `at` tokens in the caches."""

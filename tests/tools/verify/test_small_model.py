@@ -9,30 +9,19 @@ import pytest
 import torch
 
 from npucompile.graphs import tree
-from npucompile.graphs.step_inputs import MAX_RANKED
-from npucompile.graphs.types import Aval, Bucket, Leaf, Limits, Mesh
+from npucompile.graphs.types import Aval, Bucket, Leaf, Limits
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
 from npucompile.models import registry
 from npucompile.models.params import avals
 from npucompile.models.variant import Variant
-from npucompile.tools.build.deployments import deployments
 from npucompile.tools.verify import small_model
-from npucompile.tools.verify.small_model import Form, shrink_config, shrink_layers, small_buckets
+from npucompile.tools.verify.small_model import Form, small_buckets
 
 F32, BF16 = torch.float32, torch.bfloat16
 FULL, LINEAR = "full_attention", "linear_attention"
 MOE = "qwen3.5-397b"
 DISPATCHED, DRAFTED = ["moe_dispatch"] * 7, ["moe_dispatch"] * 3
 """Collectives of a graph that dispatches in four layers and three drafts, or in its drafts alone."""
-PLACES = sorted(
-    {(row.model, str(phase.mesh)) for row in deployments().values() if row.model in registry.presets() for phase in row.phases.values()}
-)
-
-
-def large(name, mesh, **variant):
-    config = registry.find(name).model.config
-    copies = max(1, mesh.axis("tp") // config.num_key_value_heads)
-    return replace(config, variant=Variant(kv_repeat=copies, **variant))
 
 
 def entry(kind, batch, q_len, talks=()):
@@ -53,48 +42,6 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
     return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
 
 
-@pytest.mark.parametrize(("name", "mesh"), [*PLACES, (MOE, "dp=1,tp=16"), (MOE, "dp=32,tp=2"), ("qwen3.5-27b", "tp=2"), (MOE, "1")])
-def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, mesh):
-    at = Mesh.parse(mesh)
-    before = large(name, at)
-    after, tp = shrink_config(before, at), at.axis("tp")
-    for field, most in (("num_attention_heads", 4), ("linear_num_key_heads", 2), ("linear_num_value_heads", 4)):
-        assert 1 <= getattr(after, field) / tp <= most
-        assert getattr(after, field) % tp == 0
-    assert (after.num_key_value_heads < tp) == (before.num_key_value_heads < tp)
-    assert after.num_key_value_heads * after.variant.kv_repeat % tp == 0
-    assert (after.num_attention_heads > after.num_key_value_heads * after.variant.kv_repeat) == (
-        before.num_attention_heads > before.num_key_value_heads * before.variant.kv_repeat
-    )
-    assert after.vocab_size % tp == 0
-    assert after.vocab_size <= 512 if before.vocab_size <= MAX_RANKED else MAX_RANKED < after.vocab_size <= MAX_RANKED + 8 * tp
-    assert (after.num_experts > 0) == (before.num_experts > 0)
-    if before.num_experts:
-        assert after.num_experts % at.size == 0
-        assert after.num_experts >= 2 * at.size or at.size == 1
-        assert 1 <= after.num_experts_per_tok < after.num_experts
-    assert all(width % 8 == 0 for width in (after.hidden_size, after.moe_intermediate_size, after.intermediate_size))
-    assert after.rotary.dim / after.head_dim == before.rotary.dim / before.head_dim
-    assert after.layer_types == (LINEAR, LINEAR, LINEAR, FULL)
-    assert after.mtp_num_hidden_layers == before.mtp_num_hidden_layers == 1
-    assert (after.rotary.theta, after.rms_norm_eps, after.variant) == (before.rotary.theta, before.rms_norm_eps, before.variant)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "small"),
-    [
-        ((LINEAR, LINEAR, LINEAR, FULL) * 15, (LINEAR, LINEAR, LINEAR, FULL)),
-        ((LINEAR, FULL) * 8, (LINEAR, FULL) * 2),
-        ((LINEAR, LINEAR, FULL) * 8, (LINEAR, LINEAR, FULL) * 2),
-        ((FULL,) * 64, (FULL,) * 4),
-        ((LINEAR, FULL), (LINEAR, FULL)),
-        ((LINEAR,) * 9 + (FULL,) + (LINEAR,) * 9, (LINEAR,) * 8),
-    ],
-)
-def test_layers_keep_their_period(kinds, small):
-    assert shrink_layers(kinds) == small
-
-
 def test_buckets_of_one_form_share_a_small_one():
     entries = [entry("decode", batch, 4, DISPATCHED) for batch in range(1, 9)] + [entry("prefill", 1, q) for q in (3584, 64, 4096)]
     cases = small_buckets(entries, 2, 3, 60)
@@ -113,6 +60,8 @@ def test_buckets_of_one_form_share_a_small_one():
         (Bucket("decode", 1, 4), 16, "decode-b1-q4"),
         (Bucket("decode", 16, 4), 16, "decode-b16-q4"),
         (Bucket("decode", 64, 2), 1, "decode-b4-q2"),
+        (Bucket("decode", 8, 1), 4, "decode-b8-q1"),
+        (Bucket("decode", 4, 1), 4, "decode-b4-q1"),
         (Bucket("prefill", 1, 100), 4, "prefill-b1-q100"),
         (Bucket("prefill", 1, 2048), 8, "prefill-b1-q192"),
         (Bucket("prefill", 1, 2080), 8, "prefill-b1-q160"),

@@ -1,0 +1,71 @@
+"""Sizes of small models that a mesh splits as it splits the large ones they stand for.
+
+A device has two heads and experts of each kind where the large model has several, so that mixing them up changes the result, and one
+where it has one. Widths are multiples of 8, as packed int4 matrices need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..graphs.step_inputs import MAX_RANKED
+
+HIDDEN, HEAD, EXPERT_FFN = 64, 16, 32
+"""`hidden_size`, `head_dim` and `moe_intermediate_size`, which no mesh splits."""
+
+MIN_LAYERS, MAX_LAYERS = 4, 8
+MAX_CHOICES = 4
+
+WIDTHS: Mapping[str, int] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 64,
+    "num_local_experts": 64,
+    "max_position_embeddings": 4096,
+}
+"""Most that a narrow model has of fields of config.json that every family may have: sizes that no mesh divides, or that every legal mesh
+divides. Numbers of heads, which a mesh divides, stay."""
+
+
+def vocabulary(size: int, tp: int) -> int:
+    """Tokens of a small vocabulary: of one that has more tokens than graphs rank, sampling has other operators."""
+    return tp * (max(8, 256 // tp) if size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1))
+
+
+def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int, int]:
+    """Query heads and key-value heads; a device has some of each key-value head's `copies`."""
+    small = tp // copies * min(2, max(1, keys // tp))
+    return small * copies * min(2, queries // (keys * copies)), small
+
+
+def split(heads: int, tp: int) -> int:
+    """Heads of another kind, which `tp` divides."""
+    return tp * min(2, heads // tp)
+
+
+def ffn(tp: int) -> int:
+    """Channels of a feed-forward that is split over a group."""
+    return 8 * max(4, tp)
+
+
+def experts(count: int, ranks: int) -> int:
+    """Experts, spread over so many ranks."""
+    return ranks * min(2, count // ranks) if ranks > 1 else min(8, count)
+
+
+def choices(per_token: int, small_experts: int) -> int:
+    """Experts of a token, of so many; 0 where there are none."""
+    return min(per_token, MAX_CHOICES, max(1, small_experts // 2)) if small_experts else 0
+
+
+def layers(kinds: Sequence[str]) -> int:
+    """Layers of the first whole periods of a pattern of kinds, at least four; of a period longer than eight the first eight."""
+    each = period(kinds)
+    return min(each * -(-MIN_LAYERS // each), len(kinds), MAX_LAYERS)
+
+
+def period(kinds: Sequence[str]) -> int:
+    """Number of layers after which the kinds repeat."""
+    return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
