@@ -87,7 +87,7 @@ def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, tokens: int
     rows, entries = latent_attention.compress(cfg, weights, x, tokens)
     down = sequence_parallel.whole(quant.linear(x, weights["index_down"]), tokens)
     key, head_weights = down.split([cfg.index_head_dim, cfg.index_n_heads], -1)
-    return {**rows, "weights": head_weights}, {**entries, "index": key}
+    return {**rows, "weights": head_weights.contiguous()}, {**entries, "index": key}
 
 
 def write(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, entries: Tree) -> Tree:

@@ -255,8 +255,8 @@ def _sparse_flash_attention(call: Call) -> Results:
     defaults = {"sparse_block_size": 1, "layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 3, "attention_mode": 0}
     call.expect(pre_tokens=2**63 - 1, next_tokens=2**63 - 1, return_softmax_lse=False)
     options = {name: call.optional(name) for name in names} | {name: call.attr(name, default) for name, default in defaults.items()}
-    tensors = map(call.tensor, ("query", "key", "value", "sparse_indices"))
-    return sparse.npu_sparse_flash_attention(*tensors, call.attr("scale_value"), **options)
+    query, key, value, indices = map(call.tensor, ("query", "key", "value", "sparse_indices"))
+    return sparse.npu_sparse_flash_attention(query, key, value, indices, call.attr("scale_value"), **options)
 
 
 def _recurrent_gated_delta_rule(call: Call) -> Results:

@@ -69,7 +69,7 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=0), "plain-moe", 0, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
-        ("dp=2,tp=2", GROUPED, "sparse", 1, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "sparse", 2, (2, 1), False),
     ],
     ids=[
         "dispatched",
