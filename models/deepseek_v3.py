@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from ..graphs import ops
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
 from . import decoder, feed_forward, latent_attention, sequence_parallel
+from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
 from .family import DraftHead, Family, Intermediates
@@ -63,7 +65,7 @@ class Config:
     `variant` is not in the file: it is how a deployment stores parameters and state.
 
     Attributes:
-        layer_types: the feed-forward of each layer, "dense" or "moe".
+        layer_kinds: the feed-forward of each layer, "dense" or "moe".
         q_lora_rank: 0 where queries are not compressed.
         num_nextn_predict_layers: 1 where the model has the draft head, else 0.
     """
@@ -76,7 +78,7 @@ class Config:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    layer_types: tuple[str, ...]
+    layer_kinds: tuple[str, ...]
     rotary: Rotary
     rms_norm_eps: float
     max_position_embeddings: int
@@ -109,6 +111,16 @@ class Config:
         return self.num_attention_heads
 
     @property
+    def split_heads(self) -> Mapping[str, int]:
+        """Numbers of heads that the ranks of a group share."""
+        return {"num_attention_heads": self.num_attention_heads}
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layer_kinds.count(MOE)
+
+    @property
     def routing(self) -> Routing:
         return Routing(SIGMOID, self.num_experts_per_tok, self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group)
 
@@ -121,8 +133,8 @@ class Config:
         each = self.num_experts // max(self.n_group, 1)
         checks = [
             (self.rotary.dim != self.qk_rope_head_dim or self.rotary.dim % 2, "qk_rope_head_dim must be even, and rotated whole"),
-            (MOE in self.layer_types and not self.num_experts, "layers with experts need n_routed_experts"),
-            (DENSE in self.layer_types and not self.intermediate_size, "layers without experts need an intermediate_size"),
+            (MOE in self.layer_kinds and not self.num_experts, "layers with experts need n_routed_experts"),
+            (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
             (self.num_experts % self.n_group, "n_routed_experts must be a multiple of n_group"),
             (self.topk_group > self.n_group, "topk_group must not exceed n_group"),
             (self.topk_group < self.n_group and each < 2, "a group must have two experts at least"),
@@ -166,7 +178,7 @@ def config_fields(fields: Fields) -> dict[str, Any]:
         sizes["routed_scaling_factor"] = fields.get(float, "routed_scaling_factor", minimum=0)
         sizes["n_shared_experts"] = fields.get(int, "n_shared_experts", default=0, minimum=0)
     return {
-        "layer_types": tuple(DENSE if i < dense else MOE for i in range(layers)),
+        "layer_kinds": tuple(DENSE if i < dense else MOE for i in range(layers)),
         "rotary": rotary,
         "q_lora_rank": fields.get(int, "q_lora_rank", default=0, minimum=1),
         "rope_interleave": fields.get(bool, "rope_interleave", default=True),
@@ -180,8 +192,8 @@ def config_fields(fields: Fields) -> dict[str, Any]:
 
 def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
     """Tree of Param; keys are those of `decoder.params`, and `mtp` (the draft head, where the model has one)."""
-    layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind) for i, kind in enumerate(cfg.layer_types)]
-    params, behind = decoder.params(cfg, dtype, layers), f"model.layers.{len(cfg.layer_types)}."
+    layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind) for i, kind in enumerate(cfg.layer_kinds)]
+    params, behind = decoder.params(cfg, dtype, layers), f"model.layers.{len(cfg.layer_kinds)}."
     if cfg.num_nextn_predict_layers:
         params[DRAFT] = _draft_params(cfg, dtype, behind)
     # A model that does not draft reads nothing of the head.
@@ -210,7 +222,7 @@ def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tre
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its layer (`mtp`)."""
-    state: dict[str, Any] = {"layers": [cfg.mixer.state(cfg, limits, dtype) for _ in cfg.layer_types]}
+    state: dict[str, Any] = {"layers": [cfg.mixer.state(cfg, limits, dtype) for _ in cfg.layer_kinds]}
     return {**state, DRAFT: cfg.mixer.state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
 
 
@@ -222,7 +234,7 @@ def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch
         state: tree of `abstract_state`; `mtp` passes through.
         inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
     """
-    layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_types]
+    layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_kinds]
     return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
 
 
@@ -271,6 +283,44 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
 
 
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`, with as many groups of two experts or more as divide them."""
+    experts = sizes.experts(cfg.num_experts, ranks)
+    groups = gcd(cfg.n_group, max(1, experts // 2))
+    kept = max(1, groups * cfg.topk_group // cfg.n_group)
+    return replace(
+        cfg,
+        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
+        hidden_size=sizes.HIDDEN,
+        num_attention_heads=sizes.split(cfg.num_attention_heads, tp),
+        q_lora_rank=2 * sizes.HEAD if cfg.q_lora_rank else 0,
+        kv_lora_rank=2 * sizes.HEAD,
+        qk_nope_head_dim=sizes.HEAD,
+        qk_rope_head_dim=sizes.HEAD // 2,
+        v_head_dim=sizes.HEAD,
+        rotary=replace(cfg.rotary, dim=sizes.HEAD // 2),
+        layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
+        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
+        num_experts=experts,
+        num_experts_per_tok=min(sizes.choices(cfg.num_experts_per_tok, experts), kept * (experts // groups)),
+        # The shared expert is as wide as this, and split over a group where experts are not spread.
+        moe_intermediate_size=sizes.ffn(tp) if cfg.moe_intermediate_size else 0,
+        n_group=groups,
+        topk_group=kept,
+    )
+
+
+WIDTHS = {
+    **sizes.WIDTHS,
+    "n_routed_experts": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+"""`Family.widths` of models with latent attention."""
+
 DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
 """The draft head, for `Family.draft_head`."""
 
@@ -282,5 +332,7 @@ FAMILY = Family(
     abstract_state=abstract_state,
     forward=forward,
     head=head,
+    shrink=shrink,
+    widths=WIDTHS,
     draft_head=DRAFT_HEAD,
 )

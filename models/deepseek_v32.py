@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graphs.errors import ConfigError
 from . import deepseek_v3, sparse_latent_attention
+from . import shrink as sizes
 from .config import Fields
 from .family import Family
 
 NAME = "deepseek_v32"
+MOST_KEYS = 64
+"""`index_topk` of small models."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,13 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
     return Config(**deepseek_v3.config_fields(fields), **sizes)
 
 
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`, whose prompts have more keys than the indexer chooses."""
+    small = deepseek_v3.shrink(cfg, tp, ranks)
+    assert isinstance(small, Config)
+    return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD, index_topk=min(cfg.index_topk, MOST_KEYS))
+
+
 FAMILY = Family(
     name=NAME,
     model_types=("deepseek_v32",),
@@ -59,5 +69,7 @@ FAMILY = Family(
     abstract_state=deepseek_v3.abstract_state,
     forward=deepseek_v3.forward,
     head=deepseek_v3.head,
+    shrink=shrink,
+    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16, "index_head_dim": 32, "index_topk": MOST_KEYS},
     draft_head=deepseek_v3.DRAFT_HEAD,
 )

@@ -101,7 +101,7 @@ def latent_config() -> deepseek_v3.Config:
         qk_nope_head_dim=6,
         qk_rope_head_dim=4,
         v_head_dim=10,
-        layer_types=(deepseek_v3.DENSE, deepseek_v3.MOE, deepseek_v3.MOE),
+        layer_kinds=(deepseek_v3.DENSE, deepseek_v3.MOE, deepseek_v3.MOE),
         rotary=Rotary(4, 1e4),
         rms_norm_eps=1e-6,
         max_position_embeddings=64,

@@ -283,7 +283,7 @@ class HeadNames:
             return HeadNames("mtp_num_hidden_layers", "mtp.", dict(zip(_PARTS, parts, strict=True)))
         parts = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
         return HeadNames(
-            "num_nextn_predict_layers", f"model.layers.{len(model.config.layer_types)}.", dict(zip(_PARTS, parts, strict=True))
+            "num_nextn_predict_layers", f"model.layers.{len(model.config.layer_kinds)}.", dict(zip(_PARTS, parts, strict=True))
         )
 
 
@@ -303,7 +303,7 @@ def with_head(random: Oracle) -> Oracle:
     backbone = type(random.theirs.model)
     modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
     layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
-    kinds = model.config.layer_types
+    kinds = model.config.layer_kinds
     # Where transformers lists the kinds of layers there is none behind the last.
     behind = len(kinds) - hasattr(random.theirs.config, "mlp_layer_types")
     head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
