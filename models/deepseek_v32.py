@@ -61,7 +61,7 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
     return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD, index_topk=min(cfg.index_topk, MOST_KEYS))
 
 
-FAMILY = Family(
+FAMILY: Family[Any] = Family(
     name=NAME,
     model_types=("deepseek_v32",),
     read_config=read_config,

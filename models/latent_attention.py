@@ -129,14 +129,26 @@ def apply(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.T
 def compress(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
     """What `attend` and `write` read of tokens x, whole on every device.
 
-    The former is `query`, [T, q_lora_rank] normalised, or [T, M]; the latter `keys`, latents beside rotary parts [T, L + R]. Each device
-    compresses its own tokens of the stream, so that what is gathered is narrow.
+    The former is `query`, [T, q_lora_rank] normalised, or [T, M]; the latter `keys`, latents beside rotary parts [T, L + R].
     """
-    down = sequence_parallel.whole(quant.linear(x, weights["down"]), tokens)
     if not cfg.q_lora_rank:
-        return {"query": sequence_parallel.whole(x, tokens)}, {"keys": down}
-    query, keys = down.split([cfg.q_lora_rank, cfg.kv_lora_rank + cfg.qk_rope_head_dim], -1)
-    return {"query": ops.rms_norm(query, weights["q_norm"], NORM_EPS, 0.0)}, {"keys": keys}
+        x = sequence_parallel.whole(x, tokens)
+        return {"query": x}, {"keys": quant.linear(x, weights["down"])}
+    rows, entries, _ = compress_beside(cfg, weights, x, tokens)
+    return rows, entries
+
+
+def compress_beside(cfg: LatentSizes, weights: Tree, x: torch.Tensor, tokens: int, *others: str) -> tuple[Tree, Tree, list[torch.Tensor]]:
+    """What `compress` returns where queries are compressed, and the products of x and other weights, by name, whole on every device too.
+
+    Each device multiplies its own tokens of the stream, so that one gather of narrow rows follows.
+    """
+    products = [quant.linear(x, weights[name]) for name in ("down", *others)]
+    widths = [product.shape[-1] for product in products[1:]]
+    gathered = sequence_parallel.whole(torch.cat(products, -1) if others else products[0], tokens)
+    sizes = [cfg.q_lora_rank, cfg.kv_lora_rank + cfg.qk_rope_head_dim, *widths]
+    query, keys, *rest = gathered.split(sizes, -1)
+    return {"query": ops.rms_norm(query, weights["q_norm"], NORM_EPS, 0.0)}, {"keys": keys}, rest
 
 
 def write(cfg: LatentSizes, weights: Tree, state: Tree, batch: Batch, entries: Tree) -> Tree:

@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import latent_attention, quant, sequence_parallel
+from . import latent_attention, quant
 from .attention import rotated_order
 from .batch import Batch
 from .params import Param, Source
@@ -84,8 +84,7 @@ def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, tokens: int
 
     Scores of all keys grow alike with the weights, so that constant factors of the published code are left out.
     """
-    rows, entries = latent_attention.compress(cfg, weights, x, tokens)
-    down = sequence_parallel.whole(quant.linear(x, weights["index_down"]), tokens)
+    rows, entries, (down,) = latent_attention.compress_beside(cfg, weights, x, tokens, "index_down")
     key, head_weights = down.split([cfg.index_head_dim, cfg.index_n_heads], -1)
     return {**rows, "weights": head_weights.contiguous()}, {**entries, "index": key}
 

@@ -120,8 +120,8 @@ def latent_config() -> deepseek_v3.Config:
 
 @functools.cache
 def sparse_config() -> deepseek_v32.Config:
-    """The same, whose attention reads the best five keys."""
-    return deepseek_v32.Config(**vars(latent_config()), index_n_heads=6, index_head_dim=8, index_topk=5)
+    """The same, whose attention reads the best five keys; with many heads, as scores of zero would tie (oracle.py)."""
+    return deepseek_v32.Config(**vars(latent_config()), index_n_heads=24, index_head_dim=8, index_topk=5)
 
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
