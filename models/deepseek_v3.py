@@ -314,12 +314,10 @@ WIDTHS = {
     **sizes.WIDTHS,
     "n_routed_experts": 64,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
-"""`Family.widths` of models with latent attention."""
+"""`Family.widths` of models with latent attention; latents and rotary parts stay as wide as an NPU's operators want them."""
 
 DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
 """The draft head, for `Family.draft_head`."""

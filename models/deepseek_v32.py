@@ -70,6 +70,6 @@ FAMILY: Family[Any] = Family(
     forward=deepseek_v3.forward,
     head=deepseek_v3.head,
     shrink=shrink,
-    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16, "index_head_dim": 32, "index_topk": MOST_KEYS},
+    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16, "index_topk": MOST_KEYS},
     draft_head=deepseek_v3.DRAFT_HEAD,
 )
