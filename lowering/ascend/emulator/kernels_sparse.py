@@ -90,7 +90,7 @@ def npu_sparse_flash_attention(
         sparse_indices: int32 [B, Q, 1, K], -1 behind the chosen positions.
 
     Returns:
-        o like query, undefined where a query sees nothing; and two results that are undefined.
+        o like query, undefined where a query sees nothing; and two results that are empty.
     """
     op = "npu_sparse_flash_attention"
     refuse_options(op, options, pre_tokens=_LAST, next_tokens=_LAST, return_softmax_lse=False)
@@ -100,7 +100,7 @@ def npu_sparse_flash_attention(
     require_shape(op, "query_rope", require(op, "query_rope", query_rope, (query.dtype,), (4,)), (B, Q, H, rotated.shape[3]))
     chosen = require(op, "sparse_indices", sparse_indices, (torch.int32,), (4,))
     require_shape(op, "sparse_indices", chosen, (B, Q, 1, chosen.shape[3]))
-    same = value.data_ptr() == key.data_ptr() and value.shape == key.shape
+    same = value.shape == key.shape and (value.data_ptr() == key.data_ptr() or torch.equal(value.nan_to_num(), key.nan_to_num()))
     if attention_mode != 2 or sparse_block_size != 1 or not same or H & (H - 1) or H > _MOST_HEADS:
         raise LoweringError(
             f"{op}: attention_mode {attention_mode}, sparse_block_size {sparse_block_size}, {H} heads, values {'' if same else 'not '}the "
@@ -116,7 +116,7 @@ def npu_sparse_flash_attention(
             if len(places):
                 scores = queries[b, t] @ torch.cat([latents, rotary], -1)[places].t() * scale_value
                 out[b, t] = (scores.softmax(-1) @ latents[places]).to(out.dtype)
-    return out, undefined(B, 1, Q, H, dtype=torch.float32), undefined(B, 1, Q, H, dtype=torch.float32)
+    return out, torch.empty(0), torch.empty(0)
 
 
 def _check_layout(op: str, query: str, keys: str, sparse_mode: int) -> None:
