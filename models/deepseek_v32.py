@@ -13,8 +13,6 @@ from .config import Fields
 from .family import Family
 
 NAME = "deepseek_v32"
-MOST_KEYS = 64
-"""`index_topk` of small models."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,14 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
-    """A small configuration for `Family.shrink`, whose prompts have more keys than the indexer chooses."""
+    """A small configuration for `Family.shrink`, whose indexer chooses as many keys as that of the large model.
+
+    Those are all keys of a small prompt: the choice among more would not be the same where sums of scores are rounded differently, and
+    two layouts of a model could not be compared.
+    """
     small = deepseek_v3.shrink(cfg, tp, ranks)
     assert isinstance(small, Config)
-    return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD, index_topk=min(cfg.index_topk, MOST_KEYS))
+    return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD)
 
 
 FAMILY: Family[Any] = Family(
@@ -70,6 +72,6 @@ FAMILY: Family[Any] = Family(
     forward=deepseek_v3.forward,
     head=deepseek_v3.head,
     shrink=shrink,
-    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16, "index_topk": MOST_KEYS},
+    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16},
     draft_head=deepseek_v3.DRAFT_HEAD,
 )
