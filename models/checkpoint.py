@@ -18,7 +18,7 @@ from .quant.description import canonical
 from .safetensors_files import DTYPES, SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
-__all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "save"]
+__all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
 _PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MAX_NAMES = 5
@@ -152,6 +152,12 @@ class ParamReader:
         return [_assemble(region, pieces, self._table) for region, pieces in zip(regions, recipe.sources, strict=True)]
 
 
+def holds_any(checkpoint: Checkpoint, params: Tree) -> bool:
+    """Whether a checkpoint has any tensor that a tree of Param is made from."""
+    table = _canonical(checkpoint)
+    return any(piece.name in table for _, param in tree.flatten(params) for piece in _recipe(param, table).pieces)
+
+
 def load(checkpoint: Checkpoint, params: Tree) -> Tree:
     """All tensors of a tree of Param, each in its Param's dtype; what is accepted and raised: `ParamReader`."""
     reader = ParamReader(checkpoint, params)
@@ -230,8 +236,15 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
+    unread = tuple(name for recipe in recipes for name in recipe.param.source.unread)
+    unread = tuple(name for name in unread if not name.endswith(".") or not any(read.startswith(name) for read in used))
     complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
     integers = {piece.name.removesuffix(".weight") for piece in pieces if not set(piece.dtypes) & set(DTYPES)}
+    spare = [
+        e.name
+        for name, e in table.items()
+        if name.startswith(complete) and name not in used and not _matches(name, unread) and not _beside(name, integers)
+    ]
     problems = (
         (
             "has the wrong dtype",
@@ -239,10 +252,7 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
         ),
         ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
-        (
-            "is not part of the model",
-            [e.name for name, e in table.items() if name.startswith(complete) and name not in used and not _beside(name, integers)],
-        ),
+        ("is not part of the model", spare),
     )
     for problem, names in problems:
         if names:
@@ -267,6 +277,11 @@ def _beside(name: str, integers: Set[str]) -> bool:
     """Whether a tensor lies beside a matrix of integers and is deliberately not read."""
     matrix, _, kind = name.rpartition(".")
     return kind in NOT_READ and matrix in integers
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a tensor is one of some names, or begins with one that ends in a dot."""
+    return any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns)
 
 
 def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:

@@ -90,6 +90,8 @@ class Source:
         split: the parameter -> those tensors; the inverse of join.
         axes: for each tensor the logical axis of each dimension, where `join` of a rank's slices along these axes is the rank's slice of
             the parameter: a rank need not read the rest. A dimension with None is read whole.
+        unread: tensors of a checkpoint that belong to these and that the model deliberately does not read, by name, or by a prefix that
+            ends in a dot: of a part of which nothing is read.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
@@ -101,6 +103,7 @@ class Source:
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _alone
     axes: tuple[tuple[SourceAxis, ...], ...] | None = None
     block_axis: str | None = None
+    unread: tuple[str, ...] = ()
     dtypes: tuple[tuple[str, ...], ...] = ()
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:

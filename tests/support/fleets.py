@@ -16,7 +16,7 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
+from npucompile.models import deepseek_v3, deepseek_v32, hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
 from npucompile.models.params import initialise
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.rotary import Rotary
@@ -90,8 +90,47 @@ def plain_config(name: str) -> qwen3.Config:
     )
 
 
+@functools.cache
+def latent_config() -> deepseek_v3.Config:
+    """Latent attention, a layer without experts, experts of which a token chooses three from two of four groups, and a draft head."""
+    return deepseek_v3.Config(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_attention_heads=8,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+        layer_kinds=(deepseek_v3.DENSE, deepseek_v3.MOE, deepseek_v3.MOE),
+        rotary=Rotary(4, 1e4),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=1,
+        **DENSE,
+    )
+
+
+@functools.cache
+def sparse_config() -> deepseek_v32.Config:
+    """The same, whose attention reads the best five keys; with many heads, as scores of zero would tie (oracle.py)."""
+    return deepseek_v32.Config(**vars(latent_config()), index_n_heads=24, index_head_dim=8, index_topk=5)
+
+
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
-    """A small model: of Qwen3.5 with or without experts, or "next" or one of PLAIN_MODELS."""
+    """A small model: of Qwen3.5 with or without experts, or "next", "latent", "sparse" or one of PLAIN_MODELS."""
+    if name == "latent":
+        return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
+    if name == "sparse":
+        return step.Model(name, deepseek_v32.FAMILY, replace(sparse_config(), variant=variant), drafting=drafts > 0)
     if name in PLAIN_MODELS:
         return step.Model(name, qwen3.FAMILY, replace(plain_config(name), variant=variant))
     family = qwen3_next.FAMILY if name == "next" else qwen3_5.FAMILY

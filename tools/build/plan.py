@@ -174,7 +174,7 @@ def plan(options: Options) -> Plan:
         mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
-        has_draft_head=source.model.has_draft_head,
+        has_draft_head=source.has_draft_head,
     )
     target, mesh = instance.target, instance.mesh
     backend = _backend(options, source, instance)
@@ -332,6 +332,8 @@ def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> 
 
 def _drafts_note(options: Options, plan: Plan) -> str | None:
     k = plan.limits.drafts
+    if not k and plan.source.model.has_draft_head and not plan.source.has_draft_head:
+        return "no drafts: the checkpoint has no tensor of the draft head that its configuration describes"
     if options.num_speculative_tokens is not None or plan.deployment or not k:
         return None
     return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"

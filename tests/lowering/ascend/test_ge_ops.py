@@ -105,6 +105,34 @@ def attention(r: Draw, Q: int) -> Example:
     return Example((q, k, v, table, num_computed_tokens, query_lens, 0.4), lambda t: [t[0][b, : query_lens[b]] for b in range(2)])
 
 
+def latents(r: Draw, Q: int) -> Example:
+    """As `attention`; with more than 16 queries row 0 spans several calls of the kernel's."""
+    pages = -(-(7 + Q) // 4)
+    table = torch.zeros(3, pages, dtype=torch.int32)
+    table[0], table[1] = torch.arange(2, 2 + pages), torch.arange(2 + pages, 2 + 2 * pages)
+    lengths = ints(Q, 1 if Q == 1 else Q - 1, 0)
+    pools = [r(3 + 2 * pages, 4, 1, width) for width in (8, 4)]
+    for pool in pools:
+        pool[:2], pool[-1] = NAN, NAN
+        pool[1 + pages, (7 + Q) % 4 or 4 :] = NAN
+        pool.flatten(0, 1)[(2 + pages) * 4 + Q :] = NAN
+    q, q_rope = poison(r(3, Q, 4, 8), 2), poison(r(3, Q, 4, 4), 2)
+    return Example((q, q_rope, *pools, table, ints(7, 0, 0), lengths, 0.4), lambda t: [t[0][b, : lengths[b]] for b in range(2)])
+
+
+def choosing(r: Draw, Q: int, name: str) -> Example:
+    """As `latents`, of the indexer, whose choice is compared in order of position, or of attention over what it chooses."""
+    whole = latents(r, Q)
+    q, q_rope, cache, rope_cache, table, computed, lengths, scale = whole.args
+    if name == "sparse_index":
+        args = (q, q[..., 0].clone(), cache, table, computed, lengths, 5)
+        return Example(args, lambda t: [t[0][b, : lengths[b]].sort(-1).values for b in range(2)])
+    indices = torch.tensor([5, 0, 3, 1]).expand(3, Q, 4)
+    seen = (computed[:, None] + torch.arange(Q))[..., None]
+    indices = torch.where(indices <= seen, indices, -1).sort(-1, descending=True).values.int()
+    return Example((q, q_rope, cache, rope_cache, indices, table, computed, lengths, scale), whole.live)
+
+
 def full_context(r: Draw) -> Example:
     """The last key of the last page is this step's only valid token."""
     table = ints([1, 2], [3, 4])
@@ -215,6 +243,20 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     },
     "gated_rms_norm": {"heads": lambda r: Example((r(5, 3, 7), r(5, 3, 7), r(7), 1e-6))},
     "l2_norm": {"scaled": lambda r: Example((r(3, 1, 5, 7), 1e-6, 0.5)), "plain": lambda r: Example((r(2, 2, 5, 7), 1e-6, 1.0))},
+    "head_linear": {"heads": lambda r: Example((r(5, 3, 7), r(3, 7, 4) / 3))},
+    "mla_attention": {
+        "verify": lambda r: latents(r, 3),
+        "decode": lambda r: latents(r, 1),
+        "prefill": lambda r: latents(r, 40),
+    },
+    "layer_norm": {"keys": lambda r: Example((r(5, 7), r(7), r(7), 1e-6))},
+    "paged_write": {
+        "padding": lambda r: Example(
+            (poison(r(4, 2, 1, 3), 0, (2, 0)), poison(r(4, 1, 3), 1, 3), ints(5, 0, 2, 1)), lambda t: [t[0][at] for at in (1, (2, 1), 3)]
+        ),
+    },
+    "sparse_attention": {"verify": lambda r: choosing(r, 3, "sparse_attention"), "decode": lambda r: choosing(r, 1, "sparse_attention")},
+    "sparse_index": {"verify": lambda r: choosing(r, 3, "sparse_index"), "decode": lambda r: choosing(r, 1, "sparse_index")},
     "last_rows": {"rows": lambda r: Example((r(9, 5), ints(3, 0, 2)))},
     "linear": {"odd": lambda r: Example((r(5, 7), r(3, 7) / 3))},
     "paged_attention": {
@@ -292,6 +334,22 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "last_rows": {"rows": types_of("Range Cast Mul Sub ClipByValueV2 Add GatherV2")},
     "linear": {"odd": types_of("MatMul")},
     "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION - {"Range"}},
+    "head_linear": {"heads": types_of("Transpose BatchMatMul")},
+    "mla_attention": {
+        "verify": ATTENTION | MASK,
+        "decode": ATTENTION - {"Range"},
+        "prefill": ATTENTION | MASK | types_of("BroadcastTo PadV3 StridedSliceV2"),
+    },
+    "layer_norm": {"keys": types_of("Cast ReduceMean Sub Mul Add Rsqrt")},
+    "paged_write": {"padding": types_of("FloorDiv FloorMod Pack ScatterNdUpdate")},
+    "sparse_attention": {
+        "verify": types_of("Add Cast ConcatV2 Fill SparseFlashAttention Unsqueeze"),
+        "decode": types_of("Add SparseFlashAttention Unsqueeze"),
+    },
+    "sparse_index": {
+        "verify": types_of("Add Cast ConcatV2 Fill LightningIndexer Squeeze"),
+        "decode": types_of("Add LightningIndexer Squeeze"),
+    },
     "positions": {"rows": INDEX - {"Mul"}},
     "rms_norm": {"offset": types_of("Add RmsNorm"), "heads": types_of("RmsNorm")},
     "rope": {"partial": ROTATION | types_of("Fill"), "whole": ROTATION},

@@ -68,6 +68,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", GROUPED, "plain-moe", 0, (2, 1), True),
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=0), "plain-moe", 0, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "sparse", 2, (2, 1), False),
     ],
     ids=[
         "dispatched",
@@ -84,6 +86,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "no shared expert, newest",
         "no shared expert, gathered",
         "fused projections",
+        "latent attention",
+        "sparse attention",
     ],
 )
 def test_every_rank_says_and_remembers_the_same(
