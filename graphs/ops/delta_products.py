@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_HIDDEN = -1e30
+HIDDEN = -1e30
 """An exponent whose power is 0; the difference to infinity is that products with 0 stay 0."""
 _SEQUENTIAL = 8
 """Up to this many chunks a state passes through one after the other; more are composed in pairs first."""
@@ -31,7 +31,7 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
     total, beta = (_by_chunk(x, chunk) for x in (g, beta))
     total = total.cumsum(-1)
     # The minimum hides later tokens, and keeps the exponent of earlier ones at most 0 where sums are rounded.
-    bound = torch.where(row[:, None] >= row[None, :], 0.0, _HIDDEN)
+    bound = torch.where(row[:, None] >= row[None, :], 0.0, HIDDEN)
     # What a token leaves to later ones: beta is here, so that neither the inverse nor what it multiplies is scaled by it.
     fade = torch.minimum(total[..., :, None] - total[..., None, :], bound).exp() * beta[..., None, :]
     from_start = total.exp()
@@ -50,7 +50,7 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
+    """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`; C is a power of two, or at most 8.
 
     Four blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which is nilpotent of order 4, the inverse is
     (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat. An odd power of two takes 8 rows in the
@@ -61,7 +61,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     below = row[:, None] > row[None, :]
     inverse, size = None, 1
     while size < C:
-        left = (C // size).bit_length() - 1
+        left = (-(-C // size) - 1).bit_length()
         wide = 1 << (_WIDE_BITS if left % _WIDE_BITS == 0 else min(left, _WIDE_BITS + left % _WIDE_BITS))
         block, inner = row // (size * wide), row // size
         inside = (block[:, None] == block[None, :]) & (inner[:, None] != inner[None, :]) & below

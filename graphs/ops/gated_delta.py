@@ -11,6 +11,7 @@ from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
 from ..state_slots import num_accepted_tokens, read_states, write_states_npu
 from .delta_products import chunked_delta
+from .delta_tokens import delta_after_each_token
 
 
 class GatedDelta(NamedTuple):
@@ -206,6 +207,16 @@ NPU_CHUNK = 128
 
 
 @gated_delta.lowering("npu")
+def _npu_products(args: GatedDelta) -> Any:
+    """Products for CANN 8.3, which has no operator for it; token by token, `read` must hold a state.
+
+    Raises:
+        PrimitiveError: a row has more than `NPU_TOKENS` tokens with a state after each.
+    """
+    return _in_products(args) if args.chunk else _after_each_token(args)
+
+
+@gated_delta.lowering("npu", needs=("cann>=8.5",))
 def _npu(args: GatedDelta) -> Any:
     """CANN's recurrent operator token by token, plain products in chunks of at least `chunk` tokens.
 
@@ -218,7 +229,7 @@ def _npu(args: GatedDelta) -> Any:
     return _in_products(args) if args.chunk else _by_token(args)
 
 
-@gated_delta.lowering("npu", needs=("vllm-ascend",))
+@gated_delta.lowering("npu", needs=("cann>=8.5", "vllm-ascend"))
 def _npu_vllm(args: GatedDelta) -> Any:
     """vllm-ascend's recurrent operator, whose states may be float32."""
     return _in_products(args) if args.chunk else _by_token_vllm(args)
@@ -270,6 +281,15 @@ def _masked(args: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, g, beta, *_ = args
     valid = torch.arange(g.shape[1], dtype=torch.int32, device=g.device)[None, :, None] < args.query_lens[:, None, None]
     return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, beta, 0.0)
+
+
+def _after_each_token(args: GatedDelta) -> tuple[Tensor, Tensor]:
+    if (tokens := args.g.shape[1]) > NPU_TOKENS:
+        raise PrimitiveError(f"gated_delta token by token has {tokens} tokens a row; products of one chunk take at most {NPU_TOKENS}")
+    first = args.state.index_select(0, args.read).float()
+    out, states = delta_after_each_token(args.q, args.k, args.v, args.g, args.beta, first)
+    write_states_npu(args.state, args.write, states.flatten(0, 1))
+    return out.to(args.v.dtype), args.state
 
 
 def _by_token(args: GatedDelta) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,14 @@ def _muls(call: Call) -> Results:
     return (x.float() * float(call.attr("value"))).to(x.dtype)
 
 
+def _addcmul(call: Call) -> Results:
+    tensors = {name: call.tensor(name) for name in ("input_data", "x1", "x2", "value")}
+    same_dtype(call, **tensors)
+    if tensors["value"].numel() != 1:
+        raise LoweringError(f"{call.op}: value is {tuple(tensors['value'].shape)}; legal is one number")
+    return tensors["input_data"] + tensors["value"] * tensors["x1"] * tensors["x2"]
+
+
 def _clip(call: Call) -> Results:
     x, low, high = call.tensor("x"), call.tensor("clip_value_min"), call.tensor("clip_value_max")
     same_dtype(call, x=x, clip_value_min=low, clip_value_max=high)
@@ -235,6 +243,7 @@ MATH: Mapping[str, Function] = {
     "LogicalOr": _logical("or"),
     "LogicalNot": _logical_not,
     "Muls": _muls,
+    "Addcmul": _addcmul,
     "Cast": _cast,
     "ClipByValueV2": _clip,
     "SelectV2": _select,

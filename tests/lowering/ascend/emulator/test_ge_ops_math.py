@@ -51,6 +51,7 @@ CONVERTED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
     ("Sub", torch.sub, (X, ROW)),
     ("Mul", torch.mul, (X.to(BF16), ROW.to(BF16))),
     ("Muls", lambda x: x * 0.3, (X.to(BF16),)),
+    ("Addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=0.5), (X, Y, ROW)),
     ("RealDiv", torch.div, (X, POSITIVE)),
     ("FloorDiv", lambda x, y: torch.div(x, y, rounding_mode="floor"), (INTS, OTHERS)),
     ("FloorMod", torch.remainder, (INTS, OTHERS)),
