@@ -58,11 +58,13 @@ class Checked:
         violations: each kind once, for the first operator that has it.
         copies: how many operators have a violation, by its place in `violations`.
         relied: operators that rely on a fact, by their type and the fact's number.
+        algorithms: expert operators by their communicator, and of each by algorithm ("" is the release's first).
     """
 
     violations: list[Violation] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     relied: Counter[tuple[str, int]] = field(default_factory=Counter)
+    algorithms: dict[str, Counter[str]] = field(default_factory=dict)
 
     def pairs(self) -> Iterator[tuple[Violation, int]]:
         """Violations, each with the number of its operators."""
@@ -132,6 +134,9 @@ class _Checker:
 
     def add(self, op: Any, types: Mapping[str, TensorType], constants: set[str]) -> None:
         """Checks one operator."""
+        if "comm_alg" in op.attr:
+            used = self.checked.algorithms.setdefault(op.attr["group_ep"].s.decode(), Counter())
+            used[op.attr["comm_alg"].s.decode()] += 1
         key = key_of(op, types, constants)
         known = self._known.get(key)
         if known is None:
