@@ -24,7 +24,7 @@ class GatedDelta(NamedTuple):
     beta: Tensor  # [B, Q, H] in [0, 1]
     state: Tensor  # [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32
     read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
-    write: Tensor  # [B, W] slots: with chunk == 0, W == Q, one for the state after every token; else W == 1, after the last valid one
+    write: Tensor  # [B, W] slots: with chunk == 0, W == Q, one for the state after every valid token; else W == 1, after the last one
     num_computed_tokens: Tensor  # [B] tokens before this step
     query_lens: Tensor  # [B] valid tokens in this step
     chunk: int  # 0 runs token by token (decode, verify); else tokens a chunk, a power of two that divides Q (prefill)
@@ -286,8 +286,9 @@ def _masked(args: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _after_each_token(args: GatedDelta) -> tuple[Tensor, Tensor]:
     if (tokens := args.g.shape[1]) > NPU_TOKENS:
         raise PrimitiveError(f"gated_delta token by token has {tokens} tokens a row; products of one chunk take at most {NPU_TOKENS}")
-    first = args.state.index_select(0, args.read).float()
-    out, states = delta_after_each_token(args.q, args.k, args.v, args.g, args.beta, first)
+    # Products spread what is not finite in one token over its row, so tokens beyond a row's length become zeros.
+    q, k, v, g, beta, *_ = _valid(args)
+    out, states = delta_after_each_token(q, k, v, g, beta, args.state.index_select(0, args.read).float())
     write_states_npu(args.state, args.write, states.flatten(0, 1))
     return out.to(args.v.dtype), args.state
 

@@ -127,7 +127,7 @@ def delta(
     tokens = [r.unit(B, Q, 2, 6), r.unit(B, Q, 2, 6) * 0.9, r(B, Q, 4, 5), -r.uniform(B, Q, 4), r.uniform(B, Q, 4).to(r.dtype)]
     tails = [(b, slice(length, None)) for b, length in enumerate(query_lens) if chunk or not length]
     pool = poison(r(9, 4, 5, 6), 0, 8)
-    used = write[:2].flatten().tolist()
+    used = [slot for slots, length in zip(write.tolist(), query_lens, strict=True) for slot in slots[:length]]
     return Example(
         (
             *(poison(x, *(tails if i > 2 or not chunk else ())) for i, x in enumerate(tokens)),
@@ -236,8 +236,8 @@ CHUNKED = types_of(
     "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd"
 )
 AFTER_EACH = types_of(
-    "Add Addcmul BatchMatMul BroadcastTo Cast ConcatV2 Cumsum Exp GatherV2 GreaterEqual Minimum Mul Pack Range Reshape ScatterNdUpdate "
-    "SelectV2 SplitV StridedSliceV2 Sub Transpose Unsqueeze"
+    "Add Addcmul BatchMatMul BroadcastTo Cast ConcatV2 Cumsum Exp GatherV2 GreaterEqual Less Minimum Mul Pack Range Reshape "
+    "ScatterNdUpdate SelectV2 SplitV StridedSliceV2 Sub Transpose Unsqueeze"
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
 MASK = types_of("Range Unsqueeze Greater ConcatV2 Fill")
