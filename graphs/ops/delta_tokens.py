@@ -47,4 +47,5 @@ def delta_after_each_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` of equal leading dimensions; a transposed operand stays a view, which a batched product reads as it is."""
-    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
+    product: Tensor = torch.bmm(a.flatten(0, -3), b.flatten(0, -3)).unflatten(0, a.shape[:-2])
+    return product
