@@ -172,8 +172,8 @@ def chunks(
 
 
 def defined(write: torch.Tensor, query_lens: tuple[int, ...]) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Outputs of a recurrent rule within the rows' lengths, states in slots that live rows write, and one that nobody writes."""
-    used = write[:2].flatten().tolist()
+    """Outputs of a recurrent rule within the rows' lengths, states in slots that live tokens write, and one that nobody writes."""
+    used = [slot for slots, length in zip(write.tolist(), query_lens, strict=True) for slot in slots[:length]]
     return lambda t: [*(t[0][b, :n] for b, n in enumerate(query_lens)), t[1][used], t[1][7]]
 
 
@@ -286,11 +286,15 @@ def types_of(text: str) -> frozenset[str]:
 
 INDEX = types_of("Range Cast Add Unsqueeze Reshape Mul")
 CONV = types_of("Cast GatherV2 Reshape ConcatV2 ScatterNdUpdate Transpose Mul ReduceSum Swish Range Add Unsqueeze")
-RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule")
+RECURRENT = types_of("Cast Fill Reshape RecurrentGatedDeltaRule Range Unsqueeze Equal Mul ReduceSum ClipByValueV2")
 CHUNKED = types_of(
     "Equal Cast Fill GatherV2 Reshape SelectV2 ScatterNdUpdate StridedSliceV2 Mul Add Range Unsqueeze Less Unpack Pack "
     "GreaterEqual Greater Transpose Cumsum Sub Minimum Exp BatchMatMul FloorDiv NotEqual LogicalAnd "
     "Addcmul SoftplusV2 RmsNorm SplitV Neg OnesLike ZerosLike"
+)
+AFTER_EACH = types_of(
+    "Add Addcmul BatchMatMul BroadcastTo Cast ConcatV2 Cumsum Exp GatherV2 GreaterEqual Less Minimum Mul Pack Range Reshape "
+    "ScatterNdUpdate SelectV2 SplitV StridedSliceV2 Sub Transpose Unsqueeze"
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
 MASK = types_of("Range Unsqueeze Greater ConcatV2 Fill")
@@ -326,8 +330,8 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "delta_split": {"heads": types_of("SplitV")},
     "embed": {"rows": types_of("GatherV2")},
     "gated_delta": {
-        "verify": RECURRENT | types_of("Range Unsqueeze Equal Mul ReduceSum ClipByValueV2"),
-        "decode": RECURRENT,
+        "verify": AFTER_EACH | types_of("FloorDiv LogicalAnd NotEqual Equal Greater"),
+        "decode": AFTER_EACH | {"OnesLike"},
     },
     "gated_rms_norm": {"heads": types_of("RmsNorm Swish Mul")},
     "l2_norm": dict.fromkeys(("scaled", "plain"), UNIT),
@@ -443,10 +447,10 @@ def copied_back(name: str) -> Callable[..., Any]:
     return finish
 
 
-def converted(torchair: harness.Torchair, name: str, args: tuple[Any, ...]) -> Any:
+def converted(torchair: harness.Torchair, name: str, args: tuple[Any, ...], features: frozenset[str] = frozenset()) -> Any:
     """The lowering, converted by torchair."""
     with FakeTensorMode():
-        graph, fakes = traced(name, args, copied_back(name), decomposition_table=torchair.decompositions)
+        graph, fakes = traced(name, args, copied_back(name), features, decomposition_table=torchair.decompositions)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         assert not [n for n in graph.graph.nodes if n.op == "get_attr"], "a constant of the trace has no value on the device"
@@ -495,10 +499,16 @@ def test_lengths_of_attention_are_operands(example_in_ge: Callable[[str, str], A
     assert [op.type for op in path if op.type != "Cast"] == ["FusedInferAttentionScore", "Add", "Data"]
 
 
-def test_more_tokens_than_the_recurrent_kernel_takes_are_refused() -> None:
+@pytest.mark.parametrize("features, limit", [((), "products of one chunk take at most 8"), (("cann>=8.5",), "operator takes at most 8")])
+def test_more_tokens_after_each_of_which_a_state_is_kept_are_refused(features: tuple[str, ...], limit: str) -> None:
     example = delta(Draw(torch.float32), 9, ints(4, 4), ints(0, 0), ints([0] * 9, [0] * 9), 9, 9)
-    with pytest.raises(PrimitiveError, match="has 9 tokens a row; the NPU's operator takes at most 8"):
-        gated_delta.rule("lowering:npu")(*example.args)
+    with pytest.raises(PrimitiveError, match=f"has 9 tokens a row; .*{limit}"):
+        gated_delta.lower_for("npu", frozenset(features))(*example.args)
+
+
+def test_a_release_with_the_recurrent_operator_takes_it(torchair: harness.Torchair) -> None:
+    example = EXAMPLES["gated_delta"]["verify"](Draw(torch.bfloat16))
+    assert types(converted(torchair, "gated_delta", example.args, frozenset({"cann>=8.5"}))) == RECURRENT
 
 
 @pytest.mark.parametrize("label", EXAMPLES["gated_delta"])
@@ -508,9 +518,9 @@ def test_the_delta_rule_of_vllm_ascend_is_the_reference(torchair: harness.Torcha
     *tokens, pool, read, write, computed, lengths = example.args
     args = (*tokens, pool.float(), read, write, computed, lengths)
     want = flat(TABLE["gated_delta"].rule("reference")(*args))
-    close(example.live(executed("gated_delta", args, "vllm-ascend")), example.live(want), TOLERANCE[torch.bfloat16])
+    close(example.live(executed("gated_delta", args, "cann>=8.5", "vllm-ascend")), example.live(want), TOLERANCE[torch.bfloat16])
     with pytest.raises(PrimitiveError, match="CANN's operator takes equal types"):
-        executed("gated_delta", args)
+        executed("gated_delta", args, "cann>=8.5")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
