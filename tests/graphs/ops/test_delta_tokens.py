@@ -23,7 +23,7 @@ def test_states_and_outputs_are_those_token_by_token(Q: int, repeated: bool) -> 
     operands = (q, k, v, g, beta, first)
     slots = torch.arange(B * Q).view(B, Q) + B
     pool = torch.cat([first, first.new_zeros(B * Q, H, Dv, Dk)])
-    want, after = gated_delta.rule("reference")(*operands[:5], pool, torch.arange(B), slots, torch.full((B,), 9), torch.full((B,), Q), 0)
+    want, after = gated_delta.rule("reference")(*operands[:5], pool, torch.arange(B), slots, torch.full((B,), 9), torch.full((B,), Q))
     out, states = delta_after_each_token(*operands)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=5e-6)
     torch.testing.assert_close(states, after[B:].view_as(states), rtol=1e-5, atol=5e-6)
