@@ -72,10 +72,10 @@ def forward(
         values, of which the features are the same hidden states.
     """
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
-    norms = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
+    following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
     x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
     pools, routers = [], []
-    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], norms, strict=True):
+    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
         x, stream, pool, logits = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)

@@ -168,7 +168,9 @@ def _index_or_single(directory: Path) -> tuple[Path | None, Path]:
             paths = sorted(directory.glob(pattern))
             if len(paths) > 1:
                 found = ", ".join(path.name for path in paths)
-                raise CheckpointError(f"{directory}: holds {found}; legal is one {'index' if pattern == index else 'file without an index'}")
+                raise CheckpointError(
+                    f"{directory}: holds {found}; legal is one {'index' if pattern == index else 'file without an index'}"
+                )
             if paths:
                 return (paths[0] if pattern == index else None), paths[0]
     there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"

@@ -57,7 +57,9 @@ def _with_bias(param: Param, storage: Storage, weight: Tree) -> Tree:
     if not param.role or static or not storage.formats.has_bias(param.source.names):
         return weight
     if param.role not in (NORM, "column"):
-        raise CheckpointError(f"{param.source.names[0]}: has a bias; one is read of norms and of matrices whose contraction no layout splits")
+        raise CheckpointError(
+            f"{param.source.names[0]}: has a bias; one is read of norms and of matrices whose contraction no layout splits"
+        )
     bias = _bias(param, matrix=param.role != NORM)
     return {**weight, "bias": bias} if isinstance(weight, Mapping) else {"weight": param, "bias": bias}
 
@@ -179,7 +181,9 @@ def _companion(shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple
         return (1,), (None,)
     if layout == VECTOR:
         return shape[:-1], axes[:-1]
-    return (*shape[:-1], shape[-1] // group if layout == GROUPS else 1), (*axes[:-1], None)
+    if layout == GROUPS:
+        return (*shape[:-1], shape[-1] // group), axes
+    return (*shape[:-1], 1), (*axes[:-1], None)
 
 
 def _halved(shape: Shape, dim: int) -> Shape:

@@ -58,7 +58,9 @@ def _matrices(directory: Path) -> list[str]:
 
 def _compressed(where: str, config: Mapping[str, Any], matrices: Iterable[str]) -> dict[str, str]:
     if config.get("kv_cache_scheme"):
-        raise CheckpointError(f"{where}: kv_cache_scheme is {config['kv_cache_scheme']!r}: a quantised cache is not read here; legal is null")
+        raise CheckpointError(
+            f"{where}: kv_cache_scheme is {config['kv_cache_scheme']!r}: a quantised cache is not read here; legal is null"
+        )
     groups, ignored = config.get("config_groups") or {}, config.get("ignore") or []
     targets: list[str] = []
     for name, group in groups.items():

@@ -139,7 +139,9 @@ def test_static_scales_of_a_checkpoint_are_kept(role: str) -> None:
     }
     if role == "row":
         assert leaves["scale"].tolist() == [columns["deq_scale"].tolist()] * 2
-        assert leaves["quant_bias"].tolist() == [columns["quant_bias"].tolist(), [0] * 8], "of the whole contraction, which the first part adds"
+        assert leaves["quant_bias"].tolist() == [columns["quant_bias"].tolist(), [0] * 8], (
+            "of the whole contraction, which the first part adds"
+        )
     else:
         assert torch.equal(leaves["scale"], columns["deq_scale"])
         assert torch.equal(leaves["quant_bias"], columns["quant_bias"])
