@@ -246,8 +246,9 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
             [table[name].name for name in unread if unread_tensors.reason(name, used) is None],
         ),
     )
-    for problem, names in problems:
-        if names:
+    for problem, found in problems:
+        # The parts of a weight share their sources.
+        if names := list(dict.fromkeys(found)):
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
     unread_tensors.check_zeros(directory, [table[name] for name in unread if unread_tensors.must_be_zero(name, used)])
