@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import quant, sequence_parallel
+from . import norms, quant, sequence_parallel
 from .batch import Batch
 from .params import Param, Repeated, Source, norm_init
 from .variant import Variant
@@ -54,7 +54,7 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool
 
     def norm(name: str) -> Param:
         source = Source((f"{prefix}{name}.weight",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))
-        return Param(Aval((D,), dtype), source, norm_init(cfg.norm_offset))
+        return Param(Aval((D,), dtype), source, norm_init(cfg.norm_offset), role="norm")
 
     return {
         **matrices,
@@ -230,7 +230,6 @@ def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> 
     return rotated
 
 
-def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: Tree) -> torch.Tensor:
     """RMS norm of each head of x [..., D], weight [D]."""
-    normed: torch.Tensor = ops.rms_norm(x, weight, cfg.rms_norm_eps, cfg.norm_offset)
-    return normed
+    return norms.rms_norm(x, weight, cfg.rms_norm_eps, cfg.norm_offset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
+from .block_scales import with_block_scales
 from .params import Param, Picked
+from .quant import unread_tensors
 from .quant.description import canonical
-from .safetensors_files import DTYPES, SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
+from .safetensors_files import SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
 __all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
@@ -81,8 +83,8 @@ class ParamReader:
     """Reads the parameters of a model from a checkpoint, in groups that are made from the same tensors on disk.
 
     Names may carry the prefixes `model.`, `model.language_model.` or none; a mixture of experts may be stored fused
-    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`). Tensors of parts that `params` leaves out
-    (vision, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
+    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with block scales is read as floats. Tensors of
+    parts that `params` leaves out (vision, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
 
     Args:
         params: tree of Param.
@@ -92,11 +94,11 @@ class ParamReader:
             in one group.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before anything is read.
+        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before any parameter is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
-        self._table = _canonical(checkpoint)
+        self._table = _canonical(with_block_scales(checkpoint))
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
         _check(checkpoint.directory, self._table, self._recipes)
         groups: dict[Hashable, list[int]] = {}
@@ -236,15 +238,10 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
-    unread = tuple(name for recipe in recipes for name in recipe.param.source.unread)
-    unread = tuple(name for name in unread if not name.endswith(".") or not any(read.startswith(name) for read in used))
-    complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
-    integers = {piece.name.removesuffix(".weight") for piece in pieces if not set(piece.dtypes) & set(DTYPES)}
-    spare = [
-        e.name
-        for name, e in table.items()
-        if name.startswith(complete) and name not in used and not _matches(name, unread) and not _beside(name, integers)
-    ]
+    named = tuple(name for recipe in recipes for name in recipe.param.source.unread)
+    named = tuple(name for name in named if not name.endswith(".") or not any(read.startswith(name) for read in used))
+    complete = tuple(prefix for prefix in ("model.layers.", "model.norm.", "mtp.") if any(name.startswith(prefix) for name in used))
+    unread = [name for name in table if name.startswith(complete) and name not in used and not _matches(name, named)]
     problems = (
         (
             "has the wrong dtype",
@@ -252,31 +249,17 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
         ),
         ("is missing", [f"{p.name} (expected {list(p.shape)})" for p in pieces if p.name not in table]),
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
-        ("is not part of the model", spare),
+        (
+            "is not part of the model",
+            [table[name].name for name in unread if unread_tensors.reason(name, used) is None],
+        ),
     )
-    for problem, names in problems:
-        if names:
+    for problem, found in problems:
+        # The parts of a weight share their sources.
+        if names := list(dict.fromkeys(found)):
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
-
-
-NOT_READ = {
-    "weight_offset": "zeros, of a symmetric scale",
-    "weight_offset_second": "zeros, of a symmetric scale",
-    "scale_bias": "follows from an int4 weight and its scales",
-    "weight_scale": "of a matrix that is read with static scales",
-    "deq_scale": "of a matrix that is read with a scale for each token",
-    "quant_bias": "of a matrix that is read with a scale for each token",
-    "input_scale": "of a matrix that is read with a scale for each token",
-    "input_offset": "of a matrix that is read with a scale for each token",
-}
-"""Tensors beside a matrix's integers that are deliberately not read, where its format does not need them."""
-
-
-def _beside(name: str, integers: Set[str]) -> bool:
-    """Whether a tensor lies beside a matrix of integers and is deliberately not read."""
-    matrix, _, kind = name.rpartition(".")
-    return kind in NOT_READ and matrix in integers
+    unread_tensors.check_zeros(directory, [table[name] for name in unread if unread_tensors.must_be_zero(name, used)])
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

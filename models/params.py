@@ -122,7 +122,7 @@ class Param:
             is never drawn.
         role: of a matrix that may be stored in another format (models/quant): "column", [..., K] whose contraction no layout splits;
             "row", [N, K] whose contraction is split where its axis is; "experts" and "experts_down", the same with a dimension of experts
-            in front. "" for all else.
+            in front; "norm", a norm's weight. "" for all else.
     """
 
     aval: Aval
@@ -150,7 +150,7 @@ def norm_init(offset: float) -> str:
 
 def norm(name: str, width: int, dtype: torch.dtype, offset: float) -> Param:
     """The weight [width] of a norm; `name` is its module's in a checkpoint."""
-    return Param(Aval((width,), dtype), Source((name + ".weight",), ((width,),)), norm_init(offset))
+    return Param(Aval((width,), dtype), Source((name + ".weight",), ((width,),)), norm_init(offset), role="norm")
 
 
 def avals(params: Tree) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...graphs.errors import SpecError
 from ...models.registry import ModelSource
-from ...models.safetensors_files import INDEX, SINGLE, open_checkpoint
+from ...models.safetensors_files import NAMES, has_weights, open_checkpoint
 from .choices import WEIGHTS
 from .targets import Target
 
@@ -39,8 +39,9 @@ def choose_weights(requested: str, source: ModelSource, target: Target, backend:
         return requested, None
     if backend == "null":
         return "none", None
-    if not (directory / SINGLE).exists() and not (directory / INDEX).exists():
-        return "none", f"no weights: {directory} holds neither {SINGLE} nor {INDEX}; serving needs --checkpoint DIR"
+    if not has_weights(directory):
+        legal = ", ".join(name for names in NAMES for name in names)
+        return "none", f"no weights: {directory} holds none of {legal}; serving needs --checkpoint DIR"
     size = open_checkpoint(directory).nbytes
     if size <= STORED_BYTES:
         return "stored", f"weights: {size / 1e9:,.1f} GB are copied into the artifact (--weights bound to read {directory} when serving)"
