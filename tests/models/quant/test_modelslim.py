@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import fleets, modelslim, oracle
 
 from npucompile.graphs import tree
 from npucompile.graphs.quantise import bits_scale, unpack_w4
 from npucompile.graphs.types import Bucket, Mesh, Tree
 from npucompile.models import checkpoint, registry, sharding_rules
-from npucompile.models.quant.description import formats_in
+from npucompile.models.quant.description import DESCRIPTION, formats_in
 from npucompile.models.slices import Shard
 from npucompile.models.step import Model
 from npucompile.models.variant import Variant
@@ -152,6 +156,29 @@ def _without_biases(node: Any) -> Any:
 @pytest.mark.parametrize("name", modelslim.NAMES)
 def test_ranks_read_their_parts_and_serve_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, each with what it reads of the files: prefill in two chunks, then greedy steps."""
+    serve_on_two_ranks(name, monkeypatch)
+
+
+def test_float_matrices_behind_a_shifted_norm_have_biases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a recipe leaves matrices of some layers float."""
+    stored, source = dict(modelslim.tensors(MIXED)), modelslim.FIXTURES / MIXED
+    description = json.loads((source / DESCRIPTION).read_text())
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    for matrix in [f"model.layers.2.{part}_proj" for part in parts]:
+        rounded = modelslim.dequantised(MIXED, matrix).bfloat16()
+        for name in [name for name in stored if name.startswith(matrix) and not name.endswith(".bias")]:
+            del stored[name], description[name]
+        stored[f"{matrix}.weight"], description[f"{matrix}.weight"] = rounded, "FLOAT"
+    save_file(stored, tmp_path / "quant_model_weights.safetensors")
+    (tmp_path / DESCRIPTION).write_text(json.dumps(description))
+    shutil.copyfile(source / "config.json", tmp_path / "config.json")
+    attention = weights(str(tmp_path))["layers"][2]["mixer"]["qkv"]
+    assert list(attention) == ["weight", "bias"]
+    assert attention["weight"].is_floating_point()
+    serve_on_two_ranks(str(tmp_path), monkeypatch)
+
+
+def serve_on_two_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, own = Mesh.parse("tp=2"), model(name, 2)
     whole = weights(name, 2)
     monkeypatch.setattr(fleets, "weights", lambda _: whole)
