@@ -22,7 +22,9 @@ from ..quantize.report import summary, table
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Matrices that stay float, as in '*.layers.0.*'; may be repeated.")
 @click.option("--group", type=click.IntRange(0), default=0, show_default=True, help="Weights that share an int4 scale; 0: a channel's.")
 @click.option("--calibrate", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Text to find static scales with.")
-@click.option("--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated.")
+@click.option(
+    "--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated."
+)
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw the errors over the layers into this .svg, .png or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print the error of every matrix as JSON.")
 def command(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class _Observer(TorchDispatchMode):
     """
 
     def __init__(self, matrices: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in matrices.items()}
         self.ranges: dict[str, tuple[float, float]] = {}
 
@@ -47,7 +47,7 @@ class _Observer(TorchDispatchMode):
 
 
 def calibrated(
-    model: Model, params: Tree, batches: Sequence[torch.Tensor], wanted: Collection[str], progress: Progress
+    model: Model, params: Tree, batches: Sequence[torch.Tensor], wanted: Mapping[str, str], progress: Progress
 ) -> dict[str, Activations]:
     """Scale and offset of the activations of each wanted matrix.
 
@@ -55,18 +55,21 @@ def calibrated(
         model: float.
         params: its tensors.
         batches: tokens [B, Q] int32.
-        wanted: paths of matrices in the tree.
+        wanted: paths of matrices in the tree, and their names in a checkpoint.
 
     Raises:
         SpecError: a matrix is not the second operand of a product.
     """
     leaves = dict(tree.flatten(params))
-    observer = _Observer({path: leaves[path] for path in wanted})
+    observer = _Observer({path: leaves[path] for path in wanted if path in leaves})
     with progress.bar("calibrating", len(batches)) as bar:
         for tokens in batches:
             with observer:
                 logits(model, params, tokens, torch.float32)
             bar.step(f"{tokens.numel()} tokens")
-    if missing := [path for path in wanted if path not in observer.ranges]:
-        raise SpecError(f"no product of {', '.join(missing)} was seen, so that it can have no scale for all tokens; legal is --keep")
+    if missing := [name for path, name in wanted.items() if path not in observer.ranges]:
+        raise SpecError(
+            f"{missing[0]} can have no scale for all tokens: the calibration ran no product of it, nor of {len(missing) - 1} more; "
+            "legal is to --keep what a draft head multiplies by"
+        )
     return {path: Activations.of_range(*observer.ranges[path]) for path in wanted}

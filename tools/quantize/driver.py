@@ -16,7 +16,7 @@ import torch
 from ...graphs.errors import CheckpointError, SpecError
 from ...models.checkpoint import Checkpoint, open_checkpoint
 from ...models.quant.description import DESCRIPTION
-from ...models.quant.formats import W8A8, Formats
+from ...models.quant.formats import W4A8_DYNAMIC, W8A8, Formats
 from ...models.registry import ModelSource
 from ...models.safetensors_files import STORED_DTYPES, TensorEntry
 from ...models.step import Model
@@ -66,6 +66,7 @@ def quantize(
         SpecError: an option is not legal, or the model has no weights.
         CheckpointError: the checkpoint is quantised already, or does not fit the model.
     """
+    out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError(f"{out} exists; legal is a new or empty directory")
     checkpoint = _open_float(source)
@@ -74,6 +75,8 @@ def quantize(
     matrices = select(model, checkpoint, formats)
     if not matrices:
         raise SpecError(f"--scheme {settings.scheme} leaves every matrix of {source.name} float; legal is a scheme that quantises one")
+    if settings.scheme == "w4a8" and not any(matrix.form == W4A8_DYNAMIC for matrix in matrices):
+        progress.say(f"no matrix of {source.name} becomes int4: recipes give int4 to experts only, as serving stacks read it")
     activations = _activations(source, model, matrices, settings, progress)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir(parents=True)
@@ -109,7 +112,9 @@ def _formats(source: ModelSource, settings: Settings, progress: Progress) -> For
     if settings.calibrate or not static:
         return formats
     if settings.static:
-        raise SpecError(f"--static {settings.static[0]}: one scale for all tokens needs a text to find it with; legal is --calibrate TEXT too")
+        raise SpecError(
+            f"--static {settings.static[0]}: one scale for all tokens needs a text to find it with; legal is --calibrate TEXT too"
+        )
     progress.say("the recipe's static scales of activations need --calibrate TEXT; without it each token gets its own")
     return without_static(formats)
 
@@ -118,7 +123,7 @@ def _activations(
     source: ModelSource, model: Model, matrices: Sequence[Matrix], settings: Settings, progress: Progress
 ) -> Mapping[str, Activations]:
     """Of each parameter of static matrices."""
-    wanted = {matrix.param for matrix in matrices if matrix.form == W8A8}
+    wanted = {matrix.param: matrix.stem for matrix in matrices if matrix.form == W8A8}
     if settings.calibrate is None or not wanted:
         return {}
     batches = list(windows(token_ids(source, read_text(settings.calibrate)), WINDOW_TOKENS))[:MOST_WINDOWS]

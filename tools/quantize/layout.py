@@ -59,7 +59,7 @@ def quantised(values: torch.Tensor, form: str, *, row: bool = False, group: int 
     if form == W4A8_DYNAMIC:
         return _int4(values, row, group)
     integers, scale = quantise_w8(values.t())
-    weight, floats = integers.t().contiguous(), (integers * scale).t()
+    weight, floats = integers.t(), (integers * scale).t()
     if form == W8A8_DYNAMIC:
         return Quantised({"weight": weight, **_symmetric("weight", scale[:, None])}, floats)
     assert form == W8A8, form
@@ -82,7 +82,7 @@ def _static(dtype: torch.dtype, weight: torch.Tensor, scale: torch.Tensor, activ
 def _int4(values: torch.Tensor, row: bool, group: int) -> Quantised:
     integers, scale = (x.t() for x in quantise_w4_values(values.t(), group))
     floats = (integers.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
-    tensors = {"weight": pack_rows(integers, 0).contiguous()}
+    tensors = {"weight": pack_rows(integers, 0)}
     if group:
         # Their product, rounded to float16, is the scale of the group again: the largest quotient is 1, and none loses bits of float16.
         channel = scale.amax(-1, keepdim=True)
@@ -95,8 +95,8 @@ def _int4(values: torch.Tensor, row: bool, group: int) -> Quantised:
 
 
 def _symmetric(name: str, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {f"{name}_scale": scale.contiguous(), f"{name}_offset": torch.zeros_like(scale)}
+    return {f"{name}_scale": scale, f"{name}_offset": torch.zeros_like(scale)}
 
 
 def _second(scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"weight_scale_second": scale.contiguous(), "weight_offset_second": torch.zeros_like(scale)}
+    return {"weight_scale_second": scale, "weight_offset_second": torch.zeros_like(scale)}

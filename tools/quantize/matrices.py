@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 import torch
 
@@ -58,7 +59,8 @@ def formats_for(scheme: str, model: str, *, keep: tuple[str, ...] = (), static: 
 
     Args:
         keep: patterns of matrices that stay float.
-        static: patterns of matrices whose activations get one scale for all tokens.
+        static: patterns of matrices whose activations get one scale for all tokens, except those that the recipe first of all leaves
+            float: a draft head.
         group: weights of an output channel that share an int4 scale; 0: all.
 
     Raises:
@@ -67,8 +69,9 @@ def formats_for(scheme: str, model: str, *, keep: tuple[str, ...] = (), static: 
     formats = formats_of_scheme(scheme, model)
     if group and not any(form == W4A8_DYNAMIC for _, form in formats.rules):
         raise SpecError(f"--group {group} with --scheme {scheme}: int4 matrices have groups; legal is --scheme w4a8")
-    chosen = (*((pattern, FLOAT) for pattern in keep), *((pattern, W8A8) for pattern in static))
-    return Formats((*chosen, *formats.rules), group=group)
+    floats = tuple(takewhile(lambda rule: rule[1] == FLOAT, formats.rules))
+    rules = (*((pattern, FLOAT) for pattern in keep), *floats, *((pattern, W8A8) for pattern in static), *formats.rules[len(floats) :])
+    return Formats(rules, group=group)
 
 
 def without_static(formats: Formats) -> Formats:
@@ -102,7 +105,7 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
     """
     table = {canonical(name): entry for name, entry in checkpoint.tensors.items()}
     params: list[tuple[str, Param]] = tree.flatten(model.params(torch.float32))
-    matrices = []
+    matrices: list[Matrix] = []
     for path, param in params:
         form = formats.of(param.source.names)
         if form == FLOAT:
@@ -146,7 +149,7 @@ def _matrices(path: str, param: Param, form: str, table: Mapping[str, TensorEntr
                 if name in table:
                     entry = table[name]
                     stem = f"{entry.name.rpartition('.')[0]}.{expert}.{part}"
-                    region = (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), slice(0, shape[2]))
+                    region: tuple[slice, ...] = (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), slice(0, shape[2]))
                 else:
                     entry = table[f"{prefix}.{expert}.{part}.weight"]
                     stem, region = matrix_name(entry.name), (slice(0, rows), slice(0, shape[2]))

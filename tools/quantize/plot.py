@@ -41,7 +41,10 @@ def plot(errors: Sequence[MatrixError], title: str, path: Path) -> None:
         ordered = sorted(own, key=lambda error: error.layer or 0)
         axes.plot([error.layer or 0 for error in ordered], [100 * error.relative_rms for error in ordered], "o-", label=f"{kind} ({form})")
     axes.set(title=title, xlabel="layer", ylabel="relative rms error of the weights, %")
-    axes.set_ylim(bottom=0)
+    # int4 and int8 differ by a factor of sixteen.
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if kinds:

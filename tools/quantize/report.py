@@ -12,6 +12,7 @@ import torch
 
 TABLE_ROWS = 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TRUNK = "model"
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,18 @@ class MatrixError:
 
     @property
     def layer(self) -> int | None:
-        """Number of its layer, of the draft head's own where the name begins with that."""
+        """Number of its layer; a draft head counts its own."""
         match = _LAYER.search(self.name)
         return int(match[1]) if match else None
 
     @property
     def kind(self) -> str:
-        """Its name without that of the layer, as in `self_attn.q_proj`."""
+        """Its name without that of the layer, as in `self_attn.q_proj`, or `mtp.self_attn.q_proj` in a draft head."""
         match = _LAYER.search(self.name)
-        return self.name[match.end() :] if match else self.name
+        if match is None:
+            return self.name
+        before, inside = self.name[: match.start()], self.name[match.end() :]
+        return inside if before == _TRUNK else f"{before}.{inside}"
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints of it."""

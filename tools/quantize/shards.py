@@ -70,13 +70,13 @@ class ShardWriter:
         """Fills a tensor's place.
 
         Args:
-            tensor: contiguous, of the shape and dtype that were announced.
+            tensor: of the shape and dtype that were announced.
         """
         file, offset, slot = self._places[name]
         assert slot == Slot.like(name, tensor), (slot, tensor.shape, tensor.dtype)
         with file.open("r+b") as stream:
             stream.seek(offset)
-            stream.write(bytes_of(tensor))
+            stream.write(bytes_of(tensor.contiguous()))
         self._open.remove(name)
 
     def copy(self, entry: TensorEntry) -> None:
