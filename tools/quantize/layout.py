@@ -99,4 +99,4 @@ def _symmetric(name: str, scale: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _second(scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"weight_scale_second": scale, "weight_offset_second": torch.zeros_like(scale)}
+    return {"weight_scale_second": scale, "weight_offset_second": torch.zeros_like(scale, dtype=torch.int64)}

@@ -110,7 +110,7 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
         form = formats.of(param.source.names)
         if form == FLOAT:
             continue
-        if not param.role:
+        if param.role not in ROLES:
             raise SpecError(f"{param.source.names[0]}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
         if ROLES[param.role][0] and form == W8A8:
             raise SpecError(f"{param.source.names[0]}: the format is {form}; experts have a scale for each token, legal is {W8A8_DYNAMIC}")
@@ -127,7 +127,7 @@ def check_patterns(model: Model, patterns: Iterable[str]) -> None:
         SpecError: naming it.
     """
     params = tree.flatten(model.params(torch.float32))
-    names = [matrix_name(name) for _, param in params if param.role for name in param.source.names]
+    names = [matrix_name(name) for _, param in params if param.role in ROLES for name in param.source.names]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SpecError(f"no matrix is named {pattern!r}; legal are patterns of names such as {', '.join(names[:3])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from npucompile.tools.progress import Progress
 from npucompile.tools.quantize import driver
 from npucompile.tools.quantize.driver import Settings, quantize
 from npucompile.tools.quantize.forward import loaded, logits, windows
-from npucompile.tools.quantize.matrices import formats_for
+from npucompile.tools.quantize.layout import Activations
+from npucompile.tools.quantize.matrices import formats_for, select
 
 QUIET = Progress(quiet=True)
 INT4 = Formats(
@@ -68,6 +70,43 @@ def test_it_generates_the_tokens_of_the_floats_quantised_on_loading(tmp_path):
         tokens.append(int(scores[0, -1].argmax()))
     assert json.loads(result.stdout)["token_ids"] == tokens[3:]
     assert written.eos_ids == source.eos_ids
+
+
+MODELSLIM = Path(__file__).with_name("modelslim")
+"""A random model and what ModelSlim 26.1.0 wrote of it: static attention, int4 experts in layer 0, int8 in layer 1 (make_fixture.py)."""
+
+
+def test_modelslim_writes_the_same(tmp_path, monkeypatch):
+    rules = (("*.self_attn.?_proj", "w8a8"), ("*.layers.0.*.experts.*", "w4a8_dynamic"), ("*.layers.1.*.experts.*", "w8a8_dynamic"))
+    monkeypatch.setattr(driver, "formats_for", lambda *_, **__: Formats(rules))
+    theirs = load_file(MODELSLIM / "quantised" / "quant_model_weights-00001-of-00001.safetensors")
+
+    def activations(source, model, matrices, settings, progress):
+        own = {
+            m.param: [float(theirs[f"{m.stem}.{name}"]) for name in ("input_scale", "input_offset")] for m in matrices if m.form == "w8a8"
+        }
+        return {path: Activations(*values) for path, values in own.items()}
+
+    # ModelSlim calibrates a layer behind those that it has rounded; the first layer's inputs are compared below.
+    real = driver._activations
+    monkeypatch.setattr(driver, "_activations", activations)
+    source = registry.find(MODELSLIM / "float")
+    quantize(source, tmp_path / "out", Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET)
+    ours = load_file(tmp_path / "out" / "quant_model_weights-00001-of-00001.safetensors")
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    described, wanted = (json.loads((path / DESCRIPTION).read_text()) for path in (tmp_path / "out", MODELSLIM / "quantised"))
+    assert described == wanted
+    monkeypatch.setattr(
+        driver, "token_ids", lambda *_: torch.tensor(json.loads((MODELSLIM / "tokens.json").read_text()), dtype=torch.int32)
+    )
+    checkpoint = safetensors_files.open_checkpoint(MODELSLIM / "float")
+    matrices = [m for m in select(source.model, checkpoint, Formats(rules)) if m.stem.startswith("model.layers.0.self_attn.q")]
+    (found,) = real(source, source.model, matrices, Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET).values()
+    (first,) = activations(source, None, matrices, None, None).values()
+    assert found == first
 
 
 def test_the_description_names_every_tensor(tmp_path):
