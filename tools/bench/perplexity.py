@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
+from ...graphs.errors import SpecError
 from ...models import registry
 from ..build.plan import DTYPES
 from ..quantize.forward import loaded, logits, read_text, token_ids, windows
@@ -51,6 +52,8 @@ def perplexity(name: str, texts: Iterable[str], dtype: torch.dtype, window: int 
                 scores = logits(model, params, tokens, dtype)[0, :-1].float()
                 total += float(cross_entropy(scores, tokens[0, 1:].long(), reduction="sum"))
                 count += tokens.shape[1] - 1
+    if not count:
+        raise SpecError("the text has no token that others precede; legal is one of at least two tokens")
     return math.exp(total / count)
 
 

@@ -23,7 +23,7 @@ from ...models.step import Model
 from ..progress import Progress
 from .calibrate import MOST_WINDOWS, WINDOW_TOKENS, calibrated
 from .forward import loaded, read_text, token_ids, windows
-from .layout import TYPES, Activations, quantised
+from .layout import TYPES, Activations, quantised, rounded
 from .matrices import Matrix, check_patterns, checked_model, formats_for, select, without_static
 from .report import ErrorSums, MatrixError
 from .shards import SHARD_BYTES, ShardWriter, Slot
@@ -105,9 +105,9 @@ def _formats(source: ModelSource, settings: Settings, progress: Progress) -> For
     formats = formats_for(settings.scheme, source.name, keep=settings.keep, static=settings.static, group=settings.group)
     static = any(form == W8A8 for _, form in formats.rules)
     if settings.calibrate and not static:
-        raise SpecError(
-            f"--calibrate {settings.calibrate}: no matrix of {source.name} has one scale for all tokens in --scheme {settings.scheme}; "
-            "legal is --static PATTERN with it, or neither"
+        progress.say(
+            f"{settings.calibrate} is not read: no matrix of {source.name} has one scale of activations for all tokens in {settings.scheme}; "
+            "--static PATTERN gives it one"
         )
     if settings.calibrate or not static:
         return formats
@@ -184,10 +184,10 @@ def _write(
 def _write_matrix(writer: ShardWriter, matrix: Matrix, group: int, activations: Activations | None, sums: ErrorSums) -> int:
     """Returns how many bytes were read."""
     floats = matrix.read()
-    tensors, stands_for = quantised(floats, matrix.form, row=matrix.row, group=group, activations=activations)
+    tensors, change, norm = rounded(floats, matrix.form, row=matrix.row, group=group, activations=activations)
     for kind, tensor in tensors.items():
         writer.write(f"{matrix.stem}.{kind}", tensor)
-    sums.add(matrix.group_name, matrix.form, floats, stands_for, sum(tensor.nbytes for tensor in tensors.values()))
+    sums.add(matrix.group_name, matrix.form, change, norm, floats.nbytes, sum(tensor.nbytes for tensor in tensors.values()))
     return floats.nbytes
 
 

@@ -67,6 +67,41 @@ def quantised(values: torch.Tensor, form: str, *, row: bool = False, group: int 
     return Quantised({"weight": weight, **_static(values.dtype, weight, scale, activations)}, floats)
 
 
+BLOCK_ELEMENTS = 2**19
+"""Rounding in blocks of rows of about this size stays in a processor's cache, and needs little memory beside a matrix."""
+
+_OF_ALL_ROWS = ("input_scale", "input_offset")
+
+
+class Rounded(NamedTuple):
+    """A quantised matrix [N, K] without the floats that it stands for.
+
+    Attributes:
+        tensors: as of `Quantised`.
+        change, norm: sums of the squares of what rounding changed, and of the floats.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    change: float
+    norm: float
+
+
+def rounded(values: torch.Tensor, form: str, *, row: bool = False, group: int = 0, activations: Activations | None = None) -> Rounded:
+    """As `quantised`, block by block."""
+    parts: list[dict[str, torch.Tensor]] = []
+    change = norm = 0.0
+    # Two rows share a byte in int4.
+    for block in values.split(max(2, BLOCK_ELEMENTS // values.shape[1] // 2 * 2)):
+        tensors, floats = quantised(block, form, row=row, group=group, activations=activations)
+        parts.append(tensors)
+        wide = block.float()
+        norm += float(wide.square().sum())
+        change += float((floats - wide).square().sum())
+    names = parts[0]
+    joined = {name: parts[0][name] if name in _OF_ALL_ROWS else torch.cat([part[name] for part in parts]) for name in names}
+    return Rounded(joined, change, norm)
+
+
 def _static(dtype: torch.dtype, weight: torch.Tensor, scale: torch.Tensor, activations: Activations) -> dict[str, torch.Tensor]:
     deq_scale = scale * torch.tensor(activations.scale)
     # Operators of models that do not compute in bfloat16 read the bits of a float32 in 64 bits.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 TABLE_ROWS = 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TRUNK = "model"
@@ -67,16 +65,17 @@ class ErrorSums:
     def __init__(self) -> None:
         self._sums: dict[str, list[Any]] = {}
 
-    def add(self, name: str, form: str, floats: torch.Tensor, stands_for: torch.Tensor, nbytes: int) -> None:
-        """Adds a part [N, K] of a matrix: its floats, what they became, and the bytes of that."""
-        wide = floats.float()
-        change, norm = float((stands_for - wide).square().sum(dtype=torch.float64)), float(wide.square().sum(dtype=torch.float64))
+    def add(self, name: str, form: str, change: float, norm: float, float_bytes: int, nbytes: int) -> None:
+        """Adds a part of a matrix.
+
+        Args:
+            change, norm: sums of the squares of what rounding changed, and of the floats.
+            float_bytes, nbytes: before and after.
+        """
         sums = self._sums.setdefault(name, [form, 0.0, 0.0, 0.0, 0, 0])
-        sums[1] += change
-        sums[2] += norm
+        for place, value in ((1, change), (2, norm), (4, float_bytes), (5, nbytes)):
+            sums[place] += value
         sums[3] = max(sums[3], _relative(change, norm))
-        sums[4] += floats.nbytes
-        sums[5] += nbytes
 
     def errors(self) -> list[MatrixError]:
         """Of each matrix, the worst first."""

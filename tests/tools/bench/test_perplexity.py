@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import oracle, quantised
 
+from npucompile.graphs.errors import SpecError
 from npucompile.models import registry
 from npucompile.tools.bench import perplexity as bench
 from npucompile.tools.bench.perplexity import main, perplexity
@@ -28,6 +29,11 @@ def test_it_is_that_of_transformers():
         total -= float(scores.gather(1, torch.tensor(ids[1:])[:, None]).sum())
         count += len(ids) - 1
     assert perplexity("qwen3.5-tiny", LINES[:3], torch.float32) == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_a_text_needs_two_tokens():
+    with pytest.raises(SpecError, match="legal is one of at least two tokens"):
+        perplexity("qwen3.5-tiny", ["a"], torch.float32)
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("w8a8", 0.01), ("w4a8", 0.05)])

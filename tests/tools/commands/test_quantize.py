@@ -29,9 +29,12 @@ def test_errors_are_printed_and_drawn(tmp_path):
     assert tiny.contents(tmp_path / "a") == tiny.contents(tmp_path / "b")
 
 
-def test_int4_that_no_recipe_gives_is_said(tmp_path):
+def test_what_a_recipe_leaves_out_is_said(tmp_path):
     quantised.write(tmp_path / "float", "dense")
-    result = tiny.cli(tmp_path, "quantize", tmp_path / "float", "--scheme", "w4a8", "--out", tmp_path / "out")
+    (tmp_path / "text").write_text("some text")
+    arguments = ("quantize", tmp_path / "float", "--scheme", "w4a8", "--out", tmp_path / "out", "--calibrate", tmp_path / "text")
+    result = tiny.cli(tmp_path, *arguments)
+    assert "text is not read: no matrix of float has one scale of activations for all tokens in w4a8; --static PATTERN" in result.stderr
     assert result.exit_code == 0, result.output
     assert "no matrix of float becomes int4: recipes give int4 to experts only" in result.stderr
 

@@ -180,7 +180,6 @@ def test_one_matrix_is_read_at_a_time(tmp_path, monkeypatch):
             "one scale for all tokens needs a text to find it with; legal is --calibrate TEXT too",
         ),
         ("moe", {"static": ("*.experts.*",), "calibrate": "text"}, "experts have a scale for each token, legal is w8a8_dynamic"),
-        ("moe", {"calibrate": "text"}, "no matrix of float has one scale for all tokens in --scheme w8a8; legal is --static PATTERN"),
     ],
 )
 def test_settings_that_do_not_suit_the_model_are_refused(tmp_path, kind, settings, message):
@@ -219,14 +218,13 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     source, finished = quantised.write(tmp_path / "float", "dense"), []
 
     def failing(*args, **options):
-        if args[0].device.type != "meta":
-            finished.append(1)
-            if len(finished) == 5:
-                raise OSError(28, "No space left on device", "there")
+        finished.append(1)
+        if len(finished) == 5:
+            raise OSError(28, "No space left on device", "there")
         return real(*args, **options)
 
-    real = driver.quantised
-    monkeypatch.setattr(driver, "quantised", failing)
+    real = driver.rounded
+    monkeypatch.setattr(driver, "rounded", failing)
     with pytest.raises(OSError, match="No space left"):
         quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["float"]

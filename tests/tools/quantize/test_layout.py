@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.quantise import grouped_scale, quantise_w4_values, quantise_w8, unpack_rows
+from npucompile.tools.quantize import layout
 from npucompile.tools.quantize.layout import Activations, quantised
 
 R = torch.Generator().manual_seed(0)
@@ -54,6 +55,18 @@ def test_scales_of_groups_come_back_from_their_two_factors(scales):
     tensors, _ = quantised(values, "w4a8_dynamic", group=4)
     _, wanted = quantise_w4_values(values.t(), 4)
     assert torch.equal(grouped_scale(tensors["weight_scale"], tensors["weight_scale_second"]), wanted.t())
+
+
+@pytest.mark.parametrize(("form", "group"), FORMS)
+def test_blocks_of_rows_are_rounded_as_the_whole(monkeypatch, form, group):
+    values = matrix(torch.bfloat16)
+    whole, floats = quantised(values, form, row=True, group=group, activations=ACTIVATIONS)
+    monkeypatch.setattr(layout, "BLOCK_ELEMENTS", 3 * K)
+    tensors, change, norm = layout.rounded(values, form, row=True, group=group, activations=ACTIVATIONS)
+    assert list(tensors) == list(whole)
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert norm == pytest.approx(float(values.float().square().sum()))
+    assert change == pytest.approx(float((floats - values).square().sum()))
 
 
 def test_a_static_product_is_that_of_the_rounded_floats():
