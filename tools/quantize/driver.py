@@ -106,8 +106,8 @@ def _formats(source: ModelSource, settings: Settings, progress: Progress) -> For
     static = any(form == W8A8 for _, form in formats.rules)
     if settings.calibrate and not static:
         progress.say(
-            f"{settings.calibrate} is not read: no matrix of {source.name} has one scale of activations for all tokens in {settings.scheme}; "
-            "--static PATTERN gives it one"
+            f"{settings.calibrate} is not read: no matrix of {source.name} has one scale of activations for all tokens "
+            f"in {settings.scheme}; --static PATTERN gives it one"
         )
     if settings.calibrate or not static:
         return formats
