@@ -22,7 +22,9 @@ from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_
 
 __all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
-_PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Fused matrices of experts -> the matrices of one expert that they consist of, one behind the other."""
+
 _MAX_NAMES = 5
 BLOCK_BYTES = 16 * 1024**2
 """Source tensors are read in blocks of about this size where their `Source.block_axis` allows it."""
@@ -217,7 +219,7 @@ def _recipe(param: Param, table: Mapping[str, TensorEntry]) -> _Recipe:
 def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:
     experts, _, leaf = name.partition(".experts.")
     fused, _, kind = leaf.partition(".")
-    parts = _PER_EXPERT.get(fused, ())
+    parts = PER_EXPERT.get(fused, ())
     if name in table or not any(f"{experts}.experts.0.{part}.{kind or 'weight'}" in table for part in parts):
         return (_Piece(name, shape, tuple(slice(0, size) for size in shape), dtypes),)
     count, rows = shape[0], shape[1] // len(parts)

@@ -21,7 +21,8 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     """The formats of a published model's matrices in a scheme, by the recipe that its quantised checkpoints were made with.
 
     Args:
-        model: its preset's name; one without a recipe of its own has that of any model.
+        model: its preset's name in any case, as directories of its checkpoints have it; one without a recipe of its own has that of
+            any model.
 
     Raises:
         SpecError: there is no such scheme.
@@ -31,7 +32,7 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     if scheme == "none":
         return PLAIN
     table = _table()
-    rules = table.get(model, {}).get(scheme) or table[ANY][scheme]
+    rules = table.get(model.lower(), {}).get(scheme) or table[ANY][scheme]
     return Formats(tuple((str(pattern), str(form)) for pattern, form in rules))
 
 
