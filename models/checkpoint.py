@@ -98,7 +98,7 @@ class ParamReader:
     def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
         self._table = _canonical(checkpoint)
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
-        _check(checkpoint.directory, self._table, self._recipes)
+        _check(checkpoint, self._table, self._recipes)
         groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
             source = recipe.param.source
@@ -225,12 +225,13 @@ def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: M
     )
 
 
-def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
+def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
     pieces = [piece for recipe in recipes for piece in recipe.pieces]
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
-    complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
+    prefixes = ("model.layers.", "mtp.", *checkpoint.others)
+    complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
     integers = {piece.name.removesuffix(".weight") for piece in pieces if not set(piece.dtypes) & set(DTYPES)}
     problems = (
         (
@@ -247,6 +248,8 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
     for problem, names in problems:
         if names:
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
+            others = (place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix))
+            directory = next(others, checkpoint.directory)
             raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -53,12 +53,14 @@ class Intermediates(NamedTuple):
 
     Attributes:
         features: [T, ...] for the draft head, laid out as the residual stream (sequence_parallel.py): the final hidden states for a
-            multi-token-prediction head, those of several layers side by side for an EAGLE-3 head.
+            multi-token-prediction head, those of several layers side by side for a head that reads inner layers.
         routers: router logits [T, E] of each MoE layer.
+        streams: residual stream [T, M] that enters each layer, and the one that leaves the last; empty in a family that offers none.
     """
 
     features: torch.Tensor
     routers: list[torch.Tensor]
+    streams: Sequence[torch.Tensor] = ()
 
 
 class ExtendDraftCache(Protocol[C_contra]):
@@ -92,13 +94,15 @@ class DraftHead(Generic[C]):
         extend_cache: writes tokens to the head's cache.
         draft: (cfg, params, state, inputs, rows that `extend_cache` returned) -> the head's hidden states, a row for each of those,
             laid out as the residual stream.
-        logits: (cfg, params, hidden) -> logits [B, V] of those hidden states, over the model's vocabulary.
+        logits: (cfg, params, hidden) -> logits of those hidden states, over the head's vocabulary: the model's, [B, V], or its own.
+        model_ids: (cfg, params, ids [B] i32 in the head's vocabulary) -> the model's ids [B] i32; None where both have one vocabulary.
     """
 
     key: str
     extend_cache: ExtendDraftCache[C]
     draft: Callable[[C, Tree, Tree, Tree, Tree], torch.Tensor]
     logits: Callable[[C, Tree, torch.Tensor], torch.Tensor]
+    model_ids: Callable[[C, Tree, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,13 @@ class Checkpoint:
     Attributes:
         files: safetensors files, sorted by name.
         tensors: every tensor by its name on disk.
+        others: directories of further checkpoints whose tensors are among them, by what the names of these begin with.
     """
 
     directory: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
+    others: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
