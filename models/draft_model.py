@@ -83,6 +83,17 @@ class DraftSource:
     text: str
     parts: tuple[str, ...]
 
+    @staticmethod
+    def of_fields(fields: Mapping[str, Any]) -> DraftSource:
+        """What `as_fields` gave."""
+        directory = fields["checkpoint"]
+        return DraftSource(str(fields["name"]), Path(directory) if directory else None, str(fields["config"]), tuple(fields["parts"]))
+
+    def as_fields(self) -> dict[str, Any]:
+        """As plain values, with the absolute path of the directory."""
+        directory = str(self.directory.resolve()) if self.directory else None
+        return {"name": self.name, "config": self.text, "parts": list(self.parts), "checkpoint": directory}
+
 
 @dataclass(frozen=True)
 class Config:

@@ -81,12 +81,16 @@ def draft_families() -> tuple[DraftFamily[Any], ...]:
     return tuple(record for record in records if isinstance(record, DraftFamily))
 
 
-def open_both(directory: Path, draft: DraftSource | None, draft_directory: Path | None = None) -> Checkpoint:
+def recorded(model: Mapping[str, Any]) -> DraftSource | None:
+    """The draft model of an artifact, from `Manifest.model`; None where it has none."""
+    return DraftSource.of_fields(model["draft_model"]) if "draft_model" in model else None
+
+
+def open_both(directory: Path, draft: DraftSource | None) -> Checkpoint:
     """The checkpoint of a model, with the tensors of its draft model under names that begin with PREFIX.
 
     Args:
         draft: None opens the model's alone.
-        draft_directory: of the draft model's checkpoint, where it is not `draft.directory`.
 
     Raises:
         CheckpointError: a file is absent or unreadable, or the draft model has no checkpoint.
@@ -94,9 +98,11 @@ def open_both(directory: Path, draft: DraftSource | None, draft_directory: Path 
     checkpoint = open_checkpoint(directory)
     if draft is None:
         return checkpoint
-    place = draft_directory or draft.directory
+    place = draft.directory
     if place is None:
         raise CheckpointError(f"{draft.name} is a set of sizes without weights; legal is a path to the draft model's checkpoint directory")
+    if not place.is_dir():
+        raise CheckpointError(f"the draft model's checkpoint {place} is not there; legal is where it was when the artifact was built")
     second, family = open_checkpoint(place), family_of(json.loads(draft.text), str(place / "config.json"))
     tensors = dict(checkpoint.tensors)
     for name, entry in second.tensors.items():

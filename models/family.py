@@ -12,7 +12,8 @@ from ..graphs.types import Limits, Tree
 from .variant import Variant
 
 C = TypeVar("C", bound="ModelConfig")
-C_contra = TypeVar("C_contra", bound="ModelConfig", contravariant=True)
+H = TypeVar("H")
+H_contra = TypeVar("H_contra", contravariant=True)
 
 
 class ModelConfig(Protocol):
@@ -63,11 +64,11 @@ class Intermediates(NamedTuple):
     streams: Sequence[torch.Tensor] = ()
 
 
-class ExtendDraftCache(Protocol[C_contra]):
+class ExtendDraftCache(Protocol[H_contra]):
     """Writes tokens to the draft head's cache."""
 
     def __call__(
-        self, cfg: C_contra, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, /, *, first: bool
+        self, cfg: H_contra, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, /, *, first: bool
     ) -> tuple[Tree, Tree]:
         """Writes tokens [B, Q], each the one that follows the token of its row of `hidden`.
 
@@ -84,7 +85,7 @@ class ExtendDraftCache(Protocol[C_contra]):
 
 
 @dataclass(frozen=True)
-class DraftHead(Generic[C]):
+class DraftHead(Generic[H]):
     """How a family drafts.
 
     Writing to the cache and drafting are apart, so that of all tokens of a step only the last of each row goes through the whole head.
@@ -99,10 +100,10 @@ class DraftHead(Generic[C]):
     """
 
     key: str
-    extend_cache: ExtendDraftCache[C]
-    draft: Callable[[C, Tree, Tree, Tree, Tree], torch.Tensor]
-    logits: Callable[[C, Tree, torch.Tensor], torch.Tensor]
-    model_ids: Callable[[C, Tree, torch.Tensor], torch.Tensor] | None = None
+    extend_cache: ExtendDraftCache[H]
+    draft: Callable[[H, Tree, Tree, Tree, Tree], torch.Tensor]
+    logits: Callable[[H, Tree, torch.Tensor], torch.Tensor]
+    model_ids: Callable[[H, Tree, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
+from ...models.draft_model import PREFIX
+from ...models.draft_source import with_draft_model
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
@@ -46,6 +48,7 @@ class Options:
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
+        draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
         cann, operator_packages: of `lowering.platform.Platform`.
     """
 
@@ -64,6 +67,7 @@ class Options:
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
     weights: str | None = None
+    draft_model: str | None = None
     cann: str | None = None
     operator_packages: tuple[str, ...] = ()
 
@@ -117,6 +121,7 @@ class Plan:
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
+            "draft-model": _draft_name(self.source),
         }
         if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
@@ -165,6 +170,8 @@ def plan(options: Options) -> Plan:
         PartitionError: the model cannot be split over the mesh.
     """
     source = registry.find(options.model)
+    if options.draft_model is not None:
+        source = with_draft_model(source, options.draft_model)
     instance = resolve(
         source.name,
         backend=options.backend,
@@ -249,7 +256,7 @@ def _platform(options: Options, target: Target) -> Platform:
 
 
 def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
-    """The formats of a checkpoint that is quantised, else those of the scheme.
+    """The formats of a checkpoint that is quantised, else those of the scheme; a draft model of its own stays float.
 
     Raises:
         SpecError: a scheme for a checkpoint that is quantised already.
@@ -257,10 +264,10 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
     """
     found = formats_in(source.checkpoint_dir, decodes_only=instance.phase == "decode") if source.checkpoint_dir else None
     if found is None:
-        return formats_of_scheme(instance.quantization, source.name)
-    if instance.quantization != "none" and not instance.deployment:
+        found = formats_of_scheme(instance.quantization, source.name)
+    elif instance.quantization != "none" and not instance.deployment:
         raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
-    return found
+    return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found
 
 
 def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
@@ -346,12 +353,14 @@ def _eos_note(plan: Plan) -> str | None:
 def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
-    group, heads = mesh.axis("tp"), config.num_key_value_heads
+    group = mesh.axis("tp")
     for name, count in config.split_heads.items():
         if count % group:
             raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
-    if max(group, heads) % min(group, heads):
-        raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
+    for heads in (config.num_key_value_heads, getattr(config, "draft_key_value_heads", group)):
+        if max(group, heads) % min(group, heads):
+            legal = f"multiples or divisors of {heads}"
+            raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are {legal}")
     variant = deployed(
         config,
         formats,
@@ -390,6 +399,13 @@ def _model_name(source: registry.ModelSource) -> str:
     if source.name in registry.presets() and registry.find(source.name).checkpoint_dir == source.checkpoint_dir:
         return source.name
     return str(Path(source.checkpoint_dir or source.name).resolve())
+
+
+def _draft_name(source: registry.ModelSource) -> str:
+    """The name or absolute path by which `with_draft_model` finds this draft model; "" without one."""
+    if source.draft is None:
+        return ""
+    return str(source.draft.directory.resolve()) if source.draft.directory else source.draft.name
 
 
 def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | None]:
