@@ -248,9 +248,9 @@ def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: li
     for problem, names in problems:
         if names:
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
-            others = (place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix))
-            directory = next(others, checkpoint.directory)
-            raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
+            others = {prefix: place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix)}
+            prefix, directory = next(iter(others.items()), ("", checkpoint.directory))
+            raise CheckpointError(f"{directory}: tensor {names[0].removeprefix(prefix)} {problem}{more}")
 
 
 NOT_READ = {

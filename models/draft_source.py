@@ -106,7 +106,7 @@ def open_both(directory: Path, draft: DraftSource | None) -> Checkpoint:
     second, family = open_checkpoint(place), family_of(json.loads(draft.text), str(place / "config.json"))
     tensors = dict(checkpoint.tensors)
     for name, entry in second.tensors.items():
-        if name in family.not_read:
+        if family.canonical(name) in family.not_read:
             continue
         if (key := PREFIX + family.canonical(name)) in tensors:
             raise CheckpointError(f"{place}: {tensors[key].name} and {name} are both {family.canonical(name)}; expected one of them")
