@@ -68,7 +68,7 @@ def test_a_model_with_a_draft_model_can_be_sent_to_another_process(head):
 def test_presets_fit_the_models_that_they_are_named_after(name):
     preset = DRAFT_PRESETS[name]
     assert " @" in preset["source"]
-    source = draft_source.with_draft_model(registry.find(name.removesuffix("-eagle3")), name)
+    source = draft_source.with_draft_model(registry.find(preset["target"]), name)
     config = source.model.config
     layers = len(config.target.layer_kinds)
     assert config.draft.taps == (2, layers // 2, layers - 3)

@@ -15,13 +15,13 @@ from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
 from ...models.draft_model import PREFIX
-from ...models.draft_source import with_draft_model
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .dispatch_size import fit_dispatch
-from .instance import Instance, resolve
+from .draft_choice import choose_draft_model
+from .instance import Instance, resolve, row_of
 from .memory import local_bytes
 from .targets import Target
 from .weights_choice import choose_weights
@@ -170,15 +170,13 @@ def plan(options: Options) -> Plan:
         PartitionError: the model cannot be split over the mesh.
     """
     source = registry.find(options.model)
-    if options.draft_model is not None:
-        source = with_draft_model(source, options.draft_model)
+    place = {"backend": options.backend, "deployment": options.deployment, "target_name": options.target, "mesh": options.mesh}
+    row = row_of(source.name, **place)
+    source, draft_note = choose_draft_model(options.draft_model, source, row, options.num_speculative_tokens)
     instance = resolve(
         source.name,
-        backend=options.backend,
-        deployment=options.deployment,
+        **place,
         phase=options.phase,
-        target_name=options.target,
-        mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
         has_draft_head=source.model.has_draft_head,
@@ -214,6 +212,7 @@ def plan(options: Options) -> Plan:
         dtype_note,
         _length_note(options, source, planned),
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
+        draft_note,
         _drafts_note(options, planned),
         _eos_note(planned),
         weights_note,
