@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import eagle, oracle, tiny
 
-from npucompile.graphs.errors import SpecError
-from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.graphs import tree
+from npucompile.graphs.errors import CheckpointError, SpecError
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.models import checkpoint, draft_source
 from npucompile.models.draft_model import PREFIX
+from npucompile.tools.build.describe import describe
 from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.serve.weights import check_checkpoint, rank_params
 from npucompile.tools.verify.small_model import full_model, shrink
 
 IDS = "1,2,3,4,5"
@@ -95,6 +100,44 @@ def test_the_artifact_records_both(checkpoints, artifact, tmp_path):
     other = Artifact.open(tmp_path / "other").manifest
     assert other.source_digest != manifest.source_digest
     assert other.params == manifest.params
+
+
+@pytest.mark.parametrize("weights", ["stored", "bound", "given"])
+def test_every_rank_gets_its_slices_of_both(checkpoints, tmp_path, weights):
+    """Also where another directory takes the place of the model's; the head's is found where it was."""
+    model, draft = checkpoints
+    options = {"mesh": "tp=2", "draft_model": str(draft), "weights": "stored" if weights == "stored" else "bound"}
+    planned = tiny.planned_device(model, **options)
+    with ArtifactWriter(tmp_path / "out") as writer:
+        writer.publish(describe(planned, writer, tiny.QUIET))
+    artifact = Artifact.open(tmp_path / "out")
+    given = shutil.copytree(model, tmp_path / "copy") if weights == "given" else None
+    check_checkpoint(artifact, given)
+    both = draft_source.open_both(model, planned.source.draft)
+    whole = {f"params.{path}": tensor for path, tensor in tree.flatten(checkpoint.load(both, planned.model.params(planned.dtype)))}
+    for rank in range(planned.mesh.size):
+        shard = dict(rank_params(artifact, rank, checkpoint=given, wanted=None, progress=tiny.QUIET))
+        assert set(shard) == set(whole)
+        for leaf in artifact.manifest.params:
+            expected = whole[leaf.name][planned.rules().local_slice(leaf.aval, planned.mesh, rank)]
+            assert torch.equal(shard[leaf.name], expected), leaf.name
+
+
+def test_another_head_than_the_one_it_was_built_with_is_refused(checkpoints, tmp_path):
+    model, draft = checkpoints
+    moved = shutil.copytree(draft, tmp_path / "head")
+    planned = tiny.planned_device(model, mesh="tp=2", draft_model=str(moved), weights="bound")
+    with ArtifactWriter(tmp_path / "out") as writer:
+        writer.publish(describe(planned, writer, tiny.QUIET))
+    artifact = Artifact.open(tmp_path / "out")
+    check_checkpoint(artifact, None)
+    tensors = load_file(moved / "model.safetensors")
+    save_file({**tensors, "norm.weight": tensors["norm.weight"] * 2}, moved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has digest content:.* was built from content:"):
+        check_checkpoint(artifact, None)
+    shutil.rmtree(moved)
+    with pytest.raises(CheckpointError, match=r"the draft model's checkpoint .*head is not there"):
+        check_checkpoint(artifact, None)
 
 
 def test_the_draft_model_stays_float_where_the_model_is_quantised():
