@@ -33,3 +33,10 @@ def choose_draft_model(
     if preset is None or source.checkpoint_dir is not None:
         return source, f"no drafts: {said} (--draft-model to name one)"
     return with_draft_model(source, preset), f"draft model {preset}: {said} (--draft-model to change)"
+
+
+def draft_name(source: ModelSource) -> str:
+    """The name or absolute path by which `with_draft_model` finds this draft model; "" without one."""
+    if source.draft is None:
+        return ""
+    return str(source.draft.directory.resolve()) if source.draft.directory else source.draft.name

@@ -20,7 +20,7 @@ from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
 from .dispatch_size import fit_dispatch
-from .draft_choice import choose_draft_model
+from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
 from .memory import local_bytes
 from .targets import Target
@@ -121,7 +121,7 @@ class Plan:
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
-            "draft-model": _draft_name(self.source),
+            "draft-model": draft_name(self.source),
         }
         if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
@@ -398,13 +398,6 @@ def _model_name(source: registry.ModelSource) -> str:
     if source.name in registry.presets() and registry.find(source.name).checkpoint_dir == source.checkpoint_dir:
         return source.name
     return str(Path(source.checkpoint_dir or source.name).resolve())
-
-
-def _draft_name(source: registry.ModelSource) -> str:
-    """The name or absolute path by which `with_draft_model` finds this draft model; "" without one."""
-    if source.draft is None:
-        return ""
-    return str(source.draft.directory.resolve()) if source.draft.directory else source.draft.name
 
 
 def choose_dtype(requested: str, target: Target) -> tuple[torch.dtype, str | None]:

@@ -66,7 +66,7 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
 )  # fmt: skip
 @click.option(
     "--draft-model", metavar="MODEL",
-    help="Draft head of a second checkpoint (EAGLE-3): a directory, or a preset of sizes.  [default: the model's own, if it has one]",
+    help="Draft head of a second checkpoint: a directory, or a preset of sizes.  [default: the model's own, if it has one]",
 )  # fmt: skip
 @click.option(
     "--max-logprobs", type=click.IntRange(0, 20),
