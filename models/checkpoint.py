@@ -102,7 +102,7 @@ class ParamReader:
     def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
         self._table = _canonical(with_block_scales(checkpoint))
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
-        _check(checkpoint.directory, self._table, self._recipes)
+        _check(checkpoint, self._table, self._recipes)
         groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
             source = recipe.param.source
@@ -235,14 +235,15 @@ def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: M
     )
 
 
-def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
+def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
     pieces = [piece for recipe in recipes for piece in recipe.pieces]
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
     named = tuple(name for recipe in recipes for name in recipe.param.source.unread)
     named = tuple(name for name in named if not name.endswith(".") or not any(read.startswith(name) for read in used))
-    complete = tuple(prefix for prefix in ("model.layers.", "model.norm.", "mtp.") if any(name.startswith(prefix) for name in used))
+    prefixes = ("model.layers.", "model.norm.", "mtp.", *checkpoint.others)
+    complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
     unread = [name for name in table if name.startswith(complete) and name not in used and not _matches(name, named)]
     problems = (
         (
@@ -260,8 +261,11 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
         # The parts of a weight share their sources.
         if names := list(dict.fromkeys(found)):
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
-            raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
-    unread_tensors.check_zeros(directory, [table[name] for name in unread if unread_tensors.must_be_zero(name, used)])
+            others = {prefix: place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix)}
+            prefix, directory = next(iter(others.items()), ("", checkpoint.directory))
+            raise CheckpointError(f"{directory}: tensor {names[0].removeprefix(prefix)} {problem}{more}")
+    zeros = [table[name] for name in unread if unread_tensors.must_be_zero(name, used)]
+    unread_tensors.check_zeros(checkpoint.directory, zeros)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -69,17 +69,18 @@ def forward(
 
     Returns:
         hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
-        values, of which the features are the same hidden states.
+        values, of which the features are the same hidden states and the streams those of all layers.
     """
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
     following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
     x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
-    pools, routers = [], []
+    pools, routers, streams = [], [], [stream]
     for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
         x, stream, pool, logits = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)
-    return x, {**state, "layers": pools}, Intermediates(x, routers)
+        streams.append(stream)
+    return x, {**state, "layers": pools}, Intermediates(x, routers, streams)
 
 
 def _layer(

@@ -16,6 +16,7 @@ import torch
 from ..graphs.errors import ConfigError, UnknownModel
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
+from .draft_model import DraftSource
 from .family import Family
 from .presets import BUNDLED, PRESETS
 from .safetensors_files import INDEX, SINGLE
@@ -36,6 +37,7 @@ class ModelSource:
         eos_ids: token ids that end a response; empty where no file names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
         chat_template: text of its chat template, in Jinja, or None where there is none.
+        draft: the second checkpoint that its draft head is of, or None.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelSource:
     eos_ids: tuple[int, ...]
     text: str
     chat_template: str | None = None
+    draft: DraftSource | None = None
 
     @property
     def max_position_embeddings(self) -> int:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,13 @@ class Checkpoint:
     Attributes:
         files: safetensors files, sorted by name.
         tensors: every tensor by its name on disk.
+        others: directories of further checkpoints whose tensors are among them, by what the names of these begin with.
     """
 
     directory: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
+    others: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +238,7 @@ def _short(value: object) -> str:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """Identity of weights and config.json, equal for a copy: `content:` or `outline:` and 64 hex digits.
+    """Identity of weights and config.json, those of `others` included, equal for a copy: `content:` or `outline:` and 64 hex digits.
 
     `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `outline:` hashes each file's
     size, header, first and last MiB and 64 blocks of 64 KiB at even distances: other weights differ in them, a damaged byte may not.
@@ -246,10 +248,11 @@ def digest(checkpoint: Checkpoint) -> str:
     """
     small = checkpoint.nbytes <= LARGEST_CONTENT_DIGEST_BYTES
     total = hashlib.sha256()
-    config = checkpoint.directory / "config.json"
-    for file in (*checkpoint.files, *([config] if config.exists() else [])):
+    places = (checkpoint.directory, *checkpoint.others.values())
+    configs = [config for place in places if (config := place / "config.json").exists()]
+    for file in (*checkpoint.files, *configs):
         try:
-            file_digest = _hash_file(file, _whole if small or file == config else _outline)
+            file_digest = _hash_file(file, _whole if small or file in configs else _outline)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read any more: {error}") from None
         total.update(f"{file.name} {file_digest}\n".encode())

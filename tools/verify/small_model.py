@@ -14,7 +14,7 @@ from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
-from ...models import registry, sharding_rules
+from ...models import draft_source, registry, sharding_rules
 from ...models.deployed import deployed
 from ...models.family import ModelConfig
 from ...models.params import Param
@@ -160,6 +160,8 @@ def with_variant(model: Model, variant: Variant) -> Model:
 def full_model(manifest: Manifest) -> Model:
     """The artifact's own model in the artifact's variant."""
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
+    if draft := draft_source.recorded(manifest.model):
+        model = draft_source.attached(model, json.loads(draft.text), draft.parts)
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
 
 
