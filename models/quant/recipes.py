@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from ...graphs.errors import SpecError
-from .formats import PLAIN, Formats
+from .formats import PLAIN, W4A8_DYNAMIC, Formats
 
 SCHEMES = ("none", "w8a8", "w4a8")
 """`none` stores what a checkpoint has: floats, or the integers of one that is quantised."""
@@ -31,8 +31,10 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     if scheme == "none":
         return PLAIN
     table = _table()
-    rules = table.get(model, {}).get(scheme) or table[ANY][scheme]
-    return Formats(tuple((str(pattern), str(form)) for pattern, form in rules))
+    recipe = table[model] if scheme in table.get(model, ()) else table[ANY]
+    rules = tuple((str(pattern), str(form)) for pattern, form in recipe[scheme])
+    int4 = any(form == W4A8_DYNAMIC for _, form in rules)
+    return Formats(rules, group=int(recipe.get("group", 0)) if int4 else 0)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from npucompile.models.variant import PLAIN, Variant
 F32 = torch.float32
 TOLERANCE = 2e-4
 GROUPED = Variant(grouped=True)
+HEADS = {"q_heads": 2, "delta_heads": 2}
 pytestmark = pytest.mark.usefixtures("torchair")
 
 
@@ -68,6 +69,10 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", GROUPED, "plain-moe", 0, (2, 1), True),
         ("dp=2,tp=2", replace(GROUPED, most_dispatched=0), "plain-moe", 0, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
+        ("tp=2", fleets.everywhere("w8a8", ffn=2, **HEADS), "dense", 1, (2,), False),
+        ("dp=2,tp=2", fleets.everywhere("w8a8", **HEADS), "small", 1, (2, 1), True),
+        ("tp=2", fleets.everywhere("w4a8_dynamic", ffn=2, **HEADS), "dense", 1, (2,), False),
+        ("dp=2,tp=2", fleets.everywhere("w4a8_dynamic", **HEADS), "small", 1, (2, 1), True),
     ],
     ids=[
         "dispatched",
@@ -84,6 +89,10 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "no shared expert, newest",
         "no shared expert, gathered",
         "fused projections",
+        "static everywhere",
+        "static everywhere but experts, newest",
+        "int4 everywhere",
+        "int4 in groups everywhere, newest",
     ],
 )
 def test_every_rank_says_and_remembers_the_same(
