@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape
 
 
