@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "in parts": Case("dp=2,tp=2", IN_PARTS, drafts=1, collectives=DISPATCH),
     "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, collectives=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
+    "experts split as products read them tp=2": Case("tp=2", GROUPED, expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),
     "experts split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False),
     "odd batch": Case("dp=2,tp=2", GROUPED, batch=3, collectives=DISPATCH, drafts=1),

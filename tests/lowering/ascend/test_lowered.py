@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +99,31 @@ def test_every_rank_says_and_remembers_the_same(
     mesh: str, variant: Variant, model: str, drafts: int, live: tuple[int, ...], newest: bool
 ) -> None:
     """Prompts of different lengths in each row and group, then decode steps that continue from any slot of the last step."""
+    compare(mesh, variant, model, drafts, live, lowered_for_the_newest if newest else lowered)
+
+
+@pytest.mark.parametrize("model", ["small", "plain-moe"])
+@pytest.mark.parametrize(
+    "variant",
+    [GROUPED, *(fleets.everywhere(form, expert_ffn=2, shared_ffn=2, ffn=2, **HEADS) for form in ("w8a8_dynamic", "w4a8_dynamic"))],
+    ids=["float", "w8a8", "w4a8 in groups"],
+)
+def test_ranks_that_share_each_expert_do_too(variant: Variant, model: str) -> None:
+    compare("tp=2", variant, model, 0, (2,), lowered_for_the_newest, expert_parallel=False)
+
+
+def compare(
+    mesh: str,
+    variant: Variant,
+    model: str,
+    drafts: int,
+    live: tuple[int, ...],
+    form: Callable[[Partitioned], Any],
+    expert_parallel: bool = True,
+) -> None:
+    """Steps of a model on all ranks, by its functional graphs and by lowered ones: outputs and pools are equal."""
     where, small = Mesh.parse(mesh), fleets.model(variant, experts=model != "dense", name="small" if model == "dense" else model)
-    forms = fleets.functional, lowered_for_the_newest if newest else lowered
-    eager, device = (fleets.Fleet(small, where, form=form, drafts=drafts) for form in forms)
+    eager, device = (fleets.Fleet(small, where, expert_parallel, form=each, drafts=drafts) for each in (fleets.functional, form))
     buffers = [[t.data_ptr() for t in own] for own in device.state]
     answers, serving = fleets.answers(small, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
     for n, (bucket, inputs) in enumerate(serving.steps(4)):
