@@ -88,15 +88,15 @@ def report(built: Iterable[Built]) -> str:
     order = {(row.id, name): None for row in deployments().values() for name in row.phases}
     by_phase: dict[tuple[str, str], Built] = {}
     for each in built:
-        if by_phase.setdefault((each.row.id, each.phase.name), each) is not each:
-            raise SpecError(
-                f"{each.artifact.path} and {by_phase[each.row.id, each.phase.name].artifact.path} are of one deployment and phase"
-            )
+        first = by_phase.setdefault((each.row.id, each.phase.name), each)
+        if first is not each:
+            paths = f"{first.artifact.path} and {each.artifact.path}"
+            raise SpecError(f"{paths} are both of {each.name}; legal is one of each deployment and phase")
     listed = [by_phase[key] for key in order if key in by_phase]
     parts = (
         as_markdown(Table("graphs", "Graphs", _GRAPHS, tuple(line for each in listed for line in _graph_lines(each)))),
         as_markdown(Table("memory", "Memory of a rank in GiB", _MEMORY, tuple(_memory_line(each) for each in listed))),
-        "\n".join(["**What differs from the published row**", "", *(line for each in listed for line in _deviation_lines(each))]) + "\n",
+        "\n".join(["**What differs from the published rows**", "", *_deviation_lines(listed)]) + "\n",
         "\n".join(["**Not built**", "", *_missing_lines(by_phase)]) + "\n",
     )
     return "\n".join(parts)
@@ -124,13 +124,21 @@ def _memory_line(built: Built) -> Mapping[str, Value]:
     return {"deployment": built.name, **shown, "total": sum(sizes.values()) / GIB, "limit": plan["limit_bytes"] / GIB}
 
 
-def _deviation_lines(built: Built) -> list[str]:
-    lines = [*deviations(built.row, built.phase, registry.find(built.row.model))]
+def _deviation_lines(listed: Iterable[Built]) -> list[str]:
+    """Each deviation with the builds that have it."""
+    names: dict[str, list[str]] = {}
+    for each in listed:
+        for line in (*deviations(each.row, each.phase, registry.find(each.row.model)), *_pool_lines(each)):
+            names.setdefault(line, []).append(each.name)
+    return [f"- {line}: {'; '.join(of)}" for line, of in names.items()]
+
+
+def _pool_lines(built: Built) -> list[str]:
     limits, page = built.artifact.manifest.limits, target(built.row.target).page_size
     wanted = limits_for(built.row, built.phase, page).num_pages
-    if limits.num_pages < wanted:
-        lines.append(f"{(limits.num_pages - 1) * page} cached tokens a dp group, where all its requests take {(wanted - 1) * page}")
-    return [f"- {built.name}: {'; '.join(lines)}"] if lines else []
+    if limits.num_pages >= wanted:
+        return []
+    return [f"{(limits.num_pages - 1) * page} cached tokens a dp group, where all its requests at full length take {(wanted - 1) * page}"]
 
 
 def _missing_lines(by_phase: Mapping[tuple[str, str], Built]) -> list[str]:

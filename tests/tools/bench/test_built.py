@@ -42,7 +42,9 @@ def test_a_build_is_shown_with_its_graphs_and_memory(artifact):
     assert f"| {ROW} | {artifact.manifest.mesh} | w4a8 | {entry.bucket.name} | {sum(entry.census.values())} | {cost.launches} |" in text
     assert f"| {ROW} | {' | '.join(['1.00'] * len(PARTS))} | - | {len(PARTS) + 2}.0 | 64 |" in text
     differs, missing = text.split("**Not built**")
-    assert f"- {ROW}: {(artifact.manifest.limits.num_pages - 1) * 128} cached tokens a dp group, where all its requests take" in differs
+    assert f"- prompts are prefilled in chunks of 4096 tokens, published whole: {ROW}\n" in differs
+    held = (artifact.manifest.limits.num_pages - 1) * 128
+    assert f"- {held} cached tokens a dp group, where all its requests at full length take " in differs
     assert "no launch command is published: parameter values for comparison, not a launch line: dsv32-reference-values" in missing
     assert ROW not in missing
     assert built.context_for(deployment(ROW)) == 65536 + 512
