@@ -157,7 +157,9 @@ def test_float_experts_are_compared_with_a_checkpoints_form():
 
 
 def test_experts_that_are_split_in_an_artifact_are_split_here():
-    spread, split = (shrink(manifest(mesh="tp=2", rules=rules), 1) for rules in ({"experts": ("dp", "tp")}, {"expert_ffn": ("tp",)}))
+    spread, split = (
+        small_model.shrink(manifest(mesh="tp=2", rules=rules), 1) for rules in ({"experts": ("dp", "tp")}, {"expert_ffn": ("tp",)})
+    )
     assert [small.rules().num_shards("experts", small.mesh) for small in (spread, split)] == [2, 1]
     assert dict(split.shipped.config.variant.shards)["expert_ffn"] == 2
     assert (spread.shipped.config.variant.most_dispatched > 0, split.shipped.config.variant.most_dispatched) == (True, 0)
