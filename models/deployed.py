@@ -59,8 +59,9 @@ def deployed(
         shards=shards if formats.quantises else (),
         recurrent=recurrent,
     )
-    if not dispatches:
-        # Tokens are gathered instead, which moves more bytes.
+    spread = rules.num_shards("experts", mesh) > 1
+    if grouped and not (dispatches and spread):
+        # Tokens are gathered, which moves more bytes, or stay where they are.
         variant = replace(variant, most_dispatched=0)
     elif grouped and not local:
         variant = replace(variant, dispatches_in_parts=fewer_bytes_in_parts(quantised, config.num_experts_per_tok, mesh.size))

@@ -44,10 +44,13 @@ def static_quant_linear_reference(args: StaticQuantLinear) -> Tensor:
 
 @static_quant_linear.lowering("npu")
 def _npu(args: StaticQuantLinear) -> Tensor:
-    """One rounding kernel and one matrix product; the reciprocal is of a weight, and taken when it is loaded."""
+    """One rounding kernel and one matrix product; the reciprocal is of a weight, and taken when it is loaded.
+
+    The rounding kernel takes int8 and qint8 for the same; for qint8 torchair would declare a result that no product takes.
+    """
     x, weight, scale, bias, input_scale, input_offset = args
     npu = torch.ops.npu
-    rows = npu.npu_quantize(x, input_scale.reciprocal().to(x.dtype), input_offset.to(x.dtype), torch.qint8, -1, False)
+    rows = npu.npu_quantize(x, input_scale.reciprocal().to(x.dtype), input_offset.to(x.dtype), torch.int8, -1, False)
     out: Tensor = npu.npu_quant_matmul(rows, weight, scale, bias=bias, output_dtype=x.dtype)
     return out
 

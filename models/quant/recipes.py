@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from ...graphs.errors import SpecError
-from .formats import PLAIN, Formats
+from .formats import PLAIN, W4A8_DYNAMIC, Formats
 
 SCHEMES = ("none", "w8a8", "w4a8")
 """`none` stores what a checkpoint has: floats, or the integers of one that is quantised."""
@@ -32,8 +32,11 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     if scheme == "none":
         return PLAIN
     table = _table()
-    rules = table.get(model.lower(), {}).get(scheme) or table[ANY][scheme]
-    return Formats(tuple((str(pattern), str(form)) for pattern, form in rules))
+    name = model.lower()
+    recipe = table[name] if scheme in table.get(name, ()) else table[ANY]
+    rules = tuple((str(pattern), str(form)) for pattern, form in recipe[scheme])
+    int4 = any(form == W4A8_DYNAMIC for _, form in rules)
+    return Formats(rules, group=int(recipe.get("group", 0)) if int4 else 0)
 
 
 @functools.cache

@@ -14,8 +14,6 @@ from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Mesh
 from npucompile.models import variant as variants
-from npucompile.models.quant.declare import EXPERT_FORMATS
-from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import PLAIN, Variant
 
 TOLERANCE = 2e-4
@@ -63,13 +61,6 @@ def gathering(variant: Variant, most_dispatched: int = 0) -> Variant:
     return Variant(**{**vars(variant), "most_dispatched": most_dispatched})
 
 
-def every(form: str, **shards: int) -> Variant:
-    """All matrices of layers in one format, but experts, which have no static one; int4 scales are of groups of four weights."""
-    experts = form if form in EXPERT_FORMATS else "w8a8_dynamic"
-    rules = (("*.experts.*", experts), ("*_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form), ("mtp.layers.*_proj", form))
-    return Variant(formats=Formats(rules, group=4), grouped=True, shards=tuple(shards.items()))
-
-
 CASES: dict[str, Case] = {
     "dense tp=2": Case("tp=2", experts=False, drafts=3),
     "dense tp=4": Case("tp=4", repeated(PLAIN), experts=False, drafts=1),
@@ -84,6 +75,7 @@ CASES: dict[str, Case] = {
     "in parts": Case("dp=2,tp=2", IN_PARTS, drafts=1, collectives=DISPATCH),
     "gathered tp=4": Case("tp=4", gathering(repeated(GROUPED)), batch=3, collectives=GATHER),
     "experts split tp=2": Case("tp=2", expert_parallel=False, drafts=1),
+    "experts split as products read them tp=2": Case("tp=2", GROUPED, expert_parallel=False, drafts=1),
     "experts split tp=4": Case("tp=4", repeated(PLAIN), expert_parallel=False),
     "experts split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False),
     "odd batch": Case("dp=2,tp=2", GROUPED, batch=3, collectives=DISPATCH, drafts=1),
@@ -97,8 +89,8 @@ CASES: dict[str, Case] = {
     **{
         f"{form} everywhere, {layout}": Case(
             mesh,
-            every(form, **shards),
-            every(form, **shards),
+            fleets.everywhere(form, **shards),
+            fleets.everywhere(form, **shards),
             experts,
             spread,
             drafts=1,
@@ -150,8 +142,8 @@ CASES: dict[str, Case] = {
     "draft model, experts split tp=2": Case("tp=2", Variant(draft_kv_repeat=2), expert_parallel=False, model="plain-moe-eagle3", drafts=1),
     "draft model, w8a8 tp=2": Case(
         "tp=2",
-        replace(every("w8a8_dynamic", q_heads=2, ffn=2), draft_kv_repeat=2),
-        every("w8a8_dynamic", q_heads=2, ffn=2),
+        replace(fleets.everywhere("w8a8_dynamic", q_heads=2, ffn=2), draft_kv_repeat=2),
+        fleets.everywhere("w8a8_dynamic", q_heads=2, ffn=2),
         experts=False,
         model="plain-eagle3",
         drafts=1,

@@ -29,6 +29,8 @@ from npucompile.models import (
     step,
 )
 from npucompile.models.params import initialise
+from npucompile.models.quant.declare import EXPERT_FORMATS
+from npucompile.models.quant.formats import Formats
 from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.models.rotary import Rotary
 from npucompile.models.variant import PLAIN, Variant
@@ -187,6 +189,13 @@ def tensors(experts: bool = True, name: str = "small") -> Mapping[str, torch.Ten
 def quantised(scheme: str, shards: Mapping[str, int] | None = None, **changes: Any) -> Variant:
     """The variant of a scheme of the largest model; `shards` as in `Variant.shards`."""
     return Variant(formats=formats_of_scheme(scheme, "qwen3.5-397b"), grouped=True, shards=tuple((shards or {}).items()), **changes)
+
+
+def everywhere(form: str, **shards: int) -> Variant:
+    """All matrices of layers in one format, but experts, which have no static one; int4 scales are of groups of four weights."""
+    experts = form if form in EXPERT_FORMATS else "w8a8_dynamic"
+    rules = (("*.experts.*", experts), ("*_proj", form), ("*.in_proj_qkv", form), ("*.in_proj_z", form), ("mtp.layers.*_proj", form))
+    return Variant(formats=Formats(rules, group=4), grouped=True, shards=tuple(shards.items()))
 
 
 def weights(model: step.Model) -> Tree:

@@ -17,8 +17,11 @@ from ..notation import parse_buckets
 DEFAULT = {"qwen3.5-397b": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}
 """The deployment a model is built for when neither deployment, target nor mesh is given."""
 
-MAX_CHUNK = 4096
-"""Most tokens of a prefill chunk; see `prefill_chunk`."""
+MAX_CHUNK = 16_384
+"""Most tokens of a prefill chunk: the longest that is published for one prompt."""
+
+UNCHUNKED = 4096
+"""Most tokens of a prefill chunk where none is published; see `prefill_chunk`."""
 
 POOL_TOKENS = 2**19
 """Most cached tokens of a group where the published engine takes all memory that is left; see `limits_for`."""
@@ -42,8 +45,9 @@ class Phase:
         num_speculative_tokens: k, drafts per decode step.
         max_total_tokens: published cap of cached tokens of one group.
         context_len: published most tokens of one request.
-        chunk_len: published most tokens of a prefill chunk; None where prompts are not chunked.
+        chunk_len: published most tokens of a prefill chunk, as `group_chunk` reads it; None where prompts are not chunked.
         mem_fraction: published share of memory for weights and pools.
+        context_parallel: whether the ranks of a group share a prompt's tokens.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Phase:
     context_len: int | None = None
     chunk_len: int | None = None
     mem_fraction: float | None = None
+    context_parallel: bool = False
 
     @property
     def group_requests(self) -> int:
@@ -190,18 +195,28 @@ def limits_for(deployment: Deployment, phase: Phase, page_size: int) -> Limits:
     return Limits(page_size, 1 + pages, 1 + requests * slots, _pages(longest, page_size) * page_size, slots, k)
 
 
-def prefill_chunk(deployment: Deployment) -> int:
-    """Tokens of the static prefill chunk: the published prompt in equal parts of at most MAX_CHUNK, or of the published chunk.
+def group_chunk(deployment: Deployment, phase: Phase) -> int | None:
+    """Published most tokens of a prefill step of one dp group; None where prompts are not chunked.
 
-    With 4096 tokens and ten of 512 experts per token an expert gets 80 tokens, which makes its matrix products compute-bound: a longer
-    chunk gains nothing and needs more memory for activations. The guides chunk long prompts at 3584 and 4096 tokens. The parts are equal
-    (in multiples of 128) because a padded token costs as much as a real one.
+    SGLang divides the tokens of its option among the dp groups (`chunked_prefill_size` in server_args.py), vLLM's are of one group.
+    """
+    if phase.chunk_len is None or deployment.engine != "sglang":
+        return phase.chunk_len
+    return phase.chunk_len // phase.mesh.axis("dp")
+
+
+def prefill_chunk(deployment: Deployment) -> int:
+    """Tokens of the static prefill chunk: the published prompt in equal parts of at most the published chunk.
+
+    Where none is published, parts have at most UNCHUNKED tokens: with 4096 of them and ten of 512 experts per token an expert gets 80
+    tokens, which makes its matrix products compute-bound, so that a longer chunk gains nothing and needs more memory for activations.
+    The parts are equal (in multiples of 128) because a padded token costs as much as a real one.
 
     Raises:
         SpecError: the deployment has no phase that prefills.
     """
     phase = deployment.phase("prefill" if "prefill" in deployment.phases else "mixed")
-    most = min(MAX_CHUNK, phase.chunk_len or MAX_CHUNK)
+    most = min(MAX_CHUNK, group_chunk(deployment, phase) or UNCHUNKED)
     if deployment.input_len is not None:
         parts = -(-deployment.input_len // most)
         most = min(most, _round_up(-(-deployment.input_len // parts), _CHUNK_MULTIPLE))

@@ -23,6 +23,7 @@ class Instance:
         deployment: id of a published deployment, or "".
         phase: "mixed", "prefill" or "decode".
         limits, buckets, prefill: the deployment's; None without one.
+        expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
     """
 
     target: Target
@@ -34,6 +35,7 @@ class Instance:
     limits: Limits | None = None
     buckets: tuple[int, ...] | None = None
     prefill: tuple[int, ...] | None = None
+    expert_parallel: bool = True
 
 
 def resolve(
@@ -122,6 +124,7 @@ def _of_row(
         deployments.limits_for(row, part, device.page_size),
         part.buckets,
         () if part.name == "decode" else (deployments.prefill_chunk(row),),
+        part.ep > 1,
     )
 
 

@@ -18,11 +18,15 @@ from ...models.draft_model import PREFIX
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
-from .choices import DEFAULT_BUCKETS, MAX_LOGPROBS, NPU_BACKENDS
+from .choices import MAX_LOGPROBS, NPU_BACKENDS
+from .deployments import deployment
+from .deviations import deviations
 from .dispatch_size import fit_dispatch
 from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
 from .memory import local_bytes
+from .pool_size import fit_pool
+from .sizes import decode_sizes, prefill_sizes
 from .targets import Target
 from .weights_choice import choose_weights
 
@@ -85,6 +89,7 @@ class Plan:
         max_logprobs: number of most likely tokens whose log probabilities a step returns; 0 for none.
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
+        expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
     """
 
     source: registry.ModelSource
@@ -103,11 +108,12 @@ class Plan:
     max_logprobs: int = 0
     weights: str = "none"
     platform: Platform = CPU
+    expert_parallel: bool = True
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
         tokens = bucket.tokens if bucket else self.mesh.axis("tp")
-        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, tokens=tokens)
+        return sharding_rules.rules(self.mesh, experts=self.model.config.num_experts, expert_parallel=self.expert_parallel, tokens=tokens)
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -184,8 +190,8 @@ def plan(options: Options) -> Plan:
     target, mesh = instance.target, instance.mesh
     backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
-    batches, limits, published = _limits(options, source, instance)
-    prefill, dropped = _prefill(options, instance, limits.max_model_len)
+    batches, limits, published = decode_sizes(options, source, instance)
+    prefill, dropped = prefill_sizes(options, instance, limits.max_model_len)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)
     formats = _formats(source, instance)
@@ -206,6 +212,7 @@ def plan(options: Options) -> Plan:
         _max_logprobs(options, source, target),
         weights,
         platform,
+        instance.expert_parallel,
     )
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
@@ -216,8 +223,9 @@ def plan(options: Options) -> Plan:
         _drafts_note(options, planned),
         _eos_note(planned),
         weights_note,
+        *(f"differs from the deployment: {deviation}" for deviation in _deviations(planned)),
     )
-    planned = fit_dispatch(replace(planned, notes=tuple(note for note in notes if note)))
+    planned = fit_pool(fit_dispatch(replace(planned, notes=tuple(note for note in notes if note))))
     if target.local:
         _check_memory(planned)
     _check_split(planned)
@@ -269,58 +277,6 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
     return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found
 
 
-def _limits(options: Options, source: registry.ModelSource, instance: Instance) -> tuple[list[int], Limits, bool]:
-    """Decode batch sizes (none for a prefill instance), limits, and whether those are the deployment's."""
-    page, row = instance.target.page_size, instance.limits
-    longest = source.max_position_embeddings // page * page
-    requests = row.num_request_slots - 1 if row else 0
-    if instance.phase == "prefill":
-        batches: list[int] = []
-        sequences = options.max_num_seqs or requests
-    else:
-        sizes = instance.buckets or DEFAULT_BUCKETS if options.buckets is None else options.buckets
-        batches, sequences = _batches(sizes, options.max_num_seqs)
-    if row and options.max_model_len is None and options.max_num_seqs is None:
-        requests = max(requests, sequences)
-        slots, pages = 1 + requests * row.slots_per_request, max(row.num_pages, 1 + requests)
-        return batches, replace(row, num_pages=pages, num_slots=slots, max_model_len=min(row.max_model_len, longest)), True
-    default = row.max_model_len if row else instance.target.max_model_len
-    length = min(default, longest) if options.max_model_len is None else options.max_model_len
-    if not page <= length <= longest or length % page:
-        raise SpecError(
-            f"max_model_len is {length}; legal for {source.name} on {instance.target.name} is a multiple of {page} up to {longest}"
-        )
-    slots = 1 if instance.phase == "prefill" else instance.drafts + 1
-    return batches, Limits(page, 1 + sequences * (length // page), 1 + sequences * slots, length, slots, instance.drafts), False
-
-
-def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
-    """Decode batch sizes in order, and the number of requests in flight.
-
-    Raises:
-        SpecError: there are no sizes, or one is larger than the number of requests.
-    """
-    batches = sorted(set(sizes))
-    if not batches:
-        raise SpecError("no decode buckets; legal is at least one batch size, as in --buckets 1,2,4")
-    sequences = batches[-1] if most is None else most
-    if sequences < batches[-1]:
-        raise SpecError(f"max_num_seqs is {sequences} and the largest bucket has {batches[-1]} rows; legal is at least that many")
-    return batches, sequences
-
-
-def _prefill(options: Options, instance: Instance, length: int) -> tuple[tuple[Bucket, ...], list[int]]:
-    """Prefill buckets, and the requested chunk sizes that exceed the context."""
-    default = instance.target.prefill if instance.prefill is None else instance.prefill
-    if options.prefill is None and not default:
-        return (), []
-    chunks = tuple(min(chunk, length) for chunk in default) if options.prefill is None else options.prefill
-    buckets = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(chunks)) if chunk <= length)
-    if not buckets:
-        raise SpecError(f"no prefill chunk of {chunks} fits max_model_len {length}; legal are sizes from 1 to {length}")
-    return buckets, sorted({chunk for chunk in chunks if chunk > length})
-
-
 def _max_logprobs(options: Options, source: registry.ModelSource, target: Target) -> int:
     most = min(MAX_LOGPROBS, source.model.config.vocab_size)
     count = min(target.max_logprobs, most) if options.max_logprobs is None else options.max_logprobs
@@ -345,6 +301,14 @@ def _drafts_note(options: Options, plan: Plan) -> str | None:
     return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"
 
 
+def _deviations(plan: Plan) -> tuple[str, ...]:
+    """What the model and the machine change against the row that the build is for."""
+    if not plan.deployment:
+        return ()
+    row = deployment(plan.deployment)
+    return deviations(row, row.phase(plan.phase), plan.source)
+
+
 def _eos_note(plan: Plan) -> str | None:
     unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
     vocab = plan.model.config.vocab_size
@@ -366,7 +330,7 @@ def _variant_of(model: step.Model, formats: Formats, instance: Instance, platfor
         config,
         formats,
         mesh,
-        sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), tokens=group),
+        sharding_rules.rules(mesh, experts=getattr(config, "num_experts", 0), expert_parallel=instance.expert_parallel, tokens=group),
         # vllm-ascend's recurrent operator takes the float32 states that checkpoints ask for; CANN's takes bfloat16 only.
         recurrent=torch.float32 if "vllm-ascend" in platform.packages else instance.target.state_dtype,
         dispatches=instance.target.dispatches,

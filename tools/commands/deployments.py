@@ -13,14 +13,15 @@ import click
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import MANIFEST, Artifact
 from ...models import registry
-from ..bench import prediction
+from ..bench import built, prediction
 from ..bench.report import Table, as_data, as_markdown
 from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk
+from ..build.deviations import deviations, why_not
 from ..build.targets import target
 from ..notation import format_buckets
 from .cost import step_cost
 
-NOT_BUILT = "model not built yet"
+NOT_BUILT = "not built"
 
 
 @click.command("deployments")
@@ -33,8 +34,15 @@ NOT_BUILT = "model not built yet"
     help="Print the estimated decode steps of the artifacts in DIR, each built with --deployment, as Markdown.",
 )
 @click.option("--accepted", type=click.FloatRange(1), default=prediction.ACCEPTED, show_default=True, help="Tokens a step for --predict.")
+@click.option(
+    "--built",
+    "builds",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="Print graphs, memory and deviations of the artifacts in DIR, each built with --deployment, as Markdown.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(name: str | None, model: str | None, predict: Path | None, accepted: float, as_json: bool) -> None:
+def command(name: str | None, model: str | None, predict: Path | None, accepted: float, builds: Path | None, as_json: bool) -> None:
     """List published Ascend deployments, or show ID in detail.
 
     A deployment gives a build its target, mesh, quantization, buckets, drafts and context.
@@ -45,6 +53,9 @@ def command(name: str | None, model: str | None, predict: Path | None, accepted:
               npucompile build qwen3.5-397b --deployment qwen35-397b-a3x8-in16k-out1k-50ms
               npucompile deployments --predict artifacts
     """
+    if builds is not None:
+        click.echo(built.report(map(_built, _artifacts(builds))), nl=False)
+        return
     if predict is not None:
         predicted = predictions(predict, accepted)
         click.echo(json.dumps(as_data(predicted), indent=1) if as_json else as_markdown(predicted), nl=as_json)
@@ -65,9 +76,7 @@ def predictions(directory: Path, accepted: float) -> Table:
     Raises:
         SpecError: there is no artifact, or one was built for no deployment, or has no bucket or GE graph of the published requests.
     """
-    opened = [Artifact.open(manifest.parent) for manifest in directory.glob(f"*/{MANIFEST}")]
-    if not opened:
-        raise SpecError(f"{directory} has no artifacts; build them with `npucompile build MODEL --deployment ID --out {directory}/ID`")
+    opened = _artifacts(directory)
     order = list(deployments())
     rows = []
     for artifact in sorted(opened, key=lambda artifact: order.index(prediction.named_row(artifact).id)):
@@ -77,9 +86,23 @@ def predictions(directory: Path, accepted: float) -> Table:
     return prediction.table(rows, accepted)
 
 
+def _artifacts(directory: Path) -> list[Artifact]:
+    opened = [Artifact.open(manifest.parent) for manifest in sorted(directory.glob(f"*/{MANIFEST}"))]
+    if not opened:
+        raise SpecError(f"{directory} has no artifacts; build them with `npucompile build MODEL --deployment ID --out {directory}/ID`")
+    return opened
+
+
+def _built(artifact: Artifact) -> built.Built:
+    row = prediction.named_row(artifact)
+    context = built.context_for(row)
+    graphs = [(entry, step_cost(artifact, entry, context)) for entry in artifact.manifest.graphs]
+    return built.Built(row, built.phase_of(artifact), artifact, graphs)
+
+
 def buildable(row: Deployment) -> bool:
     """Whether a row has a preset and a published launch command."""
-    return row.model in registry.presets() and bool(row.phases)
+    return not why_not(row)
 
 
 def as_dict(row: Deployment) -> dict[str, Any]:
@@ -87,7 +110,8 @@ def as_dict(row: Deployment) -> dict[str, Any]:
     fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "phases"}
     phases = {name: _phase_dict(row, phase) for name, phase in row.phases.items()}
     chunk = prefill_chunk(row) if row.phases else None
-    return {**fields, "nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "buildable": buildable(row), "phases": phases}
+    sizes = {"nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk}
+    return {**fields, **sizes, "buildable": buildable(row), "why": why_not(row), "phases": phases}
 
 
 def table(rows: list[Deployment]) -> list[str]:
@@ -124,7 +148,7 @@ def details(row: Deployment) -> list[str]:
         lines.append(f"note          {row.note}")
     for phase in row.phases.values():
         lines += ["", *_phase_lines(row, phase)]
-    return [*lines, "", f"build it: {_build_line(row)}" if buildable(row) else f"{NOT_BUILT}: {row.model}"]
+    return [*lines, "", f"build it: {_build_line(row)}" if buildable(row) else f"{NOT_BUILT}: {why_not(row)}"]
 
 
 def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
@@ -141,6 +165,8 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
     ]
     if phase.name != "decode":
         lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{_known(', published ', phase.chunk_len)}")
+    if buildable(row):
+        lines += [f"  differs       {line}" for line in deviations(row, phase, registry.find(row.model))]
     if phase.mem_fraction is not None:
         lines.append(f"  memory        published share for weights and pools {phase.mem_fraction}")
     return lines
@@ -149,7 +175,9 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
 def _phase_dict(row: Deployment, phase: Phase) -> dict[str, Any]:
     fields = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
     limits = dataclasses.asdict(limits_for(row, phase, target(row.target).page_size))
-    return {**fields, "mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
+    different = list(deviations(row, phase, registry.find(row.model))) if buildable(row) else []
+    sizes = {"mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
+    return {**fields, **sizes, "deviations": different}
 
 
 def _cells(row: Deployment) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from ...models import shrink
 from ...models.params import avals
 from ..build.memory import MemoryPlan, plan_memory
 from ..build.targets import target
-from .small_model import BucketCase, full_model, rules_of
+from .small_model import BucketCase, full_model, rules_of, spreads
 
 _CLONE = "aten.clone.default"
 ShippedFile = GeFile | AclFile
@@ -49,7 +49,7 @@ def check_manifest(manifest: Manifest) -> dict[str, float]:
             raise VerifyError(f"manifest: an operand is {theirs}; the model's is {ours}")
     if len(expected) != len(manifest.params) + len(manifest.state):
         raise VerifyError(f"manifest: {len(manifest.params) + len(manifest.state)} parameters and pools; the model has {len(expected)}")
-    rules = rules_of(model, mesh)
+    rules = rules_of(model, mesh, expert_parallel=spreads(manifest))
     if Rules.of(manifest.rules) != rules:
         raise VerifyError(f"manifest: rules are {dict(manifest.rules)}; those of mesh {mesh} are {dict(rules.table)}")
     planned = _check_memory(manifest, rules, leaf_name("params", f"{model.family.draft_key}."))

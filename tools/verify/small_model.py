@@ -94,6 +94,7 @@ class SmallModel:
         requests: most requests of a dp group.
         decode_steps: steps of each decode case.
         max_logprobs: number of most likely tokens whose log probabilities the artifact's graphs return.
+        expert_parallel: whether whole experts are spread over all devices.
     """
 
     shipped: Model
@@ -105,6 +106,7 @@ class SmallModel:
     requests: int
     decode_steps: int
     max_logprobs: int
+    expert_parallel: bool
 
     def model_for(self, case: BucketCase, dtype: torch.dtype) -> Model:
         """The model of a case's graph with that computing dtype; how tokens get to their experts depends on the case."""
@@ -120,7 +122,7 @@ class SmallModel:
 
     def rules(self, case: BucketCase | None = None) -> Rules:
         """Layout of a case's graph, or of parameters and state, which is the same for all cases."""
-        return rules_of(self.model, self.mesh, case.bucket if case else None)
+        return rules_of(self.model, self.mesh, case.bucket if case else None, expert_parallel=self.expert_parallel)
 
 
 def shrink(manifest: Manifest, steps: int) -> SmallModel:
@@ -149,7 +151,8 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     # Some pages, slots and a request slot stay without an owner: they hold NaN, which must never be read.
     limits = Limits(page, 2 + requests * pages, 1 + (requests + 1) * slots, pages * page, slots, manifest.limits.drafts)
     models = small, with_variant(small, variant), with_variant(small, plain)
-    return SmallModel(*models, mesh, cases, limits, requests, steps, max((entry.max_logprobs for entry in manifest.graphs), default=0))
+    max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
+    return SmallModel(*models, mesh, cases, limits, requests, steps, max_logprobs, spreads(manifest))
 
 
 def with_variant(model: Model, variant: Variant) -> Model:
@@ -173,7 +176,7 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
         config,
         Formats.of_fields(manifest.formats),
         mesh,
-        sharding_rules.rules(mesh, experts=config.num_experts, tokens=mesh.axis("tp")),
+        sharding_rules.rules(mesh, experts=config.num_experts, expert_parallel=spreads(manifest), tokens=mesh.axis("tp")),
         recurrent=pools[0].aval.dtype if pools else torch.float32,
         dispatches=where.dispatches,
         local=where.local,
@@ -182,9 +185,15 @@ def variant_of(manifest: Manifest, config: ModelConfig) -> Variant:
     )
 
 
-def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None) -> Rules:
+def spreads(manifest: Manifest) -> bool:
+    """Whether an artifact has whole experts spread over all devices; if not, each is split over a group, or there are none."""
+    return "experts" in manifest.rules
+
+
+def rules_of(model: Model, mesh: Mesh, bucket: Bucket | None = None, *, expert_parallel: bool = True) -> Rules:
     """Layout of a bucket's graph, or of parameters and state."""
-    return sharding_rules.rules(mesh, experts=model.config.num_experts, tokens=bucket.tokens if bucket else mesh.axis("tp"))
+    tokens = bucket.tokens if bucket else mesh.axis("tp")
+    return sharding_rules.rules(mesh, experts=model.config.num_experts, expert_parallel=expert_parallel, tokens=tokens)
 
 
 def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: int) -> tuple[BucketCase, ...]:

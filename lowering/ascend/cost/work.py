@@ -276,6 +276,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("GroupedMatmul", "GroupedMatmulSwigluQuantV2"), _grouped),
     **dict.fromkeys(("Sort", "TopKV2"), _sort),
     **dict.fromkeys(("RmsNorm", "AddRmsNorm", "SoftmaxV2", "SwiGlu", "DynamicQuant"), functools.partial(_generic, passes=6.0)),
+    "AscendQuantV2": functools.partial(_generic, passes=4.0),
     "DequantSwigluQuant": _activation,
     "FusedInferAttentionScore": _attention,
     "RecurrentGatedDeltaRule": _delta_rule,

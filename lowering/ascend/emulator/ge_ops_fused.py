@@ -59,7 +59,7 @@ def _dynamic_quant(call: Call) -> Results:
 
 def _static_quant(call: Call) -> Results:
     call.expect(dst_type=_INT8, axis=-1, round_mode="round", sqrt_mode=False)
-    return dense.npu_quantize(call.tensor("x"), call.tensor("scale"), call.optional("offset"), torch.qint8, -1, False)
+    return dense.npu_quantize(call.tensor("x"), call.tensor("scale"), call.optional("offset"), torch.int8, -1, False)
 
 
 def _quant_matmul(call: Call) -> Results:

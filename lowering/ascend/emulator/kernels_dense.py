@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape
 
 
@@ -125,7 +126,9 @@ def npu_quantize(
         LoweringError: also for division by scales, which another operator does.
     """
     op = "npu_quantize"
-    refuse_options(op, {"axis": axis, "div_mode": div_mode, "dtype": dtype}, axis=-1, div_mode=False, dtype=torch.qint8)
+    refuse_options(op, {"axis": axis, "dtype": dtype_of(op, dtype)}, axis=-1, dtype=torch.int8)
+    if div_mode:
+        raise LoweringError(f"{op}: div_mode=True has no CPU kernel; legal is False")
     wide = require(op, "input", x, FLOATS).float()
     for name, each in (("scales", scales), ("zero_points", zero_points)):
         if each is not None and require(op, name, each, (x.dtype,), (1,)).shape != (1,):

@@ -229,6 +229,17 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
         (draw(5, 16, dtype=BF16), *quantise_w8(draw(16, 6))),
         ["DynamicQuant", "QuantBatchMatmulV3"],
     ),
+    "static_quant_linear": (
+        ops.static_quant_linear,
+        (draw(5, 16, dtype=BF16), *quantise_w8(draw(16, 6)), ints(3, 1, -4, 1, 5, -9), torch.tensor([0.05]), torch.tensor([3.0])),
+        ["Reciprocal", "AscendQuantV2", "QuantBatchMatmulV3"],
+    ),
+    "quant_linear_w4a8": (
+        ops.quant_linear_w4a8,
+        (draw(5, 16, dtype=BF16), *quantise_w4(draw(16, 8, seed=1))),
+        ["DynamicQuant", "GroupedMatmul"],
+    ),
+    "swiglu": (ops.swiglu, (draw(5, 16, dtype=BF16),), ["SwiGlu"]),
     "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopKSoftmaxV2"]),
     "moe_route_grouped": (
         ops.moe_route_grouped,

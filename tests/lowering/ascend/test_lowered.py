@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from npucompile.models.variant import PLAIN, Variant
 F32 = torch.float32
 TOLERANCE = 2e-4
 GROUPED = Variant(grouped=True)
+HEADS = {"q_heads": 2, "delta_heads": 2}
 pytestmark = pytest.mark.usefixtures("torchair")
 
 
@@ -70,6 +71,10 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", GROUPED, "next", 1, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
         ("dp=2,tp=2", GROUPED, "sparse", 2, (2, 1), False),
+        ("tp=2", fleets.everywhere("w8a8", ffn=2, **HEADS), "dense", 1, (2,), False),
+        ("dp=2,tp=2", fleets.everywhere("w8a8", **HEADS), "small", 1, (2, 1), True),
+        ("tp=2", fleets.everywhere("w4a8_dynamic", ffn=2, **HEADS), "dense", 1, (2,), False),
+        ("dp=2,tp=2", fleets.everywhere("w4a8_dynamic", **HEADS), "small", 1, (2, 1), True),
     ],
     ids=[
         "dispatched",
@@ -88,15 +93,41 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "fused projections",
         "latent attention",
         "sparse attention",
+        "static everywhere",
+        "static everywhere but experts, newest",
+        "int4 everywhere",
+        "int4 in groups everywhere, newest",
     ],
 )
 def test_every_rank_says_and_remembers_the_same(
     mesh: str, variant: Variant, model: str, drafts: int, live: tuple[int, ...], newest: bool
 ) -> None:
     """Prompts of different lengths in each row and group, then decode steps that continue from any slot of the last step."""
+    compare(mesh, variant, model, drafts, live, lowered_for_the_newest if newest else lowered)
+
+
+@pytest.mark.parametrize("model", ["small", "plain-moe"])
+@pytest.mark.parametrize(
+    "variant",
+    [GROUPED, *(fleets.everywhere(form, expert_ffn=2, shared_ffn=2, ffn=2, **HEADS) for form in ("w8a8_dynamic", "w4a8_dynamic"))],
+    ids=["float", "w8a8", "w4a8 in groups"],
+)
+def test_ranks_that_share_each_expert_do_too(variant: Variant, model: str) -> None:
+    compare("tp=2", variant, model, 0, (2,), lowered_for_the_newest, expert_parallel=False)
+
+
+def compare(
+    mesh: str,
+    variant: Variant,
+    model: str,
+    drafts: int,
+    live: tuple[int, ...],
+    form: Callable[[Partitioned], Any],
+    expert_parallel: bool = True,
+) -> None:
+    """Steps of a model on all ranks, by its functional graphs and by lowered ones: outputs and pools are equal."""
     where, small = Mesh.parse(mesh), fleets.model(variant, experts=model != "dense", name="small" if model == "dense" else model)
-    forms = fleets.functional, lowered_for_the_newest if newest else lowered
-    eager, device = (fleets.Fleet(small, where, form=form, drafts=drafts) for form in forms)
+    eager, device = (fleets.Fleet(small, where, expert_parallel, form=each, drafts=drafts) for each in (fleets.functional, form))
     buffers = [[t.data_ptr() for t in own] for own in device.state]
     answers, serving = fleets.answers(small, 2, live, 4 * (drafts + 1)), fleets.Serving(2, drafts, live)
     for n, (bucket, inputs) in enumerate(serving.steps(4)):

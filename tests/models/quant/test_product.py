@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from npucompile.graphs import ops
-from npucompile.graphs.quantise import quantise_rows
 from npucompile.models import quant
 from npucompile.models.quant import leaves
-from npucompile.models.quant.experts import grouped, rounds_rows
 from npucompile.models.quant.leaves import Matrix
 from npucompile.models.quant.product import format_of, operands, regrouped
 
@@ -58,21 +56,6 @@ def test_static_scales_multiply() -> None:
         product = quant.row_parallel(x, weight, "k") if matrix.row else quant.linear(x, weight)
         assert format_of(weight) == "w8a8"
         assert 0 < error(product, x @ values.t()) < 0.02
-
-
-@pytest.mark.parametrize(("form", "group", "tolerance"), [("float", 0, 1e-6), *FORMS])
-def test_experts_of_every_form(form: str, group: int, tolerance: float) -> None:
-    gate_up, down = torch.randn(E, 2, 16, K, generator=R) / 4, torch.randn(E, K, 16, generator=R) / 4
-    x, counts = torch.randn(T, K, generator=R), torch.tensor([2, 0, 3])
-    first, second = Matrix(gate_up.shape, (None,) * 4, 1, False), Matrix(down.shape, (None,) * 3, 1, True, 2)
-    rows, scale = (x, torch.ones(T)) if form == "float" else quantise_rows(x)
-    weights = [
-        {"weight": matrix.turned(values).contiguous()} if form == "float" else weight_of(matrix, form, min(group, 4), values)
-        for matrix, values in ((first, gate_up), (second, down))
-    ]
-    assert rounds_rows(weights[0]) == (form != "float")
-    want = torch.cat([ops.swiglu_linear(x[:2], gate_up[0]) @ down[0].t(), ops.swiglu_linear(x[2:], gate_up[2]) @ down[2].t()])
-    assert error(grouped(rows, scale, counts, *weights, torch.float32), want) <= 2 * tolerance
 
 
 def test_a_region_reads_the_tensors_of_a_weight_by_their_axes() -> None:

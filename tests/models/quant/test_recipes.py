@@ -26,6 +26,9 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
         ("qwen3.5-397b", "w4a8", {"mlp.shared_expert.down_proj": "float", "linear_attn.in_proj_z": "float", "mlp.gate": "float"}),
         ("qwen3.5-27b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.down_proj": "w8a8_dynamic", "linear_attn.in_proj_z": "float"}),
         ("qwen3.6-27b", "w8a8", {"linear_attn.in_proj_z": "w8a8_dynamic", "linear_attn.in_proj_b": "float"}),
+        ("qwen3-32b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.gate_proj": "w8a8_dynamic", "mlp.down_proj": "float"}),
+        ("qwen3-30b-a3b", "w8a8", {"self_attn.o_proj": "w8a8", "mlp.experts.down_proj": "w8a8_dynamic", "mlp.gate": "float"}),
+        ("qwen3-coder-480b-a35b", "w4a8", {"self_attn.q_proj": "w8a8", "mlp.experts.down_proj": "w4a8_dynamic"}),
         ("somebody's own", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.up_proj": "w8a8_dynamic", "mlp.gate": "float"}),
         ("somebody's own", "w4a8", {"mlp.experts.gate_up_proj": "w4a8_dynamic", "mlp.shared_expert.up_proj": "w8a8_dynamic"}),
     ],
@@ -33,5 +36,29 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
 def test_recipes_are_the_published_ones(model: str, scheme: str, wanted: dict[str, str]) -> None:
     formats = formats_of_scheme(scheme, model)
     assert {name: formats.of([f"model.layers.7.{name}"]) for name in wanted} == wanted
-    assert formats.of(["mtp.layers.0.self_attn.q_proj.weight"]) == "float"
     assert "none" in SCHEMES
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-397b", "qwen3.5-27b", "qwen3.6-27b", "qwen3-next-80b-a3b", "somebody's own"])
+def test_draft_heads_stay_float(model: str) -> None:
+    assert formats_of_scheme("w8a8", model).of(["mtp.layers.0.self_attn.q_proj.weight"]) == "float"
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "floats", "wide"),
+    [("qwen3-30b-a3b", 48, set(), set(range(41, 48))), ("qwen3-coder-480b-a35b", 62, {*range(5), *range(57, 62)}, set())],
+)
+def test_layers_whose_experts_keep_more_bits(model: str, layers: int, floats: set[int], wide: set[int]) -> None:
+    formats = formats_of_scheme("w4a8", model)
+    found = {layer: formats.of([f"model.layers.{layer}.mlp.experts.down_proj"]) for layer in range(layers)}
+    wanted = {**dict.fromkeys(range(layers), "w4a8_dynamic"), **dict.fromkeys(floats, "float"), **dict.fromkeys(wide, "w8a8_dynamic")}
+    assert found == wanted
+    assert (formats.group, formats_of_scheme("w8a8", model).group) == (64 if wide else 0, 0)
+
+
+def test_the_dense_recipe_leaves_ten_matrices_float() -> None:
+    formats = formats_of_scheme("w8a8", "qwen3-32b")
+    down = {layer for layer in range(64) if formats.of([f"model.layers.{layer}.mlp.down_proj"]) == "float"}
+    assert down == {1, 2, 6, 7, 11, 43, 44, 45, 62}
+    gate_up = {layer: formats.of(f"model.layers.{layer}.mlp.{side}_proj" for side in ("gate", "up")) for layer in range(64)}
+    assert [layer for layer, form in gate_up.items() if form == "float"] == [2]

@@ -167,7 +167,7 @@ def test_a_bucket_larger_than_the_running_limit_still_has_its_slots():
         (PUBLISHED, 3584),  # one chunk of 3500
         ("qwen35-397b-a3x8-in16k-out1k-50ms", 4096),  # four of 16384
         ("dsr1-a3x32-pd-6k-1.6k-20ms", 3072),  # two of 3000
-        ("qwen35-397b-a3x8-mix-128k-longctx", 4096),  # published 16384
+        ("qwen35-397b-a3x8-mix-128k-longctx", 16384),  # published 16384
         (SPLIT, 4096),
     ],
 )

@@ -299,6 +299,34 @@ def test_every_published_deployment_of_the_big_model_plans_as_published(name, ph
     assert plan.params_bytes + plan.state_bytes < 50 * 2**30
 
 
+OTHER_ROWS = [
+    (row.id, name)
+    for row in deployments.deployments().values()
+    if row.model != BIG and row.model in registry.presets()
+    for name in row.phases
+]
+
+
+@pytest.mark.parametrize(("name", "phase"), OTHER_ROWS)
+def test_every_other_published_deployment_plans_as_published_or_says_what_differs(name, phase):
+    row = deployments.deployment(name)
+    part, source = row.phase(phase), registry.find(row.model)
+    plan = planning.plan(Options(row.model, deployment=name, phase=None if phase == "mixed" else phase))
+    drafts = part.num_speculative_tokens if source.model.has_draft_head else 0
+    assert (plan.mesh, plan.phase, plan.quantization) == (part.mesh, phase, "none" if row.quantization == "bf16" else row.quantization)
+    assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} <= {drafts + 1}
+    assert [bucket.batch for bucket in plan.buckets if bucket.kind == "decode"] == list(part.buckets)
+    assert sum("draft head" in note for note in plan.notes) == (drafts != part.num_speculative_tokens)
+    assert ("experts" in dict(plan.rules().table)) == (part.ep > 1)
+    wanted = deployments.limits_for(row, part, 128)
+    assert (plan.limits.num_pages < wanted.num_pages) == any("leave less than" in note for note in plan.notes)
+    held = plan.params_bytes + plan.state_bytes + plan.target.reserved_bytes(plan.mesh)
+    assert held < 57 * 2**30
+    # Each rank of a group has copies of norms, routers and, where they are few, of key-value heads.
+    if row.quantization == "w8a8" and not plan.model.config.num_experts:
+        assert plan.params_bytes * plan.mesh.axis("tp") < (38 if "27b" in row.model and plan.mesh.axis("tp") > 4 else 37) * 1e9
+
+
 def test_the_big_model_alone_is_its_default_deployment():
     plan = planning.plan(Options(BIG))
     assert plan == planning.plan(Options(BIG, deployment=deployments.DEFAULT[BIG])) == planning.plan(Options(BIG, backend="ge"))

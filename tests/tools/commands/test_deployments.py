@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from npucompile.graphs.errors import SpecError
+from npucompile.models import registry
 from npucompile.tools.build.deployments import DEFAULT, deployments
 from npucompile.tools.commands.deployments import command
 from npucompile.tools.notation import parse_buckets
@@ -25,11 +26,13 @@ def test_lists_every_row_once_and_those_of_other_models_last():
     text = said()
     listed = [line.split()[0].rstrip("*") for line in text.splitlines() if line and line.split()[0].rstrip("*") in deployments()]
     assert sorted(listed) == sorted(deployments())
-    built, other = text.split("model not built yet:")
+    built, other = text.split("not built:")
     assert "qwen35-397b-a3x24-pd-1p1d-3node" in built
     assert "qwen35-27b-a2x8-mix-ht-128k" in built
-    for name in ("dsr1-a3x8-mix-2k-2k-50ms", "qwen3-next-a3x2-mix-3.5k-1.5k-50ms", "dsv32-reference-values"):
-        assert name in other
+    rows = json.loads(said("--json"))
+    assert {row["id"] for row in rows if row["buildable"]} == {name for name in deployments() if name in built}
+    assert {row["id"] for row in rows if row["why"]} == {name for name in deployments() if name not in built}
+    assert "dsv32-reference-values" in other
 
 
 def test_a_line_shows_what_decides_a_build():
@@ -53,8 +56,8 @@ def test_teaches_how_to_build():
     assert f"npucompile build qwen3.5-397b --deployment {PUBLISHED}" in said()
     name = "qwen35-397b-a3x8-in16k-out1k-50ms"
     assert said(name).splitlines()[-1] == f"build it: npucompile build qwen3.5-397b --deployment {name}"
-    assert said("dsr1-a3x8-mix-2k-2k-50ms").splitlines()[-1] == "model not built yet: deepseek-r1"
-    assert "npucompile build" not in said("--model", "deepseek-r1")
+    last = said("dsv32-reference-values").splitlines()[-1]
+    assert last == "not built: no launch command is published: parameter values for comparison, not a launch line"
 
 
 def test_one_row_in_full():
@@ -99,8 +102,10 @@ def test_json_holds_everything():
     phase = details["phases"]["mixed"]
     assert (phase["mesh"], phase["buckets"][-1], phase["group_requests"], phase["limits"]["num_slots"]) == ("dp=8,tp=2", 54, 54, 217)
     assert [row["id"] for row in rows if row["buildable"]] == [
-        row.id for row in deployments().values() if row.model in ("qwen3.5-397b", "qwen3.5-27b", "qwen3.6-27b")
+        row.id for row in deployments().values() if row.phases and row.model in registry.presets()
     ]
+    split = json.loads(said("qwen3-235b-a3x24-pd-3.5k-1.5k-50ms", "--json"))["phases"]
+    assert [len(split[name]["deviations"]) for name in ("prefill", "decode")] == [2, 1]
 
 
 def test_a_model_narrows_the_list():

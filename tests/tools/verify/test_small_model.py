@@ -40,7 +40,7 @@ def manifest(name=MOE, mesh="dp=2,tp=2", graphs=None, **fields):
         "graphs": (entry("prefill", 1, 3584), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
     scheme = fields.get("quantization", chosen["quantization"])
-    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}}
+    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}, "rules": {"experts": ("dp", "tp")}}
     empty = dict.fromkeys(Manifest.__dataclass_fields__)
     return Manifest(**{**empty, **chosen, **fields, **({"graphs": graphs} if graphs is not None else {})})
 
@@ -155,6 +155,15 @@ def test_log_probabilities_are_of_as_many_tokens_as_in_the_artifact():
 def test_float_experts_are_compared_with_a_checkpoints_form():
     small = small_model.shrink(manifest(quantization="none"), 1)
     assert (small.model.config.variant.grouped, small.reference.config.variant.grouped) == (True, False)
+
+
+def test_experts_that_are_split_in_an_artifact_are_split_here():
+    spread, split = (
+        small_model.shrink(manifest(mesh="tp=2", rules=rules), 1) for rules in ({"experts": ("dp", "tp")}, {"expert_ffn": ("tp",)})
+    )
+    assert [small.rules().num_shards("experts", small.mesh) for small in (spread, split)] == [2, 1]
+    assert dict(split.shipped.config.variant.shards)["expert_ffn"] == 2
+    assert (spread.shipped.config.variant.most_dispatched > 0, split.shipped.config.variant.most_dispatched) == (True, 0)
 
 
 def test_a_target_that_gathers_gathers():

@@ -338,7 +338,9 @@ def test_members_that_disagree_are_refused() -> None:
         interpreter([[torch.zeros(2)], [torch.zeros(3)]])
     hand = Hand()
     gathered = hand.op("HcomAllGather", {"x": hand.data(0)}, "op", rank_size=2, group="hccl_0")
-    with pytest.raises(LoweringError, match=r"communicates over group 'hccl_0'; this mesh has \['dispatch', 'dp', 'tp', 'world'\]"):
+    with pytest.raises(
+        LoweringError, match=r"communicates over group 'hccl_0'; this mesh has \['dispatch', 'dp', 'fused_experts', 'tp', 'world'\]"
+    ):
         GeInterpreter(hand.done(gathered), Mesh.parse("tp=2"))([[torch.zeros(2)]] * 2)
 
 

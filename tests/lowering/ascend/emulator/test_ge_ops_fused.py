@@ -104,6 +104,12 @@ def dense() -> tuple[Any, ...]:
     return (rows, weight, scale), {"pertoken_scale": scales, "output_dtype": BF16}
 
 
+def static() -> tuple[Any, ...]:
+    """With a correction in the units of the integer sum, and no scale a row."""
+    (rows, weight, scale), _ = dense()
+    return (rows, weight, scale), {"bias": gc.i32(5, -3, 100, 0, 7, -40), "output_dtype": BF16}
+
+
 ACTIVATION = {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}
 FINALIZE = (None, None, None, d(4, 2, seed=1))
 KV = (d(2, 2, 8), d(2, 2, 8, seed=1), d(3, 4, 2, 8, seed=2), d(3, 4, 2, 8, seed=3), gc.i32(5, 10))
@@ -119,7 +125,10 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("RotaryMul", "npu.npu_rotary_mul", ((d(1, 4, 3, 8), d(1, 4, 1, 8, seed=1), d(1, 4, 1, 8, seed=2)), {})),
     ("DynamicQuant", "npu.npu_dynamic_quant", ((d(2, 4, 16),), {})),
     ("DynamicQuant", "npu.npu_dynamic_quant", ((d(4, 16),), {"smooth_scales": d(16, seed=1)})),
+    ("AscendQuantV2", "npu.npu_quantize", ((d(4, 16), d(1, seed=1), torch.full((1,), 3.0, dtype=BF16), torch.int8, -1, False), {})),
+    ("AscendQuantV2", "npu.npu_quantize", ((d(4, 16), d(16, seed=1), None, torch.int8, -1, False), {})),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense()),
+    ("QuantBatchMatmulV3", "npu.npu_quant_matmul", static()),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
     ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8, dtype=F32), 3), {"bias": d(8, seed=1, dtype=F32), "k_group": 2,

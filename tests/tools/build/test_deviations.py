@@ -1,0 +1,47 @@
+"""tools/build/deviations.py: what a build changes is said, for each setting that it changes and no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from npucompile.models import registry
+from npucompile.tools.build.deployments import deployment, deployments
+from npucompile.tools.build.deviations import deviations, why_not
+
+CASES = {
+    ("qwen35-397b-a3x8-in3k5-out1k5-50ms", "mixed"): [],
+    ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "mixed"): ["a step drafts nothing, published 4 tokens"],
+    ("qwen3-32b-a3x8-mix-18k-4k-12ms", "mixed"): ["a step drafts nothing", "in chunks of 3712 tokens, published whole"],
+    ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "prefill"): [r"one prompt of a dp group (3584 tokens), published as many as 32768 tokens hold"],
+    ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "decode"): [],
+    ("qwen3-next-a3x2-mix-3.5k-1.5k-50ms", "mixed"): ["bfloat16, published float32"],
+    ("qwen35-27b-a3x8-mix-lc-256k", "mixed"): ["published float32", "at most 262144 tokens, published 266000", "524288 cached tokens"],
+    ("qwen35-27b-mix-tp2-dp1-133k", "mixed"): ["published float32", "8064 tokens, published 8096: a multiple of 128", "cached tokens"],
+    ("qwen35-397b-a2x16-mix-mp-2node", "mixed"): ["published float32", "gathered by all ranks, published dispatched"],
+}
+
+
+@pytest.mark.parametrize(("name", "phase"), CASES)
+def test_each_change_is_said(name: str, phase: str) -> None:
+    row = deployment(name)
+    lines = deviations(row, row.phase(phase), registry.find(row.model))
+    assert len(lines) == len(CASES[name, phase])
+    assert all(part in line for line, part in zip(lines, CASES[name, phase], strict=True)), lines
+
+
+def test_context_parallelism_is_not_built() -> None:
+    assert [row.id for row in deployments().values() for phase in row.phases.values() if phase.context_parallel] == [
+        "dsv32-a3x32-pd-64k-1k-30ms"
+    ]
+    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
+    (line,) = deviations(row, replace(row.phase(), context_parallel=True), registry.find(row.model))
+    assert line.startswith("a prompt is not shared by the ranks of a group")
+
+
+def test_what_cannot_be_built_has_a_reason() -> None:
+    row = deployment("qwen35-397b-a3x8-in3k5-out1k5-50ms")
+    assert why_not(row) == ""
+    assert why_not(replace(row, model="another")) == "another is no preset: its family is not built here"
+    assert why_not(deployment("dsv32-reference-values")).startswith("no launch command is published")

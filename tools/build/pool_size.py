@@ -1,0 +1,41 @@
+"""How many tokens a rank caches where no number is published: as many as its memory holds beside weights and state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .deployments import deployment
+from .dispatch_size import FREE_SHARE
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def fit_pool(plan: Plan) -> Plan:
+    """The plan with as many pages as fit, never fewer than one request takes; a smaller choice is among its notes.
+
+    Published engines size the pool by the memory that weights leave. A plan takes every request at full length, if that fits, and else
+    leaves one part in FREE_SHARE free for activations, which are known when graphs are.
+    """
+    if not plan.published or deployment(plan.deployment).phase(plan.phase).max_total_tokens is not None:
+        return plan
+    limits, memory = plan.limits, plan.target.memory_bytes(plan.mesh)
+    held = plan.params_bytes + plan.state_bytes + plan.target.reserved_bytes(plan.mesh)
+    over = held - (memory - memory // FREE_SHARE)
+    page_bytes = plan.state_bytes - _with_pages(plan, limits.num_pages - 1).state_bytes
+    if over <= 0 or not page_bytes:
+        return plan
+    pages = max(limits.num_pages - 1 + -over // page_bytes, limits.pages_per_request)
+    if pages >= limits.num_pages - 1:
+        return plan
+    note = (
+        f"differs from the deployment: {pages * limits.page_size} cached tokens a dp group, where all its requests at full length take "
+        f"{(limits.num_pages - 1) * limits.page_size}: with those, weights and state would leave less than 1/{FREE_SHARE} of "
+        f"{memory / 2**30:.0f} GiB free"
+    )
+    return replace(_with_pages(plan, 1 + pages), notes=(*plan.notes, note))
+
+
+def _with_pages(plan: Plan, pages: int) -> Plan:
+    return replace(plan, limits=replace(plan.limits, num_pages=pages))
