@@ -56,15 +56,16 @@ def quantise_w4(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
 
 
 def quantise_w4_values(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantise_w4`: the values [..., K, N] int8 in [-8, 7], and the scales [..., groups, N] f32."""
+    """As `quantise_w4`: the values [..., K, N] int8 in [-8, 7], and the scales [..., groups, N] f32, of groups as float16 holds them."""
     K = weight.shape[-2]
-    values, scale = _symmetric(weight.unflatten(-2, (-1, group or K)), INT4_MAX)
+    values, scale = _symmetric(weight.unflatten(-2, (-1, group or K)), INT4_MAX, torch.float16 if group else torch.float32)
     return values.flatten(-3, -2).to(torch.int8), scale
 
 
-def _symmetric(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _symmetric(weight: torch.Tensor, largest: int, held: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values as f32, and scales f32 that the dtype `held` holds exactly: values are rounded by what kernels multiply by."""
     wide = weight.float()
-    scale = (wide.abs().amax(-2) / largest).clamp(min=torch.finfo(torch.float32).eps)
+    scale = (wide.abs().amax(-2) / largest).clamp(min=torch.finfo(torch.float32).eps).to(held).float()
     # In place: a third tensor of this size would be the peak of what loading a weight needs.
     return torch.div(wide, scale[..., None, :]).round_().clamp_(-largest - 1, largest), scale
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention with normalised heads, gated or not: parameters, paged key-value pools and functions."""
+"""Grouped-query attention, with normalised heads or not, gated or not: parameters, paged key-value pools and functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ..graphs import ops
 from ..graphs.types import Aval, Limits, Tree
-from . import quant, sequence_parallel
+from . import norms, quant, sequence_parallel
 from .batch import Batch
 from .params import Param, Repeated, Source, norm_init
 from .variant import Variant
@@ -37,7 +37,9 @@ class AttentionSizes(Protocol):
     def variant(self) -> Variant: ...
 
 
-def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True) -> dict[str, Tree]:
+def params(
+    cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True, width: int | None = None, normed: bool = True
+) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
     The channels of a query or key head are in the order of `rotated_order`; in that of a checkpoint where `attention_heads` rotates them.
@@ -46,20 +48,21 @@ def params(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool
         joined: one matrix `qkv` for `apply`, whose rows are, by key-value head: its query heads, their gates if it has any, its keys, its
             values; with `Variant.split_at_once` its query heads each before its gate. Else `q`, by query head its query and its gate, for
             `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
+        width: of the layer's input; that of its output by default.
+        normed: whether queries and keys are normalised; else there are no `q_norm` and `k_norm`.
     """
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
     order = list(range(D)) if joined and _at_once(cfg) else rotated_order(D, cfg.rotary_dim)
     inverse = [order.index(i) for i in range(D)]
-    matrices = (_joined if joined else _apart)(cfg, dtype, prefix, order, inverse)
+    matrices = (_joined if joined else _apart)(cfg, dtype, prefix, width or M, order, inverse)
 
     def norm(name: str) -> Param:
         source = Source((f"{prefix}{name}.weight",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))
-        return Param(Aval((D,), dtype), source, norm_init(cfg.norm_offset))
+        return Param(Aval((D,), dtype), source, norm_init(cfg.norm_offset), role="norm")
 
     return {
         **matrices,
-        "q_norm": norm("q_norm"),
-        "k_norm": norm("k_norm"),
+        **({name: norm(name) for name in ("q_norm", "k_norm")} if normed else {}),
         "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),)), role="row"),
     }
 
@@ -75,8 +78,8 @@ def rotated_order(width: int, rotated: int) -> list[int]:
     return [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, width)]
 
 
-def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
-    M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, M: int, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    H, G, D = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     copies, parts, beside = cfg.variant.kv_repeat, _parts(cfg), _at_once(cfg)
     per = H // (G * copies)
 
@@ -102,8 +105,8 @@ def _joined(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[in
     return {"qkv": Param(Aval((G * copies * (parts * per + 2) * D, M), dtype, ("kv_heads", None)), source, role="column")}
 
 
-def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
-    M, H, G, D = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+def _apart(cfg: AttentionSizes, dtype: torch.dtype, prefix: str, M: int, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    H, G, D = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
     copies, parts = cfg.variant.kv_repeat, _parts(cfg)
 
     def reordered(q: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -218,19 +221,18 @@ def _attend(
 
 
 def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:
-    """Queries [T, ..., D] after norm and rotation, [T, H, D]."""
-    normed = _head_norm(cfg, q, weights["q_norm"]).view(-1, cfg.num_attention_heads, cfg.head_dim)
+    """Queries [T, ..., D] after their norm, if they have one, and rotation, [T, H, D]."""
+    normed = _head_norm(cfg, q, weights.get("q_norm")).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
     rotated: torch.Tensor = ops.rope(normed, batch.cos, batch.sin)
     return rotated
 
 
 def _keys(cfg: AttentionSizes, weights: Tree, batch: Batch, k: torch.Tensor) -> torch.Tensor:
-    """Keys [T, G, D] after norm and rotation."""
-    rotated: torch.Tensor = ops.rope(_head_norm(cfg, k, weights["k_norm"]), batch.cos, batch.sin)
+    """Keys [T, G, D] after their norm, if they have one, and rotation."""
+    rotated: torch.Tensor = ops.rope(_head_norm(cfg, k, weights.get("k_norm")), batch.cos, batch.sin)
     return rotated
 
 
-def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMS norm of each head of x [..., D], weight [D]."""
-    normed: torch.Tensor = ops.rms_norm(x, weight, cfg.rms_norm_eps, cfg.norm_offset)
-    return normed
+def _head_norm(cfg: AttentionSizes, x: torch.Tensor, weight: Tree | None) -> torch.Tensor:
+    """RMS norm of each head of x [..., D], weight [D]; x itself without a weight."""
+    return x if weight is None else norms.rms_norm(x, weight, cfg.rms_norm_eps, cfg.norm_offset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +13,18 @@ from safetensors.torch import save_file
 from ..graphs import tree
 from ..graphs.errors import CheckpointError
 from ..graphs.types import Tree
+from .block_scales import with_block_scales
 from .params import Param, Picked
+from .quant import unread_tensors
 from .quant.description import canonical
-from .safetensors_files import DTYPES, SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
+from .safetensors_files import SINGLE, STORED_DTYPES, Checkpoint, TensorEntry, digest, open_checkpoint
 from .slices import WHOLE, Region, Shard, block_ranges, boxes, narrowed, region_shape, remaining_slice, sliced_axes, source_region
 
-__all__ = ["Checkpoint", "ParamReader", "digest", "load", "open_checkpoint", "save"]
+__all__ = ["Checkpoint", "ParamReader", "digest", "holds_any", "load", "open_checkpoint", "save"]
 
-_PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+PER_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Fused matrices of experts -> the matrices of one expert that they consist of, one behind the other."""
+
 _MAX_NAMES = 5
 BLOCK_BYTES = 16 * 1024**2
 """Source tensors are read in blocks of about this size where their `Source.block_axis` allows it."""
@@ -81,8 +85,8 @@ class ParamReader:
     """Reads the parameters of a model from a checkpoint, in groups that are made from the same tensors on disk.
 
     Names may carry the prefixes `model.`, `model.language_model.` or none; a mixture of experts may be stored fused
-    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`). Tensors of parts that `params` leaves out
-    (vision, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
+    (`experts.gate_up_proj`) or expert by expert (`experts.0.gate_proj.weight`); FP8 with block scales is read as floats. Tensors of
+    parts that `params` leaves out (vision, draft head) are not read, but a tensor of a layer that no parameter reads is an error.
 
     Args:
         params: tree of Param.
@@ -92,13 +96,13 @@ class ParamReader:
             in one group.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before anything is read.
+        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before any parameter is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
-        self._table = _canonical(checkpoint)
+        self._table = _canonical(with_block_scales(checkpoint))
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
-        _check(checkpoint.directory, self._table, self._recipes)
+        _check(checkpoint, self._table, self._recipes)
         groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
             source = recipe.param.source
@@ -150,6 +154,12 @@ class ParamReader:
 
     def _read_sources(self, recipe: _Recipe, regions: Iterable[Region]) -> list[torch.Tensor]:
         return [_assemble(region, pieces, self._table) for region, pieces in zip(regions, recipe.sources, strict=True)]
+
+
+def holds_any(checkpoint: Checkpoint, params: Tree) -> bool:
+    """Whether a checkpoint has any tensor that a tree of Param is made from."""
+    table = _canonical(checkpoint)
+    return any(piece.name in table for _, param in tree.flatten(params) for piece in _recipe(param, table).pieces)
 
 
 def load(checkpoint: Checkpoint, params: Tree) -> Tree:
@@ -209,7 +219,7 @@ def _recipe(param: Param, table: Mapping[str, TensorEntry]) -> _Recipe:
 def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: Mapping[str, TensorEntry]) -> tuple[_Piece, ...]:
     experts, _, leaf = name.partition(".experts.")
     fused, _, kind = leaf.partition(".")
-    parts = _PER_EXPERT.get(fused, ())
+    parts = PER_EXPERT.get(fused, ())
     if name in table or not any(f"{experts}.experts.0.{part}.{kind or 'weight'}" in table for part in parts):
         return (_Piece(name, shape, tuple(slice(0, size) for size in shape), dtypes),)
     count, rows = shape[0], shape[1] // len(parts)
@@ -225,13 +235,16 @@ def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: M
     )
 
 
-def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
+def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:
     pieces = [piece for recipe in recipes for piece in recipe.pieces]
     pairs = [(piece, table[piece.name]) for piece in pieces if piece.name in table]
     used = {piece.name for piece in pieces}
     # A tensor of a layer or of the draft head that no parameter uses is a term that the model would silently omit.
-    complete = tuple(prefix for prefix in ("model.layers.", "mtp.") if any(name.startswith(prefix) for name in used))
-    integers = {piece.name.removesuffix(".weight") for piece in pieces if not set(piece.dtypes) & set(DTYPES)}
+    named = tuple(name for recipe in recipes for name in recipe.param.source.unread)
+    named = tuple(name for name in named if not name.endswith(".") or not any(read.startswith(name) for read in used))
+    prefixes = ("model.layers.", "model.norm.", "mtp.", *checkpoint.others)
+    complete = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
+    unread = [name for name in table if name.startswith(complete) and name not in used and not _matches(name, named)]
     problems = (
         (
             "has the wrong dtype",
@@ -241,32 +254,23 @@ def _check(directory: Path, table: Mapping[str, TensorEntry], recipes: list[_Rec
         ("has a wrong shape", [f"{e.name} (found {list(e.shape)}, expected {list(p.shape)})" for p, e in pairs if e.shape != p.shape]),
         (
             "is not part of the model",
-            [e.name for name, e in table.items() if name.startswith(complete) and name not in used and not _beside(name, integers)],
+            [table[name].name for name in unread if unread_tensors.reason(name, used) is None],
         ),
     )
-    for problem, names in problems:
-        if names:
+    for problem, found in problems:
+        # The parts of a weight share their sources.
+        if names := list(dict.fromkeys(found)):
             more = f"; so with {len(names) - 1} more: {', '.join(names[1 : 1 + _MAX_NAMES])}" if len(names) > 1 else ""
-            raise CheckpointError(f"{directory}: tensor {names[0]} {problem}{more}")
+            others = {prefix: place for prefix, place in checkpoint.others.items() if names[0].startswith(prefix)}
+            prefix, directory = next(iter(others.items()), ("", checkpoint.directory))
+            raise CheckpointError(f"{directory}: tensor {names[0].removeprefix(prefix)} {problem}{more}")
+    zeros = [table[name] for name in unread if unread_tensors.must_be_zero(name, used)]
+    unread_tensors.check_zeros(checkpoint.directory, zeros)
 
 
-NOT_READ = {
-    "weight_offset": "zeros, of a symmetric scale",
-    "weight_offset_second": "zeros, of a symmetric scale",
-    "scale_bias": "follows from an int4 weight and its scales",
-    "weight_scale": "of a matrix that is read with static scales",
-    "deq_scale": "of a matrix that is read with a scale for each token",
-    "quant_bias": "of a matrix that is read with a scale for each token",
-    "input_scale": "of a matrix that is read with a scale for each token",
-    "input_offset": "of a matrix that is read with a scale for each token",
-}
-"""Tensors beside a matrix's integers that are deliberately not read, where its format does not need them."""
-
-
-def _beside(name: str, integers: Set[str]) -> bool:
-    """Whether a tensor lies beside a matrix of integers and is deliberately not read."""
-    matrix, _, kind = name.rpartition(".")
-    return kind in NOT_READ and matrix in integers
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a tensor is one of some names, or begins with one that ends in a dot."""
+    return any(name == pattern or (pattern.endswith(".") and name.startswith(pattern)) for pattern in patterns)
 
 
 def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:

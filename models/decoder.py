@@ -10,7 +10,7 @@ import torch
 from ..graphs import ops
 from ..graphs.ir.block import block
 from ..graphs.types import Aval, Tree
-from . import feed_forward, sequence_parallel
+from . import feed_forward, norms, sequence_parallel
 from .batch import Batch
 from .family import Intermediates
 from .params import Param, Source, norm
@@ -69,17 +69,18 @@ def forward(
 
     Returns:
         hidden [T, M] after the final norm, laid out as the residual stream (sequence_parallel.py), the new state, and intermediate
-        values, of which the features are the same hidden states.
+        values, of which the features are the same hidden states and the streams those of all layers.
     """
     stream = sequence_parallel.embed(batch.tokens, params["embed"])
-    norms = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
-    x = ops.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
-    pools, routers = [], []
-    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], norms, strict=True):
+    following = [*(layer["input_norm"] for layer in params["layers"][1:]), params["norm"]]
+    x = norms.rms_norm(stream, params["layers"][0]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    pools, routers, streams = [], [], [stream]
+    for (kind, mixer), layer, pool, next_norm in zip(layers, params["layers"], state["layers"], following, strict=True):
         x, stream, pool, logits = block(kind, _layer, (cfg, mixer), layer, pool, batch, x, stream, next_norm)
         pools.append(pool)
         routers.extend(logits)
-    return x, {**state, "layers": pools}, Intermediates(x, routers)
+        streams.append(stream)
+    return x, {**state, "layers": pools}, Intermediates(x, routers, streams)
 
 
 def _layer(
@@ -104,9 +105,9 @@ def after_mixer(
     Returns:
         the normalised stream, the stream, and router logits if the layer has a router.
     """
-    x, stream = ops.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    x, stream = norms.add_rms_norm(mixed, stream, layer["post_norm"], cfg.rms_norm_eps, cfg.norm_offset)
     x, routers = feed_forward.apply(cfg, layer["mlp"], x, tokens)
-    x, stream = ops.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, cfg.norm_offset)
+    x, stream = norms.add_rms_norm(x, stream, next_norm, cfg.rms_norm_eps, cfg.norm_offset)
     return x, stream, routers
 
 

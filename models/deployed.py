@@ -53,6 +53,7 @@ def deployed(
     shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
     variant = Variant(
         kv_repeat=max(1, mesh.axis("tp") // config.num_key_value_heads),
+        draft_kv_repeat=max(1, mesh.axis("tp") // getattr(config, "draft_key_value_heads", mesh.axis("tp"))),
         formats=formats,
         grouped=grouped or (quantised and experts > 0),
         shards=shards if formats.quantises else (),

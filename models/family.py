@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -12,7 +12,8 @@ from ..graphs.types import Limits, Tree
 from .variant import Variant
 
 C = TypeVar("C", bound="ModelConfig")
-C_contra = TypeVar("C_contra", bound="ModelConfig", contravariant=True)
+H = TypeVar("H")
+H_contra = TypeVar("H_contra", contravariant=True)
 
 
 class ModelConfig(Protocol):
@@ -53,19 +54,21 @@ class Intermediates(NamedTuple):
 
     Attributes:
         features: [T, ...] for the draft head, laid out as the residual stream (sequence_parallel.py): the final hidden states for a
-            multi-token-prediction head, those of several layers side by side for an EAGLE-3 head.
+            multi-token-prediction head, those of several layers side by side for a head that reads inner layers.
         routers: router logits [T, E] of each MoE layer.
+        streams: residual stream [T, M] that enters each layer, and the one that leaves the last; empty in a family that offers none.
     """
 
     features: torch.Tensor
     routers: list[torch.Tensor]
+    streams: Sequence[torch.Tensor] = ()
 
 
-class ExtendDraftCache(Protocol[C_contra]):
+class ExtendDraftCache(Protocol[H_contra]):
     """Writes tokens to the draft head's cache."""
 
     def __call__(
-        self, cfg: C_contra, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, /, *, first: bool
+        self, cfg: H_contra, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, /, *, first: bool
     ) -> tuple[Tree, Tree]:
         """Writes tokens [B, Q], each the one that follows the token of its row of `hidden`.
 
@@ -82,7 +85,7 @@ class ExtendDraftCache(Protocol[C_contra]):
 
 
 @dataclass(frozen=True)
-class DraftHead(Generic[C]):
+class DraftHead(Generic[H]):
     """How a family drafts.
 
     Writing to the cache and drafting are apart, so that of all tokens of a step only the last of each row goes through the whole head.
@@ -92,13 +95,15 @@ class DraftHead(Generic[C]):
         extend_cache: writes tokens to the head's cache.
         draft: (cfg, params, state, inputs, rows that `extend_cache` returned) -> the head's hidden states, a row for each of those,
             laid out as the residual stream.
-        logits: (cfg, params, hidden) -> logits [B, V] of those hidden states, over the model's vocabulary.
+        logits: (cfg, params, hidden) -> logits of those hidden states, over the head's vocabulary: the model's, [B, V], or its own.
+        model_ids: (cfg, params, ids [B] i32 in the head's vocabulary) -> the model's ids [B] i32; None where both have one vocabulary.
     """
 
     key: str
-    extend_cache: ExtendDraftCache[C]
-    draft: Callable[[C, Tree, Tree, Tree, Tree], torch.Tensor]
-    logits: Callable[[C, Tree, torch.Tensor], torch.Tensor]
+    extend_cache: ExtendDraftCache[H]
+    draft: Callable[[H, Tree, Tree, Tree, Tree], torch.Tensor]
+    logits: Callable[[H, Tree, torch.Tensor], torch.Tensor]
+    model_ids: Callable[[H, Tree, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .params import Param, Parts, Source
 from .quant.experts import grouped, operands_of_one, rounds_rows
 from .quant.formats import W4A8_DYNAMIC
 from .quant.product import format_of, operands, regrouped
-from .routing import Routing, route
+from .routing import SIGMOID, Routing, route
 from .variant import Variant
 
 
@@ -66,9 +66,17 @@ class Sizes(DenseSizes, MoeSizes, Protocol):
     """Fields of a model's configuration that either block reads; without experts every layer is dense."""
 
 
-def params(cfg: Sizes, dtype: torch.dtype, prefix: str, *, dense: bool) -> dict[str, Tree]:
-    """Parameters of a layer's block, a dense one in a model without experts; `prefix` begins their names in a checkpoint."""
-    return (dense_params if dense or not cfg.num_experts else moe_params)(cfg, dtype, prefix)
+def params(
+    cfg: Sizes, dtype: torch.dtype, prefix: str, *, dense: bool, shared: str = "shared_expert", gated: bool = True
+) -> dict[str, Tree]:
+    """Parameters of a layer's block, a dense one in a model without experts; `prefix` begins their names in a checkpoint.
+
+    Args:
+        shared, gated: of `moe_params`.
+    """
+    if dense or not cfg.num_experts:
+        return dense_params(cfg, dtype, prefix)
+    return moe_params(cfg, dtype, prefix, shared=shared, gated=gated)
 
 
 def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
@@ -77,24 +85,36 @@ def dense_params(cfg: DenseSizes, dtype: torch.dtype, prefix: str) -> dict[str, 
     return {"gate_up": gate_up, "down": down}
 
 
-def moe_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+def moe_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str, *, shared: str = "shared_expert", gated: bool = True) -> dict[str, Tree]:
     """Parameters of a mixture of experts; `prefix` begins their names in a checkpoint.
 
-    Keys: `router`, `gate_up` and `down` of the experts, and where there is a shared expert `shared_gate_up`, `shared_down`, `shared_gate`.
+    Keys: `router`, where its scores are sigmoids `router_bias`, `gate_up` and `down` of the experts, and where there is a shared expert
+    `shared_gate_up`, `shared_down` and, where it has a gate, `shared_gate`.
+
+    Args:
+        shared: name of the shared expert in a checkpoint.
+        gated: whether it has a gate.
     """
-    M, E = cfg.hidden_size, cfg.num_experts
     return {
-        "router": Param(Aval((E, M), dtype), Source((prefix + "gate.weight",), ((E, M),))),
+        **_router_params(cfg, dtype, prefix + "gate."),
         **_expert_params(cfg, dtype, prefix + "experts."),
-        **(_shared_params(cfg, dtype, prefix) if cfg.shared_expert_intermediate_size else {}),
+        **(_shared_params(cfg, dtype, prefix + shared, gated) if cfg.shared_expert_intermediate_size else {}),
     }
 
 
-def _shared_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+def _router_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+    """A router of sigmoids has logits in f32, as in the published models: a bias corrects them by less than bfloat16 resolves."""
+    M, E, corrected = cfg.hidden_size, cfg.num_experts, cfg.routing.kind == SIGMOID
+    router = Param(Aval((E, M), torch.float32 if corrected else dtype), Source((prefix + "weight",), ((E, M),)))
+    bias = Param(Aval((E,), torch.float32), Source((prefix + "e_score_correction_bias",), ((E,),)), "zeros")
+    return {"router": router, "router_bias": bias} if corrected else {"router": router}
+
+
+def _shared_params(cfg: MoeSizes, dtype: torch.dtype, name: str, gated: bool) -> dict[str, Tree]:
     M = cfg.hidden_size
-    gate_up, down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, prefix + "shared_expert.", "shared_ffn")
-    gate = Param(Aval((1, M), dtype), Source((prefix + "shared_expert_gate.weight",), ((1, M),)))
-    return {"shared_gate_up": gate_up, "shared_down": down, "shared_gate": gate}
+    gate_up, down = swiglu_params(M, cfg.shared_expert_intermediate_size, dtype, name + ".", "shared_ffn")
+    gate = Param(Aval((1, M), dtype), Source((name + "_gate.weight",), ((1, M),)))
+    return {"shared_gate_up": gate_up, "shared_down": down, **({"shared_gate": gate} if gated else {})}
 
 
 def _expert_params(cfg: MoeSizes, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
@@ -160,7 +180,7 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
         the block's output before the residual add, shaped and laid out like x; and the router logits [T, E] of this device's tokens.
     """
     x = constrain(x, "expert_tokens", None)
-    logits = ops.linear(x, weights["router"])
+    logits = _router_logits(x, weights["router"])
     names = [name for name in (*_ROUTER, *_SHARED, *_EXPERTS) if name in weights]
     matrices = [weights[name] for name in names]
     listed = [operand for name in names for operand in _listed(name, weights[name])]
@@ -175,6 +195,12 @@ def moe(cfg: MoeSizes, weights: Tree, x: torch.Tensor) -> tuple[torch.Tensor, to
     tokens = ("expert_tokens", None)
     out = shard_map(local, [(x, tokens), (logits, tokens), *listed], Sum("expert_ffn") if num_shards("expert_ffn") > 1 else tokens)
     return constrain(out, "tokens", None), logits
+
+
+def _router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """[T, E], in the dtype of the router."""
+    logits: torch.Tensor = ops.linear(x.to(router.dtype), router)
+    return logits
 
 
 def _listed(name: str, weight: Tree) -> list[tuple[torch.Tensor, tuple[str | None, ...]]]:
@@ -227,7 +253,7 @@ def _with_routed(
         return torch.cat(outs)
     all_tokens = all_gather(x, "experts")
     # Computing the router logits of all tokens costs less than gathering them.
-    share, ids = route(cfg.routing, ops.linear(all_tokens, router["router"]), bias)
+    share, ids = route(cfg.routing, _router_logits(all_tokens, router["router"]), bias)
     first = axis_index("experts") * (cfg.num_experts // devices)
     ids = torch.remainder(ids - first, cfg.num_experts)
     return _plus(reduce_scatter(_own_experts(cfg, all_tokens, share, ids, experts), "experts"), shared)

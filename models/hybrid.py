@@ -17,7 +17,7 @@ import torch
 from ..graphs import ops
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import attention, decoder, feed_forward, gated_deltanet, sequence_parallel
+from . import attention, decoder, feed_forward, gated_deltanet, norms, sequence_parallel
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
@@ -250,10 +250,10 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
         `normed`, each [T, M]; and the new state.
     """
     mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, cfg.norm_offset)
-    hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, cfg.norm_offset)
+    token = norms.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, cfg.norm_offset)
+    hidden = norms.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, cfg.norm_offset)
     stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
-    x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
+    x = norms.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
     pool = attention.write_kv(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 

@@ -90,6 +90,8 @@ class Source:
         split: the parameter -> those tensors; the inverse of join.
         axes: for each tensor the logical axis of each dimension, where `join` of a rank's slices along these axes is the rank's slice of
             the parameter: a rank need not read the rest. A dimension with None is read whole.
+        unread: tensors of a checkpoint that belong to these and that the model deliberately does not read, by name, or by a prefix that
+            ends in a dot: of a part of which nothing is read.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
@@ -101,6 +103,7 @@ class Source:
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _alone
     axes: tuple[tuple[SourceAxis, ...], ...] | None = None
     block_axis: str | None = None
+    unread: tuple[str, ...] = ()
     dtypes: tuple[tuple[str, ...], ...] = ()
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:
@@ -115,11 +118,11 @@ class Param:
     Attributes:
         aval: shape, dtype and logical axes.
         source: the tensors of a checkpoint it is made from.
-        init: "normal" (standard deviation 1 / sqrt(last dimension)), "embedding" (0.02), "zeros", "ones", or "quantised", which
-            is never drawn.
+        init: "normal" (standard deviation 1 / sqrt(last dimension)), "embedding" (0.02), "zeros", "ones", "count" (0, 1, 2,
+            ...), or "quantised", which is never drawn.
         role: of a matrix that may be stored in another format (models/quant): "column", [..., K] whose contraction no layout splits;
             "row", [N, K] whose contraction is split where its axis is; "experts" and "experts_down", the same with a dimension of experts
-            in front. "" for all else.
+            in front; "norm", a norm's weight. "" for all else.
     """
 
     aval: Aval
@@ -147,7 +150,7 @@ def norm_init(offset: float) -> str:
 
 def norm(name: str, width: int, dtype: torch.dtype, offset: float) -> Param:
     """The weight [width] of a norm; `name` is its module's in a checkpoint."""
-    return Param(Aval((width,), dtype), Source((name + ".weight",), ((width,),)), norm_init(offset))
+    return Param(Aval((width,), dtype), Source((name + ".weight",), ((width,),)), norm_init(offset), role="norm")
 
 
 def avals(params: Tree) -> Tree:
@@ -167,6 +170,8 @@ def initialise(params: Tree, generator: torch.Generator) -> Tree:
         shape, dtype = param.aval.shape, param.aval.dtype
         if param.init in ("zeros", "ones"):
             return torch.full(shape, float(param.init == "ones"), dtype=dtype)
+        if param.init == "count":
+            return torch.arange(shape[0], dtype=dtype)
         std = 0.02 if param.init == "embedding" else shape[-1] ** -0.5
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 

@@ -19,5 +19,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {name: preset["config"] for name, pre
 SOURCES: Mapping[str, str] = {name: preset["source"] for name, preset in _PUBLISHED.items()}
 """Where the fields of each preset were read."""
 
+DRAFT_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    name: preset
+    for file in sorted((Path(__file__).parent / "published" / "drafts").glob("*.json"))
+    for name, preset in json.loads(file.read_text(encoding="utf-8")).items()
+}
+"""Presets of draft models: `config` (fields of the published config.json), `parts` (`DraftSource.parts`), `target` (the preset of the model
+that it drafts for) and `source`."""
+
 BUNDLED = ("qwen3.5-tiny",)
 """Presets whose checkpoint is part of the package, in `bundled/<name>` beside this file."""

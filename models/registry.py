@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..graphs.errors import ConfigError, UnknownModel
+from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
+from .draft_model import DraftSource
 from .family import Family
 from .presets import BUNDLED, PRESETS
+from .safetensors_files import INDEX, SINGLE
 from .step import Model
 
 _HERE = Path(__file__).parent
@@ -32,6 +37,7 @@ class ModelSource:
         eos_ids: token ids that end a response; empty where no file names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
         chat_template: text of its chat template, in Jinja, or None where there is none.
+        draft: the second checkpoint that its draft head is of, or None.
     """
 
     name: str
@@ -41,11 +47,26 @@ class ModelSource:
     eos_ids: tuple[int, ...]
     text: str
     chat_template: str | None = None
+    draft: DraftSource | None = None
 
     @property
     def max_position_embeddings(self) -> int:
         """Most tokens, prompt and output together, that the model supports."""
         return int(self.model.config.max_position_embeddings)
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether programs of the model can draft: files that transformers writes lack the head that their configuration describes.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
+        """
+        if not self.model.has_draft_head or self.checkpoint_dir is None:
+            return self.model.has_draft_head
+        if not any((self.checkpoint_dir / file).exists() for file in (SINGLE, INDEX)):
+            return True
+        params = self.model.family.abstract_params(self.model.config, torch.float32)[self.model.family.draft_key]
+        return holds_any(open_checkpoint(self.checkpoint_dir), params)
 
 
 def presets() -> tuple[str, ...]:

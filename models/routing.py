@@ -9,8 +9,8 @@ import torch
 from ..graphs import ops
 from ..graphs.errors import ModelError
 
-SOFTMAX = "softmax"
-KINDS = (SOFTMAX,)
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+KINDS = (SOFTMAX, SIGMOID)
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Routing:
     """A router's rule.
 
     Attributes:
-        kind: how logits become scores: "softmax" over all experts.
+        kind: how logits become scores: "softmax" over all experts, or "sigmoid" of each; a sigmoid router's choice is corrected by a bias.
         top_k: X, experts of a token.
         renormalise: whether the X weights are divided by their sum.
         scale: multiplies the weights.
         groups: the experts form this many groups of adjacent experts.
-        top_groups: groups whose experts a token may choose.
+        top_groups: groups whose experts a token may choose: those with the largest sums of their two best scores.
     """
 
     kind: str
@@ -53,9 +53,26 @@ def route(routing: Routing, logits: torch.Tensor, bias: torch.Tensor | None = No
         weights [T, X] f32 and expert ids [T, X] int32.
 
     Raises:
-        ModelError: a bias for a kind of routing that has none.
+        ModelError: a bias for a kind of routing that has none, or none for one that has it; or experts that do not form the groups.
     """
+    if (bias is None) != (routing.kind == SOFTMAX):
+        given = "without a bias; legal is one [E]" if bias is None else "with a bias; legal is none"
+        raise ModelError(f"{routing.kind} routing {given}")
     if bias is not None:
-        raise ModelError(f"{routing.kind} routing with a bias; legal is none")
+        _check_groups(routing, logits.shape[-1])
+        weights, ids = ops.moe_route_grouped(
+            logits, bias, routing.top_k, routing.groups, routing.top_groups, routing.renormalise, routing.scale
+        )
+        return weights, ids
     weights, ids = ops.moe_route(logits, routing.top_k, routing.renormalise)
     return weights if routing.scale == 1.0 else weights * routing.scale, ids
+
+
+def _check_groups(routing: Routing, experts: int) -> None:
+    each = experts // routing.groups
+    least = 2 if routing.top_groups < routing.groups else 1
+    if experts % routing.groups or each < least or routing.top_k > each * routing.top_groups:
+        raise ModelError(
+            f"{experts} experts in {routing.groups} groups, of which a token chooses {routing.top_groups} and {routing.top_k} experts; "
+            f"legal are groups of equal size, at least {least}, that hold as many experts as a token chooses"
+        )

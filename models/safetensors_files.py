@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,24 @@ from ..graphs.errors import CheckpointError, ConfigError
 from .config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMES = ((SINGLE, INDEX), ("quant_model_weights.safetensors", "quant_model_weights.safetensors.index.json"))
-"""Names of a checkpoint's one file, and of the index of its several: of transformers, and of ModelSlim."""
+NAMES = ((SINGLE, INDEX), ("quant_model_weight*.safetensors", "quant_model_weight*.safetensors.index.json"))
+"""Names of a checkpoint's one file, and of the index of its several: of transformers, and of ModelSlim.
+
+ModelSlim 26.1.0 writes `quant_model_weights`, and by recipes of its older form `quant_model_weight_` and a scheme."""
 
 LARGEST_CONTENT_DIGEST_BYTES = 2 * 1024**3
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Dtypes that are numbers as they stand, by their code in a file; all others need scales or are no weights."""
 
-STORED_DTYPES = {**DTYPES, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+STORED_DTYPES = {
+    **DTYPES,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 """Those and the dtypes of quantised parameters."""
 
 _MIB = 1024**2
@@ -110,11 +120,13 @@ class Checkpoint:
     Attributes:
         files: safetensors files, sorted by name.
         tensors: every tensor by its name on disk.
+        others: directories of further checkpoints whose tensors are among them, by what the names of these begin with.
     """
 
     directory: Path
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorEntry]
+    others: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -131,14 +143,10 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with {SINGLE}")
-    single, index = next((names for names in NAMES if any((directory / name).exists() for name in names)), (None, None))
-    if single is None or index is None:
-        there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
-        legal = ", ".join(name for names in NAMES for name in names)
-        raise CheckpointError(f"{directory}: holds none of {legal}, the only formats read; there is {there}")
-    if not (directory / index).exists():
-        return Checkpoint(directory, (directory / single,), entries_of(directory / single))
-    weight_map = _weight_map(directory / index)
+    index, single = _index_or_single(directory)
+    if index is None:
+        return Checkpoint(directory, (single,), entries_of(single))
+    weight_map = _weight_map(index)
     tensors: dict[str, TensorEntry] = {}
     files = tuple(directory / name for name in sorted(set(weight_map.values())))
     for file in files:
@@ -146,8 +154,30 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         tensors.update((name, entry) for name, entry in entries_of(file).items() if weight_map.get(name, file.name) == file.name)
     for name, file_name in weight_map.items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / index}: says {name} is in {file_name}, which does not hold it")
+            raise CheckpointError(f"{index}: says {name} is in {file_name}, which does not hold it")
     return Checkpoint(directory, files, tensors)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory holds the file or the index of a checkpoint."""
+    return any(any(directory.glob(name)) for names in NAMES for name in names)
+
+
+def _index_or_single(directory: Path) -> tuple[Path | None, Path]:
+    """The index of a checkpoint, or None and its one file."""
+    for single, index in NAMES:
+        for pattern in (index, single):
+            paths = sorted(directory.glob(pattern))
+            if len(paths) > 1:
+                found = ", ".join(path.name for path in paths)
+                raise CheckpointError(
+                    f"{directory}: holds {found}; legal is one {'index' if pattern == index else 'file without an index'}"
+                )
+            if paths:
+                return (paths[0] if pattern == index else None), paths[0]
+    there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+    legal = ", ".join(name for names in NAMES for name in names)
+    raise CheckpointError(f"{directory}: holds none of {legal}, the only formats read; there is {there}")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -189,7 +219,8 @@ def entries_of(file: Path) -> dict[str, TensorEntry]:
                 begin = end
             return entries
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file{f', though {INDEX} names it' if (file.parent / INDEX).exists() else ''}") from None
+        index = next(iter(sorted(file.parent.glob("*.safetensors.index.json"))), None)
+        raise CheckpointError(f"{file}: no such file{f', though {index.name} names it' if index else ''}") from None
     except (SafetensorError, OSError) as error:
         size = f"; the file has {file.stat().st_size} bytes" if file.is_file() else ""
         raise CheckpointError(f"{file}: truncated or corrupt safetensors: {error}{size}") from None
@@ -207,7 +238,7 @@ def _short(value: object) -> str:
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """Identity of weights and config.json, equal for a copy: `content:` or `outline:` and 64 hex digits.
+    """Identity of weights and config.json, those of `others` included, equal for a copy: `content:` or `outline:` and 64 hex digits.
 
     `content:` hashes every byte. Above 2 GiB of tensors that would take longer than loading them, so `outline:` hashes each file's
     size, header, first and last MiB and 64 blocks of 64 KiB at even distances: other weights differ in them, a damaged byte may not.
@@ -217,10 +248,11 @@ def digest(checkpoint: Checkpoint) -> str:
     """
     small = checkpoint.nbytes <= LARGEST_CONTENT_DIGEST_BYTES
     total = hashlib.sha256()
-    config = checkpoint.directory / "config.json"
-    for file in (*checkpoint.files, *([config] if config.exists() else [])):
+    places = (checkpoint.directory, *checkpoint.others.values())
+    configs = [config for place in places if (config := place / "config.json").exists()]
+    for file in (*checkpoint.files, *configs):
         try:
-            file_digest = _hash_file(file, _whole if small or file == config else _outline)
+            file_digest = _hash_file(file, _whole if small or file in configs else _outline)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read any more: {error}") from None
         total.update(f"{file.name} {file_digest}\n".encode())

@@ -25,6 +25,7 @@ class Variant:
 
     Attributes:
         kv_repeat: adjacent copies of each key-value head, so that each of more devices than heads has one.
+        draft_kv_repeat: the same of a draft head that has a number of key-value heads of its own.
         formats: which matrices are stored in other formats than float.
         grouped: whether float experts are stored as grouped products read them, [E, M, 2, F], and not as a checkpoint has them,
             [E, 2, F, M]. Quantised experts are always.
@@ -49,6 +50,7 @@ class Variant:
     one_window: bool = False
     split_at_once: bool = False
     fused_experts: bool = False
+    draft_kv_repeat: int = 1
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""

@@ -16,6 +16,7 @@ from support import ranks, served, tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import Sampling
+from npucompile.runtime.rng import random_number
 from npucompile.tools.serve.launch import opened_ranks
 from npucompile.tools.serve.offline import OfflineCompletion, complete
 from npucompile.tools.serve.rank_settings import RankSettings
@@ -129,3 +130,26 @@ def test_fused_experts_of_a_package_serve_what_one_device_does(checkpoints, tmp_
     checked.check(PROMPTS, completed, completed)
     checked.check(PROMPTS[:1], alone, alone)
     assert checked.decided >= 10
+
+
+def test_top_p_alone_samples_what_the_cpu_samples(checkpoints, tmp_path):
+    """NPUs rank 1,024 of the 2,048 tokens, of which `top_p` keeps fewer. A token is compared where the rounding of bfloat16 does not
+    decide it: the CPU's logits, rounded or not, and random numbers around its own give one token."""
+    tiny.built(tiny.planned_device(checkpoints["bundled"], mesh="tp=2", **SIZES), tmp_path / "artifact")
+    prompts, near = PROMPTS[:4], (-0.03, 0.0, 0.03)
+    with emulated(Artifact.open(tmp_path / "artifact"), tmp_path / "cache") as executor:
+        runs = {seed: complete(executor, prompts, Sampling(0.8, top_p=0.9, seed=seed), 8, frozenset()) for seed in (1, 2)}
+    decided = 0
+    for seed, prompt, completion in ((seed, *pair) for seed, run in runs.items() for pair in zip(prompts, run, strict=True)):
+        uniform = torch.tensor([random_number(seed, i) for i in range(len(completion.token_ids))])
+        drawn = [
+            served.sampled(logits, (uniform + shift).clamp(0, 1 - 2**-20), temperature=0.8, top_p=0.9)
+            for logits in served.logits_of(checkpoints["bundled"], "none", prompt, completion.token_ids)
+            for shift in near
+        ]
+        for i, token in enumerate(completion.token_ids):
+            choices = {int(tokens[i]) for tokens in drawn}
+            assert len(choices) > 1 or choices == {token}, (seed, prompt, i, token, choices)
+            decided += len(choices) == 1
+    assert decided >= 20
+    assert all(a.token_ids != b.token_ids for a, b in zip(*runs.values(), strict=True)), "a seed decides"

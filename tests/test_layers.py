@@ -39,8 +39,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {"graphs": ("torch",)}
 # Further imports of files under a folder: the converter to Ascend graphs, its protobuf messages, and a reader of ELF libraries.
 OUTSIDE_BELOW = {"lowering/ascend/": ("torch_npu", "torchair", "google", "elftools", "vllm_ascend", "sgl_kernel_npu")}
 
-# Folders whose files may also use the test extra: benchmarks and trainers compare with other people's code.
-OPTIONAL_OUTSIDE = ("tools",)
+# Folders whose files may also use these extras: benchmarks and trainers compare with other people's code, and commands draw.
+OPTIONAL_OUTSIDE = {"tools": ("test", "plots")}
 
 ENVIRONMENT_READERS = ("__init__.py", "tools/cli.py")
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
@@ -130,8 +130,8 @@ def outside_allowed(root: Path, folder: str) -> set[str]:
         return set(OUTSIDE[folder])
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = list(project["dependencies"])
-    if folder in OPTIONAL_OUTSIDE:
-        wanted += project["optional-dependencies"]["test"]
+    for extra in OPTIONAL_OUTSIDE.get(folder, ()):
+        wanted += project["optional-dependencies"].get(extra, [])
     return {re.split(r"[^A-Za-z0-9_.-]", requirement)[0].replace("-", "_") for requirement in wanted}
 
 

@@ -17,6 +17,7 @@ from ..graphs.errors import NpucompileError
 
 COMMANDS = {
     "build": "Build an artifact: one verified executable per bucket.",
+    "quantize": "Write the quantised checkpoint of a float one.",
     "serve": "Serve an artifact over websockets.",
     "chat": "Stream a response from a running server.",
     "generate": "Continue a prompt without a server.",

@@ -14,14 +14,19 @@ from .fused_experts import fused_experts_w4a8
 from .gated_delta import gated_delta
 from .gated_rms_norm import gated_rms_norm
 from .grouped_experts import grouped_experts
+from .head_linear import head_linear
 from .l2_norm import l2_norm
 from .last_rows import last_rows
+from .layer_norm import layer_norm
 from .linear import linear
+from .mla_attention import mla_attention
 from .moe_exchange import moe_combine, moe_dispatch
 from .moe_experts import moe_experts
 from .moe_route import moe_route
+from .moe_route_grouped import moe_route_grouped
 from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
+from .paged_write import paged_write
 from .positions import positions, slot_mapping
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
@@ -30,6 +35,8 @@ from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles, scaled_rope_angles
 from .sample import sample
+from .sparse_attention import sparse_attention
+from .sparse_index import sparse_index
 from .static_quant_linear import static_quant_linear
 from .swiglu import swiglu
 from .swiglu_linear import swiglu_linear
@@ -52,16 +59,21 @@ __all__ = [
     "grouped_experts",
     "grouped_experts_w4a8",
     "grouped_experts_w8a8",
+    "head_linear",
     "l2_norm",
     "last_rows",
+    "layer_norm",
     "linear",
+    "mla_attention",
     "moe_combine",
     "moe_dispatch",
     "moe_experts",
     "moe_route",
+    "moe_route_grouped",
     "moe_sort",
     "moe_unsort",
     "paged_attention",
+    "paged_write",
     "positions",
     "quant_linear",
     "quant_linear_w4a8",
@@ -72,6 +84,8 @@ __all__ = [
     "sample",
     "scaled_rope_angles",
     "slot_mapping",
+    "sparse_attention",
+    "sparse_index",
     "static_quant_linear",
     "swiglu",
     "swiglu_linear",

@@ -41,7 +41,7 @@ def delta_heads_reference(args: DeltaHeads) -> tuple[Tensor, ...]:
     Returns:
         q [T, Hk, Dk], k [T, Hk, Dk] and v [T, Hk, r Dv], in the dtype of x.
     """
-    q, k, v = _parts(args)
+    q, k, v = _parts(args._replace(x=args.x.contiguous()))
     return l2_norm_reference(L2Norm(q, args.eps, args.scale)), l2_norm_reference(L2Norm(k, args.eps, 1.0)), v.contiguous()
 
 

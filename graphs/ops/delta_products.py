@@ -49,7 +49,7 @@ def chunked_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, log_beta: Tensor, 
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`, C a power of two.
+    """Inverse of `I + A`, A [..., C, C] strictly below the diagonal of `lower`; C is a power of two, or at most 8.
 
     Four blocks at once. With T the inverse of diagonal blocks and E = -T (A off the blocks), which is nilpotent of order 4, the inverse is
     (I + E)(I + E^2) T: a launch more than with 8 blocks, and two digits more when keys repeat. An odd power of two takes 8 rows in the
@@ -60,7 +60,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     below = row[:, None] > row[None, :]
     inverse, size = None, 1
     while size < C:
-        left = (C // size).bit_length() - 1
+        left = (-(-C // size) - 1).bit_length()
         wide = 1 << (_WIDE_BITS if left % _WIDE_BITS == 0 else min(left, _WIDE_BITS + left % _WIDE_BITS))
         block, inner = row // (size * wide), row // size
         inside = (block[:, None] == block[None, :]) & (inner[:, None] != inner[None, :]) & below

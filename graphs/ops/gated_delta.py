@@ -8,7 +8,8 @@ from torch import Tensor
 from ..errors import PrimitiveError
 from ..native_ops import Native
 from ..primitive import Cost, Primitive, nbytes
-from ..state_slots import num_accepted_tokens, read_states
+from ..state_slots import num_accepted_tokens, read_states, write_states_npu
+from .delta_tokens import delta_after_each_token
 
 
 class GatedDelta(NamedTuple):
@@ -21,7 +22,7 @@ class GatedDelta(NamedTuple):
     beta: Tensor  # [B, Q, H] in [0, 1]
     state: Tensor  # [S, H, Dv, Dk] pool, any float dtype; states between tokens of one step are f32
     read: Tensor  # [B] slot each row starts from; a row with starts == 0 starts from zeros
-    write: Tensor  # [B, Q] slots, one for the state after every token
+    write: Tensor  # [B, Q] slots, one for the state after every valid token
     num_computed_tokens: Tensor  # [B] tokens before this step
     query_lens: Tensor  # [B] valid tokens in this step
 
@@ -123,6 +124,22 @@ VLLM_TOKENS = 16
 
 
 @gated_delta.lowering("npu")
+def _npu_products(args: GatedDelta) -> Any:
+    """Products for CANN 8.3, which has no operator for it; `read` must hold a state.
+
+    Raises:
+        PrimitiveError: a row has more than `NPU_TOKENS` tokens.
+    """
+    if (tokens := args.g.shape[1]) > NPU_TOKENS:
+        raise PrimitiveError(f"gated_delta token by token has {tokens} tokens a row; products of one chunk take at most {NPU_TOKENS}")
+    # Products spread what is not finite in one token over its row, so tokens beyond a row's length become zeros.
+    q, k, v, g, beta, *_ = _valid(args)
+    out, states = delta_after_each_token(q, k, v, g, beta, args.state.index_select(0, args.read).float())
+    write_states_npu(args.state, args.write, states.flatten(0, 1))
+    return out.to(args.v.dtype), args.state
+
+
+@gated_delta.lowering("npu", needs=("cann>=8.5",))
 def _npu(args: GatedDelta) -> Any:
     """CANN's recurrent operator.
 
@@ -144,7 +161,7 @@ def _npu(args: GatedDelta) -> Any:
     return out.to(v.dtype).view(v.shape), after
 
 
-@gated_delta.lowering("npu", needs=("vllm-ascend",))
+@gated_delta.lowering("npu", needs=("cann>=8.5", "vllm-ascend"))
 def _npu_vllm(args: GatedDelta) -> Any:
     """vllm-ascend's recurrent operator, whose states may be float32.
 
@@ -155,6 +172,15 @@ def _npu_vllm(args: GatedDelta) -> Any:
     operands, options = _tokens(args, VLLM_TOKENS)
     rule = torch.ops._C_ascend.npu_recurrent_gated_delta_rule
     return rule(*operands, args.state, actual_seq_lengths=lengths, **options).view(args.v.shape), args.state
+
+
+def _valid(args: GatedDelta) -> GatedDelta:
+    """With zeros for tokens beyond a row's length, which must leave its state alone, whatever (NaN included) they hold."""
+    q, k, v, g, beta, *_ = args
+    valid = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)[None, :] < args.query_lens[:, None]
+    k, v = torch.where(valid[:, :, None, None], k, 0.0), torch.where(valid[:, :, None, None], v, 0.0)
+    g, beta = torch.where(valid[:, :, None], g, 0.0), torch.where(valid[:, :, None], beta, 0.0)
+    return args._replace(k=k, v=v, g=g, beta=beta)
 
 
 def _tokens(args: GatedDelta, most: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:

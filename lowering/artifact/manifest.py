@@ -117,7 +117,8 @@ class Manifest:
     """Everything about an artifact except the contents of its files.
 
     Attributes:
-        model: name, family, config (its config.json), vocab_size, eos_ids.
+        model: name, family, config (its config.json), vocab_size, eos_ids; `draft_model` (name, config, parts, checkpoint) where its draft
+            head is of a second checkpoint, whose parameters are among `params`.
         dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.
@@ -132,7 +133,7 @@ class Manifest:
         files: path to record, for every file but the manifest.
         toolchain: versions and machine that the executables were built with.
         cpu_features: CPU features that the executables need, by torch's names.
-        source_digest: digest of the checkpoint that the weights were read from.
+        source_digest: digest of the checkpoint that the weights were read from, the draft model's included.
         build_arguments: command line that builds the artifact again.
         quantization: name of the scheme that parameters are stored in; "none" where they are floats.
         formats: fields of `models.quant.formats.Formats`: which matrices are stored as integers.

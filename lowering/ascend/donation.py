@@ -101,11 +101,11 @@ def _writes(graph: GraphModule, name: str, pool: Node, new: Node) -> list[_Write
 def _donated_to(body: GraphModule, result: int) -> int | None:
     """The operand of a body that an operator donates to one of the body's results, or None."""
     value = results_of(body)[result]
-    writer = value.args[0] if value.target is operator.getitem else None
+    writer, index = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
     primitive = of_target(writer.target) if isinstance(writer, Node) else None
     if primitive is None or not isinstance(writer, Node):
         return None
-    old = next((writer.args[operand] for operand, output in primitive.donates if output == value.args[1]), None)
+    old = next((writer.args[operand] for operand, output in primitive.donates if output == index), None)
     operands = [node for node in body.graph.nodes if node.op == "placeholder"]
     return operands.index(old) if old in operands else None
 

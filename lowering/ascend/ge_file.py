@@ -14,6 +14,7 @@ import torch
 
 from ...graphs.errors import LoweringError
 from ...graphs.types import DISPATCH, FUSED_EXPERTS, WORLD
+from .packed import fields_of
 from .toolchain.stubs import wheel_path
 
 FORMAT = "npucompile.ge/2"
@@ -125,11 +126,8 @@ def decode(data: bytes) -> GeFile:
     Raises:
         LoweringError: the bytes are something else, or of another format.
     """
+    fields = fields_of(data, FORMAT)
     try:
-        fields = msgpack.unpackb(data)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            built_format = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
-            raise LoweringError(f"this is not a GE file of format {FORMAT!r} but {built_format!r}; build the artifact again")
         ge_file = GeFile(
             graph=fields["graph"],
             options=fields["options"],
@@ -142,8 +140,8 @@ def decode(data: bytes) -> GeFile:
             engine=fields["engine"],
             folded=None if fields["folded"] is None else _folded(*fields["folded"]),
         )
-    except (msgpack.UnpackException, ValueError, KeyError, TypeError) as error:
-        raise LoweringError(f"this is not a GE file: {error!r}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoweringError(f"this is not a file of format {FORMAT!r}: {error!r}") from None
     _check(ge_file)
     return ge_file
 

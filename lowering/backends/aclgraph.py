@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...graphs.errors import LoweringError
+from ..ascend.npu_backend import NpuBackend
 from ..ascend.toolchain import harness
-from ..ascend.toolchain.stubs import cann
-from ..backend import Backend, Compiled
+from ..backend import Compiled
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "aclgraph"
 
 
-class AclGraph(Backend):
+class AclGraph(NpuBackend):
     """Makes flat graphs of torch operators. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
 
     A file names operators and no processor: what is built on x86-64 opens on aarch64. Decode buckets are captured when they are opened;
@@ -28,8 +27,7 @@ class AclGraph(Backend):
 
     name = NAME
     suffix = "aclgraph"
-    host_bound = False
-    build_only = tuple(name for name in harness.DISTRIBUTIONS if name != "torch_npu")
+    graph = "a captured graph"
 
     def __init__(self) -> None:
         self._prepared = False
@@ -76,27 +74,6 @@ class AclGraph(Backend):
         collectives_check.agree(partitioned.collectives, collectives_check.of_acl_file(acl_file))
         if platform.chip:
             check_acl.prove(acl_file, platform, sizes=check.has_kernels(partitioned.signature.params))
-
-    def options(self, threads: int) -> Mapping[str, Any]:
-        """The sources that make and check executables."""
-        from ..ascend import sources
-
-        return {"sources": sources.digest()}
-
-    def versions(self) -> Mapping[str, str]:
-        """Versions of torch_npu and the distributions that it needs."""
-        versions = harness.installed()
-        return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
-
-    def compiles_here(self) -> str | None:
-        """Says which part of torch_npu is missing."""
-        return harness.available()
-
-    def runs_here(self) -> str | None:
-        """Says that CANN or a part of torch_npu is missing."""
-        if reason := harness.lacking(harness.installed()):
-            return reason
-        return None if cann(None) else "running a captured graph needs CANN and an NPU, and this machine has no CANN"
 
 
 BACKEND = AclGraph()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...graphs.errors import LoweringError
+from ..ascend.npu_backend import NpuBackend
 from ..ascend.toolchain import harness
-from ..ascend.toolchain.stubs import cann
-from ..backend import Backend, Compiled
+from ..backend import Compiled
 from ..platform import CPU, Platform
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from ..lower import Lowered
 
 
-class Ge(Backend):
+class Ge(NpuBackend):
     """Converts graphs with torchair. Modules of torch_npu are loaded by `prepare`, not when this file is imported.
 
     A GE graph names operators and no processor: what is built on x86-64 opens on aarch64. torchair of the same torch_npu must load it,
@@ -26,8 +25,7 @@ class Ge(Backend):
 
     name = "ge"
     suffix = "ge"
-    host_bound = False
-    build_only = tuple(name for name in harness.DISTRIBUTIONS if name != "torch_npu")
+    graph = "a GE graph"
 
     def __init__(self) -> None:
         self._loaded: harness.Torchair | None = None
@@ -77,27 +75,6 @@ class Ge(Backend):
         if platform.chip:
             legality.prove(ge_file, platform, sizes=legality.has_kernels(partitioned.signature.params))
         graphs.cache_clear()
-
-    def options(self, threads: int) -> Mapping[str, Any]:
-        """The sources that make and check executables."""
-        from ..ascend import sources
-
-        return {"sources": sources.digest()}
-
-    def versions(self) -> Mapping[str, str]:
-        """Versions of torch_npu and the distributions that it needs."""
-        versions = harness.installed()
-        return {name: versions.get(name, "") for name in harness.DISTRIBUTIONS}
-
-    def compiles_here(self) -> str | None:
-        """Says which part of torch_npu is missing."""
-        return harness.available()
-
-    def runs_here(self) -> str | None:
-        """Says that CANN or a part of torch_npu is missing."""
-        if reason := harness.lacking(harness.installed()):
-            return reason
-        return None if cann(None) else "running a GE graph needs CANN and an NPU, and this machine has no CANN"
 
     def _torchair(self) -> harness.Torchair:
         if self._loaded is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +16,9 @@ from ..params import NUMBERS, Param, Parts, Picked, Source, SourceAxis, axis_nam
 from . import leaves
 from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
+
+NORM = "norm"
+"""Role of a norm's weight."""
 
 ROLES = {"column": (0, False), "row": (0, True), "experts": (1, False), "experts_down": (1, True)}
 """Role of a matrix (`Param.role`) -> dimensions in front that count matrices, and whether ranks share its contraction."""
@@ -38,16 +41,47 @@ class Storage(Protocol):
 def stored(params: Tree, storage: Storage) -> Tree:
     """A tree of Param as it is stored: a matrix that is not float becomes a mapping of Param, as do experts for grouped products.
 
+    So does a matrix or a norm that has a bias: the mapping has it as `bias`.
+
     Raises:
-        CheckpointError: matrices that are multiplied as one have different formats, or groups do not fill a contraction.
+        CheckpointError: matrices that are multiplied as one have different formats, groups do not fill a contraction, or a matrix that
+            ranks may split along its contraction has a bias.
         SpecError: a matrix cannot have the format that it is given.
     """
-    return tree.map_leaves(lambda param: _stored(param, storage), params)
+    return tree.map_leaves(lambda param: _with_bias(param, storage, _stored(param, storage)), params)
+
+
+def _with_bias(param: Param, storage: Storage, weight: Tree) -> Tree:
+    # Static scales have it in their integers.
+    static = isinstance(weight, Mapping) and "quant_bias" in weight
+    if not param.role or static or not storage.formats.has_bias(param.source.names):
+        return weight
+    if param.role not in (NORM, "column"):
+        raise CheckpointError(
+            f"{param.source.names[0]}: has a bias; one is read of norms and of matrices whose contraction no layout splits"
+        )
+    bias = _bias(param, matrix=param.role != NORM)
+    return {**weight, "bias": bias} if isinstance(weight, Mapping) else {"weight": param, "bias": bias}
+
+
+def _bias(param: Param, *, matrix: bool) -> Param:
+    """The bias of a norm [M], or of a matrix [out..., K], which goes through the matrix's join as one column of it."""
+    source, names = param.source, tuple(sibling(name, "bias") for name in param.source.names)
+    if not matrix:
+        return Param(param.aval, replace(source, names=names), "zeros")
+    column = Source(
+        names,
+        tuple(shape[:-1] for shape in source.shapes),
+        lambda *biases: source.join(*(bias.unsqueeze(-1) for bias in biases)).squeeze(-1),
+        lambda x: tuple(part.squeeze(-1) for part in source.split(x.unsqueeze(-1))),
+        tuple(axes[:-1] for axes in param.source_axes),
+    )
+    return Param(replace(param.aval, shape=param.aval.shape[:-1], axes=param.aval.axes[:-1]), column, "zeros")
 
 
 def _stored(param: Param, storage: Storage) -> Tree:
     form = storage.formats.of(param.source.names)
-    if not param.role:
+    if param.role not in ROLES:
         if form != FLOAT:
             raise SpecError(f"{', '.join(param.source.names)}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
         return param
@@ -147,7 +181,9 @@ def _companion(shape: Shape, axes: SourceAxes, layout: str, group: int) -> tuple
         return (1,), (None,)
     if layout == VECTOR:
         return shape[:-1], axes[:-1]
-    return (*shape[:-1], shape[-1] // group if layout == GROUPS else 1), (*axes[:-1], None)
+    if layout == GROUPS:
+        return (*shape[:-1], shape[-1] // group), axes
+    return (*shape[:-1], 1), (*axes[:-1], None)
 
 
 def _halved(shape: Shape, dim: int) -> Shape:

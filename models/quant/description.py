@@ -1,16 +1,18 @@
-"""Reads which format each matrix of a quantised checkpoint has: from ModelSlim's description, or from quantization_config."""
+"""Reads which format each matrix of a quantised checkpoint has: from ModelSlim's description where there is one, else from config.json."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
+from ..safetensors_files import open_checkpoint
 from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
+from .quantization_config import forms_in
 
 DESCRIPTION = "quant_model_description.json"
 """What ModelSlim writes beside its weights: the type of each tensor by name."""
@@ -19,6 +21,9 @@ _TYPES = {"FLOAT": FLOAT, "W8A8": W8A8, "W8A8_DYNAMIC": W8A8_DYNAMIC, "W4A8_DYNA
 MIXED = "W8A8_MIX"
 """Matrices with both kinds of scales of activations: serving stacks take those of each token in prefill and static ones where they only
 decode (methods/w8a8_pdmix.py of vllm-project/vllm-ascend, 182b75e)."""
+
+VERSIONS = ("1.0.0",)
+"""Legal values of a description's `version`. One without it is older: its int8 lies the same way, and each of its int4 takes a byte."""
 
 PREFIXES = (("model.language_model.", "model."), *((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm.")))
 """(beginning of a name on disk, what the name begins with in the sources of parameters)."""
@@ -33,21 +38,22 @@ def canonical(name: str) -> str:
 
 
 def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None:
-    """The formats of the matrices of a ModelSlim checkpoint; None for a checkpoint without a description.
+    """The formats of the matrices of a quantised checkpoint; None for one of floats, FP8 with block scales included.
 
     Args:
         decodes_only: whether the model only decodes, what others prefilled.
 
     Raises:
-        CheckpointError: the description is malformed, or names a type that is not read here.
+        CheckpointError: the description is malformed, or names a type, a method or a setting that is not read here.
     """
     path = directory / DESCRIPTION
     if not path.exists():
-        return None
+        return _from_config(directory)
     try:
         values = read_json(path)
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
+    _check_version(path, values)
     group = values.get("group_size", 0)
     if not isinstance(group, int) or group < 0:
         raise CheckpointError(f"{path}: group_size is {group!r}; expected a number of weights, 0 for all of an output channel")
@@ -57,15 +63,52 @@ def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None
             types.setdefault(_matrix(name), {})[name] = kind
     forms = {matrix: _form(path, kinds, decodes_only) for matrix, kinds in types.items()}
     _refuse_others(path, values)
-    return Formats(tuple(_rules(forms)), stored=True, group=group)
+    return Formats(tuple(_rules(forms)), stored=True, group=group, biased=_biased(directory, values, set(forms)))
 
 
-def biased_norms(directory: Path) -> frozenset[str]:
-    """Names of norms that the description gives a bias, which outlier suppression moves there."""
-    path = directory / DESCRIPTION
-    if not path.exists():
-        return frozenset()
-    return frozenset(canonical(name) for name in read_json(path) if name.endswith("norm.bias"))
+def _check_version(path: Path, values: Mapping[str, Any]) -> None:
+    version = values.get("version")
+    if version not in (*VERSIONS, None):
+        raise CheckpointError(f"{path}: version is {version!r}; legal is {', '.join(VERSIONS)}")
+    int4 = next((name for name, kind in values.items() if kind == "W4A8_DYNAMIC"), None)
+    if version is None and int4 is not None:
+        raise CheckpointError(f"{path}: {int4} is W4A8_DYNAMIC, and there is no version; legal for int4 is version {', '.join(VERSIONS)}")
+
+
+def _from_config(directory: Path) -> Formats | None:
+    forms = {canonical(matrix): form for matrix, form in forms_in(directory).items()}
+    if all(form == FLOAT for form in forms.values()):
+        return None
+    kinds: dict[str, dict[str, str]] = {}
+    for matrix, form in forms.items():
+        kinds.setdefault(_matrix(matrix), {})[matrix] = form
+    merged = {matrix: _only(directory / "config.json", each) for matrix, each in kinds.items()}
+    return Formats(tuple(_rules(merged)), stored=True)
+
+
+_BIAS = ".bias"
+
+
+def _biased(directory: Path, values: Mapping[str, Any], matrices: Set[str]) -> tuple[str, ...]:
+    """Patterns of what has a bias: smoothing that shifts activations (`anti_method: m4`) leaves one at norms and at what reads them.
+
+    It also leaves zeros where it shifted nothing, which are not worth an addition.
+    """
+    names = [name for name in values if name.endswith(_BIAS)]
+    if not names:
+        return ()
+    tensors = open_checkpoint(directory).tensors
+    absent = [name for name in names if name not in tensors]
+    if absent:
+        raise CheckpointError(f"{directory}: tensor {absent[0]} is missing; {DESCRIPTION} names it")
+    added = {canonical(name).removesuffix(_BIAS) for name in names if bool(tensors[name].read().any())}
+    families: dict[str, set[str]] = {}
+    for matrix in matrices:
+        families.setdefault(_LAYER.sub(".layers.*.", matrix), set()).add(matrix)
+    patterns: list[str] = []
+    for pattern, members in families.items():
+        patterns += [pattern] if members <= added else sorted(members & added)
+    return tuple(patterns)
 
 
 def _matrix(name: str) -> str:
@@ -77,11 +120,15 @@ def _matrix(name: str) -> str:
     return f"{expert[1]}.{'down_proj' if expert[2] == 'down' else 'gate_up_proj'}"
 
 
-def _form(path: Path, kinds: Mapping[str, str], decodes_only: bool) -> str:
+def _only(path: Path, kinds: Mapping[str, str]) -> str:
     if len(set(kinds.values())) > 1:
         (one, first), (other, second) = next((a, b) for a in kinds.items() for b in kinds.items() if a[1] != b[1])
         raise CheckpointError(f"{path}: {one} is {first} and {other} is {second}; experts of a layer are one matrix and must have one type")
-    kind = next(iter(kinds.values()))
+    return next(iter(kinds.values()))
+
+
+def _form(path: Path, kinds: Mapping[str, str], decodes_only: bool) -> str:
+    kind = _only(path, kinds)
     if kind == MIXED:
         return W8A8 if decodes_only else W8A8_DYNAMIC
     if kind not in _TYPES:

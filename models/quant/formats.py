@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,11 +32,14 @@ class Formats:
             `model.layers.3.self_attn.q_proj`; experts of a layer are one matrix, `model.layers.3.mlp.experts.gate_up_proj`.
         stored: whether the checkpoint has the integers; else matrices are quantised when they are loaded.
         group: weights of an output channel that share an int4 scale; 0: all.
+        biased: patterns of matrices and norms to whose output a bias is added that the model does not have: smoothing that shifts
+            activations leaves it.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
     stored: bool = False
     group: int = 0
+    biased: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for pattern, form in self.rules:
@@ -59,15 +62,28 @@ class Formats:
         """Whether all those tensors have one format."""
         return len({_format(self.rules, matrix_name(name)) for name in names}) == 1
 
+    def has_bias(self, names: Iterable[str]) -> bool:
+        """Whether a bias is added to what those tensors make.
+
+        Raises:
+            CheckpointError: some have one and others not.
+        """
+        found = {name: _matches(self.biased, matrix_name(name)) for name in names}
+        if len(set(found.values())) > 1:
+            each = ", ".join(f"{name} has {'a' if biased else 'no'} bias" for name, biased in found.items())
+            raise CheckpointError(f"{each}; they are multiplied as one matrix, and all or none must have one")
+        return any(found.values())
+
     @staticmethod
     def of_fields(fields: Mapping[str, Any]) -> Formats:
         """What `as_fields` gave; float for none."""
         rules = tuple((str(pattern), str(form)) for pattern, form in fields.get("rules", ()))
-        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)))
+        biased = tuple(str(pattern) for pattern in fields.get("biased", ()))
+        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased)
 
     def as_fields(self) -> dict[str, Any]:
         """As plain lists and values."""
-        return {"rules": [list(rule) for rule in self.rules], "stored": self.stored, "group": self.group}
+        return {"rules": [list(rule) for rule in self.rules], "stored": self.stored, "group": self.group, "biased": list(self.biased)}
 
     @property
     def quantises(self) -> bool:
@@ -76,7 +92,7 @@ class Formats:
 
     def floats_first(self, *patterns: str) -> Formats:
         """The same, where matrices of these patterns stay float."""
-        return Formats((*((pattern, FLOAT) for pattern in patterns), *self.rules), self.stored, self.group)
+        return replace(self, rules=(*((pattern, FLOAT) for pattern in patterns), *self.rules))
 
 
 PLAIN = Formats()
@@ -91,6 +107,11 @@ def matrix_name(name: str) -> str:
 def sibling(name: str, kind: str) -> str:
     """The name of the tensor of that kind, such as `weight_scale`, that belongs to a matrix."""
     return f"{matrix_name(name)}.{kind}"
+
+
+@functools.lru_cache(maxsize=65_536)
+def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @functools.lru_cache(maxsize=65_536)

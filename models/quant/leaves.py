@@ -99,7 +99,7 @@ def avals(matrix: Matrix, form: str, dtype: torch.dtype, group: int) -> dict[str
         return {
             "weight": matrix.weight(torch.int8),
             "scale": matrix.per_channel(F32),
-            "bias": matrix.per_channel(torch.int32),
+            "quant_bias": matrix.per_channel(torch.int32),
             "input_scale": Aval((1,), F32, (None,)),
             "input_offset": Aval((1,), F32, (None,)),
         }
@@ -120,6 +120,10 @@ def _scale_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
     return (*axes[:lead], axes[-1] if row and tensor.shape[lead] > 1 else None, *axes[lead:-1])
 
 
+def _bias_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
+    return axes[lead:-1]
+
+
 def _one_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
     return (None,)
 
@@ -128,7 +132,8 @@ AXES: Mapping[str, Callable[[Axes, int, bool, torch.Tensor], Axes]] = {
     "weight": _weight_axes,
     "scale": _scale_axes,
     "assist": _scale_axes,
-    "bias": _scale_axes,
+    "quant_bias": _scale_axes,
+    "bias": _bias_axes,
     "input_scale": _one_axes,
     "input_offset": _one_axes,
 }

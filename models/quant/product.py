@@ -17,7 +17,7 @@ Axes = tuple[str | None, ...]
 
 def format_of(weight: Tree) -> str:
     """The format of a weight, by the tensors that it consists of."""
-    if not isinstance(weight, Mapping) or len(weight) == 1:
+    if not isinstance(weight, Mapping) or "scale" not in weight:
         return FLOAT
     if "input_scale" in weight:
         return W8A8
@@ -33,6 +33,8 @@ def operands(weight: Tree, axes: Axes, *, lead: int = 0, row: bool = False) -> l
     """
     if not isinstance(weight, Mapping):
         return [(weight, axes)]
+    if format_of(weight) == FLOAT and "bias" in weight:
+        return [(weight["weight"], axes), (weight["bias"], axes[lead:-1])]
     return [(tensor, AXES[name](axes, lead, row, tensor)) for name, tensor in weight.items()]
 
 
@@ -52,14 +54,13 @@ def rebuilt(weight: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
 
 
 def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
-    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits."""
-    form = format_of(weight)
-    if form == FLOAT:
+    """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits; plus its bias [N] if it has one."""
+    if not isinstance(weight, Mapping):
         plain: torch.Tensor = ops.linear(x, weight)
         return plain
-    product = _PRODUCTS[form]
-    quantised: torch.Tensor = product(x, *weight.values())
-    return quantised
+    tensors = [tensor for name, tensor in weight.items() if name != "bias"]
+    out: torch.Tensor = _PRODUCTS[format_of(weight)](x, *tensors)
+    return out + weight["bias"] if "bias" in weight else out
 
 
 def swiglu(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
@@ -84,8 +85,9 @@ def local_swiglu(x: torch.Tensor, weight: Tree) -> torch.Tensor:
     if not isinstance(weight, Mapping):
         plain: torch.Tensor = ops.swiglu_linear(x, weight)
         return plain
-    # Gate and up are neighbouring dimensions of the channels; products know one.
-    channels = {name: tensor.flatten(-2) if tensor.dim() > 1 else tensor for name, tensor in weight.items()}
+    # Gate and up are neighbouring dimensions of the channels, which are the last of a matrix of integers; products know one.
+    first = 0 if format_of(weight) == FLOAT else -2
+    channels = {name: tensor.flatten(first, first + 1) if tensor.dim() > 1 else tensor for name, tensor in weight.items()}
     gated: torch.Tensor = ops.swiglu(linear(x, channels))
     return gated
 
@@ -140,6 +142,7 @@ def split_parts(weight: Mapping[str, torch.Tensor], dim: int) -> list[dict[str, 
 
 
 _PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    FLOAT: ops.linear,
     W8A8_DYNAMIC: ops.quant_linear,
     W8A8: ops.static_quant_linear,
     W4A8_DYNAMIC: ops.quant_linear_w4a8,

@@ -21,7 +21,8 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     """The formats of a published model's matrices in a scheme, by the recipe that its quantised checkpoints were made with.
 
     Args:
-        model: its preset's name; one without a recipe of its own has that of any model.
+        model: its preset's name in any case, as directories of its checkpoints have it; one without a recipe of its own has that of
+            any model.
 
     Raises:
         SpecError: there is no such scheme.
@@ -31,7 +32,7 @@ def formats_of_scheme(scheme: str, model: str) -> Formats:
     if scheme == "none":
         return PLAIN
     table = _table()
-    recipe = table[model] if scheme in table.get(model, ()) else table[ANY]
+    recipe = table[model.lower()] if scheme in table.get(model.lower(), ()) else table[ANY]
     rules = tuple((str(pattern), str(form)) for pattern, form in recipe[scheme])
     int4 = any(form == W4A8_DYNAMIC for _, form in rules)
     return Formats(rules, group=int(recipe.get("group", 0)) if int4 else 0)

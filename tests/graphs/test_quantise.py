@@ -67,8 +67,9 @@ def test_w4_may_have_a_scale_for_each_group_of_weights() -> None:
     weight = draw(3, 12, 16)
     (packed, bits, assist), groups = quantise_w4(weight, 4), weight.unflatten(1, (3, 4))
     values, scale = unpack_w4(packed).unflatten(1, (3, 4)), bits_scale(bits)
-    torch.testing.assert_close(scale, groups.abs().amax(2) / 7)
-    assert ((values * scale[:, :, None] - groups).abs() <= 0.5001 * scale[:, :, None]).all()
+    # Kernels read float16, and the largest weight of a group may then be a little more than seven steps.
+    assert torch.equal(scale, (groups.abs().amax(2) / 7).half().float())
+    assert ((values * scale[:, :, None] - groups).abs() <= 0.504 * scale[:, :, None]).all()
     torch.testing.assert_close(assist, 8 * (values * scale[:, :, None]).sum((1, 2)))
 
 

@@ -120,7 +120,34 @@ CASES: dict[str, Case] = {
     "fused projections tp=2": Case("tp=2", GROUPED, model="next", drafts=2, collectives=DISPATCH),
     "fused projections dp=2": Case("dp=2", GROUPED, model="next", drafts=1, collectives=DISPATCH),
     "fused projections dp=2,tp=2": Case("dp=2,tp=2", GROUPED, model="next", drafts=3, collectives=DISPATCH),
+    "latent tp=2": Case("tp=2", GROUPED, model="latent", collectives=DISPATCH, drafts=1),
+    "latent dp=2": Case("dp=2", GROUPED, model="latent", collectives=DISPATCH),
+    "latent dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="latent", drafts=3, collectives=DISPATCH),
+    "latent gathered": Case("dp=2,tp=2", gathering(GROUPED), model="latent", drafts=1, collectives=GATHER),
+    "sparse tp=2": Case("tp=2", GROUPED, model="sparse", collectives=DISPATCH, drafts=1),
+    "sparse dp=2,tp=2": Case("dp=2,tp=2", GROUPED, batch=3, model="sparse", drafts=2, collectives=DISPATCH),
+    "sparse split dp=2": Case("dp=2", expert_parallel=False, model="sparse"),
+    "latent split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="latent", drafts=1),
     "fused projections split dp=2,tp=2": Case("dp=2,tp=2", expert_parallel=False, model="next", drafts=1),
+    "draft model tp=2": Case("tp=2", Variant(draft_kv_repeat=2), experts=False, model="plain-eagle3", drafts=3),
+    "draft model tp=4": Case("tp=4", repeated(PLAIN, draft_kv_repeat=4), experts=False, model="plain-eagle3", drafts=1),
+    "draft model dp=2": Case("dp=2", experts=False, model="plain-eagle3", drafts=2, live=(2, 1)),
+    "draft model dp=2,tp=2": Case("dp=2,tp=2", Variant(draft_kv_repeat=2), experts=False, model="plain-eagle3", drafts=2, batch=3),
+    "draft model, experts tp=2": Case(
+        "tp=2", replace(GROUPED, draft_kv_repeat=2), model="plain-moe-eagle3", drafts=3, collectives=DISPATCH
+    ),
+    "draft model, experts dp=2,tp=2": Case(
+        "dp=2,tp=2", replace(GROUPED, draft_kv_repeat=2), model="plain-moe-eagle3", drafts=2, batch=3, collectives=DISPATCH
+    ),
+    "draft model, experts split tp=2": Case("tp=2", Variant(draft_kv_repeat=2), expert_parallel=False, model="plain-moe-eagle3", drafts=1),
+    "draft model, w8a8 tp=2": Case(
+        "tp=2",
+        replace(fleets.everywhere("w8a8_dynamic", q_heads=2, ffn=2), draft_kv_repeat=2),
+        fleets.everywhere("w8a8_dynamic", q_heads=2, ffn=2),
+        experts=False,
+        model="plain-eagle3",
+        drafts=1,
+    ),
     "w4a8 fused": Case("dp=2,tp=2", replace(W4, fused_experts=True), W4, drafts=1, collectives=FUSED),
 }
 

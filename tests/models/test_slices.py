@@ -25,13 +25,15 @@ from npucompile.models.variant import Variant
 MESHES = ["dp=2", "tp=2", "dp=2,tp=2"]
 DENSE = {**tiny.CONFIG, **tiny.NPU_SIZES, "num_experts": 0, "intermediate_size": 48, "model_type": "qwen3_5_text"}
 MOE = {**tiny.CONFIG, **tiny.NPU_SIZES}
+NEXT = {**MOE, "model_type": "qwen3_next", "norm_topk_prob": True, "rope_theta": 1e4, "rope_parameters": None}
+PLAIN = {**MOE, "model_type": "qwen3_moe", "norm_topk_prob": True, "intermediate_size": 48, "mlp_only_layers": [1]}
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """Random checkpoints by (family, kv heads, layout), the last "fused" or "apart", which has a tensor for each expert."""
     written = {}
-    for family, config in (("dense", DENSE), ("moe", MOE)):
+    for family, config in (("dense", DENSE), ("moe", MOE), ("next", NEXT), ("plain", PLAIN)):
         for heads in (1, 2):
             path = tmp_path_factory.mktemp(f"{family}{heads}")
             tiny.write_checkpoint(path / "fused", tokenizer=False, **{**config, "num_key_value_heads": heads})
@@ -82,7 +84,18 @@ def expected_bytes(params, mesh, rules, copies):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4a8"])
 @pytest.mark.parametrize(
-    "written", [("dense", 1, "fused"), ("dense", 2, "fused"), ("moe", 1, "fused"), ("moe", 2, "fused"), ("moe", 2, "apart")]
+    "written",
+    [
+        ("dense", 1, "fused"),
+        ("dense", 2, "fused"),
+        ("moe", 1, "fused"),
+        ("moe", 2, "fused"),
+        ("moe", 2, "apart"),
+        ("next", 1, "apart"),
+        ("next", 2, "fused"),
+        ("plain", 1, "fused"),
+        ("plain", 2, "apart"),
+    ],
 )
 @pytest.mark.parametrize("block_bytes", [2**20, 5000])
 def test_a_shard_is_the_slice_of_the_whole(directories, monkeypatch, written, quantization, mesh, block_bytes):

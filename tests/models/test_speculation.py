@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from npucompile.models import registry
 
-MODELS = ["dense", "moe"]
+MODELS = ["dense", "moe", "latent"]
 
 
 def together(*rights):

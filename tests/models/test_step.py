@@ -16,7 +16,7 @@ from npucompile.graphs.types import Bucket
 from npucompile.models import step
 from npucompile.models.presets import BUNDLED
 
-CASES = oracle.HYBRID
+CASES = oracle.DRAFTING
 TOLERANCE = 1e-4
 SINGLE_TOLERANCE = 1e-5
 
@@ -59,7 +59,7 @@ def test_decode_equals_transformers_with_its_cache(name):
 
 
 @pytest.mark.parametrize("chunks", [[64], [33], [5, 32], [32, 5], [1, 2, 3, 4, 5, 6, 7, 8], [40, 1]], ids=str)
-@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe"])
+@pytest.mark.parametrize("name", ["dense", "moe", "plain-moe", "latent"])
 @torch.no_grad()
 def test_the_cut_of_a_prompt_changes_nothing(name, chunks):
     """Chunks of one token, odd ones, and ones larger than the prompt give the same logits and the same state."""

@@ -16,7 +16,18 @@ from npucompile.graphs.spmd.partition import Partitioned, partition
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits, Mesh, Rules, Tree
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
-from npucompile.models import hybrid, qwen3, qwen3_5, qwen3_next, request_slots, sharding_rules, step
+from npucompile.models import (
+    deepseek_v3,
+    deepseek_v32,
+    draft_source,
+    hybrid,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    request_slots,
+    sharding_rules,
+    step,
+)
 from npucompile.models.params import initialise
 from npucompile.models.quant.declare import EXPERT_FORMATS
 from npucompile.models.quant.formats import Formats
@@ -45,6 +56,23 @@ PLAIN_MODELS: dict[str, dict[str, Any]] = {
     "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
 }
 """Models without recurrent layers or a draft head, by name."""
+
+EAGLE3 = "-eagle3"
+"""What the names of those with a draft head of a second checkpoint end with; it has one key-value head, and they have two."""
+
+_HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "vocab_size": VOCAB,
+    "draft_vocab_size": 16,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]},
+}
 
 
 @functools.cache
@@ -92,10 +120,52 @@ def plain_config(name: str) -> qwen3.Config:
     )
 
 
+@functools.cache
+def latent_config() -> deepseek_v3.Config:
+    """Latent attention, a layer without experts, experts of which a token chooses three from two of four groups, and a draft head."""
+    return deepseek_v3.Config(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_attention_heads=8,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+        layer_kinds=(deepseek_v3.DENSE, deepseek_v3.MOE, deepseek_v3.MOE),
+        rotary=Rotary(4, 1e4),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=1,
+        **DENSE,
+    )
+
+
+@functools.cache
+def sparse_config() -> deepseek_v32.Config:
+    """The same, whose attention reads the best five keys; with many heads, as scores of zero would tie (oracle.py)."""
+    return deepseek_v32.Config(**vars(latent_config()), index_n_heads=24, index_head_dim=8, index_topk=5)
+
+
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
-    """A small model: of Qwen3.5 with or without experts, or "next" or one of PLAIN_MODELS."""
-    if name in PLAIN_MODELS:
-        return step.Model(name, qwen3.FAMILY, replace(plain_config(name), variant=variant))
+    """A small model: of Qwen3.5 with or without experts, or "next", "latent", "sparse" or one of PLAIN_MODELS."""
+    if name == "latent":
+        return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
+    if name == "sparse":
+        return step.Model(name, deepseek_v32.FAMILY, replace(sparse_config(), variant=variant), drafting=drafts > 0)
+    if name.removesuffix(EAGLE3) in PLAIN_MODELS:
+        plain = step.Model(name, qwen3.FAMILY, plain_config(name.removesuffix(EAGLE3)), drafting=drafts > 0)
+        if name.endswith(EAGLE3):
+            plain = draft_source.attached(plain, _HEAD, ("d2t",))
+        return replace(plain, config=replace(plain.config, variant=variant))
     family = qwen3_next.FAMILY if name == "next" else qwen3_5.FAMILY
     return step.Model(name, family, replace(config(experts, name == "next"), variant=variant), drafting=drafts > 0)
 
@@ -110,7 +180,8 @@ def tensors(experts: bool = True, name: str = "small") -> Mapping[str, torch.Ten
         generator = torch.Generator().manual_seed(seed)
         for (_, param), (_, drawn) in zip(tree.flatten(part), tree.flatten(initialise(part, generator)), strict=True):
             # Noise on initial zeros and ones, so that a dropped parameter would change the logits.
-            noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator)
+            # The draft head's ids stay those of every other token.
+            noisy = drawn + 0.2 * torch.randn(drawn.shape, generator=generator) if drawn.is_floating_point() else 2 * drawn
             checkpoint.update(zip(param.source.names, param.source.split(noisy), strict=True))
     return checkpoint
 

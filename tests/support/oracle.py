@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpLayer
 from npucompile.graphs import tree
 from npucompile.graphs.step_inputs import LAYER_INPUTS, StepInputs
 from npucompile.graphs.types import Aval, Bucket, Limits, Program, Tree
-from npucompile.models import checkpoint, hybrid, registry, request_slots, step
+from npucompile.models import checkpoint, registry, request_slots, step
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -75,7 +75,45 @@ def plain(layers: int, **sizes: Any) -> dict[str, Any]:
     }
 
 
+def latent(layers: int, dense: int = 1, **sizes: Any) -> dict[str, Any]:
+    """Fields of the config.json of a model with latent attention; the first `dense` layers have no experts."""
+    return {
+        "model_type": "deepseek_v3",
+        "vocab_size": 97,
+        "hidden_size": 44,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": dense,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "intermediate_size": 52,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        **sizes,
+    }
+
+
 NEXT = {"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 36}
+# With few heads scores of zero, which relu makes, would tie at the last chosen key, and implementations break ties differently.
+SPARSE = {"model_type": "deepseek_v32", "index_topk": 9, "index_head_dim": 10, "index_n_heads": 20}
+LATENT_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 # Odd sizes on purpose: head widths that are no powers of two, one or three value heads per key head, few experts.
@@ -101,10 +139,18 @@ CASES: dict[str, dict[str, Any]] = {
     "plain-moe": plain(3, num_experts=5, num_experts_per_tok=2),
     "plain-moe-raw": plain(2, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, tie_word_embeddings=True, num_key_value_heads=1),
     "plain-moe-some-dense": plain(5, num_experts=5, num_experts_per_tok=1, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "latent": latent(3),
+    "latent-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, n_shared_experts=2, routed_scaling_factor=1.0),
+    "latent-whole-queries": latent(2, 0, q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False, tie_word_embeddings=True),
+    "sparse": latent(2, **SPARSE),
+    "sparse-yarn": latent(2, rope_parameters=LATENT_YARN, max_position_embeddings=128, **{**SPARSE, "index_topk": 5, "index_n_heads": 17}),
+    "latent-all-dense": latent(2, 2, num_attention_heads=3, num_key_value_heads=3, rope_interleave=False, qk_rope_head_dim=8),
 }
 
 HYBRID = [name for name, values in CASES.items() if "layer_types" in values]
 """Cases of hybrid families, whose models have a draft head."""
+DRAFTING = [*HYBRID, "latent", "latent-yarn", "latent-whole-queries", "sparse"]
+"""Cases whose models have a draft head."""
 
 
 @torch.no_grad()
@@ -134,6 +180,9 @@ def draw(module: torch.nn.Module, seed: int) -> None:
         else:
             values = values * parameter.shape[-1] ** -0.5 * (0.6 if name == "lm_head.weight" else 1.0)
         parameter.copy_(values)
+    for name, buffer in module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 @dataclass(frozen=True)
@@ -207,8 +256,38 @@ def bundled(name: str) -> Oracle:
     return Oracle(theirs, entry.model, checkpoint.load(checkpoint.open_checkpoint(entry.checkpoint_dir), params), json.loads(entry.text))
 
 
-HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0", "post_norm": "norm"}
-"""Parts of transformers' draft head -> their names in a checkpoint."""
+@dataclass(frozen=True)
+class HeadNames:
+    """Where a family has its draft head.
+
+    Attributes:
+        field: of the configuration, the number of heads.
+        prefix: begins the names of its tensors.
+        parts: names of the parts of transformers' module there.
+    """
+
+    field: str
+    prefix: str
+    parts: dict[str, str]
+
+    def name(self, theirs: str) -> str:
+        """Name in a checkpoint of a tensor of transformers' module."""
+        part, _, rest = theirs.partition(".")
+        return self.prefix + ".".join(filter(None, (self.parts[part], rest)))
+
+    @staticmethod
+    def of(model: step.Model) -> HeadNames:
+        """In a family with latent attention it is one more layer."""
+        if not hasattr(model.config, "kv_lora_rank"):
+            parts = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
+            return HeadNames("mtp_num_hidden_layers", "mtp.", dict(zip(_PARTS, parts, strict=True)))
+        parts = ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")
+        return HeadNames(
+            "num_nextn_predict_layers", f"model.layers.{len(model.config.layer_kinds)}.", dict(zip(_PARTS, parts, strict=True))
+        )
+
+
+_PARTS = ("enorm", "hnorm", "eh_proj", "mtp_block", "post_norm")
 
 
 @functools.cache
@@ -219,13 +298,17 @@ def drafting(name: str) -> Oracle:
 
 def with_head(random: Oracle) -> Oracle:
     """The same model with a draft head, which is random where the model has none."""
-    model = replace(random.model, config=replace(random.model.config, mtp_num_hidden_layers=1))
+    places = HeadNames.of(random.model)
+    model = replace(random.model, config=replace(random.model.config, **{places.field: 1}))
     backbone = type(random.theirs.model)
     modeling, kind = sys.modules[backbone.__module__], backbone.__name__.removesuffix("TextModel").removesuffix("Model")
     layer, norm = getattr(modeling, f"{kind}DecoderLayer"), getattr(modeling, f"{kind}RMSNorm")
-    head = MtpLayer(random.theirs.config, layer, norm, model.config.layer_types.index(FULL)).eval()
-    names = {name: f"mtp.{HEAD[name.partition('.')[0]]}.{name.partition('.')[2]}" for name in head.state_dict()}
-    params, weights = hybrid.abstract_params(model.config, torch.float32)["mtp"], random.weights
+    kinds = model.config.layer_kinds
+    # Where transformers lists the kinds of layers there is none behind the last.
+    behind = len(kinds) - hasattr(random.theirs.config, "mlp_layer_types")
+    head = MtpLayer(random.theirs.config, layer, norm, kinds.index(FULL) if FULL in kinds else behind).eval()
+    names = {name: places.name(name) for name in head.state_dict()}
+    params, weights = model.family.abstract_params(model.config, torch.float32)["mtp"], random.weights
     if "mtp" in weights:
         ours = split(params, weights["mtp"])
         head.load_state_dict({name: ours[called] for name, called in names.items()})
@@ -349,3 +432,56 @@ class Runner:
             done += len(part)
         assert done == len(ids), "the chunks cover the prompt"
         return logits[0, 0]
+
+
+class DraftRun:
+    """A model's draft head, as MtpLayer and as `DraftHead` on poisoned pools."""
+
+    def __init__(self, name: str) -> None:
+        self.random = drafting(name)
+        self.config, self.weights, self.theirs = self.random.model.config, self.random.weights, self.random.head
+        self.state = poisoned(self.random.model.family.abstract_state(self.config, LIMITS, torch.float32))
+
+    def reference(self, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        """[n, M] of the draft layer over ids[i] beside hidden[i], at the positions of the ids: i + 1, as transformers counts."""
+        model, n = self.random.theirs.model, len(ids)
+        embeds = model.embed_tokens(torch.tensor([ids]))
+        positions = torch.arange(1, n + 1)[None]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        angles = model.rotary_emb(embeds, positions)
+        return self.theirs(embeds, hidden[None], angles, mask, positions, None)[0]
+
+    def run(self, bucket: Bucket, rows: list[Row], hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, Q, M] of our draft head for all rows of a bucket, which also extend its cache."""
+        read, head = inputs(bucket, rows), self.random.model.family.draft_head
+        fused, self.state = head.extend_cache(self.config, self.weights, self.state, read, hidden, first=bucket.q_len > 1)
+        return head.draft(self.config, self.weights, self.state, read, fused).view(bucket.batch, bucket.q_len, -1)
+
+    def check_recursion(self, tolerance: float) -> None:
+        """Two prompts in a padded prefill; then two draft steps, each fed the hidden state and the token of the one before."""
+        prompts = [self.random.prompt(12, 1), self.random.prompt(7, 2)]
+        hiddens = [self.random.theirs.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
+        shifted = [[*ids[1:], 3 + i] for i, ids in enumerate(prompts)]
+        pages = [[4, 2], [9, 1]]
+        fed = torch.full((3, 12, self.config.hidden_size), float("nan"))
+        for b, hidden in enumerate(hiddens):
+            fed[b, : len(hidden)] = hidden
+        rows = [Row(ids, 0, pages[b]) for b, ids in enumerate(shifted)]
+        out = self.run(Bucket("prefill", 3, 12), rows, fed.flatten(0, 1))
+        expected = [self.reference(ids, hidden) for ids, hidden in zip(shifted, hiddens, strict=True)]
+        for b, want in enumerate(expected):
+            assert (out[b, : len(want)] - want).abs().max() < tolerance
+        for token in (11, 19):
+            last = torch.stack([*(want[-1] for want in expected), torch.full_like(fed[0, 0], float("nan"))])
+            rows = [Row([token + b], len(shifted[b]), pages[b]) for b in range(2)]
+            out = self.run(Bucket("decode", 3, 1), rows, last)
+            for b in range(2):
+                shifted[b], hiddens[b] = [*shifted[b], token + b], torch.cat([hiddens[b], expected[b][-1:]])
+                expected[b] = self.reference(shifted[b], hiddens[b])
+                assert (out[b, 0] - expected[b][-1]).abs().max() < tolerance
+
+    def check_sources(self) -> None:
+        """The parameters' sources are every tensor of transformers' module, under the checkpoint's names."""
+        places, params = HeadNames.of(self.random.model), self.random.model.family.abstract_params(self.config, torch.float32)["mtp"]
+        sizes = {name: shape for _, p in tree.flatten(params) for name, shape in zip(p.source.names, p.source.shapes, strict=True)}
+        assert sizes == {places.name(name): tuple(tensor.shape) for name, tensor in self.theirs.state_dict().items()}

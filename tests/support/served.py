@@ -12,6 +12,7 @@ import torch
 from support import tiny
 
 from npucompile.graphs import tree
+from npucompile.graphs.ops.sample import sample
 from npucompile.graphs.types import Limits, Tree
 from npucompile.models import checkpoint, registry
 from npucompile.models.quant.recipes import formats_of_scheme
@@ -109,6 +110,19 @@ def compare(directory: Path, quantization: str, prompt: Sequence[int], served: S
         if routed[i] and float(best[i, 0] - logits[i, token]) > float(slack[i])
     ]
     return Agreement(tuple(decided.tolist()), tuple(wrong))
+
+
+def logits_of(directory: Path, quantization: str, prompt: Sequence[int], served: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One device's logits [T, V] f32 of each served token, after those that were served before it: in float32, and in bfloat16."""
+    fine, coarse = (device.run([*prompt, *served[:-1]]).logits[len(prompt) - 1 :] for device in _both(directory, quantization))
+    return fine, coarse
+
+
+def sampled(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Tokens [T] that the CPU samples of logits [T, V] with random numbers [T]."""
+    knob = functools.partial(torch.full, (len(logits),))
+    knobs = knob(temperature), knob(0, dtype=torch.int32), knob(top_p), knob(0.0)
+    return sample.rule("reference")(logits[:, None], *knobs, uniform[:, None])[:, 0]
 
 
 def _routed(device: OneDevice, computed: Computed, rounded: Computed) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ...graphs.types import DTYPES
 from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Manifest
 from ...models import registry, safetensors_files
+from ...models.draft_source import open_both, recorded
 from ..progress import Progress
 from .report import Column, Table, Value
 from .stats import Clock, interleave, ratio, spread
@@ -66,7 +67,7 @@ def checkpoint_dir(manifest: Manifest) -> Path:
             continue
         if directory is None:
             continue
-        digest = safetensors_files.digest(safetensors_files.open_checkpoint(directory))
+        digest = safetensors_files.digest(open_both(directory, recorded(manifest.model)))
         if digest != manifest.source_digest:
             raise ModelError(f"{directory} has digest {digest}; the artifact was built from {manifest.source_digest}; build it again")
         return directory

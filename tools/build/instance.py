@@ -66,9 +66,7 @@ def resolve(
     if drafts and not has_draft_head:
         raise SpecError(f"--speculative-tokens {drafts}: {model} has no draft head; legal is 0")
     drafts = drafts if has_draft_head else 0
-    row = deployments.deployment(deployment) if deployment else None
-    if row is None and target_name is None and mesh is None and backend in (None, *NPU_BACKENDS):
-        row = deployments.default_for(model)
+    row = row_of(model, backend=backend, deployment=deployment, target_name=target_name, mesh=mesh)
     if row is None and phase:
         raise SpecError(f"--phase {phase} is one side of a deployment that splits them; name it, as in --deployment ID")
     if row is None:
@@ -77,6 +75,20 @@ def resolve(
     if row.model != model:
         raise SpecError(f"deployment {row.id} is of {row.model}, the model is {model}; `npucompile deployments` lists those of each")
     return _checked(_of_row(row, phase, target_name, mesh, quantization, drafts))
+
+
+def row_of(
+    model: str, *, backend: str | None, deployment: str | None, target_name: str | None, mesh: str | None
+) -> deployments.Deployment | None:
+    """The published deployment that these options name, as in `resolve`, or the preset's default one; None where they name another place.
+
+    Raises:
+        SpecError: there is no deployment of that id.
+    """
+    if deployment:
+        return deployments.deployment(deployment)
+    elsewhere = target_name is not None or mesh is not None or backend not in (None, *NPU_BACKENDS)
+    return None if elsewhere else deployments.default_for(model)
 
 
 def phases(deployment: str | None, model: str) -> tuple[str, ...]:

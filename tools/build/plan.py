@@ -14,6 +14,7 @@ from ...graphs.types import Aval, Bucket, Limits, Mesh, Rules
 from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
+from ...models.draft_model import PREFIX
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
@@ -21,7 +22,8 @@ from .choices import MAX_LOGPROBS, NPU_BACKENDS
 from .deployments import deployment
 from .deviations import deviations
 from .dispatch_size import fit_dispatch
-from .instance import Instance, resolve
+from .draft_choice import choose_draft_model, draft_name
+from .instance import Instance, resolve, row_of
 from .memory import local_bytes
 from .pool_size import fit_pool
 from .sizes import decode_sizes, prefill_sizes
@@ -50,6 +52,7 @@ class Options:
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
+        draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
         cann, operator_packages: of `lowering.platform.Platform`.
     """
 
@@ -68,6 +71,7 @@ class Options:
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
     weights: str | None = None
+    draft_model: str | None = None
     cann: str | None = None
     operator_packages: tuple[str, ...] = ()
 
@@ -123,6 +127,7 @@ class Plan:
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
+            "draft-model": draft_name(self.source),
         }
         if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
@@ -171,16 +176,16 @@ def plan(options: Options) -> Plan:
         PartitionError: the model cannot be split over the mesh.
     """
     source = registry.find(options.model)
+    place = {"backend": options.backend, "deployment": options.deployment, "target_name": options.target, "mesh": options.mesh}
+    row = row_of(source.name, **place)
+    source, draft_note = choose_draft_model(options.draft_model, source, row, options.num_speculative_tokens)
     instance = resolve(
         source.name,
-        backend=options.backend,
-        deployment=options.deployment,
+        **place,
         phase=options.phase,
-        target_name=options.target,
-        mesh=options.mesh,
         quantization=options.quantization,
         drafts=options.num_speculative_tokens,
-        has_draft_head=source.model.has_draft_head,
+        has_draft_head=source.has_draft_head,
     )
     target, mesh = instance.target, instance.mesh
     backend = _backend(options, source, instance)
@@ -214,6 +219,7 @@ def plan(options: Options) -> Plan:
         dtype_note,
         _length_note(options, source, planned),
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
+        draft_note,
         _drafts_note(options, planned),
         _eos_note(planned),
         weights_note,
@@ -257,7 +263,7 @@ def _platform(options: Options, target: Target) -> Platform:
 
 
 def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
-    """The formats of a checkpoint that is quantised, else those of the scheme.
+    """The formats of a checkpoint that is quantised, else those of the scheme; a draft model of its own stays float.
 
     Raises:
         SpecError: a scheme for a checkpoint that is quantised already.
@@ -265,10 +271,10 @@ def _formats(source: registry.ModelSource, instance: Instance) -> Formats:
     """
     found = formats_in(source.checkpoint_dir, decodes_only=instance.phase == "decode") if source.checkpoint_dir else None
     if found is None:
-        return formats_of_scheme(instance.quantization, source.name)
-    if instance.quantization != "none" and not instance.deployment:
+        found = formats_of_scheme(instance.quantization, source.name)
+    elif instance.quantization != "none" and not instance.deployment:
         raise SpecError(f"--quantization {instance.quantization}: {source.checkpoint_dir} is quantised already; legal is none")
-    return found
+    return found.floats_first(f"{PREFIX}*") if source.draft and found.quantises else found
 
 
 def _max_logprobs(options: Options, source: registry.ModelSource, target: Target) -> int:
@@ -288,6 +294,8 @@ def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> 
 
 def _drafts_note(options: Options, plan: Plan) -> str | None:
     k = plan.limits.drafts
+    if not k and plan.source.model.has_draft_head and not plan.source.has_draft_head:
+        return "no drafts: the checkpoint has no tensor of the draft head that its configuration describes"
     if options.num_speculative_tokens is not None or plan.deployment or not k:
         return None
     return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"
@@ -310,12 +318,14 @@ def _eos_note(plan: Plan) -> str | None:
 def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:
     """The model in the variant of that instance; where a tp group has more ranks than key-value heads, the heads are replicated."""
     config, mesh = model.config, instance.mesh
-    group, heads = mesh.axis("tp"), config.num_key_value_heads
+    group = mesh.axis("tp")
     for name, count in config.split_heads.items():
         if count % group:
             raise SpecError(f"mesh {mesh}: {group} ranks of a group cannot share {name} {count}; legal are divisors of {count}")
-    if max(group, heads) % min(group, heads):
-        raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are multiples or divisors of {heads}")
+    for heads in (config.num_key_value_heads, getattr(config, "draft_key_value_heads", group)):
+        if max(group, heads) % min(group, heads):
+            legal = f"multiples or divisors of {heads}"
+            raise SpecError(f"mesh {mesh}: {group} ranks of a group share {heads} key-value heads; legal are {legal}")
     variant = deployed(
         config,
         formats,

@@ -13,6 +13,7 @@ from ...graphs.types import DTYPE_NAMES, Leaf
 from ...lowering.artifact.artifact import ArtifactWriter
 from ...models import safetensors_files
 from ...models.checkpoint import ParamReader
+from ...models.draft_source import open_both
 from ..progress import Progress
 from .plan import Plan
 
@@ -26,14 +27,15 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
         leaves: the parameters' operand names and avals, in the order of the model's flattened parameters.
 
     Returns:
-        Path of the file in the artifact (None for a model without a checkpoint), and the digest of the checkpoint.
+        Path of the file in the artifact (None for a model without a checkpoint), and the digest of the checkpoint,
+        the draft model's included.
 
     Raises:
         CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
     """
     if plan.source.checkpoint_dir is None:
         return None, "none"
-    checkpoint = safetensors_files.open_checkpoint(plan.source.checkpoint_dir)
+    checkpoint = open_both(plan.source.checkpoint_dir, plan.source.draft)
     digest = safetensors_files.digest(checkpoint)
     previous = writer.previous.manifest if writer.previous else None
     if previous and previous.weights and (previous.source_digest, previous.params) == (digest, leaves) and writer.keep(previous.weights):
@@ -46,7 +48,7 @@ def store_weights(plan: Plan, leaves: tuple[Leaf, ...], writer: ArtifactWriter, 
 
 
 def bind_weights(plan: Plan) -> tuple[str, str]:
-    """The absolute directory and the digest of a plan's checkpoint, of which only file headers and samples are read.
+    """The absolute directory of a plan's checkpoint, and its digest, the draft model's included; only file headers and samples are read.
 
     Raises:
         CheckpointError: naming what is missing, misshapen, quantised, unused or unreadable.
@@ -54,7 +56,7 @@ def bind_weights(plan: Plan) -> tuple[str, str]:
     """
     if plan.source.checkpoint_dir is None:
         raise SpecError(f"{plan.source.name} is a set of sizes without weights; legal is a path to a checkpoint directory")
-    checkpoint = safetensors_files.open_checkpoint(plan.source.checkpoint_dir.resolve())
+    checkpoint = open_both(plan.source.checkpoint_dir.resolve(), plan.source.draft)
     ParamReader(checkpoint, plan.model.params(plan.dtype))
     return str(checkpoint.directory), safetensors_files.digest(checkpoint)
 

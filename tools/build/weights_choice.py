@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ...graphs.errors import SpecError
+from ...models.draft_source import open_both
 from ...models.registry import ModelSource
-from ...models.safetensors_files import INDEX, SINGLE, open_checkpoint
+from ...models.safetensors_files import NAMES, has_weights
 from .choices import WEIGHTS
 from .targets import Target
 
@@ -33,15 +34,18 @@ def choose_weights(requested: str, source: ModelSource, target: Target, backend:
         if requested != "auto":
             raise SpecError(f"--weights {requested}: {source.name} has no weights; legal is a path to a checkpoint directory")
         return "none", None
+    if not target.local and (requested, backend) == ("auto", "null"):
+        return "none", None
+    if source.draft and source.draft.directory is None:
+        raise SpecError(f"--draft-model {source.draft.name} has no weights, {source.name} has; legal is a path to a checkpoint directory")
     if target.local:
         return "stored", None
     if requested != "auto":
         return requested, None
-    if backend == "null":
-        return "none", None
-    if not (directory / SINGLE).exists() and not (directory / INDEX).exists():
-        return "none", f"no weights: {directory} holds neither {SINGLE} nor {INDEX}; serving needs --checkpoint DIR"
-    size = open_checkpoint(directory).nbytes
+    if not has_weights(directory):
+        legal = ", ".join(name for names in NAMES for name in names)
+        return "none", f"no weights: {directory} holds none of {legal}; serving needs --checkpoint DIR"
+    size = open_both(directory, source.draft).nbytes
     if size <= STORED_BYTES:
         return "stored", f"weights: {size / 1e9:,.1f} GB are copied into the artifact (--weights bound to read {directory} when serving)"
     return "bound", f"weights: {size / 1e9:,.1f} GB stay in {directory}, which serving reads (--weights stored to copy them)"

@@ -65,6 +65,10 @@ def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Ca
     help="Tokens that each step drafts and the next step verifies.  [default: 3 with a draft head, or the deployment's]",
 )  # fmt: skip
 @click.option(
+    "--draft-model", metavar="MODEL",
+    help="Draft head of a second checkpoint: a directory, or a preset of sizes.  [default: the model's own, if it has one]",
+)  # fmt: skip
+@click.option(
     "--max-logprobs", type=click.IntRange(0, 20),
     help="Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
 )  # fmt: skip
@@ -99,7 +103,8 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
               npucompile build qwen3.5-397b --target ascend-a3 --mesh dp=4,tp=4 --quantization w8a8
     """
     path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
-    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, [Path(model)])
+    named = [Path(name) for name in (model, options["draft_model"]) if name]
+    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, named)
     if stamp.matches(path, fingerprint):
         Progress().say(f"{path} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
         click.echo(path)

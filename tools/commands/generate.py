@@ -13,6 +13,7 @@ import click
 
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
+from ...models.draft_source import recorded
 from ...runtime.request import Sampling
 from ...server.logprobs import token_objects
 from ...server.token_text import TokenText
@@ -45,6 +46,7 @@ from .device_options import device_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token.")
 @click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
+@click.option("--draft-model", metavar="MODEL", help="Build the model anew, uncompiled, with the draft head of this checkpoint.")
 @click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of this many most likely tokens.")
 @click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model anew, uncompiled, in this type.")
 @device_options
@@ -63,6 +65,7 @@ def command(
     seed: int,
     ignore_eos: bool,
     speculative_tokens: int | None,
+    draft_model: str | None,
     logprobs: int | None,
     dtype: str | None,
     device: str,
@@ -88,7 +91,7 @@ def command(
         if config:
             artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
         else:
-            artifact = stack.enter_context(opened(home, artifact_or_model, dtype))
+            artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model))
         manifest, progress = artifact.manifest, Progress(quiet=as_json)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress)
@@ -153,11 +156,11 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
+def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = None) -> Iterator[Artifact]:
     """The artifact of that name, or an uncompiled build of the model of that name.
 
-    With `dtype` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes as long as
-    building it.
+    With `dtype` or `draft_model` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes
+    as long as building it.
     """
     model = name
     try:
@@ -165,12 +168,14 @@ def opened(home: Home, name: str, dtype: str | None) -> Iterator[Artifact]:
     except ArtifactMissing:
         pass
     else:
-        if dtype is None:
+        if dtype is None and draft_model is None:
             artifact.check_runnable()
             yield artifact
             return
         model = artifact.manifest.build_arguments[0]
-    plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager"))
+        if draft_model is None and (draft := recorded(artifact.manifest.model)):
+            draft_model = str(draft.directory or draft.name)
+    plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager", draft_model=draft_model))
     home.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
         out = Path(scratch) / plan.source.name

@@ -10,6 +10,7 @@ import torch
 from ...graphs import tree
 from ...graphs.errors import SpecError
 from ...models import registry
+from ...models.presets import DRAFT_PRESETS
 from ..build.reduce import write_reduced
 
 
@@ -36,3 +37,5 @@ def command(model: str | None, directory: Path | None, seed: int) -> None:
         count = sum(torch.Size(shape).numel() for shape in sizes)
         weights = "bundled" if source.checkpoint_dir else "sizes only; build a checkpoint directory to serve it"
         click.echo(f"{name:<16} {count / 1e9:>8.3f} B parameters   {weights}")
+    for name, preset in DRAFT_PRESETS.items():
+        click.echo(f"{name:<28} draft model of {preset['target']}, for --draft-model; sizes only")

@@ -15,6 +15,7 @@ from ...graphs.types import DTYPES, Leaf, Mesh, Rules, leaf_name
 from ...lowering.artifact.artifact import Artifact
 from ...models import safetensors_files
 from ...models.checkpoint import ParamReader
+from ...models.draft_source import open_both, recorded
 from ...models.params import avals
 from ...models.quant.description import formats_in
 from ...models.slices import Shard
@@ -35,7 +36,8 @@ def rank_params(
     freed before the next is read.
 
     Args:
-        checkpoint: a directory that takes the place of the artifact's own; whether it is the right one only `check_checkpoint` says.
+        checkpoint: a directory that takes the place of the artifact's own, but not of its draft model's; whether it is the right one only
+            `check_checkpoint` says.
         wanted: names of the operands that are read; None reads all.
 
     Raises:
@@ -92,7 +94,7 @@ def check_checkpoint(artifact: Artifact, checkpoint: Path | None) -> None:
     directory, expected = checkpoint_of(artifact, checkpoint), artifact.manifest.source_digest
     if directory is None or expected == NO_DIGEST:
         return
-    digest = safetensors_files.digest(safetensors_files.open_checkpoint(directory))
+    digest = safetensors_files.digest(open_both(directory, recorded(artifact.manifest.model)))
     if digest != expected:
         raise CheckpointError(
             f"{directory} has digest {digest}; {artifact.path} was built from {expected}: name that checkpoint, or build again"
@@ -128,7 +130,7 @@ def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ..
     model = with_variant(model, replace(model.config.variant, formats=found)) if found else model
     params = model.params(DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
-    reader, names = ParamReader(safetensors_files.open_checkpoint(directory), params), {leaf.name for leaf in leaves}
+    reader, names = ParamReader(open_both(directory, recorded(manifest.model)), params), {leaf.name for leaf in leaves}
     operands = [leaf_name("params", path) for path, _ in tree.flatten(params)]
     for group in reader.groups:
         positions = [position for position in group if operands[position] in names]

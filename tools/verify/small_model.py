@@ -14,7 +14,7 @@ from ...graphs.ops.fused_experts import FEWEST_TOKENS
 from ...graphs.types import Bucket, Limits, Mesh, Rules
 from ...lowering.artifact.manifest import GraphEntry, Manifest
 from ...lowering.platform import Platform
-from ...models import registry, sharding_rules
+from ...models import draft_source, registry, sharding_rules
 from ...models.deployed import deployed
 from ...models.family import ModelConfig
 from ...models.params import Param
@@ -50,6 +50,7 @@ class Form:
         dispatched: which tokens are sent to the devices of their experts instead of being gathered on all: "none", "drafts" (those of
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
         fused: whether what is sent is one operation with the experts, there and back.
+        parts: by how many dispatches all tokens of a layer are sent.
     """
 
     kind: str
@@ -60,14 +61,15 @@ class Form:
     one_row: bool
     dispatched: str
     fused: bool = False
+    parts: int = 1
 
     @staticmethod
-    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False) -> Form:
+    def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False, parts: int = 1) -> Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
         rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
         one_row = tp > 1 and rows_shared and sampled == tp
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched, fused)
+        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched, fused, parts)
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class SmallModel:
     def model_for(self, case: BucketCase, dtype: torch.dtype) -> Model:
         """The model of a case's graph with that computing dtype; how tokens get to their experts depends on the case."""
         model, rows = self.model_in(dtype), share(case.bucket, case.bucket.batch, self.mesh.axis("tp"))
-        half = -(-share(case.bucket, case.bucket.tokens, self.mesh.axis("tp")) // 2)
-        most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched, "parts": half}[case.form.dispatched]
+        part = -(-share(case.bucket, case.bucket.tokens, self.mesh.axis("tp")) // case.form.parts)
+        most = {"none": 0, "drafts": rows, "all": model.config.variant.most_dispatched, "parts": part}[case.form.dispatched]
         parts, fused = case.form.dispatched == "parts", case.form.fused
         return with_variant(model, replace(model.config.variant, most_dispatched=most, dispatches_in_parts=parts, fused_experts=fused))
 
@@ -161,6 +163,8 @@ def with_variant(model: Model, variant: Variant) -> Model:
 def full_model(manifest: Manifest) -> Model:
     """The artifact's own model in the artifact's variant."""
     model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
+    if draft := draft_source.recorded(manifest.model):
+        model = draft_source.attached(model, json.loads(draft.text), draft.parts)
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)
 
 
@@ -197,7 +201,9 @@ def small_buckets(entries: Iterable[GraphEntry], tp: int, drafts: int, layers: i
     forms: dict[Form, list[GraphEntry]] = {}
     for entry in entries:
         fused = any(name == FUSED for name, *_ in entry.collectives)
-        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused), []).append(entry)
+        forms.setdefault(Form.of(entry.bucket, tp, dispatched(entry, drafts, layers), fused, parts_of(entry, drafts, layers)), []).append(
+            entry
+        )
     cases = [BucketCase(_bucket(form, tuple(entries), tp), form, tuple(entries)) for form, entries in forms.items()]
     return tuple(sorted(cases, key=lambda case: (case.form.kind != "prefill", case.form)))
 
@@ -210,6 +216,12 @@ def dispatched(entry: GraphEntry, drafts: int, layers: int) -> str:
     return "none" if not sent else "drafts" if sent <= drafts else "all"
 
 
+def parts_of(entry: GraphEntry, drafts: int, layers: int) -> int:
+    """By how many dispatches a graph sends all tokens of a layer; the draft head's passes have one each."""
+    sent = sum(name in (DISPATCH, FUSED) for name, *_ in entry.collectives)
+    return max(1, (sent - drafts) // layers) if layers else 1
+
+
 def share(bucket: Bucket, tokens: int, tp: int) -> int:
     """Tokens of one device in a pass over `tokens`: a group splits them if the bucket's step has at least a token per device."""
     return -(-tokens // tp) if bucket.tokens >= tp else tokens
@@ -218,7 +230,7 @@ def share(bucket: Bucket, tokens: int, tp: int) -> int:
 def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
     """The smallest bucket of a form with room for three rows and one of padding; the smallest of `entries` if there is none."""
     smallest, longest = min(entry.bucket for entry in entries), max(entry.bucket.q_len for entry in entries)
-    fewest = FEWEST_TOKENS * (2 if form.dispatched == "parts" else 1) if form.fused else 0
+    fewest = FEWEST_TOKENS * form.parts if form.fused else 0
     if form.kind == "decode":
         most = MAX_REQUESTS + 2 + 2 * tp + tp * fewest // form.width
         candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
@@ -227,10 +239,16 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
         candidates = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
     # Each device has the tokens that fused experts want, in each part.
     candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
+    candidates = [bucket for bucket in candidates if _parts(share(bucket, bucket.tokens, tp), form.parts) == form.parts]
     # Only the draft head's passes are dispatched, so the main pass must have more tokens a device than they have.
     if form.dispatched == "drafts":
         candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) > share(bucket, bucket.batch, tp)]
-    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched, form.fused) == form), smallest)
+    return next((bucket for bucket in candidates if Form.of(bucket, tp, form.dispatched, form.fused, form.parts) == form), smallest)
+
+
+def _parts(tokens: int, parts: int) -> int:
+    """How many parts of a size there are, if the size is that of one of so many."""
+    return -(-tokens // -(-tokens // parts))
 
 
 def random_checkpoint(model: Model, generator: torch.Generator) -> dict[str, torch.Tensor]:

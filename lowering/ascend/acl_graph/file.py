@@ -14,6 +14,7 @@ from ....graphs.errors import LoweringError
 from ...artifact.graph_io import NamedOperator
 from ...artifact.graph_io import decode as decode_graph
 from ..ge_file import Folded
+from ..packed import fields_of
 
 FORMAT = "npucompile.aclgraph/1"
 SUFFIX = "aclgraph"
@@ -111,11 +112,8 @@ def decode(data: bytes) -> AclFile:
     Raises:
         LoweringError: the bytes are something else, or of another format.
     """
+    fields = fields_of(data, FORMAT)
     try:
-        fields = msgpack.unpackb(data)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            built_format = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
-            raise LoweringError(f"this is not a file of format {FORMAT!r} but {built_format!r}; build the artifact again")
         folded = fields["folded"]
         acl_file = AclFile(
             graph=fields["graph"],
@@ -127,7 +125,7 @@ def decode(data: bytes) -> AclFile:
             calls=tuple((body, nodes) for body, nodes in fields["calls"]),
             folded=None if folded is None else Folded(folded[0], tuple(folded[1]), folded[2]),
         )
-    except (msgpack.UnpackException, ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LoweringError(f"this is not a file of format {FORMAT!r}: {error!r}") from None
     _check(acl_file)
     return acl_file

@@ -21,7 +21,7 @@ _WEIGHTS: dict[str, tuple[tuple[int, str], ...]] = {
 and `internal_format_opapi` in its op_plugin_functions.yaml. Packed int4 are too: both grouped products get them so in vllm-ascend
 (182b75e, vllm_ascend/quantization/methods/w4a8.py), where the fused experts take no other format (weightNz in
 aclnn_dispatch_ffn_combine_w4_a8.cpp)."""
-_TRANSPOSED = "aten.t.default"
+TRANSPOSED = "aten.t.default"
 """A view, which a product takes in place of the weight."""
 _TILE_BYTES, _TILE_ROWS = 32, 16
 
@@ -38,12 +38,12 @@ def in_nz(acl_file: AclFile) -> frozenset[Node]:
     """Nodes of `graph_of` whose values are in NZ: the operands of `weight_operands`, and their transposed views."""
     nodes = [node for node in graph_of(acl_file).graph.nodes if node.op == "placeholder"]
     weights = [nodes[operand] for operand in weight_operands(acl_file)]
-    return frozenset([*weights, *(reader for weight in weights for reader in weight.users if str(reader.target) == _TRANSPOSED)])
+    return frozenset([*weights, *(reader for weight in weights for reader in weight.users if str(reader.target) == TRANSPOSED)])
 
 
 def _weight_of(weight: Node) -> Any:
     def takes(reader: Node) -> bool:
-        if str(reader.target) == _TRANSPOSED:
+        if str(reader.target) == TRANSPOSED:
             return all(map(_weight_of(reader), reader.users))
         return weight in _as_weight(reader) and list(_nodes([*reader.args, *reader.kwargs.values()])).count(weight) == 1
 

@@ -16,8 +16,10 @@ from ....graphs.types import DTYPE_NAMES, Signature
 from ...artifact import graph_io
 from ..inspect_weights import LARGE_BYTES
 from .file import GROUP_ARGUMENTS, HOST_LISTS, AclFile, graph_of
+from .formats import TRANSPOSED
 from .in_place import FORMS
 
+_PRODUCTS = ("aten.mm.default", "npu.npu_mm_reduce_scatter_base.default")
 _COPIES = ("aten.clone.default", "aten._to_copy.default", "aten.copy_.default")
 _FUNCTIONAL = tuple(f"npu.{form.functional}.default" for form in FORMS)
 
@@ -38,7 +40,7 @@ def copied_operands(launched: Iterable[Node]) -> int:
     """How many copies operators may launch besides themselves: one for each operand that is not contiguous.
 
     Most of CANN's operators copy such an operand first (`l0op::Contiguous`, hicann/ops-math math/mul/op_api/aclnn_mul.cpp at c41933244c31);
-    some take it as it is, so this is the most there can be.
+    some take it as it is, so this is the most there can be. Matrix products take a transposed matrix as it lies.
 
     Args:
         launched: what `launches` returns.
@@ -46,8 +48,10 @@ def copied_operands(launched: Iterable[Node]) -> int:
     copied = 0
     for node in launched:
         if str(node.target) not in _COPIES:
-            vals = (source.meta["val"] for source in node.all_input_nodes)
-            copied += sum(isinstance(val, torch.Tensor) and not val.is_contiguous() for val in vals)
+            sources = [
+                source for source in node.all_input_nodes if not (str(source.target) == TRANSPOSED and str(node.target) in _PRODUCTS)
+            ]
+            copied += sum(isinstance(val, torch.Tensor) and not val.is_contiguous() for val in (source.meta["val"] for source in sources))
     return copied
 
 

@@ -204,7 +204,7 @@ def _activation(op: Any, facts: Facts) -> Work:
 
 
 def _attention(op: Any, facts: Facts) -> Work:
-    """Paged attention reads the cached keys and values of each request once."""
+    """Paged attention reads the cached keys and values of each request once; of latent keys the values are a part."""
     query, key = facts.types[slot(op, "query")], facts.types[slot(op, "key0")]
     heads, kv_heads = int(op.attr["num_heads"].i), int(op.attr["num_key_value_heads"].i) or int(op.attr["num_heads"].i)
     table = next((facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "block_table" and t), None)
@@ -218,8 +218,10 @@ def _attention(op: Any, facts: Facts) -> Work:
     tokens = query.elements // (heads * width)
     new = tokens / max(batch, 1)
     keys = min(max(facts.context, new), most)
-    streamed = 2.0 * batch * keys * kv_heads * width * key.nbytes / max(key.elements, 1)
-    ops = 4.0 * tokens * heads * width * max(keys - new / 2, 1.0)
+    rotary = next((facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "key_rope" and t), None)
+    entry = 2 * kv_heads * width if rotary is None else width + rotary.shape[-1]
+    streamed = 1.0 * batch * keys * entry * key.nbytes / max(key.elements, 1)
+    ops = 2.0 * tokens * heads * (2 * width + (rotary.shape[-1] if rotary else 0)) * max(keys - new / 2, 1.0)
     moved = _moved(facts, _whole(facts, [slot(op, "query"), *_written(op, facts)]))
     # Long queries are split into blocks of rows as well.
     tasks = int(batch * kv_heads * max(1, new * heads / kv_heads // 128))

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from . import kernels_attention as attention
 from . import kernels_dense as dense
+from . import kernels_gating as gating
 from . import kernels_moe as moe
+from . import kernels_sparse as sparse
 from . import kernels_state as state
 from .ge_ops_common import Call, Function, Int4, Results
 
@@ -78,13 +81,30 @@ def _signed(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _moe_gating(call: Call) -> Results:
-    return moe.npu_moe_gating_top_k_softmax_v2(
+    return gating.npu_moe_gating_top_k_softmax_v2(
         call.tensor("x"),
         k=call.attr("k"),
         finished=call.optional("finished"),
         renorm=call.attr("renorm", 0),
         output_softmax=call.attr("output_softmax_result_flag", False),
     )
+
+
+_GATING_ATTRS: Mapping[str, Any] = {
+    "k_group": 1,
+    "group_count": 1,
+    "group_select_mode": 0,
+    "renorm": 0,
+    "norm_type": 0,
+    "out_flag": False,
+    "routed_scaling_factor": 1.0,
+    "eps": 1e-20,
+}
+
+
+def _moe_gating_of_groups(call: Call) -> Results:
+    options = {name: call.attr(name, default) for name, default in _GATING_ATTRS.items()}
+    return gating.npu_moe_gating_top_k(call.tensor("x"), call.attr("k"), bias=call.optional("bias"), **options)
 
 
 def _moe_init_routing(call: Call) -> Results:
@@ -213,7 +233,7 @@ _ATTENTION_ATTRS: Mapping[str, Any] = {
 def _attention(call: Call) -> Results:
     call.expect(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
     options = {name: call.attr(name, default) for name, default in _ATTENTION_ATTRS.items()}
-    return state.npu_fused_infer_attention_score(
+    return attention.npu_fused_infer_attention_score(
         call.tensor("query"),
         call.tensor("key0"),
         call.tensor("value0"),
@@ -221,8 +241,27 @@ def _attention(call: Call) -> Results:
         actual_seq_lengths=call.optional("actual_seq_lengths"),
         actual_seq_lengths_kv=call.optional("actual_seq_lengths_kv"),
         block_table=call.optional("block_table"),
+        query_rope=call.optional("query_rope"),
+        key_rope=call.optional("key_rope"),
         **options,
     )
+
+
+def _lightning_indexer(call: Call) -> Results:
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_key", "block_table")
+    defaults = {"layout_query": "BSND", "layout_key": "BSND", "sparse_count": 2048, "sparse_mode": 3}
+    call.expect(pre_tokens=2**63 - 1, next_tokens=2**63 - 1, return_values=False)
+    options = {name: call.optional(name) for name in names} | {name: call.attr(name, default) for name, default in defaults.items()}
+    return sparse.npu_lightning_indexer(call.tensor("query"), call.tensor("key"), call.tensor("weights"), **options)
+
+
+def _sparse_flash_attention(call: Call) -> Results:
+    names = ("block_table", "actual_seq_lengths_query", "actual_seq_lengths_kv", "query_rope", "key_rope")
+    defaults = {"sparse_block_size": 1, "layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 3, "attention_mode": 0}
+    call.expect(pre_tokens=2**63 - 1, next_tokens=2**63 - 1, return_softmax_lse=False)
+    options = {name: call.optional(name) for name in names} | {name: call.attr(name, default) for name, default in defaults.items()}
+    query, key, value, indices = map(call.tensor, ("query", "key", "value", "sparse_indices"))
+    return sparse.npu_sparse_flash_attention(query, key, value, indices, call.attr("scale_value"), **options)
 
 
 def _recurrent_gated_delta_rule(call: Call) -> Results:
@@ -246,6 +285,7 @@ FUSED: Mapping[str, Function] = {
     "DynamicQuant": _dynamic_quant,
     "AscendQuantV2": _static_quant,
     "QuantBatchMatmulV3": _quant_matmul,
+    "MoeGatingTopK": _moe_gating_of_groups,
     "MoeGatingTopKSoftmaxV2": _moe_gating,
     "DequantSwigluQuant": _dequant_swiglu_quant,
     "MoeInitRoutingV3": _moe_init_routing,
@@ -254,6 +294,8 @@ FUSED: Mapping[str, Function] = {
     "GroupedMatmulSwigluQuantV2": _grouped_matmul_swiglu_quant,
     "ScatterPaKvCache": _scatter_pa_kv_cache,
     "FusedInferAttentionScore": _attention,
+    "LightningIndexer": _lightning_indexer,
+    "SparseFlashAttention": _sparse_flash_attention,
     "RecurrentGatedDeltaRule": _recurrent_gated_delta_rule,
 }
 """Functions of one rank by type of operator; those that write in place return what they write."""

@@ -60,7 +60,7 @@ def _addcmul(call: Call) -> Results:
     same_dtype(call, **tensors)
     if tensors["value"].numel() != 1:
         raise LoweringError(f"{call.op}: value is {tuple(tensors['value'].shape)}; legal is one number")
-    return tensors["input_data"] + tensors["value"] * tensors["x1"] * tensors["x2"]
+    return torch.addcmul(tensors["input_data"], tensors["x1"], tensors["x2"], value=tensors["value"].item())
 
 
 def _clip(call: Call) -> Results:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from . import kernels_attention as attention
 from . import kernels_state as functional
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -49,8 +50,8 @@ def npu_fused_infer_attention_score(
     actual_seq_lengths_kv: Lengths = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over paged caches, see `kernels_state.npu_fused_infer_attention_score`, which takes its lengths as tensors."""
-    return functional.npu_fused_infer_attention_score(
+    """Attention over paged caches, see `kernels_attention.npu_fused_infer_attention_score`, which takes its lengths as tensors."""
+    return attention.npu_fused_infer_attention_score(
         query,
         key,
         value,

@@ -1,4 +1,4 @@
-"""CPU kernels of the NPU's expert operators: routing and grouped products.
+"""CPU kernels of the NPU's expert operators: sorting of tokens by expert and grouped products.
 
 Semantics: the operator documentation and tests of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu, test/test_custom_ops).
 """
@@ -23,25 +23,6 @@ from .kernels_common import (
     undefined,
     unpack_int4,
 )
-
-
-def npu_moe_gating_top_k_softmax_v2(
-    x: torch.Tensor, *, k: int = 1, finished: torch.Tensor | None = None, renorm: int | None = 0, output_softmax: bool | None = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [T, E] -> y [T, X] like x, int32 expert ids [T, X], f32 softmax; renorm 1 takes the softmax of the k largest alone.
-
-    Of equal logits the lower expert wins. The last result is empty unless output_softmax is set, which renorm 1 ignores.
-    Restrictions: moe_gating_top_k_softmax_v2_tiling_base.cpp of hicann/ops-transformer, 8.5.0.alpha001.
-    """
-    op = "npu_moe_gating_top_k_softmax_v2"
-    refuse_options(op, {"finished": finished})
-    logits = require(op, "x", x, FLOATS, (2,)).float()
-    if renorm not in (0, 1) or not 0 < k <= min(1024, x.shape[1]):
-        raise LoweringError(f"{op}: renorm {renorm}, k {k} of {x.shape[1]} experts; legal are 0 or 1, and 1 to 1024 of them")
-    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    softmax = logits.softmax(-1)
-    y = logits.gather(1, ids).softmax(-1) if renorm else softmax.gather(1, ids)
-    return y.to(x.dtype), ids.int(), softmax if output_softmax and not renorm else torch.empty(0)
 
 
 def npu_moe_init_routing_v2(

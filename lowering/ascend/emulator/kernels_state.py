@@ -1,30 +1,20 @@
-"""CPU kernels of the NPU's operators over state pools: KV caches and recurrent states.
+"""CPU kernels of the NPU's operators over state pools: writes of KV caches, and recurrent states.
 
 Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ....graphs.errors import LoweringError
 from .kernels_common import FLOATS, INDICES, refuse_options, require, require_shape, undefined
 
-MASK_SIZE = 2048
 MAX_TOKENS, MAX_TOKENS_VLLM = 8, 16
 """Of a sequence, in the recurrent operators of CANN and of vllm-ascend."""
-
-
-@functools.cache
-def causal_mask() -> torch.Tensor:
-    """The compressed mask [2048, 2048] that causal attention takes for all lengths: true above the diagonal."""
-    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
 
 
 def _write(op: str, pool: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
@@ -87,152 +77,6 @@ def npu_scatter_nd_update_(pool: torch.Tensor, indices: torch.Tensor, updates: t
 def npu_scatter_nd_update(pool: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     """`npu_scatter_nd_update_` on a copy of the pool."""
     return npu_scatter_nd_update_(pool.clone(memory_format=torch.contiguous_format), indices, updates)
-
-
-def npu_fused_infer_attention_score(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    atten_mask: torch.Tensor | None = None,
-    actual_seq_lengths: torch.Tensor | None = None,
-    actual_seq_lengths_kv: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_heads: int = 1,
-    scale: float = 1.0,
-    input_layout: str = "BSH",
-    num_key_value_heads: int = 0,
-    sparse_mode: int = 0,
-    block_size: int = 0,
-    softmax_lse_flag: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over paged caches: query i of Lq sees keys j <= i + Lkv - Lq (sparse_mode 3), or all (sparse_mode 0).
-
-    A key that a query does not see does not affect its result, even if it is NaN.
-
-    Args:
-        query: TND [T, H, D], BSND [B, Q, H, D] or BSH [B, Q, H*D].
-        key, value: caches [pages, P, G*D] or [pages, G, P, D]; query head h reads head h // (H/G).
-        atten_mask: the compressed mask, `causal_mask()`; None in sparse_mode 0.
-        actual_seq_lengths: int64 [B]: TND running sums of query tokens, else query tokens of each sequence (absent: all Q).
-        actual_seq_lengths_kv: int64 [B] keys of each sequence.
-        block_table: int32 [B, N] pages of each sequence.
-
-    Returns:
-        o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] without softmax_lse_flag. Rows beyond a sequence and
-        rows that see nothing are undefined.
-    """
-    op = "npu_fused_infer_attention_score"
-    refuse_options(op, options, pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=1)
-    if input_layout not in ("TND", "BSND", "BSH"):
-        raise LoweringError(f"{op}: input_layout is {input_layout!r}; legal is 'TND', 'BSND' or 'BSH'")
-    _check_mask(op, atten_mask, sparse_mode)
-    tables = require(op, "block_table", block_table, (torch.int32,), (2,))
-    G = num_key_value_heads or num_heads
-    _check_widths(op, key, num_heads, G, input_layout)
-    keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
-    flat = require(op, "query", query, (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
-    out = undefined(*flat.shape[:2], values.shape[-1], dtype=query.dtype)
-    lse = undefined(*flat.shape[:2], dtype=torch.float32)
-    spans = _spans(op, query, actual_seq_lengths, actual_seq_lengths_kv, input_layout, tables.shape[0])
-    for (low, high, length), table in zip(spans, tables, strict=True):
-        if length > table.numel() * keys.shape[1]:
-            raise LoweringError(f"{op}: {length} keys in a block_table row of {table.numel()} pages of {keys.shape[1]}")
-        pages = table[: -(-length // keys.shape[1])].long()
-        k, v = (pool[pages].flatten(0, 1)[:length].transpose(0, 1).float() for pool in (keys, values))
-        _attend(flat[low:high], k, v, scale, sparse_mode == 3, out[low:high], lse[low:high])
-    return out.reshape(*query.shape[:-1], -1), _lse_shape(lse, query, input_layout) if softmax_lse_flag else torch.empty(0)
-
-
-# Limits of the host tiling of ops-transformer@c29bc10, for a page table and no rotary part beside the query: widths of TND in
-# prompt_flash_attention_tiling.cpp (CheckInputShapeWhenLayoutIsTND); heads, groups and widths of the others there (NLIMIT, DLIMIT,
-# checkPAKeyValueDimsWhenBBH) and in incre_flash_attention_tiling_check.cpp. Its page sizes (multiples of 128, for one query of 16) are left
-# to the check of emitted graphs: graphs of small models have smaller pages.
-_TND_WIDTHS = (64, 128, 192)
-_MOST_HEADS, _LARGEST_GROUP, _WIDEST, _WIDEST_ROW = 256, 64, 512, 65535
-
-
-def _check_widths(op: str, key: torch.Tensor, H: int, G: int, layout: str) -> None:
-    row = key.shape[-1] if key.dim() == 3 else G * key.shape[-1]
-    D = row // G
-    if layout == "TND" and D not in _TND_WIDTHS:
-        raise LoweringError(f"{op}: heads of width {D} in layout TND with a block_table; legal are {_TND_WIDTHS}, or layout BSH or BSND")
-    if H % G or H > _MOST_HEADS or H // G > _LARGEST_GROUP or D > _WIDEST or row > _WIDEST_ROW:
-        raise LoweringError(
-            f"{op}: {H} query heads, {G} key heads of width {D}; legal are at most {_MOST_HEADS} heads, a multiple of the key heads, at "
-            f"most {_LARGEST_GROUP} a key head, of width at most {_WIDEST}, and key rows of at most {_WIDEST_ROW}"
-        )
-
-
-def _pages(op: str, name: str, cache: torch.Tensor, G: int, block_size: int) -> torch.Tensor:
-    """[pages, P, G, D] of either legal form."""
-    require(op, name, cache, FLOATS, (3, 4))
-    pages = cache.unflatten(-1, (G, -1)) if cache.dim() == 3 else cache.transpose(1, 2)
-    if (pages.shape[1], pages.shape[2]) != (block_size, G):
-        raise LoweringError(f"{op}: {name} {tuple(cache.shape)} against block_size {block_size} and {G} heads; legal is [pages, P, G*D]")
-    return pages
-
-
-def _spans(
-    op: str, query: torch.Tensor, ends: torch.Tensor | None, keys: torch.Tensor | None, layout: str, B: int
-) -> Iterator[tuple[int, int, int]]:
-    """First and last+1 row of each sequence among the flattened queries, and its number of keys."""
-    lengths = require(op, "actual_seq_lengths_kv", keys, (torch.int64,), (1,)).tolist()
-    if layout == "TND":
-        last = require(op, "actual_seq_lengths", ends, (torch.int64,), (1,)).tolist()
-        rows = list(zip([0, *last[:-1]], last, strict=True))
-        legal = last[-1] <= query.shape[0] and all(low <= high for low, high in rows)
-    else:
-        counts = [query.shape[1]] * B if ends is None else ends.tolist()
-        rows = [(i * query.shape[1], i * query.shape[1] + n) for i, n in enumerate(counts)]
-        legal = len(counts) == query.shape[0] and all(0 <= n <= query.shape[1] for n in counts)
-    if not legal or len(rows) != B or len(lengths) != B:
-        raise LoweringError(f"{op}: queries {tuple(query.shape)} {layout}, {B} block_table rows, query rows {rows}, key lengths {lengths}")
-    return ((low, high, length) for (low, high), length in zip(rows, lengths, strict=True))
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """One sequence: q [Lq, H, D], k [G, Lkv, D] f32, v [G, Lkv, Dv] f32; fills the rows of out and lse that see a key."""
-    Lq, Lkv, per = q.shape[0], k.shape[1], q.shape[1] // k.shape[0]
-    k, v = k.repeat_interleave(per, 0), v.repeat_interleave(per, 0)
-    visible = torch.ones(Lq, Lkv, dtype=torch.bool)
-    visible = visible.tril(Lkv - Lq) if causal else visible
-    live = visible.any(-1)
-    score = (q.float().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~visible, float("-inf"))[:, live]
-    # 0 * NaN is NaN: sum NaN values as zeros, then mark the queries that see one.
-    mean = score.softmax(-1) @ torch.where(v.isfinite(), v, 0.0)
-    poisoned = visible[live].float() @ (~v.isfinite()).float() > 0
-    out[live] = mean.masked_fill(poisoned, float("nan")).transpose(0, 1).to(out.dtype)
-    lse[live] = score.logsumexp(-1).t()
-
-
-# Masks that were found to be causal, with their version: comparing four million values takes longer than a small model's attention.
-_causal: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _is_causal(mask: torch.Tensor) -> bool:
-    if _causal.get(mask) == mask._version:
-        return True
-    if mask.shape != causal_mask().shape or not torch.equal(mask.bool(), causal_mask()):
-        return False
-    _causal[mask] = mask._version
-    return True
-
-
-def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
-    if sparse_mode == 0 and mask is None:
-        return
-    actual = require(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8), (2,))
-    if sparse_mode != 3 or not _is_causal(actual):
-        raise LoweringError(
-            f"{op}: sparse_mode {sparse_mode}, atten_mask {tuple(actual.shape)}; legal is 0 and none, or 3 and the compressed one: "
-            f"[{MASK_SIZE}, {MASK_SIZE}], true above the diagonal"
-        )
-
-
-def _lse_shape(lse: torch.Tensor, query: torch.Tensor, layout: str) -> torch.Tensor:
-    return lse[..., None] if layout == "TND" else lse.unflatten(0, query.shape[:2]).transpose(1, 2)[..., None]
 
 
 def npu_recurrent_gated_delta_rule_functional(

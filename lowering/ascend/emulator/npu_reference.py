@@ -8,12 +8,15 @@ from typing import Any
 from ....graphs.errors import LoweringError
 from ..acl_graph.file import GROUP_ARGUMENTS
 from ..packages import NAMESPACE
+from . import kernels_attention as attention
 from . import kernels_dense as dense
 from . import kernels_fused_experts as fused_experts
+from . import kernels_gating as gating
 from . import kernels_group as group
 from . import kernels_in_place as in_place
 from . import kernels_moe as moe
 from . import kernels_packages as of_packages
+from . import kernels_sparse as sparse
 from . import kernels_state as state
 from .kernels_group import Arguments
 
@@ -39,18 +42,21 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         state.npu_scatter_nd_update_,
         state.npu_recurrent_gated_delta_rule_functional,
         state.npu_chunk_gated_delta_rule,
-        moe.npu_moe_gating_top_k_softmax_v2,
+        gating.npu_moe_gating_top_k,
+        gating.npu_moe_gating_top_k_softmax_v2,
         moe.npu_moe_init_routing_v2,
         moe.npu_grouped_matmul,
         moe.npu_grouped_matmul_swiglu_quant_v2,
         moe.npu_dequant_swiglu_quant,
         moe.npu_moe_finalize_routing,
+        sparse.npu_lightning_indexer,
+        sparse.npu_sparse_flash_attention,
         in_place.npu_scatter_pa_kv_cache,
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
     **_named("aten", dense.mm),
-    **_named("air", state.npu_fused_infer_attention_score),
+    **_named("air", attention.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
     **_named(
         NAMESPACE,

@@ -63,12 +63,14 @@ class Checked:
         copies: how many operators have a violation, by its place in `violations`.
         relied: operators that rely on a fact, by their type and the fact's number.
         assumed: torch operators that rely on an assumption of their row, by what runs them and the assumption.
+        algorithms: expert operators by their communicator, and of each by algorithm ("" is the release's first).
     """
 
     violations: list[Violation] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     relied: Counter[tuple[str, int]] = field(default_factory=Counter)
     assumed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    algorithms: dict[str, Counter[str]] = field(default_factory=dict)
 
     def pairs(self) -> Iterator[tuple[Violation, int]]:
         """Violations, each with the number of its operators."""
@@ -133,6 +135,9 @@ def examine(ge_file: GeFile, platform: Platform = DEFAULT, facts: Table | None =
     ops, key_of = read(ge_file.graph), keys()
     checker.refuse(_dynamic(ops, types))
     for op, constants in _computed(ops):
+        if "comm_alg" in op.attr:
+            used = checker.checked.algorithms.setdefault(op.attr["group_ep"].s.decode(), Counter())
+            used[op.attr["comm_alg"].s.decode()] += 1
         if op.type not in STRUCTURE:
             checker.add(key_of(op, types, constants), functools.partial(node_of, op, types, constants))
     for name, rule in GRAPH_RULES.items():

@@ -14,6 +14,7 @@ PRIVATE = frozenset(
         *("_input_name_key", "_input_name_value", "_output_name_key", "_output_name_value", "_inputs_all_sym", "_readable_value"),
         *("_is_unfed_optional", "_user_stream_label", "_user_stream_priority", "_super_kernel_scope", "_super_kernel_options"),
         *("_op_aicore_num", "_op_vectorcore_num", "_op_exec_never_timeout", "_enable_inner_parallel", "_fx_tensor_name"),
+        "_inference_rule",  # of operators that torchair converts by `ge.custom_op`
     }
 )
 """Attributes that torchair and GE know of every operator (torchair of torch_npu 2.13.0: scope/_scope_attr.py, _ge_concrete_graph)."""

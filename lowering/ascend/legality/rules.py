@@ -50,6 +50,15 @@ def dimension(
     return None
 
 
+def power_of_two(node: Node, options: Mapping[str, str], inputs: list[str], axis: int, most: int, meaning: str) -> str | None:
+    """One size of each of some inputs is a power of two."""
+    for name, tensor in listed(node, inputs):
+        size = tensor.shape[axis]
+        if size & (size - 1) or size > most:
+            return f"{name} is {tensor}: {meaning} is {size}; legal is a power of two up to {most}"
+    return None
+
+
 def rank(node: Node, options: Mapping[str, str], inputs: list[str], legal: list[int]) -> str | None:
     """Inputs have one of some numbers of dimensions."""
     for name, tensor in listed(node, inputs):
@@ -100,6 +109,7 @@ RULES: Mapping[str, Rule] = {
         no_attribute,
         no_inputs,
         dimension,
+        power_of_two,
         rank,
         known_at_build,
         filled_tiles,
@@ -109,6 +119,7 @@ RULES: Mapping[str, Rule] = {
         rules_attention.paged_cache,
         rules_attention.mask,
         rules_attention.head_groups,
+        rules_attention.latent_keys,
         rules_attention.delta_rule_sizes,
         rules_attention.chunked_delta_rule_sizes,
         rules_attention.convolution_states,

@@ -9,6 +9,9 @@ from .node import Node
 SINK = "ge.tiling_schedule_optimize"
 """GE's option that lets the device compute an operator's tiling: "1" where it does."""
 
+_BAND = 4
+"""`sparse_mode` of a sliding window."""
+
 
 def widths_of_packed_tokens(node: Node, options: Mapping[str, str], equal: list[int], wide: list[list[int]]) -> str | None:
     """Head widths of a packed layout (TND): query, key and value have one of the widths `equal`, or one of the combinations `wide`.
@@ -67,11 +70,48 @@ def mask(node: Node, options: Mapping[str, str], size: int) -> str | None:
 
 
 def head_groups(node: Node, options: Mapping[str, str], most: int) -> str | None:
-    """Query heads are a multiple of the key's, and at most `most` times as many."""
+    """Query heads are a multiple of the key's, and at most `most` times as many; latent keys have a rule of their own."""
+    if "query_rope" in node.inputs:
+        return None
     queries = node.attributes.get("num_heads", 1)
     keys = node.attributes.get("num_key_value_heads", 0) or queries
     if queries % keys or queries // keys > most:
         return f"{queries} query heads share {keys} key heads; legal is a multiple, up to {most} query heads a key head"
+    return None
+
+
+def latent_keys(node: Node, options: Mapping[str, str], width: int, rotated: int, heads: int, queries: int, pages: list[int]) -> str | None:
+    """Sizes of attention over paged latents with a rotary part beside them.
+
+    Args:
+        width, rotated: of a head's latent and of its rotary part.
+        heads: most query heads, a power of two.
+        queries: most queries of a sequence in layouts that are not packed.
+        pages: legal numbers of tokens of a page.
+    """
+    if "query_rope" not in node.inputs and "key_rope" not in node.inputs:
+        return None
+    if absent := {"query_rope", "key_rope", "block_table"} - node.inputs.keys():
+        return f"lacks {', '.join(sorted(absent))}; legal is to give the rotary parts of queries and keys, over pages"
+    count, keys, page = (
+        node.attributes.get("num_heads", 1),
+        node.attributes.get("num_key_value_heads", 0),
+        node.attributes.get("block_size", 0),
+    )
+    if keys != 1 or count & (count - 1) or count > heads or page not in pages:
+        return (
+            f"{count} query heads read {keys} key heads over pages of {page}; legal are a power of two up to {heads}, one, and pages of "
+            f"{' or '.join(map(str, pages))}"
+        )
+    latent, rotary = node.inputs["key0"].shape[-1], node.inputs["key_rope"].shape[-1]
+    if (latent, rotary) != (width, rotated):
+        return f"keys are {latent} and {rotary} wide; legal are latents of {width} beside rotary parts of {rotated}"
+    layout, query = node.attributes.get("input_layout", "BSH"), node.inputs["query"]
+    if layout in ("BSH", "BSND") and query.shape[1] > queries and node.attributes.get("sparse_mode", 0) != _BAND:
+        return f"query is {query} in layout {layout}: {query.shape[1]} queries a sequence; legal are up to {queries}"
+    masked = "atten_mask" in node.inputs
+    if layout in ("BSH", "BSND") and masked != (query.shape[1] > 1):
+        return f"query is {query} and a mask is {'given' if masked else 'absent'}; legal is one where a sequence has several queries"
     return None
 
 

@@ -129,6 +129,23 @@ def attention(r: Draw) -> tuple[Any, ...]:
     return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
 
 
+def latent_attention(r: Draw) -> tuple[Any, ...]:
+    table = ints([4, 2, 1], [3, 0, 0])
+    return r(2, 3, 4, 5), r(2, 3, 4, 2), r(6, 4, 1, 5), r(6, 4, 1, 2), table, ints(7, 0), ints(3, 2), 7**-0.5
+
+
+def indexing(r: Draw) -> tuple[Any, ...]:
+    """Row 0 chooses six of up to ten keys, row 1 sees fewer than that."""
+    return r(2, 3, 4, 5), r(2, 3, 4), r(6, 4, 1, 5), ints([4, 2, 1], [3, 0, 0]), ints(7, 0), ints(3, 2), 6
+
+
+def sparse(r: Draw) -> tuple[Any, ...]:
+    """As `latent_attention`; each query has some of the keys that it sees, in any order."""
+    q, q_rope, cache, rope_cache, *place = latent_attention(r)
+    chosen = [[[7, 0, 3], [1, 8, -1], [9, 2, 5]], [[0, -1, -1], [1, 0, -1], [2, -1, -1]]]
+    return q, q_rope, cache, rope_cache, ints(*chosen), *place
+
+
 def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     knobs = torch.tensor([[0.0, 1.0, 0.7, 1.3], [0, 3, 0, 2], [1.0, 0.8, 0.5, 1.0], [0.0, 0.0, 0.1, 0.3]])[:, :B]
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
@@ -200,9 +217,12 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "rows of nobody": lambda r: quantised(r, (3, 0, 2), 5, 3, quantise_w8),
         "all rows": lambda r: quantised(r, (1, 6), 6, 4, quantise_w8),
     },
+    "head_linear": {"odd": lambda r: (r(5, 3, 7), r(3, 7, 4)), "even": lambda r: (r(4, 2, 3), r(2, 3, 5))},
     "l2_norm": {"odd": lambda r: (r(3, 1, 5, 7), 1e-6, 0.5), "even": lambda r: (r(2, 4, 2, 5), 1e-6, 1.0)},
     "last_rows": {"odd": lambda r: (r(9, 5), ints(3, 0, 2)), "even": lambda r: (r(6, 4), ints(1, 3))},
     "linear": {"odd": lambda r: (r(5, 7), r(3, 7)), "even": lambda r: (r(4, 6), r(2, 6))},
+    "layer_norm": {"odd": lambda r: (r(5, 7), r(7), r(7), 1e-6), "even": lambda r: (r(4, 6), r(6), r(6), 1e-3)},
+    "mla_attention": {"heads": latent_attention},
     "moe_combine": {"alone": dispatched},
     "moe_dispatch": {
         "float": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), r(3, 5), ints(0), 6, "world", 1, False),
@@ -215,6 +235,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "few elsewhere": lambda r: elsewhere(experts(r, 3, 6, 20, 4)),
     },
     "moe_route": {"odd": lambda r: (r(5, 7), 3, True), "even": lambda r: (r(6, 4), 2, False)},
+    "moe_route_grouped": {
+        "groups": lambda r: (r(5, 12), r.f32(12), 3, 4, 2, True, 2.5),
+        "one group": lambda r: (r(4, 7), r.f32(7), 2, 1, 1, False, 1.0),
+    },
     "moe_sort": {
         "all here": lambda r: (r(3, 5), distinct((0, 3), (3, 1), (5, 4)), 6, 6, False),
         "elsewhere": lambda r: (r(3, 5), distinct((7, 3), (0, 9), (5, 8)), 6, 10, False),
@@ -225,6 +249,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "elsewhere": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(-1, 2, -1, -1, 0, 1)),
     },
     "paged_attention": {"grouped": attention},
+    "paged_write": {
+        "odd": lambda r: (r(3, 5, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
+        "even": lambda r: (r(3, 4, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
+    },
     "positions": {"odd": lambda r: (ints(6, 0, 11), 3)},
     "quant_linear": {
         "odd": lambda r: (r(5, 7), *quantise_w8(r(7, 3))),
@@ -249,6 +277,8 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0),
     },
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
+    "sparse_attention": {"heads": sparse},
+    "sparse_index": {"keys": indexing},
     "request_slot_write": {"odd": lambda r: (r.below(99, 7, 3), ints(4, 0, 1, 6), r.below(99, 4, 3))},
     "static_quant_linear": {"odd": lambda r: static(r, 5, 7, 3), "even": lambda r: static(r, 4, 6, 2)},
     "swiglu": {"odd": lambda r: (r(5, 14),), "even": lambda r: (r(4, 6),)},
@@ -259,12 +289,12 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
-    *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_sort", "quant_linear"),
-    *("quant_linear_w4a8", "static_quant_linear"),
+    *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort"),
+    *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
-REREADS = ("paged_attention",)
+REREADS = ("mla_attention", "paged_attention", "sparse_attention", "sparse_index")
 
 
 @dataclass(frozen=True)
@@ -615,6 +645,26 @@ def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
     return clean, spoiled, lambda t: [t[0][:2, :2]]
 
 
+def poisoned_latents(r: Draw) -> tuple[Any, Any, Live]:
+    """As `poisoned_attention`."""
+    table = ints([4, 2, 1], [3, 0, 0], [0, 0, 0])
+    clean = (r(3, 3, 4, 5), r(3, 3, 4, 2), r(6, 4, 1, 5), r(6, 4, 1, 2), table, ints(7, 0, 0), ints(2, 2, 0), 0.4)
+    unused = (0, 5, (1, slice(1, None)), (3, slice(2, None)))
+    queries, pools = [poison(x, (0, 2), (1, 2), 2) for x in clean[:2]], [poison(x, *unused) for x in clean[2:4]]
+    return clean, (*queries, *pools, *clean[4:]), lambda t: [t[0][:2, :2]]
+
+
+def poisoned_choice(r: Draw, name: str) -> tuple[Any, Any, Live]:
+    """As `poisoned_latents`, of the indexer or of attention over what it chooses."""
+    clean, spoiled, live = poisoned_latents(r)
+    if name == "sparse_index":
+        clean, spoiled = ((x[0], x[1][..., 0], x[2], *x[4:7], 5) for x in (clean, spoiled))
+        return clean, spoiled, lambda t: [t[0][:2, :2].sort(-1).values]
+    indices = ints([[7, 0, 3], [1, 8, -1], [9, 2, 5]], [[0, -1, -1], [1, 0, -1], [2, -1, -1]], [[0, -1, -1]] * 3)
+    clean, spoiled = ((*x[:4], indices, *x[4:]) for x in (clean, spoiled))
+    return clean, spoiled, live
+
+
 def poisoned_cache(r: Draw) -> tuple[Any, Any, Live]:
     clean = (r(4, 2, 2, 3), r(4, 2, 2, 3), r(4, 2, 3), r(4, 2, 3), ints(5, 0, 2, 1))
     k, v = (poison(x, 1, 3) for x in clean[2:4])
@@ -696,6 +746,9 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "l2_norm": [lambda r: rows(r, "l2_norm", "odd", (0,))],
     "last_rows": [poisoned_last_rows],
     "linear": [lambda r: rows(r, "linear", "odd", (0,))],
+    "head_linear": [lambda r: rows(r, "head_linear", "odd", (0,))],
+    "layer_norm": [lambda r: rows(r, "layer_norm", "odd", (0,))],
+    "mla_attention": [poisoned_latents],
     "moe_combine": [poisoned_combine],
     "moe_dispatch": [lambda r: poisoned_last_sorted(r, "moe_dispatch", "float", 4)],
     "moe_experts": [
@@ -703,6 +756,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         poisoned_few_choices,
     ],
     "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
+    "moe_route_grouped": [lambda r: rows(r, "moe_route_grouped", "groups", (0,))],
     "moe_sort": [
         lambda r: poisoned_last_sorted(r, "moe_sort", "all here", 4),
         lambda r: poisoned_last_sorted(r, "moe_sort", "elsewhere", 2),
@@ -710,6 +764,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     ],
     "moe_unsort": [poisoned_unsort],
     "paged_attention": [poisoned_attention],
+    "paged_write": [],
     "positions": [],
     "quant_linear": [lambda r: rows(r, "quant_linear", "odd", (0,))],
     "quant_linear_w4a8": [lambda r: rows(r, "quant_linear_w4a8", "channels", (0,))],
@@ -718,6 +773,8 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
     "rope_angles": [],
     "scaled_rope_angles": [],
     "sample": [lambda r: rows(r, "sample", "even", (0,))],
+    "sparse_attention": [lambda r: poisoned_choice(r, "sparse_attention")],
+    "sparse_index": [lambda r: poisoned_choice(r, "sparse_index")],
     "request_slot_write": [],
     "static_quant_linear": [lambda r: rows(r, "static_quant_linear", "odd", (0,))],
     "swiglu": [lambda r: rows(r, "swiglu", "odd", (0,))],

@@ -142,7 +142,7 @@ def test_contradictions_are_refused_before_they_are_written(ge_file, change, mes
     [b"", b"\xc1", b"PK\x03\x04" * 9, msgpack.packb([1]), msgpack.packb({"format": "npucompile.ge/0"}), msgpack.packb({"format": FORMAT})],
 )
 def test_other_bytes_are_refused(data):
-    with pytest.raises(LoweringError, match="not a GE file"):
+    with pytest.raises(LoweringError, match=r"not a file of format .npucompile\.ge"):
         decode(data)
 
 

@@ -148,6 +148,16 @@ def test_moe_route(dtype: torch.dtype, renormalise: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6 if dtype is F32 else 8e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("groups", "top_groups"), [(4, 2), (1, 1)])
+@pytest.mark.usefixtures("torchair")
+def test_moe_route_grouped(groups: int, top_groups: int, renormalise: bool) -> None:
+    args = (draw(9, 12, dtype=BF16), draw(12, seed=1, dtype=F32), 3, groups, top_groups, renormalise, 2.5)
+    (got, got_ids), (want, want_ids) = on_cpu(ops.moe_route_grouped, args), reference(ops.moe_route_grouped, args)
+    assert torch.equal(got_ids, want_ids)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("num_local", [4, 9], ids=["some", "all"])
 @pytest.mark.usefixtures("torchair")
@@ -231,6 +241,11 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
     ),
     "swiglu": (ops.swiglu, (draw(5, 16, dtype=BF16),), ["SwiGlu"]),
     "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopKSoftmaxV2"]),
+    "moe_route_grouped": (
+        ops.moe_route_grouped,
+        (draw(9, 12, dtype=F32), draw(12, seed=1, dtype=F32), 3, 4, 2, True, 2.5),
+        ["MoeGatingTopK"],
+    ),
     "moe_sort": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, False), ["MoeInitRoutingV3"]),
     "moe_sort int8": (ops.moe_sort, (draw(5, 16, dtype=BF16), choices(5, 3, 9), 4, 9, True), ["MoeInitRoutingV3"]),
     "moe_unsort": (

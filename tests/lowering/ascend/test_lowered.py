@@ -73,6 +73,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         ("dp=2,tp=2", fleets.everywhere("w8a8", **HEADS), "small", 1, (2, 1), True),
         ("tp=2", fleets.everywhere("w4a8_dynamic", ffn=2, **HEADS), "dense", 1, (2,), False),
         ("dp=2,tp=2", fleets.everywhere("w4a8_dynamic", **HEADS), "small", 1, (2, 1), True),
+        ("dp=2,tp=2", GROUPED, "latent", 2, (2, 1), False),
+        ("dp=2,tp=2", GROUPED, "sparse", 2, (2, 1), False),
     ],
     ids=[
         "dispatched",
@@ -93,6 +95,8 @@ def lowered_for_the_newest(partitioned: Partitioned) -> GraphModule:
         "static everywhere but experts, newest",
         "int4 everywhere",
         "int4 in groups everywhere, newest",
+        "latent attention",
+        "sparse attention",
     ],
 )
 def test_every_rank_says_and_remembers_the_same(

@@ -139,10 +139,12 @@ def test_static_scales_of_a_checkpoint_are_kept(role: str) -> None:
     }
     if role == "row":
         assert leaves["scale"].tolist() == [columns["deq_scale"].tolist()] * 2
-        assert leaves["bias"].tolist() == [columns["quant_bias"].tolist(), [0] * 8], "of the whole contraction, which the first part adds"
+        assert leaves["quant_bias"].tolist() == [columns["quant_bias"].tolist(), [0] * 8], (
+            "of the whole contraction, which the first part adds"
+        )
     else:
         assert torch.equal(leaves["scale"], columns["deq_scale"])
-        assert torch.equal(leaves["bias"], columns["quant_bias"])
+        assert torch.equal(leaves["quant_bias"], columns["quant_bias"])
     assert (float(leaves["input_scale"]), float(leaves["input_offset"])) == (float(torch.tensor(0.02)), 5.0)
     # Models in float16 have the bits of float32 in 64 bits.
     bits = {name: t.view(torch.int32).long() if name.endswith("deq_scale") else t for name, t in tensors.items()}

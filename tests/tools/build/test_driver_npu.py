@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
-from support import tiny
+from support import modelslim, tiny
 
 from npucompile.graphs.errors import LoweringError, SpecError
 from npucompile.lowering import collectives_check
 from npucompile.lowering.artifact.artifact import MANIFEST, Artifact
 from npucompile.lowering.ascend.ge_file import decode
 from npucompile.lowering.toolchain import differences
+from npucompile.models.quant.description import formats_in
+from npucompile.models.quant.formats import Formats
 from npucompile.tools.build import driver, memory, pool, stages, stamp
 from npucompile.tools.build.environment import environment
 from npucompile.tools.build.memory import MemoryPlan
@@ -21,6 +23,7 @@ BIG = "qwen3.5-397b"
 NAMES = ["prefill-b1-q4", "decode-b2-q2", "decode-b4-q2"]
 ORDER = ["decode-b4-q2", "prefill-b1-q4", "decode-b2-q2"]
 """The largest first."""
+_run = pool.run
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +299,16 @@ def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, mo
     assert {entry.compiled for entry in manifest.graphs} == {None}
     assert {name.partition("/")[0] for name in manifest.files} == {"stages", "tokenizer"}
     assert list(build(plan).reused) == NAMES
+
+
+@pytest.mark.parametrize("name", ["dense_w8a8_mix_m4", "moe_w4a8_smooth"])
+def test_a_quantised_checkpoint_is_lowered_in_its_own_formats(build, monkeypatch, name):
+    """Biases that smoothing left are added; every operator is legal, or the build would fail."""
+    monkeypatch.setattr(pool, "run", lambda job: tiny.quietly(_run, job))
+    sizes = {"buckets": (2,), "max_num_seqs": 2, "num_speculative_tokens": None}
+    plan = tiny.planned_device(modelslim.FIXTURES / name, mesh="tp=2", **sizes)
+    report = build(plan)
+    manifest = Artifact.open(report.path).manifest
+    formats = formats_in(modelslim.FIXTURES / name)
+    assert Formats.of_fields(manifest.formats) == formats
+    assert any(leaf.name.endswith("input_norm.bias") for leaf in manifest.params) == bool(formats.biased)

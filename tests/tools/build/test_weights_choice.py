@@ -55,7 +55,7 @@ def test_what_has_no_weights_has_no_choice(model, tmp_path):
     (sizes / "config.json").write_text(json.dumps({**tiny.CONFIG, **tiny.NPU_SIZES}))
     alone = tiny.planned_device(sizes)
     assert alone.weights == "none"
-    assert any(f"no weights: {sizes} holds neither model.safetensors nor" in note for note in alone.notes)
+    assert any(f"no weights: {sizes} holds none of model.safetensors" in note for note in alone.notes)
 
 
 def test_an_unreadable_checkpoint_is_refused_when_it_is_planned(model, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import tiny
+from support import modelslim, tiny
 
 from npucompile.graphs.errors import NpucompileError, RequestError
 from npucompile.graphs.types import Bucket
@@ -48,6 +48,18 @@ def test_completions_are_what_the_graphs_say(executor):
         assert completion.record.prefill_chunks
         assert completion.logprobs == ()
     assert any(completion.record.padded_rows or dict(completion.record.decode_steps).get("decode-b4-q4") for completion in completions)
+
+
+@pytest.mark.parametrize("name", ["dense_w8a8_mix_m4", "moe_w4a8_group"])
+def test_a_checkpoint_that_is_quantised_is_built_and_served(name, tmp_path):
+    """Tokens are those of ModelSlim's own arithmetic."""
+    artifact = tmp_path / "artifact"
+    tiny.built(tiny.planned(modelslim.FIXTURES / name), artifact)
+    prompts = [[3, 200, 41, 7], [77, 12]]
+    for prompt, completion in zip(prompts, complete(CpuExecutor(Artifact.open(artifact)), prompts, GREEDY, 5, NO_STOP), strict=True):
+        ids = [*prompt, *completion.token_ids]
+        greedy = modelslim.logits(name, ids[:-1])[len(prompt) - 1 :].argmax(-1)
+        assert list(completion.token_ids) == greedy.tolist()
 
 
 def test_drafts_and_log_probabilities_change_no_token(executor):

@@ -42,3 +42,8 @@ def test_values_have_the_size_of_weights(name, dtype, low, high):
 def test_scales_in_64_bits_hold_a_float():
     leaf = Leaf("params.scale", Aval((2, 4), torch.int64, (None, None)))
     assert 0.002 <= float(random_leaf(leaf, leaf.aval, 0).to(torch.int32).view(torch.float32).min()) <= 0.004
+
+
+def test_ids_are_rows_of_every_table():
+    leaf = Leaf("params.draft.model_ids", Aval((5,), torch.int32, (None,)))
+    assert random_leaf(leaf, leaf.aval, 0).tolist() == [0, 1, 2, 3, 4]

@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import modelslim, tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.errors import ArtifactError, ArtifactStale, ArtifactTampered, CheckpointError
 from npucompile.graphs.types import Leaf, Mesh, Rules
 from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
 from npucompile.models import checkpoint as checkpoints
+from npucompile.models.quant.description import formats_in
 from npucompile.tools import progress
 from npucompile.tools.build.describe import describe
 from npucompile.tools.progress import Progress
@@ -70,6 +71,28 @@ def test_every_rank_gets_its_slices(model, tmp_path, quantization, weights):
             assert shard[leaf.name].dtype == expected.dtype
             assert torch.equal(shard[leaf.name], expected), leaf.name
             assert shard[leaf.name].is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["dense_w8a8_dynamic", "moe_w4a8_smooth"])
+def test_an_artifact_of_a_scheme_takes_the_integers_of_a_quantised_checkpoint(name, tmp_path):
+    """It was built from sizes alone; the checkpoint that it is served from is of the same scheme."""
+    fixture, sizes = modelslim.FIXTURES / name, tmp_path / "sizes"
+    sizes.mkdir()
+    shutil.copyfile(fixture / "config.json", sizes / "config.json")
+    options = {"quantization": name.split("_")[1], "backend": "null", "mesh": "tp=2", "num_speculative_tokens": None}
+    artifact, plan = artifact_of(sizes, tmp_path / "out", **options)
+    if "moe" in name:
+        # Its last layer's experts are int8, and those of the artifact are int4.
+        with pytest.raises(ArtifactStale, match=r"params\.layers\.3\.mlp\.(gate_up|down)\S* .*build the artifact again"):
+            read(artifact, 0, fixture)
+        return
+    model = replace(plan.model, config=replace(plan.model.config, variant=replace(plan.model.config.variant, formats=formats_in(fixture))))
+    params = checkpoints.load(checkpoints.open_checkpoint(fixture), model.params(plan.dtype))
+    mesh, rules = Mesh.parse(artifact.manifest.mesh), Rules.of(artifact.manifest.rules)
+    for rank in range(mesh.size):
+        shard = read(artifact, rank, fixture)
+        for leaf, (_, tensor) in zip(artifact.manifest.params, tree.flatten(params), strict=True):
+            assert torch.equal(shard[leaf.name], tensor[rules.local_slice(leaf.aval, mesh, rank)]), leaf.name
 
 
 @pytest.mark.parametrize("weights", ["stored", "bound"])

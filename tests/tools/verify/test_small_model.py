@@ -84,7 +84,8 @@ def test_exchange_forms_are_told_apart():
     small = small_model.shrink(manifest(graphs=graphs), 3)
     limits = {case.form.dispatched: small.model_for(case, F32).config.variant.most_dispatched for case in small.cases}
     (split,) = (case for case in small.cases if case.form.dispatched == "parts")
-    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1, "parts": -(-split.bucket.tokens // 4)}
+    assert (split.form.parts, {case.form.parts for case in small.cases if case is not split}) == (4, {1}), "60 layers and three drafts"
+    assert limits == {"none": 0, "all": Variant().most_dispatched, "drafts": 1, "parts": -(-split.bucket.tokens // 8)}
     assert [small.model_for(case, F32).config.variant.dispatches_in_parts for case in small.cases] == [c is split for c in small.cases]
     # Without drafts every dispatch belongs to a layer.
     assert [small_model.dispatched(graph, 0, 60) for graph in graphs] == ["none", "all", "all", "parts"]

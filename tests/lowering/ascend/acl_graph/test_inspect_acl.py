@@ -42,6 +42,13 @@ def test_views_unpackings_and_waits_launch_nothing() -> None:
     assert not any("getitem" in name for name in census)
 
 
+def test_a_product_takes_a_transposed_weight_as_it_lies() -> None:
+    made, _ = ag.of_body(lambda x, w: (torch.mm(x, w.t()), x.t() + 1), inputs_x=((4, 8), ag.F32), inputs_w=((6, 8), ag.F32))
+    launched = inspect_acl.launches(graph_of(made).graph.nodes)
+    assert [str(node.target) for node in launched] == ["aten.mm.default", "aten.add.Tensor"]
+    assert inspect_acl.copied_operands(launched) == 1, "of the sum alone"
+
+
 def test_collectives_are_listed_with_their_groups() -> None:
     made, _ = ag.of_body(layer, inputs_x=((4, 8), ag.F32))
     ((name, group, value),) = inspect_acl.collectives(made)

@@ -64,6 +64,14 @@ def test_attention_reads_each_request_s_context_once():
     assert most.streamed_bytes == 2 * attended.streamed_bytes, "a page table of 8 pages of 16 tokens holds 128"
 
 
+def test_attention_over_latents_reads_them_once_for_keys_and_values():
+    paged = {"query": "bf16[3,2,2048]", "key0": "bf16[32,16,512]", "value0": "bf16[32,16,512]", "block_table": "i32[3,8]"}
+    paged |= {"query_rope": "bf16[3,2,256]", "key_rope": "bf16[32,16,64]"}
+    attended = work("FusedInferAttentionScore", paged, ["bf16[3,2,2048]"], num_heads=4, num_key_value_heads=1, block_size=16)
+    assert attended.streamed_bytes == 3 * 64 * (512 + 64) * 2
+    assert attended.attention_ops == 6 * 4 * 2 * (512 + 64 + 512) * 63
+
+
 def test_a_pool_costs_what_is_read_and_written_of_it():
     pool = {"var": "bf16[1000,64]", "indices": "i32[4,1]", "updates": "bf16[4,64]"}
     scattered = work("ScatterNdUpdate", pool, ["bf16[1000,64]"], pools=("var",))

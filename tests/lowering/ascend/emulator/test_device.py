@@ -137,7 +137,7 @@ def test_compiled_graphs_are_kept_and_found(device: EmulatedDevice, tmp_path: Pa
 def test_files_that_are_none_or_contradict_themselves_are_refused(device: EmulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "one.ge"
     path.write_bytes(b"nothing")
-    with pytest.raises(LoweringError, match="this is not a GE file"):
+    with pytest.raises(LoweringError, match=r"this is not a file of format .npucompile\.ge"):
         device.open(path, 0, {})
     path.write_bytes(encode(replace(doubled(), bound=(0,))))
     with pytest.raises(LoweringError, match=r"the GE file has .0. bound"):

@@ -25,6 +25,7 @@ from npucompile.lowering.ascend.inspect_ge import census, check
 from npucompile.lowering.ascend.link import link
 from npucompile.lowering.ascend.lowered import lower
 from npucompile.lowering.collectives_check import of_ge_file
+from npucompile.lowering.platform import Platform
 from npucompile.models.variant import Variant
 
 gb = gc.gb
@@ -377,9 +378,11 @@ class Whole:
     """A model on a mesh with k drafts; with log probabilities its steps give no logits.
 
     Attributes:
+        cann: release that it is lowered for.
         decode, prefill: types that the steps must have.
     """
 
+    cann: str
     mesh: str
     experts: bool
     drafts: int
@@ -390,10 +393,16 @@ class Whole:
 
 WHOLE = {
     "three drafts": Whole(
-        "dp=2,tp=2", True, 3, 2, "RecurrentGatedDeltaRule MoeDistributeCombineV2 HcomAllToAll TopKV2 ScatterPaKvCache", "HcomAllToAll"
+        "8.5",
+        "dp=2,tp=2",
+        True,
+        3,
+        2,
+        "RecurrentGatedDeltaRule MoeDistributeCombineV2 HcomAllToAll TopKV2 ScatterPaKvCache",
+        "HcomAllToAll",
     ),
-    "one draft": Whole("tp=2", False, 1, 0, "HcomAllReduce ArgMaxWithValue", "HcomAllReduce BatchMatMul"),
-    "no drafts": Whole("", True, 0, 0, "MoeInitRoutingV3 RecurrentGatedDeltaRule", "MoeInitRoutingV3"),
+    "one draft": Whole("8.3", "tp=2", False, 1, 0, "HcomAllReduce ArgMaxWithValue Addcmul", "HcomAllReduce BatchMatMul"),
+    "no drafts": Whole("8.5", "", True, 0, 0, "MoeInitRoutingV3 RecurrentGatedDeltaRule", "MoeInitRoutingV3"),
 }
 
 
@@ -408,7 +417,7 @@ def test_a_model_after_torchair_is_the_model_before_it(ta: Any, name: str) -> No
         """The graph before torchair and the GE file after it, cached by bucket."""
         bucket = partitioned.program.bucket
         if bucket not in cache:
-            lowered = lower(partitioned)
+            lowered = lower(partitioned, Platform("ascend910_93", case.cann))
             ge_file = link(lowered.graph, lowered.signature, ta)
             check(ge_file, lowered.signature)
             assert of_ge_file(ge_file, in_order=True) == partitioned.collectives

@@ -16,7 +16,7 @@ from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
 from npucompile.lowering.ascend.emulator.ge_ops_common import Int4
 from npucompile.lowering.ascend.emulator.ge_ops_fused import FUSED
-from npucompile.lowering.ascend.emulator.kernels_state import causal_mask
+from npucompile.lowering.ascend.emulator.kernels_attention import causal_mask
 from npucompile.lowering.ascend.emulator.npu_reference import KERNELS
 from npucompile.lowering.ascend.inspect_ge import census
 
@@ -39,6 +39,28 @@ def attention(layout: str, **more: Any) -> tuple[Any, ...]:
         "num_heads": 4, "num_key_value_heads": 2, "scale": 64**-0.5, "input_layout": layout, "sparse_mode": 3, "block_size": 16,
     }  # fmt: skip
     return (query, d(3, 16, 128, seed=1), d(3, 16, 128, seed=2)), options | more
+
+
+SPARSE = {"block_table": torch.tensor([[2, 1], [3, 0]], dtype=I32), "layout_query": "BSND", "sparse_mode": 3}
+
+
+def latent_attention() -> tuple[Any, ...]:
+    cache = d(3, 16, 32, seed=1)
+    options = {
+        "atten_mask": causal_mask(), "actual_seq_lengths_kv": torch.tensor([21, 4]),
+        "block_table": torch.tensor([[2, 0], [1, 0]], dtype=I32), "query_rope": d(2, 3, 4 * 8, seed=2), "key_rope": d(3, 16, 8, seed=3),
+        "num_heads": 4, "num_key_value_heads": 1, "scale": 0.2, "input_layout": "BSH", "sparse_mode": 3, "block_size": 16,
+    }  # fmt: skip
+    return (d(2, 3, 4 * 32), cache, cache), options
+
+
+def sparse_attention() -> tuple[Any, ...]:
+    cache, chosen = d(5, 8, 1, 16, seed=1), gc.i32([[7, 2]], [[0, 9]], [[10, -1]]).expand(2, 3, 1, 2).contiguous()
+    options = {
+        **SPARSE, "actual_seq_lengths_kv": gc.i32(11, 11), "query_rope": d(2, 3, 4, 8, seed=3), "key_rope": d(5, 8, 1, 8, seed=4),
+        "layout_kv": "PA_BSND", "attention_mode": 2,
+    }  # fmt: skip
+    return (d(2, 3, 4, 16), cache, cache, chosen, 0.2), options
 
 
 def delta(**more: Any) -> tuple[Any, ...]:
@@ -109,6 +131,9 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", static()),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
+    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8, dtype=F32), 3), {"bias": d(8, seed=1, dtype=F32), "k_group": 2,
+        "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5})),
+    ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8), 3), {"out_flag": True})),
     ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((d(6, 16),), ACTIVATION)),
     ("DequantSwigluQuant", "npu.npu_dequant_swiglu_quant", ((torch.arange(96, dtype=I32).view(6, 16),), ACTIVATION | {
         "weight_scale": d(4, 16, dtype=F32), "activation_scale": d(6, 1, dtype=F32)})),
@@ -127,6 +152,10 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", attention("TND")),
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", attention("TND", softmax_lse_flag=True)),
     ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", attention("BSND")),
+    ("FusedInferAttentionScore", "air.npu_fused_infer_attention_score", latent_attention()),
+    ("LightningIndexer", "npu.npu_lightning_indexer", ((d(2, 3, 4, 16), d(5, 8, 1, 16, seed=1), d(2, 3, 4, seed=2)), {
+        **SPARSE, "actual_seq_lengths_key": gc.i32(11, 5), "layout_key": "PA_BSND", "sparse_count": 4})),
+    ("SparseFlashAttention", "npu.npu_sparse_flash_attention", sparse_attention()),
     ("RecurrentGatedDeltaRule", "npu.npu_recurrent_gated_delta_rule_functional", delta()),
     ("RecurrentGatedDeltaRule", "npu.npu_recurrent_gated_delta_rule_functional", delta(num_accepted_tokens=None, beta=d(4, 4).sigmoid())),
 ]  # fmt: skip

@@ -1,6 +1,5 @@
-"""lowering/ascend/emulator/kernels_moe.py: routing equals plain loops, grouped products single ones, quantised ones exact integers."""
+"""lowering/ascend/emulator/kernels_moe.py: sorting equals plain loops, grouped products single ones, quantised ones exact integers."""
 
-import math
 import struct
 from typing import Any
 
@@ -39,31 +38,6 @@ def bits(scale: torch.Tensor) -> torch.Tensor:
 
 
 # --- routing ---
-
-
-@pytest.mark.parametrize("renorm", [0, 1])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_gating_weighs_all_or_the_chosen_and_takes_the_lower_of_equals(dtype: torch.dtype, renorm: int) -> None:
-    x = torch.randn(5, 8).to(dtype)
-    x[0] = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0, 1.0, 1.0, 0.0])
-    y, ids, rest = moe.npu_moe_gating_top_k_softmax_v2(x, k=3, renorm=renorm)
-    for row in range(5):
-        e = [math.exp(v) for v in x[row].tolist()]
-        wanted = sorted(range(8), key=lambda i, e=e: (-e[i], i))[:3]
-        assert ids[row].tolist() == wanted
-        near(y[row], torch.tensor([e[i] / sum(e[i] for i in (wanted if renorm else range(8))) for i in wanted]))
-    assert (y.dtype, ids.dtype, rest.dtype, rest.shape) == (dtype, torch.int32, torch.float32, (0,))
-    assert moe.npu_moe_gating_top_k_softmax_v2(x, k=3, renorm=renorm, output_softmax=True)[2].shape == ((0,) if renorm else (5, 8))
-
-
-def test_gating_breaks_long_ties_by_the_lower_expert() -> None:
-    assert moe.npu_moe_gating_top_k_softmax_v2(torch.zeros(2, 512), k=10)[1].tolist() == [list(range(10))] * 2
-
-
-@pytest.mark.parametrize("option", [{"renorm": 2}, {"k": 5}, {"finished": torch.zeros(1, dtype=torch.bool)}])
-def test_gating_refuses_what_it_does_not_know(option: dict[str, Any]) -> None:
-    with pytest.raises(LoweringError, match=next(iter(option))):
-        moe.npu_moe_gating_top_k_softmax_v2(torch.zeros(1, 4), **{"k": 2} | option)
 
 
 def test_dequant_swiglu_quant_of_integers_is_that_of_the_floats() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from npucompile.graphs.errors import LoweringError
 from npucompile.lowering.ascend import packages
-from npucompile.lowering.ascend.emulator import kernels_state
+from npucompile.lowering.ascend.emulator import kernels_attention
 from npucompile.lowering.ascend.emulator.kernels_group import Arguments
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS, group_of
 
@@ -28,7 +28,7 @@ def attention(layout: str, **more: Any) -> Arguments:
     query = {"TND": t(6, 4, 64), "BSND": t(2, 3, 4, 64), "BSH": t(2, 3, 256)}[layout]
     ends = torch.tensor([3, 6]) if layout == "TND" else torch.tensor([3, 3])
     options = {
-        "atten_mask": kernels_state.causal_mask(),
+        "atten_mask": kernels_attention.causal_mask(),
         "actual_seq_lengths": ends,
         "actual_seq_lengths_kv": torch.tensor([5, 4]),
         "block_table": torch.zeros(2, 2, dtype=i32),
@@ -66,6 +66,10 @@ def routing(**more: Any) -> Arguments:
 COUNTS = torch.tensor([2, 1, 2])
 GROUPS = {"group_list": COUNTS, "split_item": 2, "group_type": 0, "group_list_type": 1}
 
+CACHE, LATENTS = t(5, 8, 1, 16), torch.tensor([11, 5], dtype=i32)
+ROTARY = {"query_rope": t(2, 3, 4, 8), "key_rope": t(5, 8, 1, 8)}
+TABLE = {"block_table": torch.tensor([[2, 1], [3, 0]], dtype=i32)}
+
 CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_rms_norm.default", lambda: ((t(2, 3, 16), t(16), 1e-6), {})),
     ("npu.npu_add_rms_norm.default", lambda: ((t(4, 16), t(4, 16), t(16), 1e-6), {})),
@@ -94,6 +98,18 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         lambda: ((t(2, 2, 8), t(2, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), torch.arange(2, dtype=i32)), {"cache_mode": "Norm"}),
     ),
     ("npu.npu_fused_infer_attention_score.default", lambda: attention("BSH", actual_seq_lengths=[3, 3], actual_seq_lengths_kv=[5, 4])),
+    ("npu.npu_moe_gating_top_k.default", lambda: ((t(4, 8, d=f32), 3), {"bias": t(8, d=f32), "norm_type": 1, "out_flag": True})),
+    (
+        "npu.npu_lightning_indexer.default",
+        lambda: ((t(2, 3, 4, 16), t(5, 8, 1, 16), t(2, 3, 4)), {"actual_seq_lengths_key": LATENTS, "layout_key": "PA_BSND", **TABLE}),
+    ),
+    (
+        "npu.npu_sparse_flash_attention.default",
+        lambda: (
+            (t(2, 3, 4, 16), CACHE, CACHE, torch.zeros(2, 3, 1, 2, dtype=i32), 0.2),
+            {"actual_seq_lengths_kv": LATENTS, "layout_kv": "PA_BSND", "attention_mode": 2, **ROTARY, **TABLE},
+        ),
+    ),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8, d=f32),), {"k": 3, "renorm": 1})),
     ("npu.npu_moe_gating_top_k_softmax_v2.default", lambda: ((t(4, 8),), {"k": 3, "output_softmax": True})),
     (

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[dict[str, Any], Node, Node, str]] = {
         {"inputs": ["x"], "axis": -1, "least": 16, "most": 64, "multiple": 16, "meaning": "the width"},
         node(x=X), node(x=TensorType("bf16", (4, 40))), "x is bf16[4,40]: the width is 40; legal is 16 to 64, a multiple of 16",
     ),
+    "power_of_two": (
+        {"inputs": ["x"], "axis": -1, "most": 64, "meaning": "the number of heads"}, node(x=X), node(x=TensorType("bf16", (4, 48))),
+        "x is bf16[4,48]: the number of heads is 48; legal is a power of two up to 64",
+    ),
     "rank": ({"inputs": ["x"], "legal": [2, 3]}, node(x=X), node(x=TensorType("f32", (4,))), "of 1 dimensions; legal are 2, 3"),
     "known_at_build": (
         {"inputs": ["shape"]}, node(constants=("shape",), shape=X), node(shape=X), "shape (bf16[4,32]) is computed in the step",

@@ -60,6 +60,35 @@ def test_mask_and_head_groups():
     assert "up to 64 query heads a key head" in str(rules.head_groups(wide, {}, most=64))
 
 
+def latent(queries: int = 4, heads: int = 64, width: int = 512, rotary: int = 64, page: int = 128, **attributes: Any) -> Node:
+    node = attention((4, queries, heads * width), (9, page, width), num_heads=heads, num_key_value_heads=1, block_size=page, **attributes)
+    node.inputs.update(query_rope=TensorType("bf16", (4, queries, heads * rotary)), key_rope=TensorType("bf16", (9, page, rotary)))
+    if queries > 1:
+        node.inputs["atten_mask"] = TensorType("bool", (2048, 2048))
+    return node
+
+
+def test_latent_keys():
+    """As the host's tiling has it for BSH: widths 512 and 64, a power of two heads, sixteen queries, pages of 16 or 128."""
+    limits = {"width": 512, "rotated": 64, "heads": 128, "queries": 16, "pages": [16, 128]}
+    plain = attention((4, 2, 1024), (9, 128, 512), num_heads=16, num_key_value_heads=1)
+    for legal in (plain, latent(), latent(1, 128), latent(16, page=16), latent(17, sparse_mode=4)):
+        assert rules.latent_keys(legal, {}, **limits) is None
+    assert rules.head_groups(latent(heads=128), {}, most=64) is None
+    for wrong, message in [
+        (latent(17), "17 queries a sequence; legal are up to 16"),
+        (latent(heads=48), "48 query heads read 1 key heads over pages of 128; legal are a power of two up to 128"),
+        (latent(heads=256), "up to 128"),
+        (latent(page=64), "pages of 16 or 128"),
+        (latent(width=256), "keys are 256 and 64 wide; legal are latents of 512 beside rotary parts of 64"),
+    ]:
+        assert message in str(rules.latent_keys(wrong, {}, **limits))
+    lacking, unmasked = latent(), latent()
+    del lacking.inputs["key_rope"], unmasked.inputs["atten_mask"]
+    assert "lacks key_rope" in str(rules.latent_keys(lacking, {}, **limits))
+    assert "a mask is absent" in str(rules.latent_keys(unmasked, {}, **limits))
+
+
 def delta(tokens: int = 8, heads: tuple[int, int] = (2, 4), width: int = 128, sequences: int = 2, state: tuple[int, ...] = ()) -> Node:
     shapes = {
         "query": (tokens, heads[0], width), "key": (tokens, heads[0], width), "value": (tokens, heads[1], width),

@@ -40,7 +40,10 @@ def test_columns_name_inputs_and_outputs_of_the_form():
 
 def test_facts_of_a_release_and_a_chip():
     """Grouped int4 weights with float scales came with 8.5; the float32 state of the delta rule is of an operator package."""
-    assert not [fact for fact in table().facts("GroupedMatmulSwigluQuantV2", "ascend910_93", "8.3") if fact.what == FORM]
+    for newer in ("GroupedMatmulSwigluQuantV2", "RecurrentGatedDeltaRule"):
+        assert not [fact for fact in table().facts(newer, "ascend910_93", "8.3") if fact.what == FORM]
+    of_8_3 = table().facts("AddRmsNormDynamicQuant", "ascend910_93", "8.3")
+    assert {column["->y1"] for fact in of_8_3 for column in fact.columns} == {"i8"}, "4-bit results came later"
     for chip in CHIPS:
         for cann in CANN_RELEASES[1:]:
             assert [fact for fact in table().facts("GroupedMatmulSwigluQuantV2", chip, cann) if fact.what == FORM]

@@ -1,0 +1,139 @@
+"""CPU kernels of the NPU's attention over chosen keys: the indexer that chooses them, and the attention.
+
+Semantics: the operator documentation of Ascend/op-plugin (docs/zh/custom_APIs/torch_npu).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....graphs.errors import LoweringError
+from .kernels_common import FLOATS, refuse_options, require, require_shape, undefined
+
+_LAST = 2**63 - 1
+_MOST_CHOSEN, _MOST_INDEX_HEADS, _MOST_HEADS = 2048, 64, 128
+
+
+def npu_lightning_indexer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_key: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the keys with the largest `sum_h weights[h] * relu(q[h] . k)`, up to `i + Lkv - Lq` for query i (sparse_mode 3).
+
+    Args:
+        query: [B, Q, I, D]; weights: [B, Q, I].
+        key: cache [pages, P, 1, D].
+        actual_seq_lengths_query: int32 [B] queries of each sequence; absent: all Q.
+        actual_seq_lengths_key: int32 [B] keys of each sequence.
+        block_table: int32 [B, N] pages of each sequence.
+
+    Returns:
+        int32 [B, Q, 1, sparse_count], -1 behind the keys that a query sees; and nothing, for the scores.
+    """
+    op = "npu_lightning_indexer"
+    refuse_options(op, options, pre_tokens=_LAST, next_tokens=_LAST, return_value=False)
+    _check_layout(op, layout_query, layout_key, sparse_mode)
+    B, Q, heads, D = require(op, "query", query, (key.dtype,), (4,)).shape
+    require_shape(op, "weights", require(op, "weights", weights, (query.dtype, torch.float32)), (B, Q, heads))
+    require_shape(op, "key", require(op, "key", key, FLOATS, (4,)), (*key.shape[:2], 1, D))
+    if heads > _MOST_INDEX_HEADS or not 0 < sparse_count <= _MOST_CHOSEN:
+        raise LoweringError(
+            f"{op}: {heads} heads, sparse_count {sparse_count}; legal are up to {_MOST_INDEX_HEADS}, and 1 to {_MOST_CHOSEN}"
+        )
+    indices = torch.full((B, Q, 1, sparse_count), -1, dtype=torch.int32)
+    for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table)):
+        keys = key[pages].flatten(0, 2)[:length].float()
+        for t in range(new):
+            seen = length - new + t + 1
+            scores = (query[b, t].float() @ keys[:seen].t()).relu()
+            best = (weights[b, t].float() @ scores).topk(min(sparse_count, seen)).indices if seen > 0 else torch.empty(0)
+            indices[b, t, 0, : len(best)] = best.int()
+    return indices, torch.empty(0, dtype=query.dtype)
+
+
+def npu_sparse_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sparse_indices: torch.Tensor,
+    scale_value: float,
+    *,
+    block_table: torch.Tensor | None = None,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_kv: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention over latents at chosen positions, further up to `i + Lkv - Lq` for query i (sparse_mode 3).
+
+    Args:
+        query: [B, Q, H, L]; query_rope: [B, Q, H, R].
+        key: cache [pages, P, 1, L] of latents, which are the values too; key_rope: [pages, P, 1, R].
+        sparse_indices: int32 [B, Q, 1, K], -1 behind the chosen positions.
+
+    Returns:
+        o like query, undefined where a query sees nothing; and two results that are empty.
+    """
+    op = "npu_sparse_flash_attention"
+    refuse_options(op, options, pre_tokens=_LAST, next_tokens=_LAST, return_softmax_lse=False)
+    _check_layout(op, layout_query, layout_kv, sparse_mode)
+    B, Q, H, _ = require(op, "query", query, (key.dtype,), (4,)).shape
+    rotated = require(op, "key_rope", key_rope, (key.dtype,), (4,))
+    require_shape(op, "query_rope", require(op, "query_rope", query_rope, (query.dtype,), (4,)), (B, Q, H, rotated.shape[3]))
+    chosen = require(op, "sparse_indices", sparse_indices, (torch.int32,), (4,))
+    require_shape(op, "sparse_indices", chosen, (B, Q, 1, chosen.shape[3]))
+    same = value.shape == key.shape and (value.data_ptr() == key.data_ptr() or torch.equal(value.nan_to_num(), key.nan_to_num()))
+    if attention_mode != 2 or sparse_block_size != 1 or not same or H & (H - 1) or H > _MOST_HEADS:
+        raise LoweringError(
+            f"{op}: attention_mode {attention_mode}, sparse_block_size {sparse_block_size}, {H} heads, values {'' if same else 'not '}the "
+            f"keys; legal are 2, 1, a power of two up to {_MOST_HEADS}, and values that are the keys"
+        )
+    out = undefined(*query.shape, dtype=query.dtype)
+    queries = torch.cat([query, query_rope], -1).float()  # type: ignore[list-item]
+    for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table)):
+        latents, rotary = (cache[pages].flatten(0, 2)[:length].float() for cache in (key, rotated))
+        for t in range(new):
+            places = chosen[b, t, 0][chosen[b, t, 0] >= 0].long()
+            places = places[places <= length - new + t]
+            if len(places):
+                scores = queries[b, t] @ torch.cat([latents, rotary], -1)[places].t() * scale_value
+                out[b, t] = (scores.softmax(-1) @ latents[places]).to(out.dtype)
+    return out, torch.empty(0), torch.empty(0)
+
+
+def _check_layout(op: str, query: str, keys: str, sparse_mode: int) -> None:
+    if (query, keys, sparse_mode) != ("BSND", "PA_BSND", 3):
+        raise LoweringError(
+            f"{op}: layouts {query!r} and {keys!r}, sparse_mode {sparse_mode}; the CPU kernel knows 'BSND', 'PA_BSND' and 3"
+        )
+
+
+def _rows(
+    op: str, Q: int, cache: torch.Tensor, queries: torch.Tensor | None, keys: torch.Tensor | None, table: torch.Tensor | None
+) -> list[tuple[int, int, torch.Tensor]]:
+    """Of each sequence its number of queries, its number of keys, and the pages of those."""
+    tables = require(op, "block_table", table, (torch.int32,), (2,))
+    lengths = require(op, "actual_seq_lengths of keys", keys, (torch.int32,), (1,)).tolist()
+    counts = [Q] * len(lengths) if queries is None else require(op, "actual_seq_lengths_query", queries, (torch.int32,), (1,)).tolist()
+    P = cache.shape[1]
+    if len(lengths) != len(tables) or len(counts) != len(tables) or any(n > tables.shape[1] * P for n in lengths):
+        raise LoweringError(f"{op}: keys {lengths} and queries {counts} of {len(tables)} rows of {tables.shape[1]} pages of {P}")
+    return [(new, length, row[: -(-length // P)].long()) for new, length, row in zip(counts, lengths, tables, strict=True)]

@@ -1,0 +1,336 @@
+"""The DeepSeek V3 and R1 models: latent attention, experts chosen in groups by sigmoids, and a draft head stored as one more layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, Protocol
+
+import torch
+
+from ..graphs import ops
+from ..graphs.errors import ConfigError
+from ..graphs.types import Aval, Limits, Tree
+from . import decoder, feed_forward, latent_attention, sequence_parallel
+from . import shrink as sizes
+from .batch import Batch
+from .config import Fields
+from .family import DraftHead, Family, Intermediates
+from .params import Param, Source, norm
+from .rotary import Rotary, read_rotary
+from .routing import SIGMOID, Routing
+from .variant import PLAIN, Variant
+
+NAME = "deepseek_v3"
+DRAFT = "mtp"
+DENSE, MOE = "dense", "moe"
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+)
+_MOE_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+
+# Fields of config.json of which only these values are implemented.
+_LEGAL: dict[str, tuple[bool | str, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+
+
+class Mixer(Protocol):
+    """A module of functions like `latent_attention`: what a layer's attention is made of."""
+
+    def params(self, cfg: Any, dtype: torch.dtype, prefix: str, /) -> dict[str, Param]: ...
+    def state(self, cfg: Any, limits: Limits, dtype: torch.dtype, /) -> dict[str, Aval]: ...
+    def apply(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor, /) -> tuple[torch.Tensor, Tree]: ...
+    def compress(self, cfg: Any, weights: Tree, x: torch.Tensor, tokens: int, /) -> tuple[Tree, Tree]: ...
+    def write(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, entries: Tree, /) -> Tree: ...
+    def attend(self, cfg: Any, weights: Tree, state: Tree, batch: Batch, rows: Tree, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a DeepSeek V3 model; field names follow its config.json, but for `num_experts`, there `n_routed_experts`.
+
+    `variant` is not in the file: it is how a deployment stores parameters and state.
+
+    Attributes:
+        layer_kinds: the feed-forward of each layer, "dense" or "moe".
+        q_lora_rank: 0 where queries are not compressed.
+        num_nextn_predict_layers: 1 where the model has the draft head, else 0.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    layer_kinds: tuple[str, ...]
+    rotary: Rotary
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope_interleave: bool = True
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    n_shared_experts: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    variant: Variant = PLAIN
+
+    @property
+    def mixer(self) -> Mixer:
+        """The module of the layers' attention."""
+        return latent_attention
+
+    @property
+    def norm_offset(self) -> float:
+        return 0.0
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Every query head has keys of its own; what is cached of them is shared."""
+        return self.num_attention_heads
+
+    @property
+    def split_heads(self) -> Mapping[str, int]:
+        """Numbers of heads that the ranks of a group share."""
+        return {"num_attention_heads": self.num_attention_heads}
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layer_kinds.count(MOE)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(SIGMOID, self.num_experts_per_tok, self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group)
+
+    @property
+    def shared_expert_intermediate_size(self) -> int:
+        """A checkpoint stores shared experts side by side, as one."""
+        return self.moe_intermediate_size * self.n_shared_experts
+
+    def __post_init__(self) -> None:
+        each = self.num_experts // max(self.n_group, 1)
+        checks = [
+            (self.rotary.dim != self.qk_rope_head_dim or self.rotary.dim % 2, "qk_rope_head_dim must be even, and rotated whole"),
+            (MOE in self.layer_kinds and not self.num_experts, "layers with experts need n_routed_experts"),
+            (DENSE in self.layer_kinds and not self.intermediate_size, "layers without experts need an intermediate_size"),
+            (self.num_experts % self.n_group, "n_routed_experts must be a multiple of n_group"),
+            (self.topk_group > self.n_group, "topk_group must not exceed n_group"),
+            (self.topk_group < self.n_group and each < 2, "a group must have two experts at least"),
+            (self.num_experts_per_tok > each * self.topk_group, "num_experts_per_tok must not exceed the experts of topk_group groups"),
+            (self.num_nextn_predict_layers not in (0, 1), "num_nextn_predict_layers must be 0 or 1"),
+        ]
+        for broken, rule in checks:
+            if broken:
+                raise ConfigError(f"{rule}; the configuration is {self}")
+
+
+def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:
+    """Reads the fields of a Hugging Face config.json.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    fields = Fields(values, where)
+    return Config(**config_fields(fields))
+
+
+def config_fields(fields: Fields) -> dict[str, Any]:
+    """Values of the fields of `Config`.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name, legal in _LEGAL.items():
+        fields.only(name, *legal)
+    if (every := fields.get(int, "moe_layer_freq", default=1)) != 1:
+        raise ConfigError(f"{fields.where}: moe_layer_freq is {every}; supported is 1")
+    layers = fields.num_layers()
+    experts = fields.get(int, "n_routed_experts", "num_local_experts", default=0, minimum=0)
+    dense = min(fields.get(int, "first_k_dense_replace", default=0, minimum=0), layers) if experts else layers
+    required = (*_SIZES, *(_MOE_SIZES if experts else ()), *(("intermediate_size",) if dense else ()))
+    sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in required}
+    rotary = read_rotary(fields, sizes["qk_rope_head_dim"])
+    sizes["max_position_embeddings"] = rotary.longest(sizes["max_position_embeddings"])
+    if experts:
+        sizes["norm_topk_prob"] = fields.get(bool, "norm_topk_prob")
+        sizes["routed_scaling_factor"] = fields.get(float, "routed_scaling_factor", minimum=0)
+        sizes["n_shared_experts"] = fields.get(int, "n_shared_experts", default=0, minimum=0)
+    return {
+        "layer_kinds": tuple(DENSE if i < dense else MOE for i in range(layers)),
+        "rotary": rotary,
+        "q_lora_rank": fields.get(int, "q_lora_rank", default=0, minimum=1),
+        "rope_interleave": fields.get(bool, "rope_interleave", default=True),
+        "rms_norm_eps": fields.get(float, "rms_norm_eps", minimum=0),
+        "tie_word_embeddings": fields.get(bool, "tie_word_embeddings", default=False),
+        "num_experts": experts,
+        "num_nextn_predict_layers": fields.get(int, "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+        **sizes,
+    }
+
+
+def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
+    """Tree of Param; keys are those of `decoder.params`, and `mtp` (the draft head, where the model has one)."""
+    layers = [_layer_params(cfg, dtype, f"model.layers.{i}.", kind) for i, kind in enumerate(cfg.layer_kinds)]
+    params, behind = decoder.params(cfg, dtype, layers), f"model.layers.{len(cfg.layer_kinds)}."
+    if cfg.num_nextn_predict_layers:
+        params[DRAFT] = _draft_params(cfg, dtype, behind)
+    # A model that does not draft reads nothing of the head.
+    final: Param = params["norm"]
+    return {**params, "norm": replace(final, source=replace(final.source, unread=(behind,)))}
+
+
+def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str) -> dict[str, Tree]:
+    mixer = cfg.mixer.params(cfg, dtype, prefix + "self_attn.")
+    mlp = feed_forward.params(cfg, dtype, prefix + "mlp.", dense=kind == DENSE, shared="shared_experts", gated=False)
+    return decoder.layer_params(cfg, dtype, prefix, mixer, mlp)
+
+
+def _draft_params(cfg: Config, dtype: torch.dtype, prefix: str) -> dict[str, Tree]:
+    """The draft head lies behind the layers, with copies of the embedding and of the head, which are the model's own."""
+    M = cfg.hidden_size
+    copies = (prefix + "embed_tokens.weight", prefix + "shared_head.head.weight")
+    return {
+        "norm_embedding": norm(prefix + "enorm", M, dtype, 0.0),
+        "norm_hidden": norm(prefix + "hnorm", M, dtype, 0.0),
+        "fc": Param(Aval((M, 2 * M), dtype), Source((prefix + "eh_proj.weight",), ((M, 2 * M),), unread=copies)),
+        "layer": _layer_params(cfg, dtype, prefix, MOE if cfg.num_experts else DENSE),
+        "norm": norm(prefix + "shared_head.norm", M, dtype, 0.0),
+    }
+
+
+def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
+    """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its layer (`mtp`)."""
+    state: dict[str, Any] = {"layers": [cfg.mixer.state(cfg, limits, dtype) for _ in cfg.layer_kinds]}
+    return {**state, DRAFT: cfg.mixer.state(cfg, limits, dtype)} if cfg.num_nextn_predict_layers else state
+
+
+def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:
+    """Runs all layers over one step; results are those of `decoder.forward`.
+
+    Args:
+        params: tree of `abstract_params`; `head` and `mtp` are not read.
+        state: tree of `abstract_state`; `mtp` passes through.
+        inputs: LAYER_INPUTS of a step (graphs/step_inputs.py).
+    """
+    layers = [(kind, cfg.mixer.apply) for kind in cfg.layer_kinds]
+    return decoder.forward(cfg, layers, params, state, Batch.of(inputs, cfg.rotary))
+
+
+def head(cfg: Config, params: Tree, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of final hidden states: [T, M] -> [T, V], split over the vocabulary where the layout splits it."""
+    return decoder.head(cfg, params, hidden)
+
+
+def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: torch.Tensor, *, first: bool) -> tuple[Tree, Tree]:
+    """Writes the latents of the draft head's layer, from the hidden state of token i and the id of token i+1.
+
+    Args:
+        params: tree of `abstract_params` with `embed` and `mtp`.
+        state: tree of `abstract_state` with `mtp`.
+        inputs: as for forward, `tokens` shifted left by one: entry (b, t) is the token after that of row (b, t) of `hidden`.
+        hidden: [T, M], laid out as the residual stream: from `forward`, or from `draft`.
+        first: whether it is from `forward`; this head treats both alike.
+
+    Returns:
+        what `draft` continues from, all of it on every device: the head's residual stream `stream` [T, M], and what its layer's attention
+        reads; and the new state.
+    """
+    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 0.0)
+    hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 0.0)
+    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
+    x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 0.0)
+    rows, entries = cfg.mixer.compress(cfg, mtp["layer"]["mixer"], x, batch.size * batch.q_len)
+    pool = cfg.mixer.write(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, entries)
+    return {"stream": stream, **rows}, {**state, DRAFT: pool}
+
+
+def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> torch.Tensor:
+    """Runs the draft head's layer over tokens that are in its cache already.
+
+    Args:
+        params, state: as for `extend_draft_cache`.
+        inputs: of those tokens: all of a row's, or some at its end; of `tokens` only the shape is read.
+        rows: their rows of what `extend_draft_cache` returned.
+
+    Returns:
+        hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
+    """
+    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    mixed = cfg.mixer.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows)
+    return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
+
+
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`, with as many groups of two experts or more as divide them."""
+    experts = sizes.experts(cfg.num_experts, ranks)
+    groups = gcd(cfg.n_group, max(1, experts // 2))
+    kept = max(1, groups * cfg.topk_group // cfg.n_group)
+    return replace(
+        cfg,
+        vocab_size=sizes.vocabulary(cfg.vocab_size, tp),
+        hidden_size=sizes.HIDDEN,
+        num_attention_heads=sizes.split(cfg.num_attention_heads, tp),
+        q_lora_rank=2 * sizes.HEAD if cfg.q_lora_rank else 0,
+        kv_lora_rank=2 * sizes.HEAD,
+        qk_nope_head_dim=sizes.HEAD,
+        qk_rope_head_dim=sizes.HEAD // 2,
+        v_head_dim=sizes.HEAD,
+        rotary=replace(cfg.rotary, dim=sizes.HEAD // 2),
+        layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
+        intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
+        num_experts=experts,
+        num_experts_per_tok=min(sizes.choices(cfg.num_experts_per_tok, experts), kept * (experts // groups)),
+        # The shared expert is as wide as this, and split over a group where experts are not spread.
+        moe_intermediate_size=sizes.ffn(tp) if cfg.moe_intermediate_size else 0,
+        n_group=groups,
+        topk_group=kept,
+    )
+
+
+WIDTHS = {
+    **sizes.WIDTHS,
+    "n_routed_experts": 64,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+"""`Family.widths` of models with latent attention; latents and rotary parts stay as wide as an NPU's operators want them."""
+
+DRAFT_HEAD = DraftHead(DRAFT, extend_draft_cache, draft, head)
+"""The draft head, for `Family.draft_head`."""
+
+FAMILY = Family(
+    name=NAME,
+    model_types=("deepseek_v3",),
+    read_config=read_config,
+    abstract_params=abstract_params,
+    abstract_state=abstract_state,
+    forward=forward,
+    head=head,
+    shrink=shrink,
+    widths=WIDTHS,
+    draft_head=DRAFT_HEAD,
+)

@@ -1,0 +1,77 @@
+"""The DeepSeek V3.2 models: those of V3, whose attention reads only the keys that an indexer chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..graphs.errors import ConfigError
+from . import deepseek_v3, sparse_latent_attention
+from . import shrink as sizes
+from .config import Fields
+from .family import Family
+
+NAME = "deepseek_v32"
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    """Sizes of a DeepSeek V3.2 model: those of V3 and of the indexer; field names follow its config.json."""
+
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+
+    @property
+    def mixer(self) -> deepseek_v3.Mixer:
+        return sparse_latent_attention
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = [
+            (not self.q_lora_rank, "q_lora_rank: the indexer reads compressed queries"),
+            (self.qk_rope_head_dim > self.index_head_dim or self.index_head_dim % 2, "index_head_dim must be even, and hold a rotary part"),
+            (self.index_n_heads < 1 or self.index_topk < 1, "index_n_heads and index_topk must be positive"),
+        ]
+        for broken, rule in checks:
+            if broken:
+                raise ConfigError(f"{rule}; the configuration is {self}")
+
+
+def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config:
+    """Reads the fields of a Hugging Face config.json.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    fields = Fields(values, where)
+    sizes: dict[str, Any] = {name: fields.get(int, name, minimum=1) for name in ("index_n_heads", "index_head_dim", "index_topk")}
+    # Another model has the field, and rotates the indexer's heads in pairs; these do not.
+    fields.only("indexer_rope_interleave", False)
+    return Config(**deepseek_v3.config_fields(fields), **sizes)
+
+
+def shrink(cfg: Config, tp: int, ranks: int) -> Config:
+    """A small configuration for `Family.shrink`, whose indexer chooses as many keys as that of the large model.
+
+    Those are all keys of a small prompt: the choice among more would not be the same where sums of scores are rounded differently, and
+    two layouts of a model could not be compared.
+    """
+    small = deepseek_v3.shrink(cfg, tp, ranks)
+    assert isinstance(small, Config)
+    return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD)
+
+
+FAMILY: Family[Any] = Family(
+    name=NAME,
+    model_types=("deepseek_v32",),
+    read_config=read_config,
+    abstract_params=deepseek_v3.abstract_params,
+    abstract_state=deepseek_v3.abstract_state,
+    forward=deepseek_v3.forward,
+    head=deepseek_v3.head,
+    shrink=shrink,
+    widths={**deepseek_v3.WIDTHS, "index_n_heads": 16},
+    draft_head=deepseek_v3.DRAFT_HEAD,
+)

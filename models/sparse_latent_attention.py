@@ -1,0 +1,118 @@
+"""Multi-head latent attention over the keys that an indexer chooses: parameters, paged pools and functions."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..graphs import ops
+from ..graphs.types import Aval, Limits, Tree
+from . import latent_attention, quant
+from .attention import rotated_order
+from .batch import Batch
+from .params import Param, Source
+
+INDEX_EPS = 1e-6
+"""Of the norm of the indexer's keys."""
+
+
+class SparseLatentSizes(latent_attention.LatentSizes, Protocol):
+    """Fields of a model's configuration that the layer reads; queries are compressed."""
+
+    @property
+    def index_n_heads(self) -> int: ...
+    @property
+    def index_head_dim(self) -> int: ...
+    @property
+    def index_topk(self) -> int: ...
+
+
+def params(cfg: SparseLatentSizes, dtype: torch.dtype, prefix: str) -> dict[str, Param]:
+    """Parameters of one layer; `prefix` begins their names in a checkpoint.
+
+    Keys: those of `latent_attention.params`; `index_q` makes of compressed queries those of the indexer; `index_down` makes of a token the
+    indexer's key and, behind it, the weights of its heads; `index_norm` and `index_shift` are of the norm of keys.
+    """
+    M, heads, D, prefix_index = cfg.hidden_size, cfg.index_n_heads, cfg.index_head_dim, prefix + "indexer."
+    order = rotated_order(D, cfg.rotary.dim)
+    inverse = [order.index(i) for i in range(D)]
+
+    def reordered(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        return x.reshape(-1, D, x.shape[-1])[:, order].reshape(x.shape)
+
+    def channels(name: str, init: str) -> Param:
+        source = Source((f"{prefix_index}k_norm.{name}",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))
+        return Param(Aval((D,), dtype), source, init)
+
+    queries = Source(
+        (prefix_index + "wq_b.weight",),
+        ((heads * D, cfg.q_lora_rank),),
+        lambda x: reordered(x, order),
+        lambda x: (reordered(x, inverse),),
+    )
+    down = Source(
+        (prefix_index + "wk.weight", prefix_index + "weights_proj.weight"),
+        ((D, M), (heads, M)),
+        lambda key, weights: torch.cat([reordered(key, order), weights]),
+        lambda x: (reordered(x[:D], inverse), x[D:]),
+    )
+    return {
+        **latent_attention.params(cfg, dtype, prefix),
+        "index_q": Param(Aval((heads * D, cfg.q_lora_rank), dtype), queries, role="column"),
+        "index_down": Param(Aval((D + heads, M), dtype), down, role="column"),
+        "index_norm": channels("weight", "ones"),
+        "index_shift": channels("bias", "zeros"),
+    }
+
+
+def state(cfg: SparseLatentSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
+    """Pools of one layer: those of `latent_attention.state`, and keys of the indexer [pages, P, 1, D], whole on every device."""
+    index = Aval((limits.num_pages, limits.page_size, 1, cfg.index_head_dim), dtype, ("pages", None, None, None))
+    return {**latent_attention.state(cfg, limits, dtype), "index": index}
+
+
+def apply(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    """Attention over latents of the `index_topk` best keys (arXiv:2512.02556), as `latent_attention.apply`."""
+    rows, entries = compress(cfg, weights, x, batch.size * batch.q_len)
+    state = write(cfg, weights, state, batch, entries)
+    return attend(cfg, weights, state, batch, rows), state
+
+
+def compress(cfg: SparseLatentSizes, weights: Tree, x: torch.Tensor, tokens: int) -> tuple[Tree, Tree]:
+    """As `latent_attention.compress`, with the weights of the indexer's heads [T, I] and its keys [T, D] before their norm.
+
+    Scores of all keys grow alike with the weights, so that constant factors of the published code are left out.
+    """
+    rows, entries, (down,) = latent_attention.compress_beside(cfg, weights, x, tokens, "index_down")
+    key, head_weights = down.split([cfg.index_head_dim, cfg.index_n_heads], -1)
+    return {**rows, "weights": head_weights.contiguous()}, {**entries, "index": key}
+
+
+def write(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, entries: Tree) -> Tree:
+    """The state with what `compress` made of tokens written to it."""
+    state = latent_attention.write(cfg, weights, state, batch, entries)
+    key = ops.layer_norm(entries["index"], weights["index_norm"], weights["index_shift"], INDEX_EPS)
+    key = ops.rope(key[:, None], batch.cos, batch.sin)
+    return {**state, "index": ops.paged_write(state["index"], key, latent_attention.slots(state, batch))}
+
+
+def attend(cfg: SparseLatentSizes, weights: Tree, state: Tree, batch: Batch, rows: Tree) -> torch.Tensor:
+    """As `latent_attention.attend`, over the keys that the indexer chooses."""
+    q, q_rope = latent_attention.queries(cfg, weights, batch, rows["query"])
+    place = (batch.page_table, batch.num_computed_tokens, batch.query_lens)
+    chosen = ops.sparse_index(*index_operands(cfg, weights, batch, rows), state["index"], *place, most_keys(cfg, state, batch))
+    out = ops.sparse_attention(q, q_rope, state["latent"], state["rotary"], chosen, *place, latent_attention.scale(cfg))
+    return latent_attention.project(cfg, weights, out)
+
+
+def index_operands(cfg: SparseLatentSizes, weights: Tree, batch: Batch, rows: Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of the indexer [B, Q, I, D], and the weights of its heads [B, Q, I]."""
+    heads, D = cfg.index_n_heads, cfg.index_head_dim
+    q = ops.rope(quant.linear(rows["query"], weights["index_q"]).view(-1, heads, D), batch.cos, batch.sin)
+    return q.view(batch.size, batch.q_len, heads, D), rows["weights"].reshape(batch.size, batch.q_len, heads)
+
+
+def most_keys(cfg: SparseLatentSizes, state: Tree, batch: Batch) -> int:
+    """Keys of a query: `index_topk`, or as many as the page table has."""
+    return min(cfg.index_topk, int(batch.page_table.shape[1] * state["index"].shape[1]))

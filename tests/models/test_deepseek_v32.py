@@ -1,0 +1,33 @@
+"""models/deepseek_v32.py: fields of the indexer are read and checked; equality with transformers is in test_decoder.py."""
+
+from __future__ import annotations
+
+import pytest
+from support import oracle
+
+from npucompile.graphs.errors import ConfigError
+from npucompile.models import deepseek_v3, deepseek_v32
+
+
+def test_it_is_a_v3_with_an_indexer():
+    config = deepseek_v32.read_config(oracle.CASES["sparse"])
+    assert (config.index_topk, config.index_head_dim, config.index_n_heads) == (9, 10, 20)
+    plain = deepseek_v3.read_config({**oracle.CASES["sparse"], "model_type": "deepseek_v3"})
+    assert all(getattr(config, name) == value for name, value in vars(plain).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"index_topk": None}, "index_topk is missing"),
+        ({"index_n_heads": 0}, "index_n_heads is 0; expected at least 1"),
+        ({"index_head_dim": 4}, "index_head_dim must be even, and hold a rotary part"),
+        ({"q_lora_rank": None}, "q_lora_rank: the indexer reads compressed queries"),
+        ({"indexer_rope_interleave": True}, "indexer_rope_interleave is True; supported is False"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+    ],
+)
+def test_a_malformed_configuration_is_refused_by_field(change, named):
+    with pytest.raises(ConfigError) as error:
+        deepseek_v32.read_config({**oracle.CASES["sparse"], **change})
+    assert named in str(error.value)

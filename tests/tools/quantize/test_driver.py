@@ -1,0 +1,245 @@
+"""tools/quantize/driver.py: what is written loads as the floats do when they are quantised on loading, and nothing is left of a failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import quantised, tiny
+
+from npucompile.graphs.errors import CheckpointError, NpucompileError, SpecError
+from npucompile.models import registry, safetensors_files
+from npucompile.models.quant.description import DESCRIPTION, formats_in
+from npucompile.models.quant.formats import Formats
+from npucompile.tools.progress import Progress
+from npucompile.tools.quantize import driver
+from npucompile.tools.quantize.driver import Settings, quantize
+from npucompile.tools.quantize.forward import loaded, logits, windows
+from npucompile.tools.quantize.layout import Activations
+from npucompile.tools.quantize.matrices import formats_for, select
+
+QUIET = Progress(quiet=True)
+INT4 = Formats(
+    (("mtp.*", "float"), ("*.self_attn.?_proj", "w8a8_dynamic"), ("*.mlp.experts.*", "w4a8_dynamic"), ("*.mlp.*_proj", "w4a8_dynamic"))
+)
+"""int4 in every feed-forward, which no published recipe gives to dense models."""
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense", "plain"])
+@pytest.mark.parametrize(("scheme", "group"), [("w8a8", 0), ("w4a8", 0), ("w4a8", 8), ("int4", 0), ("int4", 4)])
+def test_it_loads_as_the_floats_do_quantised_on_loading(tmp_path, monkeypatch, kind, scheme, group):
+    source = quantised.write(tmp_path / "float", kind)
+    if scheme == "int4":
+        formats = Formats(INT4.rules, group=group)
+        monkeypatch.setattr(driver, "formats_for", lambda *_, **__: formats)
+    else:
+        formats = formats_for(scheme, source.name, group=group)
+    written = quantised.quantised(source, tmp_path / "out", "w4a8" if scheme == "int4" else scheme, group=group)
+    found = formats_in(tmp_path / "out")
+    assert found is not None
+    assert found.stored
+    drafting = kind == "moe"
+    for ranks in (1, 2):
+        wanted = quantised.leaves(source, formats, drafting=drafting, ranks=ranks)
+        stored = quantised.leaves(written, found, drafting=drafting, ranks=ranks)
+        assert list(stored) == list(wanted)
+        for path, tensor in wanted.items():
+            assert stored[path].dtype == tensor.dtype, path
+            assert torch.equal(stored[path], tensor), path
+        integers = {tensor.dtype for tensor in wanted.values()} & {torch.int8, torch.int32}
+        int4 = scheme == "int4" or (scheme == "w4a8" and kind == "moe")
+        assert integers == ({torch.int8, torch.int32} if int4 else {torch.int8})
+    tokens = torch.arange(1, 41, dtype=torch.int32)[None]
+    results = [logits(*loaded(each, torch.float32, form), tokens, torch.float32) for each, form in ((source, formats), (written, None))]
+    assert torch.equal(*results)
+    plain = logits(*loaded(source, torch.float32), tokens, torch.float32)
+    assert 1e-6 < float((results[0] - plain).square().mean().sqrt() / plain.std()) < 0.5
+
+
+def test_it_generates_the_tokens_of_the_floats_quantised_on_loading(tmp_path):
+    """Through the command line, artifacts and all; logits are compared above."""
+    source = quantised.write(tmp_path / "float", "moe")
+    written = quantised.quantised(source, tmp_path / "out", "w8a8")
+    result = tiny.cli(tmp_path, "generate", tmp_path / "out", "--token-ids", "5,6,7", "--max-tokens", 12, "--dtype", "float32", "--json")
+    tokens, (model, params) = [5, 6, 7], loaded(source, torch.float32, formats_for("w8a8", source.name))
+    for _ in range(12):
+        scores = logits(model, params, torch.tensor([tokens], dtype=torch.int32), torch.float32)
+        tokens.append(int(scores[0, -1].argmax()))
+    assert json.loads(result.stdout)["token_ids"] == tokens[3:]
+    assert written.eos_ids == source.eos_ids
+
+
+MODELSLIM = Path(__file__).with_name("modelslim")
+"""A random model and what ModelSlim 26.1.0 wrote of it: static attention, int4 experts in layer 0, int8 in layer 1 (make_fixture.py)."""
+
+
+def test_modelslim_writes_the_same(tmp_path, monkeypatch):
+    rules = (("*.self_attn.?_proj", "w8a8"), ("*.layers.0.*.experts.*", "w4a8_dynamic"), ("*.layers.1.*.experts.*", "w8a8_dynamic"))
+    monkeypatch.setattr(driver, "formats_for", lambda *_, **__: Formats(rules))
+    theirs = load_file(MODELSLIM / "quantised" / "quant_model_weights-00001-of-00001.safetensors")
+
+    def activations(source, model, matrices, settings, progress):
+        own = {
+            m.param: [float(theirs[f"{m.stem}.{name}"]) for name in ("input_scale", "input_offset")] for m in matrices if m.form == "w8a8"
+        }
+        return {path: Activations(*values) for path, values in own.items()}
+
+    # ModelSlim calibrates a layer behind those that it has rounded; the first layer's inputs are compared below.
+    real = driver._activations
+    monkeypatch.setattr(driver, "_activations", activations)
+    source = registry.find(MODELSLIM / "float")
+    quantize(source, tmp_path / "out", Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET)
+    ours = load_file(tmp_path / "out" / "quant_model_weights-00001-of-00001.safetensors")
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    described, wanted = (json.loads((path / DESCRIPTION).read_text()) for path in (tmp_path / "out", MODELSLIM / "quantised"))
+    assert described == wanted
+    monkeypatch.setattr(
+        driver, "token_ids", lambda *_: torch.tensor(json.loads((MODELSLIM / "tokens.json").read_text()), dtype=torch.int32)
+    )
+    checkpoint = safetensors_files.open_checkpoint(MODELSLIM / "float")
+    matrices = [m for m in select(source.model, checkpoint, Formats(rules)) if m.stem.startswith("model.layers.0.self_attn.q")]
+    (found,) = real(source, source.model, matrices, Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET).values()
+    (first,) = activations(source, None, matrices, None, None).values()
+    assert found == first
+
+
+def test_the_description_names_every_tensor(tmp_path):
+    source = quantised.write(tmp_path / "float", "moe")
+    quantised.quantised(source, tmp_path / "out", "w4a8")
+    described = json.loads((tmp_path / "out" / DESCRIPTION).read_text())
+    index = json.loads((tmp_path / "out" / "quant_model_weights.safetensors.index.json").read_text())
+    assert {name for name in described if "." in name} == set(index["weight_map"])
+    settings = {name: value for name, value in described.items() if "." not in name}
+    assert settings == {"version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "metadata": {}, "group_size": 0, "optional": {}}
+    expert = "model.layers.1.mlp.experts.3"
+    tensors = load_file(tmp_path / "out" / index["weight_map"][f"{expert}.down_proj.weight"])
+    shapes = {name.removeprefix(f"{expert}."): list(t.shape) for name, t in tensors.items() if name.startswith(f"{expert}.")}
+    # [M, F] is [32, 16], [F, M] is [16, 32]; two rows share a byte.
+    assert {name: shapes[f"down_proj.{name}"] for name in ("weight", "weight_scale", "weight_offset", "scale_bias")} == {
+        "weight": [16, 16], "weight_scale": [32, 1], "weight_offset": [32, 1], "scale_bias": [32, 16],
+    }  # fmt: skip
+    assert (shapes["gate_proj.weight"], shapes["gate_proj.scale_bias"]) == ([8, 32], [16, 1])
+    assert described[f"{expert}.up_proj.scale_bias"] == "W4A8_DYNAMIC"
+    floats = load_file(tmp_path / "float" / "model.safetensors")
+    copied = [name for name, kind in described.items() if kind == "FLOAT"]
+    assert any(name.startswith("mtp.layers.0.mlp.experts") for name in copied), "the draft head stays float"
+    assert all(torch.equal(tensors[name], floats[name]) for name in copied)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "float" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out").stat().st_mode & 0o777 == (tmp_path / "float").stat().st_mode & 0o777
+
+
+def test_experts_may_be_stored_one_by_one_and_files_be_many(tmp_path):
+    """A matrix is in memory at a time, and the result depends neither on how experts are stored nor on the size of files."""
+    source = quantised.write(tmp_path / "float", "moe")
+    apart = tmp_path / "apart"
+    tiny.copied(tmp_path / "float", apart)
+    tensors = load_file(apart / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        fused, prefix = tensors.pop(name), name.rpartition(".")[0]
+        for expert, matrix in enumerate(fused):
+            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                tensors[f"{prefix}.{expert}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, apart / "model.safetensors")
+    errors = quantize(source, tmp_path / "one", Settings("w4a8"), QUIET)
+    assert errors == quantize(registry.find(apart), tmp_path / "two", Settings("w4a8"), QUIET, shard_bytes=20_000)
+    one, two = ({n: e for n, e in safetensors_files.open_checkpoint(tmp_path / each).tensors.items()} for each in ("one", "two"))
+    assert len({entry.file for entry in one.values()}) == 1
+    assert len({entry.file for entry in two.values()}) > 3
+    trunk = [name for name in one if not name.startswith("mtp.")]
+    assert set(trunk) == {name for name in two if not name.startswith("mtp.")}
+    assert all(torch.equal(one[name].read(), two[name].read()) for name in trunk)
+
+
+def test_one_matrix_is_read_at_a_time(tmp_path, monkeypatch):
+    source = quantised.write(tmp_path / "float", "moe")
+    read, original = [], safetensors_files.TensorEntry.read_slice
+    monkeypatch.setattr(safetensors_files.TensorEntry, "read_slice", lambda *args: read.append(out := original(*args)) or out)
+    quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+    config = source.model.config
+    assert max(tensor.nbytes for tensor in read if tensor.dim() == 3) == 4 * config.hidden_size * config.moe_intermediate_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("moe", {"keep": ("*.no_proj",)}, r"no matrix is named '\*\.no_proj'; legal are patterns of names such as model\.layers\.0\."),
+        ("moe", {"group": 8}, "--group 8 with --scheme w8a8: int4 matrices have groups; legal is --scheme w4a8"),
+        ("moe", {"scheme": "w4a8", "group": 12}, "has a contraction of 32, which groups of 12 do not fill; legal are divisors of 32"),
+        ("moe", {"keep": ("*.q_proj",)}, "q_proj.weight is float, .*k_proj.weight is w8a8_dynamic.*they are multiplied as one matrix"),
+        ("moe", {"keep": ("*",)}, "--scheme w8a8 leaves every matrix of float float"),
+        (
+            "moe",
+            {"static": ("*.self_attn.?_proj",)},
+            "one scale for all tokens needs a text to find it with; legal is --calibrate TEXT too",
+        ),
+        ("moe", {"static": ("*.experts.*",), "calibrate": "text"}, "experts have a scale for each token, legal is w8a8_dynamic"),
+    ],
+)
+def test_settings_that_do_not_suit_the_model_are_refused(tmp_path, kind, settings, message):
+    source = quantised.write(tmp_path / "float", kind)
+    (tmp_path / "text").write_text("some text")
+    settings = {"scheme": "w8a8", **settings}
+    if "calibrate" in settings:
+        settings["calibrate"] = tmp_path / "text"
+    with pytest.raises(NpucompileError, match=message):
+        quantize(source, tmp_path / "out", Settings(**settings), QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "text"]
+
+
+def test_checkpoints_that_are_no_floats_are_refused(tmp_path):
+    source = quantised.write(tmp_path / "float", "dense")
+    written = quantised.quantised(source, tmp_path / "out", "w8a8")
+    with pytest.raises(CheckpointError, match=f"out is quantised already: it holds {DESCRIPTION}"):
+        quantize(written, tmp_path / "again", Settings("w8a8"), QUIET)
+    values = json.loads(source.text) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "float" / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"config\.json has quantization_config; legal is a float checkpoint"):
+        quantize(registry.find(tmp_path / "float"), tmp_path / "again", Settings("w8a8"), QUIET)
+    with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights"):
+        quantize(registry.find("qwen3.5-27b"), tmp_path / "again", Settings("w8a8"), QUIET)
+    with pytest.raises(SpecError, match="out exists; legal is a new or empty directory"):
+        quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "float" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight \(expected \[32\]\) is missing"):
+        quantize(source, tmp_path / "again", Settings("w8a8"), QUIET)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    source, finished = quantised.write(tmp_path / "float", "dense"), []
+
+    def failing(*args, **options):
+        finished.append(1)
+        if len(finished) == 5:
+            raise OSError(28, "No space left on device", "there")
+        return real(*args, **options)
+
+    real = driver.rounded
+    monkeypatch.setattr(driver, "rounded", failing)
+    with pytest.raises(OSError, match="No space left"):
+        quantize(source, tmp_path / "out", Settings("w8a8"), QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_static_scales_are_written(tmp_path):
+    source = quantised.write(tmp_path / "float", "moe")
+    (tmp_path / "text").write_text("In the beginning God created the heaven and the earth. " * 4)
+    patterns = ("*.self_attn.?_proj", "*.shared_expert.*")
+    written = quantised.quantised(source, tmp_path / "out", "w8a8", static=patterns, calibrate=tmp_path / "text")
+    found = formats_in(tmp_path / "out")
+    assert found is not None
+    assert found.of(["model.layers.1.self_attn.q_proj.weight"]) == "w8a8"
+    assert found.of(["mtp.layers.0.self_attn.q_proj.weight"]) == "float", "the calibration does not run the draft head"
+    assert quantised.leaves(written, found)
+    tokens = next(windows(torch.arange(60, 124, dtype=torch.int32), 64))
+    plain, static = (logits(*loaded(each, torch.float32), tokens, torch.float32) for each in (source, written))
+    assert 1e-6 < float((static - plain).square().mean().sqrt() / plain.std()) < 0.2

@@ -1,0 +1,59 @@
+"""`npucompile quantize`: writes the quantised checkpoint of a float one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ...models import registry
+from ...models.quant.recipes import SCHEMES
+from ..progress import Progress
+from ..quantize.driver import Settings, quantize
+from ..quantize.plot import check_plot, plot
+from ..quantize.report import summary, table
+
+
+@click.command("quantize")
+@click.argument("checkpoint")
+@click.option("--scheme", type=click.Choice([name for name in SCHEMES if name != "none"]), required=True, help="Formats of the matrices.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New or empty directory to write.")
+@click.option("--keep", multiple=True, metavar="PATTERN", help="Matrices that stay float, as in '*.layers.0.*'; may be repeated.")
+@click.option("--group", type=click.IntRange(0), default=0, show_default=True, help="Weights that share an int4 scale; 0: a channel's.")
+@click.option("--calibrate", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Text to find static scales with.")
+@click.option(
+    "--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated."
+)
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw the errors over the layers into this .svg, .png or .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print the error of every matrix as JSON.")
+def command(
+    checkpoint: str,
+    scheme: str,
+    out: Path,
+    keep: tuple[str, ...],
+    group: int,
+    calibrate: Path | None,
+    static: tuple[str, ...],
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Quantise CHECKPOINT, a directory with floats or a bundled model, to int8 or int4 in the layout that ModelSlim writes.
+
+    Which matrices are quantised follows the recipe of the model's published checkpoints. What is written builds like any checkpoint,
+    and serving stacks for NPUs read it. One matrix is in memory at a time; only --calibrate loads the whole model. The error of a
+    matrix is the root mean square of what rounding changed, relative to that of its weights.
+
+    Example: npucompile quantize qwen3.5-tiny --scheme w8a8 --out tiny-w8a8
+    """
+    if picture:
+        check_plot(picture)
+    source, progress = registry.find(checkpoint), Progress()
+    errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group), progress)
+    if picture:
+        plot(errors, f"{source.name} in {scheme}", picture)
+    if as_json:
+        click.echo(json.dumps({"out": str(out), "scheme": scheme, "matrices": [error.as_dict() for error in errors]}, indent=1))
+        return
+    for line in (*table(errors), "", *summary(errors), str(out)):
+        click.echo(line)

@@ -1,0 +1,221 @@
+"""Writes the quantised checkpoint of a float one, matrix by matrix."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...graphs.errors import CheckpointError, SpecError
+from ...models.checkpoint import Checkpoint, open_checkpoint
+from ...models.quant.description import DESCRIPTION
+from ...models.quant.formats import W4A8_DYNAMIC, W8A8, Formats
+from ...models.registry import ModelSource
+from ...models.safetensors_files import STORED_DTYPES, TensorEntry
+from ...models.step import Model
+from ..progress import Progress
+from .calibrate import MOST_WINDOWS, WINDOW_TOKENS, calibrated
+from .forward import loaded, read_text, token_ids, windows
+from .layout import TYPES, Activations, quantised, rounded
+from .matrices import Matrix, check_patterns, checked_model, formats_for, select, without_static
+from .report import ErrorSums, MatrixError
+from .shards import SHARD_BYTES, ShardWriter, Slot
+
+STEM = "quant_model_weights"
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+"""Endings of files that are not copied: weights in any format."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `npucompile quantize`.
+
+    Attributes:
+        scheme: "w8a8" or "w4a8".
+        keep: patterns of matrices that stay float.
+        static: patterns of matrices whose activations get one scale for all tokens.
+        calibrate: a text to find those scales with.
+        group: weights of an output channel that share an int4 scale; 0: all.
+    """
+
+    scheme: str
+    keep: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+    calibrate: Path | None = None
+    group: int = 0
+
+
+def quantize(
+    source: ModelSource, out: Path, settings: Settings, progress: Progress, *, shard_bytes: int = SHARD_BYTES
+) -> list[MatrixError]:
+    """Writes `out`, which appears whole or not at all; returns the error of each matrix, the worst first.
+
+    Args:
+        source: a model with a float checkpoint.
+        out: does not exist, or is empty.
+        shard_bytes: most bytes of a file.
+
+    Raises:
+        SpecError: an option is not legal, or the model has no weights.
+        CheckpointError: the checkpoint is quantised already, or does not fit the model.
+    """
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError(f"{out} exists; legal is a new or empty directory")
+    checkpoint = _open_float(source)
+    model, formats = checked_model(source.model, checkpoint), _formats(source, settings, progress)
+    check_patterns(model, (*settings.keep, *settings.static))
+    matrices = select(model, checkpoint, formats)
+    if not matrices:
+        raise SpecError(f"--scheme {settings.scheme} leaves every matrix of {source.name} float; legal is a scheme that quantises one")
+    if settings.scheme == "w4a8" and not any(matrix.form == W4A8_DYNAMIC for matrix in matrices):
+        progress.say(f"no matrix of {source.name} becomes int4: recipes give int4 to experts only, as serving stacks read it")
+    activations = _activations(source, model, matrices, settings, progress)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        errors = _write(partial, checkpoint, matrices, formats, activations, progress, shard_bytes)
+        _copy_others(checkpoint.directory, partial)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return errors
+
+
+def _open_float(source: ModelSource) -> Checkpoint:
+    directory = source.checkpoint_dir
+    if directory is None:
+        raise SpecError(f"{source.name} is a set of sizes without weights; legal is a checkpoint directory or a bundled model")
+    if (directory / DESCRIPTION).exists():
+        raise CheckpointError(f"{directory} is quantised already: it holds {DESCRIPTION}; legal is a float checkpoint")
+    values = json.loads(source.text)
+    if values.get("quantization_config") or values.get("text_config", {}).get("quantization_config"):
+        raise CheckpointError(f"{directory} is quantised already: config.json has quantization_config; legal is a float checkpoint")
+    return open_checkpoint(directory)
+
+
+def _formats(source: ModelSource, settings: Settings, progress: Progress) -> Formats:
+    formats = formats_for(settings.scheme, source.name, keep=settings.keep, static=settings.static, group=settings.group)
+    static = any(form == W8A8 for _, form in formats.rules)
+    if settings.calibrate and not static:
+        progress.say(
+            f"{settings.calibrate} is not read: no matrix of {source.name} has one scale of activations for all tokens "
+            f"in {settings.scheme}; --static PATTERN gives it one"
+        )
+    if settings.calibrate or not static:
+        return formats
+    if settings.static:
+        raise SpecError(
+            f"--static {settings.static[0]}: one scale for all tokens needs a text to find it with; legal is --calibrate TEXT too"
+        )
+    progress.say("the recipe's static scales of activations need --calibrate TEXT; without it each token gets its own")
+    return without_static(formats)
+
+
+def _activations(
+    source: ModelSource, model: Model, matrices: Sequence[Matrix], settings: Settings, progress: Progress
+) -> Mapping[str, Activations]:
+    """Of each parameter of static matrices."""
+    wanted = {matrix.param: matrix.stem for matrix in matrices if matrix.form == W8A8}
+    if settings.calibrate is None or not wanted:
+        return {}
+    batches = list(windows(token_ids(source, read_text(settings.calibrate)), WINDOW_TOKENS))[:MOST_WINDOWS]
+    plain, params = loaded(replace(source, model=replace(model, drafting=False)), torch.float32)
+    return calibrated(plain, params, batches, wanted, progress)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A tensor of the float checkpoint, and the matrices that are made of it; none if it is copied."""
+
+    entry: TensorEntry
+    matrices: tuple[Matrix, ...]
+
+
+def _jobs(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> Iterator[_Job]:
+    """In the order of the checkpoint."""
+    by_entry: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        by_entry.setdefault(matrix.entry.name, []).append(matrix)
+    for name, entry in checkpoint.tensors.items():
+        yield _Job(entry, tuple(by_entry.get(name, ())))
+
+
+def _write(
+    directory: Path,
+    checkpoint: Checkpoint,
+    matrices: Sequence[Matrix],
+    formats: Formats,
+    activations: Mapping[str, Activations],
+    progress: Progress,
+    shard_bytes: int,
+) -> list[MatrixError]:
+    jobs, announced = list(_jobs(checkpoint, matrices)), _Layout(formats.group)
+    types: dict[str, str] = {}
+    groups: list[list[Slot]] = []
+    for job in jobs:
+        for matrix in job.matrices:
+            groups.append(announced.slots(matrix))
+            types |= {slot.name: TYPES[matrix.form] for slot in groups[-1]}
+        if not job.matrices:
+            groups.append([Slot.copy_of(job.entry)])
+            types[job.entry.name] = "FLOAT"
+    writer, sums = ShardWriter(directory, STEM, groups, shard_bytes), ErrorSums()
+    with progress.byte_bar("quantising", checkpoint.nbytes) as bar:
+        for job in jobs:
+            for matrix in job.matrices:
+                nbytes = _write_matrix(writer, matrix, formats.group, activations.get(matrix.param), sums)
+                bar.add(nbytes)
+            if not job.matrices:
+                writer.copy(job.entry)
+                bar.add(job.entry.nbytes)
+    writer.finish()
+    (directory / DESCRIPTION).write_text(json.dumps(_description(types, formats, matrices), indent=2) + "\n", encoding="utf-8")
+    return sums.errors()
+
+
+def _write_matrix(writer: ShardWriter, matrix: Matrix, group: int, activations: Activations | None, sums: ErrorSums) -> int:
+    """Returns how many bytes were read."""
+    floats = matrix.read()
+    tensors, change, norm = rounded(floats, matrix.form, row=matrix.row, group=group, activations=activations)
+    for kind, tensor in tensors.items():
+        writer.write(f"{matrix.stem}.{kind}", tensor)
+    sums.add(matrix.group_name, matrix.form, change, norm, floats.nbytes, sum(tensor.nbytes for tensor in tensors.values()))
+    return floats.nbytes
+
+
+class _Layout:
+    """Shapes and dtypes of what is written of a matrix, found by quantising `meta` tensors; of experts once."""
+
+    def __init__(self, group: int) -> None:
+        def tensors(shape: tuple[int, int], dtype: torch.dtype, form: str, row: bool) -> dict[str, torch.Tensor]:
+            values = torch.empty(shape, dtype=dtype, device="meta")
+            return quantised(values, form, row=row, group=group, activations=Activations(1.0, 0.0)).tensors
+
+        self._tensors = cache(tensors)
+
+    def slots(self, matrix: Matrix) -> list[Slot]:
+        """Places of its tensors."""
+        tensors = self._tensors(matrix.shape, STORED_DTYPES[matrix.entry.dtype], matrix.form, matrix.row)
+        return [Slot.like(f"{matrix.stem}.{kind}", tensor) for kind, tensor in tensors.items()]
+
+
+def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[Matrix]) -> dict[str, Any]:
+    """As ModelSlim 26.1.0 writes it; it never calls a model W4A8_DYNAMIC whose other matrices have another type."""
+    own = {TYPES[matrix.form] for matrix in matrices}
+    label = next((name for name in ("W8A8", "W8A8_DYNAMIC") if name in own), "W4A8_DYNAMIC")
+    return {**types, "version": "1.0.0", "model_quant_type": label, "metadata": {}, "group_size": formats.group, "optional": {}}
+
+
+def _copy_others(source: Path, directory: Path) -> None:
+    """Configuration and tokenizer."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith("."):
+            shutil.copyfile(file, directory / file.name)

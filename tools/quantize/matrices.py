@@ -1,0 +1,168 @@
+"""Which matrices of a float checkpoint become integers, and in which format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import takewhile
+
+import torch
+
+from ...graphs import tree
+from ...graphs.errors import CheckpointError, SpecError
+from ...models.checkpoint import PER_EXPERT, Checkpoint, ParamReader
+from ...models.params import Param
+from ...models.quant.declare import ROLES
+from ...models.quant.description import canonical
+from ...models.quant.formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, matrix_name
+from ...models.quant.recipes import formats_of_scheme
+from ...models.safetensors_files import TensorEntry
+from ...models.step import Model
+from .layout import SCALE_BIAS_PARTS
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix [N, K] of a checkpoint, output channels first, that becomes integers.
+
+    Attributes:
+        stem: what the names of its tensors begin with where they are written.
+        group_name: its name in reports, as sources of parameters have it; the experts of a layer share one.
+        param: path of the parameter that it is part of; matrices that are multiplied as one share it.
+        form: of models/quant/formats.py.
+        row: whether ranks share its contraction.
+        entry, region: where its floats are.
+    """
+
+    stem: str
+    group_name: str
+    param: str
+    form: str
+    row: bool
+    entry: TensorEntry
+    region: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = (part.stop - part.start for part in self.region[-2:])
+        return n, k
+
+    def read(self) -> torch.Tensor:
+        """Its floats [N, K], in the checkpoint's dtype."""
+        return self.entry.read_slice(self.region).view(self.shape)
+
+
+def formats_for(scheme: str, model: str, *, keep: tuple[str, ...] = (), static: tuple[str, ...] = (), group: int = 0) -> Formats:
+    """The formats of a scheme, by the recipe of that model.
+
+    Args:
+        keep: patterns of matrices that stay float.
+        static: patterns of matrices whose activations get one scale for all tokens, except those that the recipe first of all leaves
+            float: a draft head.
+        group: weights of an output channel that share an int4 scale; 0: all.
+
+    Raises:
+        SpecError: groups in a scheme without int4.
+    """
+    formats = formats_of_scheme(scheme, model)
+    if group and not any(form == W4A8_DYNAMIC for _, form in formats.rules):
+        raise SpecError(f"--group {group} with --scheme {scheme}: int4 matrices have groups; legal is --scheme w4a8")
+    floats = tuple(takewhile(lambda rule: rule[1] == FLOAT, formats.rules))
+    rules = (*((pattern, FLOAT) for pattern in keep), *floats, *((pattern, W8A8) for pattern in static), *formats.rules[len(floats) :])
+    return Formats(rules, group=group)
+
+
+def without_static(formats: Formats) -> Formats:
+    """The same with a scale for each token where one for all was meant, which needs a calibration."""
+    return replace(formats, rules=tuple((pattern, W8A8_DYNAMIC if form == W8A8 else form) for pattern, form in formats.rules))
+
+
+def checked_model(model: Model, checkpoint: Checkpoint) -> Model:
+    """The model with its draft head if the checkpoint has one.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen, unused, or not float.
+    """
+    names = {canonical(name) for name in checkpoint.tensors}
+    both = {drafting: replace(model, drafting=drafting).params(torch.float32) for drafting in (False, True)}
+    own, all_names = ({name for _, param in tree.flatten(params) for name in param.source.names} for params in both.values())
+    found = replace(model, drafting=bool((all_names - own) & names))
+    ParamReader(checkpoint, found.params(torch.float32))
+    return found
+
+
+def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matrix]:
+    """The matrices of a checkpoint that do not stay float, in the order of the model's parameters.
+
+    Args:
+        model: what `checked_model` gave.
+
+    Raises:
+        SpecError: a matrix cannot have its format.
+        CheckpointError: matrices that are multiplied as one have different formats, or a shape does not suit the format.
+    """
+    table = {canonical(name): entry for name, entry in checkpoint.tensors.items()}
+    params: list[tuple[str, Param]] = tree.flatten(model.params(torch.float32))
+    matrices: list[Matrix] = []
+    for path, param in params:
+        form = formats.of(param.source.names)
+        if form == FLOAT:
+            continue
+        if param.role not in ROLES:
+            raise SpecError(f"{param.source.names[0]}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
+        if ROLES[param.role][0] and form == W8A8:
+            raise SpecError(f"{param.source.names[0]}: the format is {form}; experts have a scale for each token, legal is {W8A8_DYNAMIC}")
+        matrices.extend(_matrices(path, param, form, table))
+    for matrix in matrices:
+        _check_shape(matrix, formats.group)
+    return matrices
+
+
+def check_patterns(model: Model, patterns: Iterable[str]) -> None:
+    """Refuses a pattern that is of no matrix of a model.
+
+    Raises:
+        SpecError: naming it.
+    """
+    params = tree.flatten(model.params(torch.float32))
+    names = [matrix_name(name) for _, param in params if param.role in ROLES for name in param.source.names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SpecError(f"no matrix is named {pattern!r}; legal are patterns of names such as {', '.join(names[:3])}")
+
+
+def _matrices(path: str, param: Param, form: str, table: Mapping[str, TensorEntry]) -> Iterator[Matrix]:
+    lead, row = ROLES[param.role]
+    for name, shape in zip(param.source.names, param.source.shapes, strict=True):
+        group_name = matrix_name(name)
+        if not lead:
+            entry = table[name]
+            yield Matrix(matrix_name(entry.name), group_name, path, form, row, entry, tuple(slice(0, size) for size in shape))
+            continue
+        prefix, _, fused = name.rpartition(".")
+        parts = PER_EXPERT[fused]
+        count, rows = shape[0], shape[1] // len(parts)
+        for expert in range(count):
+            for i, part in enumerate(parts):
+                if name in table:
+                    entry = table[name]
+                    stem = f"{entry.name.rpartition('.')[0]}.{expert}.{part}"
+                    region: tuple[slice, ...] = (slice(expert, expert + 1), slice(i * rows, (i + 1) * rows), slice(0, shape[2]))
+                else:
+                    entry = table[f"{prefix}.{expert}.{part}.weight"]
+                    stem, region = matrix_name(entry.name), (slice(0, rows), slice(0, shape[2]))
+                yield Matrix(stem, group_name, path, form, row, entry, region)
+
+
+def _check_shape(matrix: Matrix, group: int) -> None:
+    if matrix.form != W4A8_DYNAMIC:
+        return
+    n, k = matrix.shape
+    if n % 2:
+        raise CheckpointError(f"{matrix.stem} has {n} output channels; two int4 share a byte, legal are even numbers")
+    if group and k % group:
+        raise CheckpointError(f"{matrix.stem} has a contraction of {k}, which groups of {group} do not fill; legal are divisors of {k}")
+    if matrix.row and k % SCALE_BIAS_PARTS:
+        raise CheckpointError(f"{matrix.stem} has a contraction of {k}; of an int4 matrix legal are multiples of {SCALE_BIAS_PARTS}")
