@@ -320,7 +320,7 @@ def test_every_other_published_deployment_plans_as_published_or_says_what_differ
     assert sum("a step drafts nothing" in note for note in plan.notes) == (drafts != part.num_speculative_tokens)
     assert ("experts" in dict(plan.rules().table)) == (part.ep > 1)
     wanted = deployments.limits_for(row, part, 128)
-    assert (plan.limits.num_pages < wanted.num_pages) == any("leave less than" in note for note in plan.notes)
+    assert (plan.limits.num_pages < wanted.num_pages) == any("weights and state would leave less than" in note for note in plan.notes)
     held = plan.params_bytes + plan.state_bytes + plan.target.reserved_bytes(plan.mesh)
     assert held < 57 * 2**30
     # Each rank of a group has copies of norms, routers and, where they are few, of key-value heads.
