@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.ascend.cost.estimate import StepCost
-from ...models import registry
 from ..build.deployments import Deployment, Phase, deployments, limits_for
-from ..build.deviations import deviations, why_not
+from ..build.deviations import deviations, source_of, why_not
 from ..build.memory import GIB
 from ..build.targets import target
 from .prediction import named_row
@@ -128,7 +127,7 @@ def _deviation_lines(listed: Iterable[Built]) -> list[str]:
     """Each deviation with the builds that have it."""
     names: dict[str, list[str]] = {}
     for each in listed:
-        for line in (*deviations(each.row, each.phase, registry.find(each.row.model)), *_pool_lines(each)):
+        for line in (*deviations(each.row, each.phase, source_of(each.row)), *_pool_lines(each)):
             names.setdefault(line, []).append(each.name)
     return [f"- {line}: {'; '.join(of)}" for line, of in names.items()]
 

@@ -6,6 +6,7 @@ import torch
 
 from ...models import registry
 from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk
+from .draft_choice import choose_draft_model
 from .targets import target
 
 
@@ -14,6 +15,15 @@ def why_not(row: Deployment) -> str:
     if not row.phases:
         return f"no launch command is published: {row.note}"
     return "" if row.model in registry.presets() else f"{row.model} is no preset: its family is not built here"
+
+
+def source_of(row: Deployment) -> registry.ModelSource:
+    """The preset of a deployment's model, with the draft model that its build has.
+
+    Raises:
+        UnknownModel: it has no preset.
+    """
+    return choose_draft_model(None, registry.find(row.model), row, None)[0]
 
 
 def deviations(row: Deployment, phase: Phase, source: registry.ModelSource) -> tuple[str, ...]:
@@ -35,7 +45,7 @@ def deviations(row: Deployment, phase: Phase, source: registry.ModelSource) -> t
 
 
 def _drafts(phase: Phase, source: registry.ModelSource) -> str | None:
-    if not phase.num_speculative_tokens or source.model.has_draft_head:
+    if not phase.num_speculative_tokens or source.has_draft_head:
         return None
     return f"a step drafts nothing, published {phase.num_speculative_tokens} tokens: {source.name} comes without a draft head"
 

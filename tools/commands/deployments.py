@@ -12,11 +12,10 @@ import click
 
 from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import MANIFEST, Artifact
-from ...models import registry
 from ..bench import built, prediction
 from ..bench.report import Table, as_data, as_markdown
 from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk
-from ..build.deviations import deviations, why_not
+from ..build.deviations import deviations, source_of, why_not
 from ..build.targets import target
 from ..notation import format_buckets
 from .cost import step_cost
@@ -166,7 +165,7 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
     if phase.name != "decode":
         lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{_known(', published ', phase.chunk_len)}")
     if buildable(row):
-        lines += [f"  differs       {line}" for line in deviations(row, phase, registry.find(row.model))]
+        lines += [f"  differs       {line}" for line in deviations(row, phase, source_of(row))]
     if phase.mem_fraction is not None:
         lines.append(f"  memory        published share for weights and pools {phase.mem_fraction}")
     return lines
@@ -175,7 +174,7 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
 def _phase_dict(row: Deployment, phase: Phase) -> dict[str, Any]:
     fields = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase) if f.name != "name"}
     limits = dataclasses.asdict(limits_for(row, phase, target(row.target).page_size))
-    different = list(deviations(row, phase, registry.find(row.model))) if buildable(row) else []
+    different = list(deviations(row, phase, source_of(row))) if buildable(row) else []
     sizes = {"mesh": str(phase.mesh), "buckets": list(phase.buckets), "group_requests": phase.group_requests, "limits": limits}
     return {**fields, **sizes, "deviations": different}
 

@@ -105,7 +105,7 @@ def test_json_holds_everything():
         row.id for row in deployments().values() if row.phases and row.model in registry.presets()
     ]
     split = json.loads(said("qwen3-235b-a3x24-pd-3.5k-1.5k-50ms", "--json"))["phases"]
-    assert [len(split[name]["deviations"]) for name in ("prefill", "decode")] == [2, 1]
+    assert [len(split[name]["deviations"]) for name in ("prefill", "decode")] == [1, 0]
 
 
 def test_a_model_narrows_the_list():
