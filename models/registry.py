@@ -61,7 +61,7 @@ class ModelSource:
         Raises:
             CheckpointError: the checkpoint cannot be read.
         """
-        if not self.model.has_draft_head or self.checkpoint_dir is None:
+        if not self.model.has_draft_head or self.checkpoint_dir is None or self.draft is not None:
             return self.model.has_draft_head
         if not any((self.checkpoint_dir / file).exists() for file in (SINGLE, INDEX)):
             return True

@@ -27,7 +27,7 @@ from npucompile.tools.serve import offline
 from npucompile.tools.serve.weights import rank_params
 
 PREFILL, ONE, TWO = Bucket("prefill", 1, 4), Bucket("decode", 1, 2), Bucket("decode", 2, 2)
-PROMPTS = [[1, 2, 3], [9] * 6, [200, 100]]
+PROMPTS = [[1, 2, 3], [9] * 6, [200, 101]]
 NO_STOP = frozenset()
 
 

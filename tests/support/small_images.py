@@ -16,12 +16,13 @@ from support import tiny
 
 from npucompile.graphs.passes.optimise import optimise
 from npucompile.graphs.spmd.partition import Partitioned, partition
-from npucompile.graphs.types import Bucket, Limits
+from npucompile.graphs.types import Bucket, Limits, Mesh
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.artifact.manifest import GraphEntry, Manifest
 from npucompile.lowering.ascend.emulator.emulator import RankEmulator
 from npucompile.lowering.lower import lower_eager
 from npucompile.models import registry, step
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.build import driver
 from npucompile.tools.verify.emulated_run import Graphs, Ranks
 from npucompile.tools.verify.small_model import BucketCase, SmallModel, random_checkpoint, shrink
@@ -47,6 +48,10 @@ def manifest(name: str = MOE, mesh: str = "dp=2,tp=2", **fields: Any) -> Manifes
         "limits": Limits(128, 1000, 400, 4096, 4, 3),
         "graphs": (entry("prefill", 1, 3584, IN_PARTS), entry("decode", 4, 4, DISPATCHED), entry("decode", 8, 4, DISPATCHED)),
     }  # fmt: skip
+    scheme = fields.get("quantization", chosen["quantization"])
+    # Not every mesh of a trace divides the experts.
+    spread = {} if registry.find(name).model.config.num_experts % Mesh.parse(mesh).size else {"experts": ("dp", "tp")}
+    chosen |= {"formats": formats_of_scheme(scheme, name).as_fields(), "platform": {}, "rules": spread}
     return Manifest(**{**dict.fromkeys(Manifest.__dataclass_fields__), **chosen, **fields})
 
 

@@ -275,6 +275,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "scaled_rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
     "request_slot_write": {"padding": seating},
+    "swiglu": {"odd": lambda r: Example((r(5, 14),))},
     "swiglu_linear": {"odd": lambda r: Example((r(5, 7), r(2, 3, 7) / 3))},
     "token_logprobs": {"padding": telling},
 }
@@ -363,6 +364,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     },
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
     "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
+    "swiglu": {"odd": types_of("SwiGlu")},
     "swiglu_linear": {"odd": types_of("Reshape MatMul SwiGlu")},
     "token_logprobs": {
         "padding": types_of(
@@ -372,7 +374,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
 }
 
 # Primitives of experts and of quantised weights have test files of their own.
-ELSEWHERE = ("moe_", "grouped_", "quant_")
+ELSEWHERE = ("moe_", "grouped_", "quant_", "static_quant_")
 
 CASES = [pytest.param(name, label, id=f"{name}-{label}") for name in EXAMPLES for label in EXAMPLES[name]]
 cases = pytest.mark.parametrize(("name", "label"), CASES)

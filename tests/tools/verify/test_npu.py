@@ -18,6 +18,7 @@ from npucompile.lowering.ascend.ge_file import decode, operators, parse
 from npucompile.lowering.ascend.inspect_ge import shape
 from npucompile.lowering.backends import ge
 from npucompile.models import feed_forward, sampling
+from npucompile.models.quant.recipes import formats_of_scheme
 from npucompile.tools.verify import npu
 from npucompile.tools.verify.npu import describe, is_for_device, representative_steps
 from npucompile.tools.verify.small_model import BucketCase, Form
@@ -118,7 +119,7 @@ def test_a_wrong_scale_of_quantised_experts_is_found(prove, artifact, monkeypatc
     monkeypatch.setattr(npu.verify_shipped, "check_manifest", lambda manifest: {})
     monkeypatch.setattr(npu.verify_shipped, "check_small_bucket", lambda *bucket: {})
     with pytest.raises(VerifyError, match=r"lowered f32, rank 0 .*: (half of all )?logits differ"):
-        prove(quantization="w8a8")
+        prove(formats=formats_of_scheme("w8a8", "qwen3.5-397b").as_fields())
 
 
 def test_a_collective_of_another_group_is_found(prove, monkeypatch):

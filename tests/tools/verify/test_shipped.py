@@ -64,7 +64,7 @@ def test_another_operand_is_refused(artifact):
     with pytest.raises(VerifyError, match=r"\d+ parameters and pools; the model has \d+"):
         shipped.check_manifest(replace(artifact.manifest, state=artifact.manifest.state[:-1]))
     with pytest.raises(VerifyError, match="the model's is"):
-        shipped.check_manifest(replace(artifact.manifest, quantization="w8a8"))
+        shipped.check_manifest(replace(artifact.manifest, formats={"rules": [["*.self_attn.?_proj", "w8a8_dynamic"]]}))
 
 
 def test_another_layout_is_refused(artifact):

@@ -69,7 +69,7 @@ def test_a_larger_batch_and_a_longer_context_take_longer(graph):
     assert cost(graph(2)).step_ms < cost(graph(4)).step_ms
     short, long = cost(graph(2), context=8), cost(graph(2), context=24)
     assert short.step_ms < long.step_ms
-    changed = {a.type for a, b in zip(short.operators, long.operators, strict=True) if a.parts_ms != b.parts_ms}
+    changed = {a.type for a, b in zip(short.operators, long.operators, strict=True) if a.parts_ms != pytest.approx(b.parts_ms)}
     assert changed == {"FusedInferAttentionScore"}
 
 

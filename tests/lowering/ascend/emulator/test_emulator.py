@@ -295,7 +295,7 @@ def test_members_that_disagree_are_named() -> None:
 
 def test_unknown_groups_are_named() -> None:
     graph = built("x", fn=lambda g, x: [waited(g, c10d.all_reduce.default, x, "sum", "pp")])
-    with pytest.raises(LoweringError, match=r"over group 'pp'; this mesh has \['dispatch', 'dp', 'tp', 'world'\]"):
+    with pytest.raises(LoweringError, match=r"over group 'pp'; this mesh has \['dispatch', 'dp', 'fused_experts', 'tp', 'world'\]"):
         run(graph, "tp=2", lambda rank: [torch.zeros(1)])
 
 

@@ -81,6 +81,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_linear.default", lambda: ((t(4, 16), t(5, 16)), {})),
     ("aten.mm.default", lambda: ((t(4, 16), t(16, 5)), {})),
     ("npu.npu_dynamic_quant.default", lambda: ((t(2, 4, 16),), {})),
+    ("npu.npu_quantize.default", lambda: ((t(4, 16), t(1), t(1), torch.int8, -1, False), {})),
     (
         "npu.npu_quant_matmul.default",
         lambda: ((t(4, 16, d=i8), t(16, 32, d=i8), t(32)), {"pertoken_scale": t(4, d=f32), "output_dtype": bf16}),

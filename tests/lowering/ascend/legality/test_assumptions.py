@@ -33,7 +33,7 @@ def test_two_algorithms_in_one_communicator_are_an_assumption(legal):
         for operator in ("MoeDistributeDispatchV2", "MoeDistributeCombineV2"):
             first[operator].attr["comm_alg"].s = b"fullmesh_v2"
 
-    (told,) = (a for a in assumptions([legal, edited(legal, second)], A3) if a.what == "communicator")
+    (told,) = (a for a in assumptions([examine(each, A3) for each in (legal, edited(legal, second))], A3) if a.what == "communicator")
     assert (told.operator, told.operators) == ("comm_alg", 4)
     assert "'dispatch' may use '' and 'fullmesh_v2' in turn" in told.assumed
-    assert not [a for a in assumptions([legal, legal], A3) if a.what == "communicator"]
+    assert not [a for a in assumptions([examine(legal, A3)] * 2, A3) if a.what == "communicator"]
