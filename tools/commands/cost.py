@@ -8,9 +8,7 @@ from typing import Any
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact, GraphEntry, Manifest
-from ...lowering.ascend.acl_graph import inspect_acl
-from ...lowering.ascend.acl_graph.file import graph_of
-from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate
+from ...lowering.ascend.cost.estimate import OperatorCost, StepCost, estimate, estimate_captured
 from ...lowering.ascend.cost.parameters import parameters, sources
 from ...lowering.ascend.cost.timing import CAUSES
 from ...lowering.platform import Platform
@@ -28,17 +26,21 @@ def step_cost(artifact: Artifact, entry: GraphEntry, context: int | None = None)
         context: cached tokens of each request; None is half of the longest the artifact serves.
 
     Raises:
-        SpecError: the bucket has no GE graph, or the context is longer than the artifact serves.
+        SpecError: the bucket has no graph for NPUs, or the context is longer than the artifact serves.
     """
     manifest = artifact.manifest
-    ge_file = views.ge_file_of(artifact, entry)
-    if ge_file is None:
+    ge_file, acl_file = views.ge_file_of(artifact, entry), views.acl_file_of(artifact, entry)
+    if ge_file is None and acl_file is None:
         state = f"compiled by {entry.compiled.backend}" if entry.compiled else "not compiled"
         raise SpecError(f"{entry.bucket.name} is {state}; --cost reads graphs built for NPUs (npucompile build --target ascend-a3)")
     most = manifest.limits.max_model_len
     if context is not None and not 0 < context <= most:
         raise SpecError(f"--context is {context}; legal is 1 to {most}, the longest request that the artifact serves")
-    return estimate(ge_file, parameters(chip_of(manifest)), Mesh.parse(manifest.mesh), context or most // 2)
+    speeds, mesh, cached = parameters(chip_of(manifest)), Mesh.parse(manifest.mesh), context or most // 2
+    if acl_file is not None:
+        return estimate_captured(acl_file, speeds, mesh, cached, Platform.of(manifest.platform))
+    assert ge_file is not None
+    return estimate(ge_file, speeds, mesh, cached)
 
 
 def chip_of(manifest: Manifest) -> str:
@@ -47,11 +49,8 @@ def chip_of(manifest: Manifest) -> str:
 
 
 def bucket_facts(artifact: Artifact, entry: GraphEntry) -> dict[str, Any]:
-    """`operators` and `launches` of a bucket, and the estimated part of `cost` of a GE graph; nothing where no NPU runs it."""
-    if acl_file := views.acl_file_of(artifact, entry):
-        launched = inspect_acl.launches(graph_of(acl_file).graph.nodes)
-        return {"operators": sum(entry.census.values()), "launches": len(launched)}
-    if views.ge_file_of(artifact, entry) is None:
+    """`operators` and `launches` of a bucket, and the estimated part of `cost`; nothing where no NPU runs it."""
+    if views.ge_file_of(artifact, entry) is None and views.acl_file_of(artifact, entry) is None:
         return {}
     cost = step_cost(artifact, entry)
     shown = {name: value for name, value in cost.as_dict().items() if name not in ("kinds", "launches")}

@@ -1,21 +1,25 @@
-"""The time of one step of a GE graph on one NPU: in total, by cause, by kind of layer and by type of operator."""
+"""The time of one step on one NPU: in total, by cause, by kind of layer and by type of operator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ....graphs.types import Mesh
+from ...platform import Platform
+from ..acl_graph.file import AclFile
 from ..ge_file import GeFile, parse
 from ..ge_types import TensorType, tensor_types
 from ..inspect_ge import IN_PLACE, VIEWS
 from ..launches import body_of, kind_of, launches
-from .experts import routed_rows
+from . import captured
+from .experts import Rows, routed_rows
 from .parameters import Parameters
 from .schedule import Task, schedule, total
 from .timing import CAUSES, Topology, duration
-from .work import Facts, Work, work_of
+from .work import Facts, works_of
 
 _STREAM = "_user_stream_label"
 _MS = 1e3
@@ -131,28 +135,78 @@ def estimate(ge_file: GeFile, speeds: Parameters, mesh: Mesh, context: int) -> S
     types = tensor_types(ge_file)
     facts = _facts(graph, ge_file, types, speeds, topology, context)
     started = launches(graph)
-    works = [work_of(op, facts) for op in started]
     waits = _waits(graph, {op.name: i for i, op in enumerate(started)})
-    tasks = [
-        Task(duration(work, speeds, topology), waits[op.name], op.attr[_STREAM].s.decode() if _STREAM in op.attr else "")
-        for op, work in zip(started, works, strict=True)
-    ]
+    streams = [op.attr[_STREAM].s.decode() if _STREAM in op.attr else "" for op in started]
+    return _step(started, facts, speeds, topology, [waits[op.name] for op in started], streams)
+
+
+def estimate_captured(acl_file: AclFile, speeds: Parameters, mesh: Mesh, context: int, platform: Platform) -> StepCost:
+    """The cost of one step of a graph of torch operators, which run one after the other.
+
+    Of a graph whose operators are launched one by one it is the device's time: the host may take longer to launch them.
+
+    Args:
+        acl_file: of all ranks.
+        speeds, mesh, context: as of `estimate`.
+        platform: that the graph was lowered for.
+
+    Raises:
+        LoweringError: an operator is not known, or communicates over a group that the mesh does not have.
+    """
+    topology = Topology.of(mesh, speeds.npus_per_node)
+    graph = captured.read(acl_file, platform)
+    rows = _routed(graph.operators, graph.types, topology)
+    facts = Facts(
+        graph.types, graph.resident, graph.pools, context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
+        speeds.expert_imbalance, rows,
+    )  # fmt: skip
+    return _step(graph.operators, facts, speeds, topology, [()] * len(graph.operators), [""] * len(graph.operators))
+
+
+def _step(
+    started: Sequence[Any],
+    facts: Facts,
+    speeds: Parameters,
+    topology: Topology,
+    waits: Sequence[tuple[int, ...]],
+    streams: Sequence[str],
+) -> StepCost:
+    """The cost of launches, each with the positions of those that it waits for and the label of its stream."""
+    works = [works_of(op, facts) for op in started]
+    firsts = list(itertools.accumulate((len(each) for each in works), initial=0))
+    tasks = []
+    for number, each in enumerate(works):
+        # The stages of an operator run one after the other; who waits for it waits for the last.
+        after = tuple(firsts[i + 1] - 1 for i in waits[number])
+        for stage, work in enumerate(each):
+            follows = (firsts[number] + stage - 1,) if stage else after
+            tasks.append(Task(duration(work, speeds, topology), follows, streams[number]))
     timeline = schedule(tasks)
-    hbm = sum(work.hbm_bytes + work.streamed_bytes for work in works)
+    exposed = tuple(_summed(timeline.exposed[begin:end]) for begin, end in itertools.pairwise(firsts))
+    moved = [sum(work.hbm_bytes + work.streamed_bytes for work in each) for each in works]
+    sent = [sum(work.sent_bytes for work in each) for each in works]
     parts = total(timeline.exposed)
     parts["waiting"] = timeline.waiting_s
     return StepCost(
         step_ms=timeline.step_s * _MS,
-        floor_ms=hbm / speeds.hbm_bytes_per_s * _MS,
+        floor_ms=sum(moved) / speeds.hbm_bytes_per_s * _MS,
         parts_ms={cause: seconds * _MS for cause, seconds in parts.items()},
-        operators=_grouped(started, works, timeline.exposed),
+        operators=_grouped(started, moved, sent, exposed),
         launches=len(started),
         bodies=_bodies(started),
-        hbm_bytes=hbm,
-        sent_bytes=sum(work.sent_bytes for work in works),
-        context=context,
+        hbm_bytes=sum(moved),
+        sent_bytes=sum(sent),
+        context=facts.context,
         chip=speeds.chip,
     )
+
+
+def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for part in parts:
+        for cause, seconds in part.items():
+            sums[cause] = sums.get(cause, 0.0) + seconds
+    return sums
 
 
 def _facts(graph: Any, ge_file: GeFile, types: Mapping[str, TensorType], speeds: Parameters, topology: Topology, context: int) -> Facts:
@@ -172,18 +226,23 @@ def _facts(graph: Any, ge_file: GeFile, types: Mapping[str, TensorType], speeds:
             if position < len(op.input) and op.input[position] in pools:
                 resident.add(f"{op.name}:{port}")
                 pools.add(f"{op.name}:{port}")
-    ops = {op.name: op for op in graph.op}
-    rows = {}
-    for op in graph.op:
+    rows = _routed(graph.op, types, topology)
+    return Facts(
+        types, frozenset(resident), frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
+        speeds.expert_imbalance, rows,
+    )  # fmt: skip
+
+
+def _routed(operators: Iterable[Any], types: Mapping[str, TensorType], topology: Topology) -> dict[str, Rows]:
+    """The rows behind each list of group sizes that an operator reads."""
+    ops, rows = {op.name: op for op in operators}, dict[str, Rows]()
+    for op in ops.values():
         for tensor, desc in zip(op.input, op.input_desc, strict=False):
             if desc.name in _GROUPS and tensor and tensor not in rows:
                 found = routed_rows(ops, types, tensor, topology.groups.get("world", 1))
                 if found is not None:
                     rows[tensor] = found
-    return Facts(
-        types, frozenset(resident), frozenset(pools), context, topology.groups, speeds.cache_bytes, speeds.expert_skew,
-        speeds.expert_imbalance, rows,
-    )  # fmt: skip
+    return rows
 
 
 def _waits(graph: Any, number: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -202,7 +261,9 @@ def _waits(graph: Any, number: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     return waits
 
 
-def _grouped(started: list[Any], works: list[Work], exposed: tuple[dict[str, float], ...]) -> tuple[OperatorCost, ...]:
+def _grouped(
+    started: Sequence[Any], moved: Sequence[float], sent: Sequence[float], exposed: tuple[dict[str, float], ...]
+) -> tuple[OperatorCost, ...]:
     groups: dict[tuple[str, str], list[int]] = {}
     for i, op in enumerate(started):
         groups.setdefault((kind_of(body_of(op.name)), op.type), []).append(i)
@@ -212,14 +273,14 @@ def _grouped(started: list[Any], works: list[Work], exposed: tuple[dict[str, flo
             op_type,
             len(members),
             {cause: seconds * _MS for cause, seconds in total([exposed[i] for i in members]).items()},
-            sum(works[i].hbm_bytes + works[i].streamed_bytes for i in members),
-            sum(works[i].sent_bytes for i in members),
+            sum(moved[i] for i in members),
+            sum(sent[i] for i in members),
         )
         for (kind, op_type), members in groups.items()
     )
 
 
-def _bodies(started: list[Any]) -> dict[str, int]:
+def _bodies(started: Sequence[Any]) -> dict[str, int]:
     bodies: dict[str, None] = dict.fromkeys(body_of(op.name) for op in started)
     counts: dict[str, int] = {}
     for body in bodies:

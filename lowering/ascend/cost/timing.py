@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ....graphs.types import DISPATCH, WORLD, Mesh
+from ....graphs.types import DISPATCH, FUSED_EXPERTS, WORLD, Mesh
 from .parameters import Parameters
 from .work import Work
 
@@ -30,7 +30,7 @@ class Topology:
     def of(mesh: Mesh, npus_per_node: int) -> Topology:
         """The groups of a mesh whose ranks fill nodes in order."""
         groups = dict(mesh.groups())
-        groups[DISPATCH] = groups[WORLD]
+        groups[DISPATCH] = groups[FUSED_EXPERTS] = groups[WORLD]
         across = {name for name, sets in groups.items() if any(len({rank // npus_per_node for rank in ranks}) > 1 for ranks in sets)}
         return Topology({name: len(sets[0]) for name, sets in groups.items()}, frozenset(across))
 

@@ -1,4 +1,4 @@
-"""What one operator of a GE graph reads, writes, computes and sends, from the types of its operands."""
+"""What one operator reads, writes, computes and sends, from the types of its operands."""
 
 from __future__ import annotations
 
@@ -76,6 +76,16 @@ class Facts:
     expert_skew: float
     expert_imbalance: float
     rows: Mapping[str, Rows] = field(default_factory=dict)
+
+
+def works_of(op: Any, facts: Facts) -> tuple[Work, ...]:
+    """The work of one launch, in the stages that it runs one after the other: one, but of operators that compute and communicate.
+
+    Raises:
+        LoweringError: as `work_of`.
+    """
+    stages = _STAGES.get(op.type)
+    return stages(op, facts) if stages is not None else (work_of(op, facts),)
 
 
 def work_of(op: Any, facts: Facts) -> Work:
@@ -267,6 +277,51 @@ def _expert_exchange(kind: str, op: Any, facts: Facts) -> Work:
     return Work(sent_bytes=nbytes * facts.expert_imbalance, group=op.attr["group_ep"].s.decode(), exchange=kind)
 
 
+def _product_and_sum(op: Any, facts: Facts) -> tuple[Work, Work]:
+    """A product, whose result each rank of the group gets its rows of the sum of."""
+    ranks = facts.groups[op.attr["group"].s.decode()]
+    left, out = facts.types[op.input[0]], facts.types[f"{op.name}:0"]
+    whole = float(out.nbytes * ranks)
+    ops = 2.0 * _padded(left.shape[0]) * out.shape[-1] * left.shape[-1]
+    product = replace(_moved(facts, _whole(facts, _read(op))), bf16_ops=ops * (2 if left.dtype == "f32" else 1))
+    return product, Work(sent_bytes=whole * (ranks - 1) / ranks, group=op.attr["group"].s.decode())
+
+
+def _fused_experts(op: Any, facts: Facts) -> tuple[Work, ...]:
+    """A row a token and chosen expert goes to its expert as int8 and comes back as it was; between them the experts' two products."""
+    group, ranks = op.attr["group"].s.decode(), int(op.attr["ranks"].i)
+    x, ids, first, second = (facts.types[slot(op, name)] for name in ("x", "expert_idx", "weight1", "weight2"))
+    there = ids.elements * x.shape[-1] * (ranks - 1) / ranks * facts.expert_imbalance
+    back = there * x.nbytes / max(x.elements, 1)
+    local = first.shape[0]
+    read = experts_read(Rows(ids.elements, ids.elements * ranks, local, local * ranks), facts.expert_skew)
+    rows = ids.elements * facts.expert_imbalance
+    weights = sum(facts.types[slot(op, name)].nbytes for name in ("weight1", "weight2", "scale1", "scale2", "bias1", "bias2"))
+    # int32 hold eight int4.
+    per_expert = sum(weight.elements * (8 if weight.dtype == "i32" else 1) for weight in (first, second)) / local
+    ops = 2.0 * max(rows, read * _MATRIX_ROWS / 2) * per_expert
+    products = Work(hbm_bytes=weights * read / local, int8_ops=ops, vector_ops=6.0 * rows * second.shape[1])
+    return (
+        Work(sent_bytes=there, group=group, exchange="dispatch"),
+        products,
+        Work(sent_bytes=back, group=group, exchange="combine"),
+    )
+
+
+def _chunked_rule(op: Any, facts: Facts) -> Work:
+    """Products within chunks of 64 tokens, the inverse of a chunk's triangle not counted, and of states with them (arXiv:2412.06464)."""
+    value, key = facts.types[slot(op, "value")], facts.types[slot(op, "key")]
+    (tokens, heads, Dv), Dk = value.shape, key.shape[-1]
+    ops = 2.0 * tokens * heads * (2 * _CHUNK * (Dk + Dv) + 3 * Dk * Dv)
+    return replace(_generic(op, facts), bf16_ops=ops)
+
+
+_CHUNK = 64
+"""Tokens of a chunk of the chunked rule: assumed."""
+
+_Stages = Callable[[Any, Facts], tuple[Work, ...]]
+_STAGES: dict[str, _Stages] = {"aclnnMatmulReduceScatterV2": _product_and_sum, "dispatch_ffn_combine": _fused_experts}
+
 _Rule = Callable[[Any, Facts], Work]
 _RULES: dict[str, _Rule] = {
     **_COLLECTIVES,
@@ -274,7 +329,10 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("MatMul", "MatMulV2", "MatMulV3", "QuantBatchMatmulV3", "WeightQuantBatchMatmulV2"), _product),
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2"), functools.partial(_product, transposed="adj_x1")),
     **dict.fromkeys(("GroupedMatmul", "GroupedMatmulSwigluQuantV2"), _grouped),
-    **dict.fromkeys(("Sort", "TopKV2"), _sort),
+    **dict.fromkeys(("Sort", "TopKV2", "aclnnSort", "aclnnTopk"), _sort),
+    **dict.fromkeys(("aclnnEmbedding", "aclnnGather", "aclnnIndex", "aclnnIndexSelect"), _indexed),
+    **dict.fromkeys(("aclnnBatchMatMul", "aclnnMatmulWeightNz", "aclnnMm"), _product),
+    "aclnnChunkGatedDeltaRule": _chunked_rule,
     **dict.fromkeys(("RmsNorm", "AddRmsNorm", "SoftmaxV2", "SwiGlu", "DynamicQuant"), functools.partial(_generic, passes=6.0)),
     "AscendQuantV2": functools.partial(_generic, passes=4.0),
     "DequantSwigluQuant": _activation,

@@ -67,8 +67,8 @@ def node_of(node: FxNode, name: str, operator: TorchOperator | None, rows: tuple
     constants, strided = set(), set()
     for argument, name_of_input in operator.inputs.items():
         value, listed = given.get(argument), form is not None and form.inputs.get(name_of_input) == "dynamic"
-        for slot, element in _slots(name_of_input, value, listed):
-            inputs[slot] = _type(element, packed=argument in operator.packed, nz=element in nz)
+        for slot, element in slots(name_of_input, value, listed):
+            inputs[slot] = type_of(element, packed=argument in operator.packed, nz=element in nz)
             if argument in HOST_LISTS.get(target, ()) or not isinstance(element, FxNode):
                 constants.add(slot)
             elif not element.meta["val"].is_contiguous():
@@ -88,7 +88,7 @@ def node_of(node: FxNode, name: str, operator: TorchOperator | None, rows: tuple
     )
 
 
-def _slots(name: str, value: Any, listed: bool) -> Iterator[tuple[str, Any]]:
+def slots(name: str, value: Any, listed: bool) -> Iterator[tuple[str, Any]]:
     """Inputs that an argument gives, by their names in the table; numbers in place of a tensor are no inputs."""
     tensors = value if isinstance(value, list | tuple) and any(isinstance(element, FxNode) for element in value) else [value]
     for number, element in enumerate(tensors):
@@ -96,7 +96,7 @@ def _slots(name: str, value: Any, listed: bool) -> Iterator[tuple[str, Any]]:
             yield (f"{name}{number}" if listed else name), element
 
 
-def _type(value: Any, *, packed: bool = False, nz: bool = False) -> TensorType:
+def type_of(value: Any, *, packed: bool = False, nz: bool = False) -> TensorType:
     """Type of a node's value, or of a list of integers, which the host hands over."""
     if isinstance(value, list | tuple):
         return TensorType("i64", (len(value),))
@@ -114,7 +114,7 @@ def _outputs(node: FxNode, operator: TorchOperator, form: Fact | None) -> dict[s
     results = value if isinstance(value, list | tuple) else [value]
     kinds: Mapping[str, str] = form.outputs if form else {}
     named = [f"{name}0" if kinds.get(name) == "dynamic" else name for name in operator.outputs]
-    return {name: _type(result) for name, result in zip(named, results, strict=False) if isinstance(result, torch.Tensor)}
+    return {name: type_of(result) for name, result in zip(named, results, strict=False) if isinstance(result, torch.Tensor)}
 
 
 def _attribute(value: Any) -> Any:

@@ -47,5 +47,5 @@ def test_collectives_take_longer_over_more_ranks_and_across_nodes():
     work = Work(sent_bytes=1e7, group="world")
     assert seconds(work, "tp=2") < seconds(work, "tp=4") < seconds(work, "tp=16")
     assert seconds(work, "dp=2,tp=8", A2) > 3 * seconds(work, "tp=8", A2)
-    assert Topology.of(Mesh.parse("dp=2,tp=8"), 8).across == {"dp", "world", "dispatch"}
+    assert Topology.of(Mesh.parse("dp=2,tp=8"), 8).across == {"dp", "world", "dispatch", "fused_experts"}
     assert seconds(replace(work, steps=2)) > seconds(work)
