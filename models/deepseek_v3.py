@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..graphs import ops
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import decoder, feed_forward, latent_attention, sequence_parallel
+from . import decoder, feed_forward, latent_attention, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
@@ -257,13 +256,10 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
         what `draft` continues from, all of it on every device: the head's residual stream `stream` [T, M], and what its layer's attention
         reads; and the new state.
     """
-    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    token = ops.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, 0.0)
-    hidden = ops.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, 0.0)
-    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
-    x = ops.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, 0.0)
-    rows, entries = cfg.mixer.compress(cfg, mtp["layer"]["mixer"], x, batch.size * batch.q_len)
-    pool = cfg.mixer.write(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, entries)
+    own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
+    rows, entries = cfg.mixer.compress(cfg, own["layer"]["mixer"], x, batch.size * batch.q_len)
+    pool = cfg.mixer.write(cfg, own["layer"]["mixer"], state[DRAFT], batch, entries)
     return {"stream": stream, **rows}, {**state, DRAFT: pool}
 
 
@@ -278,9 +274,9 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     Returns:
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
-    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    mixed = cfg.mixer.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows)
-    return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
+    own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    mixed = cfg.mixer.attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows)
+    return mtp.finished(cfg, own, batch, mixed, rows["stream"])
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ..graphs import ops
 from ..graphs.errors import ConfigError
 from ..graphs.types import Aval, Limits, Tree
-from . import attention, decoder, feed_forward, gated_deltanet, norms, sequence_parallel
+from . import attention, decoder, feed_forward, gated_deltanet, mtp
 from . import shrink as sizes
 from .batch import Batch
 from .config import Fields
@@ -249,12 +248,9 @@ def extend_draft_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hid
         what `draft` continues from, all of it on every device: the head's residual stream `stream` and its layer's normalised input
         `normed`, each [T, M]; and the new state.
     """
-    mtp, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
-    token = norms.rms_norm(sequence_parallel.embed(batch.tokens, params["embed"]), mtp["norm_embedding"], cfg.rms_norm_eps, cfg.norm_offset)
-    hidden = norms.rms_norm(hidden, mtp["norm_hidden"], cfg.rms_norm_eps, cfg.norm_offset)
-    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), mtp["fc"]), batch.size * batch.q_len)
-    x = norms.rms_norm(stream, mtp["layer"]["input_norm"], cfg.rms_norm_eps, cfg.norm_offset)
-    pool = attention.write_kv(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, x)
+    own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    stream, x = mtp.merged(cfg, own, params["embed"], batch, hidden)
+    pool = attention.write_kv(cfg, own["layer"]["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 
 
@@ -269,10 +265,9 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
     Returns:
         hidden [T, M], laid out as the residual stream: input of `head`, and of the next `extend_draft_cache`.
     """
-    batch = Batch.of(inputs, cfg.rotary)
-    mtp = params[DRAFT]
-    mixed = attention.attend(cfg, mtp["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
-    return decoder.after_mixer(cfg, mtp["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(rows["stream"]), mtp["norm"])[0]
+    own, batch = params[DRAFT], Batch.of(inputs, cfg.rotary)
+    mixed = attention.attend(cfg, own["layer"]["mixer"], state[DRAFT], batch, rows["normed"])
+    return mtp.finished(cfg, own, batch, mixed, rows["stream"])
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:

@@ -1,0 +1,42 @@
+"""What multi-token-prediction heads have in common: how they begin and how they end, around the mixer of their one layer."""
+
+from __future__ import annotations
+
+import torch
+
+from ..graphs import ops
+from ..graphs.types import Tree
+from . import decoder, norms, sequence_parallel
+from .batch import Batch
+
+
+def merged(cfg: decoder.DecoderSizes, head: Tree, embed: Tree, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head's residual stream, of a token and the hidden state before it, each under a norm of its own; and its layer's input.
+
+    Args:
+        head: weights `norm_embedding`, `norm_hidden`, `fc` [M, 2M], whose first half is the token's, and `layer`.
+        embed: the model's table of embeddings [V, M].
+        batch: of the tokens.
+        hidden: [T, M], laid out as the residual stream (sequence_parallel.py).
+
+    Returns:
+        stream and its norm, each [T, M], whole on every device.
+    """
+    eps, offset = cfg.rms_norm_eps, cfg.norm_offset
+    token = norms.rms_norm(sequence_parallel.embed(batch.tokens, embed), head["norm_embedding"], eps, offset)
+    hidden = norms.rms_norm(hidden, head["norm_hidden"], eps, offset)
+    stream = sequence_parallel.whole(ops.linear(torch.cat([token, hidden], -1), head["fc"]), batch.size * batch.q_len)
+    return stream, norms.rms_norm(stream, head["layer"]["input_norm"], eps, offset)
+
+
+def finished(cfg: decoder.DecoderSizes, head: Tree, batch: Batch, mixed: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    """The head's hidden states: the rest of its layer, and its norm.
+
+    Args:
+        mixed: the mixer's output [T, M], laid out as the residual stream.
+        stream: what `merged` returned of these tokens, [T, M], whole on every device.
+
+    Returns:
+        [T, M], laid out as the residual stream.
+    """
+    return decoder.after_mixer(cfg, head["layer"], batch.size * batch.q_len, mixed, sequence_parallel.spread(stream), head["norm"])[0]
