@@ -91,7 +91,7 @@ def _stored(param: Param, storage: Storage) -> Tree:
         return {"weight": _turned(param, matrix)} if lead and storage.grouped else param
     if lead and form not in EXPERT_FORMATS:
         raise SpecError(f"{param.source.names[0]}: the format is {form}; legal for experts are {', '.join(EXPERT_FORMATS)}")
-    declared = leaves.avals(matrix, form, param.aval.dtype, storage.formats.group)
+    declared = leaves.avals(matrix, form, storage.formats.group)
     source, together = (_integers if storage.formats.stored else _floats)(param, matrix, form, storage.formats.group)
     picked = {name: replace(source, join=Picked(together, index)) for index, name in enumerate(declared)}
     return {name: Param(aval, picked[name], "quantised") for name, aval in declared.items()}
@@ -126,7 +126,7 @@ def _floats(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Source
     def together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return leaves.from_floats(matrix, form, group, join(*tensors))
 
-    return replace(param.source, join=join, split=_one_way, axes=axes), together
+    return replace(param.source, join=join, split=_one_way, uncalibrated=form == W8A8, axes=axes), together
 
 
 ROWS, VECTOR, GROUPS, INPUT = "a column", "a number a row", "a number a group", "one number"

@@ -10,7 +10,7 @@ import torch
 from ...graphs.errors import CheckpointError
 from ...graphs.quantise import assist_w4, grouped_scale, pack_w4, quantise_w4_values, quantise_w8, scale_bits
 from ...graphs.types import Aval
-from .formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC
+from .formats import W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
 
 Axes = tuple[str | None, ...]
 
@@ -85,11 +85,10 @@ class Matrix:
         return self.contraction // group
 
 
-def avals(matrix: Matrix, form: str, dtype: torch.dtype, group: int) -> dict[str, Aval]:
+def avals(matrix: Matrix, form: str, group: int) -> dict[str, Aval]:
     """The tensors of a quantised matrix by name, in the order of the products' operands.
 
     Args:
-        dtype: that the model computes in.
         group: weights of an output channel that share an int4 scale; 0: all.
     """
     F32 = torch.float32
@@ -103,11 +102,12 @@ def avals(matrix: Matrix, form: str, dtype: torch.dtype, group: int) -> dict[str
             "input_scale": Aval((1,), F32, (None,)),
             "input_offset": Aval((1,), F32, (None,)),
         }
-    packed, groups = matrix.weight(torch.int32, 8), matrix.groups(group)
-    if form == W4A8_DYNAMIC:
-        return {"weight": packed, "scale": matrix.per_group(torch.int64, groups), "assist": matrix.per_channel(F32)}
-    assert form == W4A16, form
-    return {"weight": packed, "scale": matrix.per_group(dtype, groups)}
+    assert form == W4A8_DYNAMIC, form
+    return {
+        "weight": matrix.weight(torch.int32, 8),
+        "scale": matrix.per_group(torch.int64, matrix.groups(group)),
+        "assist": matrix.per_channel(F32),
+    }
 
 
 def _weight_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
@@ -152,7 +152,7 @@ def from_floats(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> 
         bias = -(offset.to(torch.int32) * integers.sum(-2, dtype=torch.int32))
         return weight, *_static(matrix, _channels(scale * step, values), _channels(bias, values), values), step, offset
     integers, scale = quantise_w4_values(flat, group)
-    return _int4(matrix, form, integers, scale, values)
+    return _int4(matrix, integers, scale, values)
 
 
 def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -183,18 +183,16 @@ def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *
     scale = others[0].float().squeeze(-1).flatten(matrix.lead)[..., None, :]
     if len(others) > 1:
         scale = grouped_scale(scale, others[1].float().flatten(matrix.lead, -2).movedim(-1, matrix.lead))
-    return _int4(matrix, form, flat, scale, values)
+    return _int4(matrix, flat, scale, values)
 
 
-def _int4(matrix: Matrix, form: str, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Packed weight, scale and, where activations are int8, the correction; `integers` [lead..., K, N], `scale` [lead..., groups, N]."""
+def _int4(matrix: Matrix, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Packed weight, scale and correction; `integers` [lead..., K, N], `scale` [lead..., groups, N]."""
     channels = like.shape[matrix.lead : -1]
     weight = pack_w4(integers).unflatten(-1, (*channels[:-1], channels[-1] // 8))
     share = _share(matrix, like)
     groups = scale.shape[-2]
     whole = scale if not matrix.row or groups % share == 0 else scale.expand(*scale.shape[:-2], share, scale.shape[-1])
-    if form == W4A16:
-        return weight, whole.unflatten(-1, channels)
     split = integers.unflatten(-2, (share, -1))
     scales = whole.unflatten(-2, (share, -1))
     assist = torch.stack([assist_w4(split.select(-3, i), scales.select(-3, i)) for i in range(share)])

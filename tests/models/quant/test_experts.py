@@ -17,7 +17,7 @@ FORMS = [("w8a8_dynamic", 0, 0.02), ("w4a8_dynamic", 0, 0.2), ("w4a8_dynamic", 4
 
 
 def weight_of(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    names = leaves.avals(matrix, form, torch.float32, group)
+    names = leaves.avals(matrix, form, group)
     return dict(zip(names, leaves.from_floats(matrix, form, group, values), strict=True))
 
 

@@ -18,7 +18,7 @@ def test_a_share_of_the_contraction_has_its_share_of_the_parts(form: str, group:
     matrix = Matrix((8, 16), (None, "k"), 0, True, 2)
     values = torch.randint(-7, 8, (8, 16), generator=R, dtype=torch.int8)
     others = [torch.rand(8, 1, generator=R) + 0.1, *([torch.rand(8, 4, generator=R) + 0.1] if group else [])]
-    names = leaves.avals(matrix, form, torch.float32, group)
+    names = leaves.avals(matrix, form, group)
     whole = dict(zip(names, leaves.from_integers(matrix, form, group, values, *others), strict=True))
     for part in range(2):
         own = [others[0], *(other[:, 2 * part : 2 * part + 2] for other in others[1:])]
@@ -32,7 +32,7 @@ def test_a_share_of_the_contraction_has_its_share_of_the_parts(form: str, group:
 def test_declared_values_are_those_that_are_made(form: str, group: int) -> None:
     for matrix in (Matrix((24, 16), ("n", None), 0, False), Matrix((3, 2, 8, 16), ("e", None, "f", None), 1, False)):
         made = leaves.from_floats(matrix, form, group, torch.randn(matrix.shape, generator=R))
-        for tensor, aval in zip(made, leaves.avals(matrix, form, torch.float32, group).values(), strict=True):
+        for tensor, aval in zip(made, leaves.avals(matrix, form, group).values(), strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (aval.shape, aval.dtype)
 
 

@@ -17,7 +17,7 @@ FORMS = [("w8a8_dynamic", 0, 0.02), ("w4a8_dynamic", 0, 0.2), ("w4a8_dynamic", 4
 
 
 def weight_of(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    names = leaves.avals(matrix, form, torch.float32, group)
+    names = leaves.avals(matrix, form, group)
     return dict(zip(names, leaves.from_floats(matrix, form, group, values), strict=True))
 
 
@@ -61,7 +61,7 @@ def test_static_scales_multiply() -> None:
 def test_a_region_reads_the_tensors_of_a_weight_by_their_axes() -> None:
     matrix = Matrix((E, 8, K), ("experts", None, "k"), 1, True, 2)
     for form, group in (("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 4)):
-        declared = leaves.avals(matrix, form, torch.float32, group)
+        declared = leaves.avals(matrix, form, group)
         weight = weight_of(matrix, form, group, torch.randn(E, 8, K, generator=R))
         listed = operands(weight, matrix.axes, lead=1, row=True)
         assert [axes for _, axes in listed] == [aval.axes for aval in declared.values()]
