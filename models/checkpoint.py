@@ -96,12 +96,14 @@ class ParamReader:
             in one group.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, before any parameter is read.
+        CheckpointError: naming the tensors that are missing, misshapen, quantised or unused, or floats where static scales of activations
+            are needed, before any parameter is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, params: Tree) -> None:
         self._table = _canonical(with_block_scales(checkpoint))
         self._recipes = [_recipe(param, self._table) for _, param in tree.flatten(params)]
+        _check_calibrated(checkpoint, self._recipes)
         _check(checkpoint, self._table, self._recipes)
         groups: dict[Hashable, list[int]] = {}
         for position, recipe in enumerate(self._recipes):
@@ -233,6 +235,17 @@ def _pieces(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], table: M
         for expert in range(count)
         for i, part in enumerate(parts)
     )
+
+
+def _check_calibrated(checkpoint: Checkpoint, recipes: list[_Recipe]) -> None:
+    names = list(dict.fromkeys(recipe.param.source.names[0] for recipe in recipes if recipe.param.source.uncalibrated))
+    if names:
+        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{checkpoint.directory}: {names[0]}{more}: the model multiplies by static scales of activations (W8A8), which floats do not "
+            "have; legal are checkpoints that ModelSlim or `npucompile quantize CHECKPOINT --static PATTERN --calibrate FILE` wrote, "
+            "and formats whose scales are dynamic"
+        )
 
 
 def _check(checkpoint: Checkpoint, table: Mapping[str, TensorEntry], recipes: list[_Recipe]) -> None:

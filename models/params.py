@@ -94,6 +94,7 @@ class Source:
             ends in a dot: of a part of which nothing is read.
         block_axis: an axis that is dimension 0 of every tensor, where element i of the parameter along it is made from elements i of the
             tensors alone: a large parameter is read and joined in blocks along it.
+        uncalibrated: whether `join` makes up the scale of activations that a calibration would find: for rehearsals on random weights.
         dtypes: for each tensor the legal dtypes on disk, by their codes in a file; empty: all are floats.
     """
 
@@ -105,6 +106,7 @@ class Source:
     block_axis: str | None = None
     unread: tuple[str, ...] = ()
     dtypes: tuple[tuple[str, ...], ...] = ()
+    uncalibrated: bool = False
 
     def legal_dtypes(self, index: int) -> tuple[str, ...]:
         """Legal dtypes of a tensor on disk, by their codes in a file."""

@@ -16,7 +16,9 @@ from npucompile.graphs.errors import CheckpointError
 from npucompile.graphs.types import Aval
 from npucompile.models import checkpoint, registry
 from npucompile.models.params import Param, Source, initialise
+from npucompile.models.quant.formats import Formats
 from npucompile.models.safetensors_files import TensorEntry
+from npucompile.models.variant import Variant
 
 CASES = ["dense", "dense-tied", "moe", "moe-tied", "next", "plain-tied", "plain-moe", "plain-moe-some-dense"]
 JOINS = {"a": lambda w: 2 * w, "b": lambda w: w + 1}
@@ -302,3 +304,18 @@ def test_nothing_is_read_before_everything_fits(tmp_path, monkeypatch):
     tensors["model.norm.weight"] = torch.zeros(3)
     monkeypatch.setattr(TensorEntry, "read_into", lambda *_: pytest.fail("read"))
     refusal(write(tmp_path / "x", tensors), random)
+
+
+def test_a_float_checkpoint_has_no_static_scales_of_activations(tmp_path):
+    """They are found by a calibration; a made-up scale would serve wrong tokens without a word."""
+    random = oracle.case("dense")
+    write(tmp_path, state_dict(random))
+
+    def read(form):
+        variant = Variant(formats=Formats((("*.mlp.*", form),)))
+        model = replace(random.model, config=replace(random.model.config, variant=variant))
+        return checkpoint.ParamReader(checkpoint.open_checkpoint(tmp_path), model.params(torch.float32))
+
+    assert read("w8a8_dynamic").groups
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate_proj\.weight, and \d+ more: .* static scales .* quantize CHECKPOINT"):
+        read("w8a8")

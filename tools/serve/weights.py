@@ -126,7 +126,8 @@ def _from_checkpoint(artifact: Artifact, directory: Path, leaves: tuple[Leaf, ..
     """From a checkpoint, in the order of the model's parameters."""
     manifest = artifact.manifest
     # Formats of a checkpoint that is quantised decide what is read; the parameters must be those of the artifact either way.
-    model, found = full_model(manifest), formats_in(directory, decodes_only="decode" in manifest.build_arguments)
+    decodes_only = ("--phase", "decode") in itertools.pairwise(manifest.build_arguments)
+    model, found = full_model(manifest), formats_in(directory, decodes_only=decodes_only)
     model = with_variant(model, replace(model.config.variant, formats=found)) if found else model
     params = model.params(DTYPES[manifest.dtype])
     _check_params(artifact, tree.leaves("params", avals(params)))
