@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ..graphs.errors import CheckpointError
+from .quant.quantization_config import BLOCK, FIELD, method_in
+from .quant.quantization_config import FP8 as METHOD
 from .safetensors_files import Checkpoint, TensorEntry
 
 FP8, SUFFIX = "F8_E4M3", "_scale_inv"
-BLOCK = 128
-"""Rows and columns of a block: `weight_block_size` of published checkpoints (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md)."""
+_BAND = 8 * BLOCK
+"""Rows that are multiplied at once: of a large matrix little more than the result is in memory."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,40 @@ class BlockScaledEntry(TensorEntry):
     def read_into(self, target: torch.Tensor, region: Sequence[slice] | None = None) -> None:
         """As of TensorEntry; of the scales only those of blocks that the region meets are read."""
         bounds = [slice(*part.indices(size)[:2]) for part, size in zip(region or [slice(None)] * len(self.shape), self.shape, strict=True)]
-        lead, matrix = bounds[:-2], bounds[-2:]
+        *lead, rows, columns = bounds
+        for begin in range(rows.start, rows.stop, _BAND):
+            band = slice(begin, min(begin + _BAND, rows.stop))
+            self._multiply(target.narrow(-2, begin - rows.start, band.stop - begin), lead, [band, columns])
+
+    def _multiply(self, target: torch.Tensor, lead: Sequence[slice], matrix: Sequence[slice]) -> None:
         blocks = [slice(part.start // BLOCK, -(-part.stop // BLOCK)) for part in matrix]
         scales = self.scales.read_slice([*lead, *blocks])
         for dim, part, block in zip((-2, -1), matrix, blocks, strict=True):
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, part.start - block.start * BLOCK, part.stop - part.start)
-        torch.mul(self.values.read_slice(bounds).float(), scales, out=target)
+        target.copy_(self.values.read_slice([*lead, *matrix]).float().mul_(scales))
 
 
 def with_block_scales(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with every FP8 matrix that has block scales as one tensor of float32; the scales are no tensors of their own then.
 
     Raises:
-        CheckpointError: the scales of a matrix are missing, or have a wrong shape or dtype.
+        CheckpointError: the scales of a matrix are missing, or have a wrong shape or dtype, or config.json does not say that there are any.
     """
     values = {name: entry for name, entry in checkpoint.tensors.items() if entry.dtype == FP8}
     if not values:
         return checkpoint
+    for directory in {entry.file.parent for entry in values.values()}:
+        _check_declared(directory, next(entry for entry in values.values() if entry.file.parent == directory))
     tensors = {name: _scaled(checkpoint, entry) if name in values else entry for name, entry in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=_without_scales(tensors, values))
+
+
+def _check_declared(directory: Path, entry: TensorEntry) -> None:
+    if method_in(directory) != METHOD:
+        raise CheckpointError(
+            f"{directory}: tensor {entry.name} is {FP8}, and config.json has no {FIELD} of quant_method {METHOD!r}; "
+            f"legal is one with weight_block_size [{BLOCK}, {BLOCK}]"
+        )
 
 
 def _without_scales(tensors: Mapping[str, TensorEntry], values: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -292,7 +293,9 @@ def _item_bytes(recipe: _Recipe, table: Mapping[str, TensorEntry]) -> int:
 
 def _assemble(region: Region, pieces: tuple[_Piece, ...], table: Mapping[str, TensorEntry]) -> torch.Tensor:
     """What is read of one tensor of a source; pieces on disk are read straight into their places."""
-    whole = torch.empty(region_shape(region), dtype=STORED_DTYPES[table[pieces[0].name].dtype])
+    # Of a matrix in pieces some may be stored more exactly than others.
+    dtypes = {STORED_DTYPES[table[piece.name].dtype] for piece in pieces}
+    whole = torch.empty(region_shape(region), dtype=functools.reduce(torch.promote_types, dtypes))
     for source, target in boxes(region):
         for piece in pieces:
             if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(source, piece.region, strict=True)):

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import CheckpointError, ConfigError
-from ..block_scales import BLOCK
 from ..config import read_json
 from ..safetensors_files import open_checkpoint
 from .formats import FLOAT, W8A8_DYNAMIC
 
-FIELD, METHODS = "quantization_config", ("compressed-tensors", "fp8")
+FIELD, COMPRESSED, FP8 = "quantization_config", "compressed-tensors", "fp8"
+METHODS = (COMPRESSED, FP8)
+
+BLOCK = 128
+"""Rows and columns of a block of FP8: `weight_block_size` of published checkpoints (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md)."""
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 _LAYOUTS = ("int-quantized",)
+_FP8 = {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 _NOT_LINEAR = ("embed_tokens",)
 """Last names of modules that have a matrix and are no linear layers, which compressed-tensors targets by their class."""
 
@@ -30,25 +34,42 @@ def forms_in(directory: Path) -> dict[str, str]:
     Raises:
         CheckpointError: naming the method, or the setting of it, that is not read here.
     """
+    if method_in(directory) != COMPRESSED:
+        return {}
     path = directory / "config.json"
-    if not path.exists():
-        return {}
-    try:
-        values = read_json(path)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    nested = values.get("text_config")
-    config = values.get(FIELD) or (nested.get(FIELD) if isinstance(nested, Mapping) else None)
+    return _compressed(f"{path}: {FIELD}", settings_of(_read(path)), _matrices(directory))
+
+
+def method_in(directory: Path) -> str | None:
+    """How config.json says that a checkpoint is quantised, one of METHODS; None where it does not.
+
+    Raises:
+        CheckpointError: naming a method that is not read here, or a setting of FP8 that is not.
+    """
+    path = directory / "config.json"
+    config = settings_of(_read(path)) if path.exists() else {}
     if not config:
-        return {}
-    method = config.get("quant_method") if isinstance(config, Mapping) else None
+        return None
+    method = config.get("quant_method")
     if method not in METHODS:
         raise CheckpointError(f"{path}: {FIELD}: quant_method is {method!r}; legal are {', '.join(METHODS)}")
-    where = f"{path}: {FIELD}"
-    if method == "fp8":
-        _require(where, config, {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"})
-        return {}
-    return _compressed(where, config, _matrices(directory))
+    if method == FP8:
+        _require(f"{path}: {FIELD}", {"fmt": "e4m3", **config}, _FP8)
+    return str(method)
+
+
+def settings_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json, or of the language model in it; empty where there is none."""
+    nested = values.get("text_config")
+    config = values.get(FIELD) or (nested.get(FIELD) if isinstance(nested, Mapping) else None)
+    return config if isinstance(config, Mapping) else {"quant_method": config} if config else {}
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _matrices(directory: Path) -> list[str]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support import fp8
 
+from npucompile.graphs import tree
 from npucompile.graphs.errors import CheckpointError
-from npucompile.graphs.types import Aval
-from npucompile.models import checkpoint
+from npucompile.graphs.types import Aval, Mesh, Rules
+from npucompile.models import checkpoint, registry, sharding_rules
 from npucompile.models.block_scales import BLOCK, with_block_scales
+from npucompile.models.deployed import CONTRACTED
 from npucompile.models.params import Param, Source
+from npucompile.models.quant.formats import Formats
 from npucompile.models.safetensors_files import open_checkpoint
+from npucompile.models.slices import Shard
+from npucompile.models.step import Model
+from npucompile.tools.quantize.forward import in_formats, logits
 
 N, K = 2 * BLOCK + 64, 3 * BLOCK - 1
 NAME = "model.layers.0.w.weight"
@@ -24,6 +34,7 @@ def written(directory: Path, scales: torch.Tensor | None, *lead: int) -> torch.T
     values = torch.randn(*lead, N, K, generator=torch.Generator().manual_seed(0)).mul(100).to(torch.float8_e4m3fn)
     tensors = {NAME: values} | ({} if scales is None else {f"{NAME}_scale_inv": scales})
     save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": fp8.CONFIG}))
     return values.float()
 
 
@@ -65,3 +76,103 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, scales: torch.Tensor
     written(tmp_path, scales)
     with pytest.raises(CheckpointError, match=rf"{NAME} is F8_E4M3 \[320, 383\] and {NAME}_scale_inv {found}; expected F32 \[3, 3\]"):
         with_block_scales(open_checkpoint(tmp_path))
+
+
+@pytest.fixture(params=list(fp8.MODELS))
+def published(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[fp8.Published, Path]:
+    return fp8.write(tmp_path / "fp8", request.param), tmp_path / "fp8"
+
+
+def test_logits_are_those_of_transformers_on_the_floats(published: tuple[fp8.Published, Path]) -> None:
+    made, directory = published
+    model = registry.find(directory).model
+    loaded = checkpoint.load(checkpoint.open_checkpoint(directory), model.params(torch.float32))
+    ids = made.random.prompt(40)
+    ours = logits(model, loaded, torch.tensor([ids], dtype=torch.int32), torch.float32)[0]
+    assert (ours - made.random.logits(ids)).abs().max() < 1e-4
+
+
+FLOAT = tuple((f"*.{name}", "float") for name in ("kv_b_proj", "weights_proj", "eh_proj"))
+FORMATS = {
+    "floats": Formats(),
+    "w8a8": Formats(
+        (*FLOAT, ("model.layers.*_proj", "w8a8_dynamic"), ("*.kv_a_proj_with_mqa", "w8a8_dynamic"), ("*.wq_b", "w8a8_dynamic"))
+    ),
+    "w4a8": Formats((("*.experts.*", "w4a8_dynamic"), ("*.shared_experts.*", "w8a8_dynamic")), group=8),
+}
+
+
+def drafting(directory: Path, formats: Formats, mesh: Mesh, rules: Rules) -> Model:
+    """The model with its draft head as that mesh stores it."""
+    model = replace(in_formats(registry.find(directory).model, formats), drafting=True)
+    shards = tuple((axis, rules.num_shards(axis, mesh)) for axis in CONTRACTED if rules.num_shards(axis, mesh) > 1)
+    return replace(model, config=replace(model.config, variant=replace(model.config.variant, shards=shards)))
+
+
+@pytest.mark.parametrize(("mesh", "expert_parallel"), [("dp=1", True), ("tp=2", True), ("tp=2", False), ("dp=2,tp=2", True)])
+@pytest.mark.parametrize("form", FORMATS)
+def test_ranks_read_their_parts_of_the_floats_and_quantise_them(
+    published: tuple[fp8.Published, Path], form: str, mesh: str, expert_parallel: bool
+) -> None:
+    """The draft head included, a layer behind the others whose copies of embedding and head are not read."""
+    made, directory = published
+    layout = Mesh.parse(mesh)
+    rules = sharding_rules.rules(layout, experts=8, expert_parallel=expert_parallel)
+    for dtype in (torch.float32, torch.bfloat16):
+        params = drafting(directory, FORMATS[form], layout, rules).params(dtype)
+        wanted = fp8.flat(made, params)
+        kinds = {tensor.dtype for tensor in wanted.values()}
+        assert {"floats": dtype, "w8a8": torch.int8, "w4a8": torch.int32}[form] in kinds
+        reader = checkpoint.ParamReader(checkpoint.open_checkpoint(directory), params)
+        for rank in range(layout.size):
+            shard = Shard(layout, rules, rank)
+            read = dict(pair for group in reader.groups for pair in reader.read(group, shard))
+            for position, (path, param) in enumerate(tree.flatten(params)):
+                assert torch.equal(read[position], wanted[path][rules.local_slice(param.aval, layout, rank)]), (rank, path)
+
+
+MATRIX = "model.layers.0.self_attn.o_proj.weight"
+
+
+def removed(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{MATRIX}_scale_inv"]
+
+
+def of_other_blocks(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{MATRIX}_scale_inv"] = torch.ones(4, 3)
+
+
+def e5m2(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[MATRIX] = tensors[MATRIX].float().to(torch.float8_e5m2)
+
+
+def block(size: int) -> dict[str, Any]:
+    return {"quantization_config": {**fp8.CONFIG, "weight_block_size": [size, size]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({}, removed, rf"{MATRIX} is F8_E4M3 \[200, 152\] and {MATRIX}_scale_inv is nothing; expected F32 \[2, 2\]"),
+        ({}, of_other_blocks, r"_scale_inv is F32 \[4, 3\]; expected F32 \[2, 2\], a scale for each block of 128 by 128"),
+        ({}, e5m2, rf"tensor {MATRIX} \(F8_E5M2; expected F32 or BF16 or F16 or F64\) has the wrong dtype"),
+        ({"quantization_config": None}, None, r"is F8_E4M3, and config.json has no quantization_config of quant_method 'fp8'"),
+        (
+            {"quantization_config": {**fp8.CONFIG, "weight_block_size": [64, 64]}},
+            None,
+            r"weight_block_size is \[64, 64\]; legal is \[128, 128\]",
+        ),
+        ({"quantization_config": {**fp8.CONFIG, "fmt": "e5m2"}}, None, r"fmt is 'e5m2'; legal is 'e4m3'"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_refused_by_name(tmp_path: Path, config: Any, change: Any, message: str) -> None:
+    fp8.write(tmp_path, "v32", **config)
+    if change:
+        tensors = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        for file in tmp_path.glob("model*-of-*"):
+            file.unlink()
+        (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.ParamReader(checkpoint.open_checkpoint(tmp_path), registry.find(tmp_path).model.params(torch.float32))

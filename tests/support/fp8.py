@@ -1,0 +1,170 @@
+"""Checkpoints in FP8 with a scale for each block, as DeepSeek publishes them, of random models; the arithmetic is numpy's."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from support import oracle
+
+from npucompile.graphs import tree
+from npucompile.models.params import Param
+
+BLOCK, LARGEST = 128, 448.0
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+
+# Neither rows nor columns fill blocks; ranks that share heads, channels or experts begin inside one.
+SIZES: dict[str, Any] = {
+    "vocab_size": 98,
+    "hidden_size": 200,
+    "num_attention_heads": 4,
+    "q_lora_rank": 136,
+    "kv_lora_rank": 140,
+    "qk_nope_head_dim": 42,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 38,
+    "intermediate_size": 272,
+    "moe_intermediate_size": 144,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "v3": oracle.latent(3, **SIZES),
+    "v32": oracle.latent(2, **{**SIZES, **oracle.SPARSE, "rope_parameters": oracle.LATENT_YARN, "max_position_embeddings": 128}),
+}
+STAYS = ("eh_proj", "weights_proj", "embed_tokens", "lm_head", "shared_head.head", "mlp.gate")
+"""Ends of the names of matrices that are published in bfloat16."""
+
+
+def values_of_bytes() -> np.ndarray:
+    """What the bytes 0 to 126 stand for in E4M3: a bias of 7, no infinities, and 127 is no number."""
+    code = np.arange(127)
+    exponent, mantissa = code >> 3, code & 7
+    return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """The bytes of the nearest E4M3 values, the even ones of two."""
+    table, size = values_of_bytes(), np.abs(values).astype(np.float64)
+    above = np.searchsorted(table, size).clip(1, 126)
+    below = above - 1
+    middle = (table[below] + table[above]) / 2
+    nearest = np.where((size > middle) | ((size == middle) & (above % 2 == 0)), above, below)
+    return (nearest + 128 * np.signbit(values)).astype(np.uint8)
+
+
+def quantised(matrix: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values [N, K] in FP8, scales of blocks in float32, and the floats that they stand for.
+
+    Args:
+        powers: whether scales are powers of two (`scale_fmt` of V3.2).
+    """
+    floats = matrix.float().numpy()
+    blocks = tuple(-(-size // BLOCK) for size in floats.shape)
+    scales, codes = np.empty(blocks, np.float32), np.empty(floats.shape, np.uint8)
+    table, stands = values_of_bytes().astype(np.float32), np.empty(floats.shape, np.float32)
+    for i, j in np.ndindex(*blocks):
+        place = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+        scale = np.abs(floats[place]).max() / LARGEST
+        scales[i, j] = 2.0 ** np.ceil(np.log2(scale)) if powers else scale
+        codes[place] = rounded(floats[place] / scales[i, j])
+        stands[place] = np.where(codes[place] > 127, -1, 1) * table[codes[place] & 127] * scales[i, j]
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales), torch.from_numpy(stands)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A random model as it would be published.
+
+    Attributes:
+        random: the model with its draft head; transformers' has the weights that the tensors stand for.
+        tensors: of the checkpoint, by name.
+        floats: what they stand for, by the names that parameters have, in which experts are fused.
+    """
+
+    random: oracle.Oracle
+    tensors: Mapping[str, torch.Tensor]
+    floats: Mapping[str, torch.Tensor]
+
+    def param(self, param: Param) -> torch.Tensor:
+        """A parameter made of the floats."""
+        return param.source.join(*(self.floats[name] for name in param.source.names)).to(param.aval.dtype)
+
+
+@functools.cache
+def published(name: str) -> Published:
+    """One of MODELS; layers behind the last are the draft head, with copies of the embedding and of the head."""
+    random = oracle.with_head(oracle.build(MODELS[name]))
+    config, powers = random.model.config, name == "v32"
+    params = random.model.family.abstract_params(config, torch.float32)
+    behind = f"model.layers.{len(config.layer_kinds)}."
+    tensors: dict[str, torch.Tensor] = {}
+    floats: dict[str, torch.Tensor] = {}
+    for source, weight in oracle.split(params, random.weights).items():
+        parts = [_stored(each, matrix, powers) for each, matrix in _apart(source, weight)]
+        tensors |= {key: tensor for stored, _ in parts for key, tensor in stored.items()}
+        floats[source] = torch.cat([stands for _, stands in parts]).view(weight.shape)
+    with torch.no_grad():
+        for key, parameter in random.theirs.state_dict().items():
+            parameter.copy_(floats[key])
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    tensors |= {behind + copy: tensors[own].clone() for copy, own in copies.items()}
+    return Published(replace(random, weights={}), tensors, floats)
+
+
+def _apart(source: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A tensor, or the matrices of each expert, in the order in which they lie in the fused one."""
+    prefix, _, fused = source.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return [(source, weight)]
+    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    return [
+        (f"{prefix}.{expert}.{part}.weight", rows)
+        for expert, matrix in enumerate(weight)
+        for part, rows in zip(names, matrix.chunk(len(names)), strict=True)
+    ]
+
+
+def _stored(name: str, weight: torch.Tensor, powers: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    if name.endswith("e_score_correction_bias"):
+        return {name: weight.float()}, weight.float()
+    if weight.dim() != 2 or name.removesuffix(".weight").endswith(STAYS):
+        plain = weight.bfloat16().contiguous()
+        return {name: plain}, plain.float()
+    values, scales, stands = quantised(weight, powers)
+    return {name: values, f"{name}_scale_inv": scales}, stands
+
+
+def write(directory: Path, name: str, **config: Any) -> Published:
+    """Writes one of MODELS in two files: matrices in the first, and their scales and all else in the second.
+
+    Args:
+        config: changes to its config.json.
+    """
+    made = published(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    places = {key: files[tensor.dtype != torch.float8_e4m3fn] for key, tensor in made.tensors.items()}
+    for file in files:
+        save_file({key: tensor for key, tensor in made.tensors.items() if places[key] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    values = {**made.random.values, "num_nextn_predict_layers": 1, "quantization_config": CONFIG, "torch_dtype": "bfloat16", **config}
+    (directory / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return made
+
+
+def write_floats(directory: Path, made: Published, dtype: torch.dtype) -> None:
+    """Writes the floats that a checkpoint stands for."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.to(dtype).contiguous() for name, tensor in made.floats.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**made.random.values, "num_nextn_predict_layers": 1}))
+
+
+def flat(made: Published, params: Any) -> dict[str, torch.Tensor]:
+    """All parameters of a tree, made of the floats."""
+    return {path: made.param(param) for path, param in tree.flatten(params)}
