@@ -36,11 +36,13 @@ def quantised(source: registry.ModelSource, out: Path, scheme: str, **settings: 
     return registry.find(out)
 
 
-def leaves(source: registry.ModelSource, formats: Formats, *, drafting: bool = True, ranks: int = 1) -> Mapping[str, torch.Tensor]:
+def leaves(
+    source: registry.ModelSource, formats: Formats, *, drafting: bool = True, ranks: int = 1, dtype: torch.dtype = torch.float32
+) -> Mapping[str, torch.Tensor]:
     """All tensors of a model's parameters by path, for one device that stands for that many ranks of a group."""
     model = in_formats(source.model, formats)
     shards = tuple((axis, ranks) for axis in ("q_heads", "delta_heads", "ffn", "shared_ffn", "expert_ffn") if ranks > 1)
     model = replace(model, drafting=drafting, config=replace(model.config, variant=replace(model.config.variant, shards=shards)))
     assert source.checkpoint_dir
-    tensors = checkpoint.load(checkpoint.open_checkpoint(source.checkpoint_dir), model.params(torch.float32))
+    tensors = checkpoint.load(checkpoint.open_checkpoint(source.checkpoint_dir), model.params(dtype))
     return dict(tree.flatten(tensors))

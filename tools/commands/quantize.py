@@ -1,4 +1,4 @@
-"""`npucompile quantize`: writes the quantised checkpoint of a float one."""
+"""`npucompile quantize`: writes the quantised checkpoint of one in floats or FP8."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ..quantize.report import summary, table
 @click.option(
     "--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated."
 )
+@click.option("--float-draft", is_flag=True, help="Leave the draft head float where the recipe quantises it.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw the errors over the layers into this .svg, .png or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print the error of every matrix as JSON.")
 def command(
@@ -35,10 +36,13 @@ def command(
     group: int,
     calibrate: Path | None,
     static: tuple[str, ...],
+    float_draft: bool,
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Quantise CHECKPOINT, a directory with floats or a bundled model, to int8 or int4 in the layout that ModelSlim writes.
+    """Quantise CHECKPOINT to int8 or int4 in the layout that ModelSlim writes.
+
+    CHECKPOINT is a bundled model, or a directory with floats or with FP8 and a scale for each block, as DeepSeek publishes.
 
     Which matrices are quantised follows the recipe of the model's published checkpoints. What is written builds like any checkpoint,
     and serving stacks for NPUs read it. One matrix is in memory at a time; only --calibrate loads the whole model. The error of a
@@ -49,7 +53,7 @@ def command(
     if picture:
         check_plot(picture)
     source, progress = registry.find(checkpoint), Progress()
-    errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group), progress)
+    errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group, float_draft), progress)
     if picture:
         plot(errors, f"{source.name} in {scheme}", picture)
     if as_json:

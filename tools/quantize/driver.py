@@ -1,4 +1,4 @@
-"""Writes the quantised checkpoint of a float one, matrix by matrix."""
+"""Writes the quantised checkpoint of a float one, or of one in FP8 with block scales, matrix by matrix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from ...graphs import tree
 from ...graphs.errors import CheckpointError, SpecError
+from ...models.block_scales import BlockScaledEntry, with_block_scales
 from ...models.checkpoint import Checkpoint, open_checkpoint
 from ...models.quant.description import DESCRIPTION
-from ...models.quant.formats import W4A8_DYNAMIC, W8A8, Formats
+from ...models.quant.formats import W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, matrix_name
+from ...models.quant.quantization_config import FIELD, FP8, method_in, settings_of
 from ...models.registry import ModelSource
-from ...models.safetensors_files import STORED_DTYPES, TensorEntry
+from ...models.safetensors_files import DTYPES, STORED_DTYPES, TensorEntry
 from ...models.step import Model
 from ..progress import Progress
 from .calibrate import MOST_WINDOWS, WINDOW_TOKENS, calibrated
@@ -43,6 +46,7 @@ class Settings:
         static: patterns of matrices whose activations get one scale for all tokens.
         calibrate: a text to find those scales with.
         group: weights of an output channel that share an int4 scale; 0: all.
+        float_draft: whether the draft head stays float, whatever the recipe says.
     """
 
     scheme: str
@@ -50,6 +54,7 @@ class Settings:
     static: tuple[str, ...] = ()
     calibrate: Path | None = None
     group: int = 0
+    float_draft: bool = False
 
 
 def quantize(
@@ -58,7 +63,7 @@ def quantize(
     """Writes `out`, which appears whole or not at all; returns the error of each matrix, the worst first.
 
     Args:
-        source: a model with a float checkpoint.
+        source: a model with a checkpoint of floats, or of FP8 with block scales: their products are what is rounded, in float32.
         out: does not exist, or is empty.
         shard_bytes: most bytes of a file.
 
@@ -69,9 +74,10 @@ def quantize(
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError(f"{out} exists; legal is a new or empty directory")
-    checkpoint = _open_float(source)
+    checkpoint, floats = _open_float(source), _dtype(source)
     model, formats = checked_model(source.model, checkpoint), _formats(source, settings, progress)
     check_patterns(model, (*settings.keep, *settings.static))
+    formats = _with_draft(model, formats, settings)
     matrices = select(model, checkpoint, formats)
     if not matrices:
         raise SpecError(f"--scheme {settings.scheme} leaves every matrix of {source.name} float; legal is a scheme that quantises one")
@@ -81,7 +87,7 @@ def quantize(
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        errors = _write(partial, checkpoint, matrices, formats, activations, progress, shard_bytes)
+        errors = _write(partial, checkpoint, matrices, formats, activations, floats, progress, shard_bytes)
         _copy_others(checkpoint.directory, partial)
         os.replace(partial, out)
     finally:
@@ -95,10 +101,40 @@ def _open_float(source: ModelSource) -> Checkpoint:
         raise SpecError(f"{source.name} is a set of sizes without weights; legal is a checkpoint directory or a bundled model")
     if (directory / DESCRIPTION).exists():
         raise CheckpointError(f"{directory} is quantised already: it holds {DESCRIPTION}; legal is a float checkpoint")
+    config = settings_of(json.loads(source.text))
+    if config and config.get("quant_method") != FP8:
+        raise CheckpointError(
+            f"{directory} is quantised already: config.json has {FIELD} of quant_method {config.get('quant_method')!r}; "
+            f"legal are float checkpoints, and {FP8} with block scales"
+        )
+    method_in(directory)
+    return with_block_scales(open_checkpoint(directory))
+
+
+def _dtype(source: ModelSource) -> torch.dtype:
+    """What a model computes in by its config.json, bfloat16 where that does not say: FP8 that stays float is written in it."""
     values = json.loads(source.text)
-    if values.get("quantization_config") or values.get("text_config", {}).get("quantization_config"):
-        raise CheckpointError(f"{directory} is quantised already: config.json has quantization_config; legal is a float checkpoint")
-    return open_checkpoint(directory)
+    nested = values.get("text_config") or {}
+    fields = [each.get(name) for each in (values, nested) for name in ("dtype", "torch_dtype")]
+    name = next(filter(None, fields), "bfloat16")
+    legal = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if name not in legal:
+        raise CheckpointError(f"{source.checkpoint_dir}: config.json: dtype is {name!r}; legal are {', '.join(legal)}")
+    return legal[name]
+
+
+def _with_draft(model: Model, formats: Formats, settings: Settings) -> Formats:
+    """The formats with those of a draft head, which a calibration does not run: float if asked, and never static."""
+    if not model.drafting:
+        if settings.float_draft:
+            raise SpecError(f"--float-draft: {model.name} has no draft head in its checkpoint; legal is to leave the option out")
+        return formats
+    own = model.params(torch.float32)[model.family.draft_key]
+    names = [name for _, param in tree.flatten(own) for name in param.source.names]
+    if settings.float_draft:
+        return formats.floats_first(*map(matrix_name, names))
+    static = [matrix_name(name) for name in names if formats.of([name]) == W8A8]
+    return replace(formats, rules=(*((name, W8A8_DYNAMIC) for name in static), *formats.rules))
 
 
 def _formats(source: ModelSource, settings: Settings, progress: Progress) -> Formats:
@@ -133,19 +169,47 @@ def _activations(
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor of the float checkpoint, and the matrices that are made of it; none if it is copied."""
+    """A tensor of the float checkpoint, and the matrices that are made of it; none if it stays float.
+
+    Attributes:
+        floats: what the model computes in; None where the checkpoint's own dtype says it.
+    """
 
     entry: TensorEntry
     matrices: tuple[Matrix, ...]
+    floats: torch.dtype | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.floats or STORED_DTYPES[self.entry.dtype]
+
+    @property
+    def slot(self) -> Slot:
+        """The place of one that stays float."""
+        if self.floats is None:
+            return Slot.copy_of(self.entry)
+        return Slot.like(self.entry.name, torch.empty(self.entry.shape, dtype=self.floats, device="meta"))
+
+    def write_float(self, writer: ShardWriter) -> None:
+        """Copies its bytes; of FP8 multiplies values by their scales."""
+        if self.floats is None:
+            writer.copy(self.entry)
+        else:
+            writer.write(self.entry.name, self.entry.read().to(self.floats))
 
 
-def _jobs(checkpoint: Checkpoint, matrices: Sequence[Matrix]) -> Iterator[_Job]:
-    """In the order of the checkpoint."""
+def _jobs(checkpoint: Checkpoint, matrices: Sequence[Matrix], floats: torch.dtype) -> Iterator[_Job]:
+    """In the order of the checkpoint.
+
+    Args:
+        floats: what FP8 that stays float is written in.
+    """
     by_entry: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         by_entry.setdefault(matrix.entry.name, []).append(matrix)
     for name, entry in checkpoint.tensors.items():
-        yield _Job(entry, tuple(by_entry.get(name, ())))
+        yield _Job(entry, tuple(by_entry.get(name, ())), floats if isinstance(entry, BlockScaledEntry) else None)
 
 
 def _write(
@@ -154,41 +218,42 @@ def _write(
     matrices: Sequence[Matrix],
     formats: Formats,
     activations: Mapping[str, Activations],
+    floats: torch.dtype,
     progress: Progress,
     shard_bytes: int,
 ) -> list[MatrixError]:
-    jobs, announced = list(_jobs(checkpoint, matrices)), _Layout(formats.group)
+    jobs, announced = list(_jobs(checkpoint, matrices, floats)), _Layout(formats.group)
     types: dict[str, str] = {}
     groups: list[list[Slot]] = []
     for job in jobs:
         for matrix in job.matrices:
-            groups.append(announced.slots(matrix))
+            groups.append(announced.slots(matrix, job.dtype))
             types |= {slot.name: TYPES[matrix.form] for slot in groups[-1]}
         if not job.matrices:
-            groups.append([Slot.copy_of(job.entry)])
+            groups.append([job.slot])
             types[job.entry.name] = "FLOAT"
     writer, sums = ShardWriter(directory, STEM, groups, shard_bytes), ErrorSums()
     with progress.byte_bar("quantising", checkpoint.nbytes) as bar:
         for job in jobs:
             for matrix in job.matrices:
-                nbytes = _write_matrix(writer, matrix, formats.group, activations.get(matrix.param), sums)
-                bar.add(nbytes)
+                _write_matrix(writer, matrix, job.dtype, formats.group, activations.get(matrix.param), sums)
+                bar.add(matrix.nbytes)
             if not job.matrices:
-                writer.copy(job.entry)
+                job.write_float(writer)
                 bar.add(job.entry.nbytes)
     writer.finish()
     (directory / DESCRIPTION).write_text(json.dumps(_description(types, formats, matrices), indent=2) + "\n", encoding="utf-8")
     return sums.errors()
 
 
-def _write_matrix(writer: ShardWriter, matrix: Matrix, group: int, activations: Activations | None, sums: ErrorSums) -> int:
-    """Returns how many bytes were read."""
+def _write_matrix(
+    writer: ShardWriter, matrix: Matrix, dtype: torch.dtype, group: int, activations: Activations | None, sums: ErrorSums
+) -> None:
     floats = matrix.read()
-    tensors, change, norm = rounded(floats, matrix.form, row=matrix.row, group=group, activations=activations)
+    tensors, change, norm = rounded(floats, matrix.form, row=matrix.row, group=group, activations=activations, dtype=dtype)
     for kind, tensor in tensors.items():
         writer.write(f"{matrix.stem}.{kind}", tensor)
-    sums.add(matrix.group_name, matrix.form, change, norm, floats.nbytes, sum(tensor.nbytes for tensor in tensors.values()))
-    return floats.nbytes
+    sums.add(matrix.group_name, matrix.form, change, norm, matrix.nbytes, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 class _Layout:
@@ -201,9 +266,9 @@ class _Layout:
 
         self._tensors = cache(tensors)
 
-    def slots(self, matrix: Matrix) -> list[Slot]:
-        """Places of its tensors."""
-        tensors = self._tensors(matrix.shape, STORED_DTYPES[matrix.entry.dtype], matrix.form, matrix.row)
+    def slots(self, matrix: Matrix, dtype: torch.dtype) -> list[Slot]:
+        """Places of the tensors of a matrix of a model that computes in that dtype."""
+        tensors = self._tensors(matrix.shape, dtype, matrix.form, matrix.row)
         return [Slot.like(f"{matrix.stem}.{kind}", tensor) for kind, tensor in tensors.items()]
 
 
@@ -215,7 +280,14 @@ def _description(types: Mapping[str, str], formats: Formats, matrices: Sequence[
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    """Configuration and tokenizer."""
+    """Configuration and tokenizer, as they were but for what config.json says of FP8."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith("."):
             shutil.copyfile(file, directory / file.name)
+    config = directory / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    if settings_of(values):
+        # What is written is no FP8 any more.
+        for each in (values, values.get("text_config") or {}):
+            each.pop(FIELD, None)
+        config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -46,7 +46,15 @@ class Quantised(NamedTuple):
     floats: torch.Tensor
 
 
-def quantised(values: torch.Tensor, form: str, *, row: bool = False, group: int = 0, activations: Activations | None = None) -> Quantised:
+def quantised(
+    values: torch.Tensor,
+    form: str,
+    *,
+    row: bool = False,
+    group: int = 0,
+    activations: Activations | None = None,
+    dtype: torch.dtype | None = None,
+) -> Quantised:
     """Rounds a matrix as loading one with the same format does.
 
     Args:
@@ -55,6 +63,7 @@ def quantised(values: torch.Tensor, form: str, *, row: bool = False, group: int 
         row: whether ranks share the contraction.
         group: weights of an output channel that share an int4 scale; 0: all.
         activations: for W8A8.
+        dtype: that the model computes in, which decides how W8A8 is written; by default that of the values.
     """
     if form == W4A8_DYNAMIC:
         return _int4(values, row, group)
@@ -64,7 +73,7 @@ def quantised(values: torch.Tensor, form: str, *, row: bool = False, group: int 
         return Quantised({"weight": weight, **_symmetric("weight", scale[:, None])}, floats)
     assert form == W8A8, form
     assert activations is not None, form
-    return Quantised({"weight": weight, **_static(values.dtype, weight, scale, activations)}, floats)
+    return Quantised({"weight": weight, **_static(dtype or values.dtype, weight, scale, activations)}, floats)
 
 
 BLOCK_ELEMENTS = 2**19
@@ -86,13 +95,21 @@ class Rounded(NamedTuple):
     norm: float
 
 
-def rounded(values: torch.Tensor, form: str, *, row: bool = False, group: int = 0, activations: Activations | None = None) -> Rounded:
+def rounded(
+    values: torch.Tensor,
+    form: str,
+    *,
+    row: bool = False,
+    group: int = 0,
+    activations: Activations | None = None,
+    dtype: torch.dtype | None = None,
+) -> Rounded:
     """As `quantised`, block by block."""
     parts: list[dict[str, torch.Tensor]] = []
     change = norm = 0.0
     # Two rows share a byte in int4.
     for block in values.split(max(2, BLOCK_ELEMENTS // values.shape[1] // 2 * 2)):
-        tensors, floats = quantised(block, form, row=row, group=group, activations=activations)
+        tensors, floats = quantised(block, form, row=row, group=group, activations=activations, dtype=dtype)
         parts.append(tensors)
         wide = block.float()
         norm += float(wide.square().sum())

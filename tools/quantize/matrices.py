@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
+from math import prod
 
 import torch
 
@@ -49,8 +50,13 @@ class Matrix:
         n, k = (part.stop - part.start for part in self.region[-2:])
         return n, k
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values on disk."""
+        return self.entry.nbytes * prod(self.shape) // prod(self.entry.shape)
+
     def read(self) -> torch.Tensor:
-        """Its floats [N, K], in the checkpoint's dtype."""
+        """Its floats [N, K], in the checkpoint's dtype; of FP8 in float32."""
         return self.entry.read_slice(self.region).view(self.shape)
 
 

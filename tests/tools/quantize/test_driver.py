@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import quantised, tiny
+from support import fp8, quantised, tiny
 
 from npucompile.graphs.errors import CheckpointError, NpucompileError, SpecError
-from npucompile.models import registry, safetensors_files
+from npucompile.models import checkpoint, registry, safetensors_files
 from npucompile.models.quant.description import DESCRIPTION, formats_in
 from npucompile.models.quant.formats import Formats
 from npucompile.tools.progress import Progress
 from npucompile.tools.quantize import driver
 from npucompile.tools.quantize.driver import Settings, quantize
-from npucompile.tools.quantize.forward import loaded, logits, windows
+from npucompile.tools.quantize.forward import in_formats, loaded, logits, windows
 from npucompile.tools.quantize.layout import Activations
 from npucompile.tools.quantize.matrices import formats_for, select
 
@@ -76,6 +77,72 @@ MODELSLIM = Path(__file__).with_name("modelslim")
 """A random model and what ModelSlim 26.1.0 wrote of it: static attention, int4 experts in layer 0, int8 in layer 1 (make_fixture.py)."""
 
 
+FP8_SCHEMES = {
+    "w8a8": ("deepseek-r1", {"scheme": "w8a8"}),
+    "w4a8": ("deepseek-r1", {"scheme": "w4a8"}),
+    "w4a8 in groups, float draft": ("deepseek-v3", {"scheme": "w4a8", "group": 8, "float_draft": True}),
+    "w8a8 of an indexer": ("deepseek-v3.2", {"scheme": "w8a8"}),
+    "w4a8 of an indexer": ("deepseek-v3.2", {"scheme": "w4a8", "keep": ("*.layers.0.mlp.*",)}),
+    "any": ("some-v3", {"scheme": "w4a8"}),
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), FP8_SCHEMES.values(), ids=FP8_SCHEMES)
+def test_fp8_with_block_scales_becomes_what_its_floats_do(tmp_path, name, settings):
+    """The draft head, a layer behind the others, included; scales lie in another file than their matrices."""
+    sparse = name == "deepseek-v3.2"
+    made, source = fp8.write(tmp_path / name, "v32" if sparse else "v3"), registry.find(tmp_path / name)
+    options = {"progress": QUIET, "shard_bytes": 100_000}
+    errors = quantize(source, tmp_path / "out", Settings(**settings), **options)
+    written, formats = registry.find(tmp_path / "out"), formats_in(tmp_path / "out")
+    assert formats is not None
+    # The name of a directory chooses the recipe.
+    fp8.write_floats(tmp_path / "floats" / name, made, torch.float32)
+    assert errors == [
+        dataclasses.replace(error, float_bytes=error.float_bytes // 4)
+        for error in quantize(registry.find(tmp_path / "floats" / name), tmp_path / "plain", Settings(**settings), **options)
+    ]
+    draft = f"model.layers.{len(source.model.config.layer_kinds)}."
+    assert any(error.name.startswith(draft) for error in errors) != settings.get("float_draft", False)
+    assert not any(part in error.name for error in errors for part in ("kv_b_proj", "indexer", "eh_proj", "embed", "head"))
+    # Quantised on loading, the FP8 checkpoint gives the same integers; what stays float is written in bfloat16.
+    own, plain = in_formats(written.model, formats), dataclasses.replace(formats, stored=False)
+    for ranks in (1, 2):
+        stored = quantised.leaves(written, formats, ranks=ranks, dtype=torch.bfloat16)
+        wanted = quantised.leaves(source, plain, ranks=ranks, dtype=torch.bfloat16)
+        assert list(stored) == list(wanted)
+        assert all(torch.equal(stored[path], tensor) for path, tensor in wanted.items())
+    assert {torch.int8} | ({torch.int32} if settings["scheme"] == "w4a8" else set()) <= {tensor.dtype for tensor in stored.values()}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {key: value for key, value in json.loads(source.text).items() if key != "quantization_config"}
+    tensors = safetensors_files.open_checkpoint(tmp_path / "out").tensors
+    assert not any(entry.dtype.startswith("F8") or entry.name.endswith("scale_inv") for entry in tensors.values())
+    assert len({entry.file for entry in tensors.values()}) > 3
+    described = json.loads((tmp_path / "out" / DESCRIPTION).read_text())
+    assert {key for key in described if "." in key} == set(tensors)
+    tokens = torch.arange(1, 33, dtype=torch.int32)[None]
+    again = checkpoint.load(checkpoint.open_checkpoint(tmp_path / "out"), own.params(torch.float32))
+    exact = made.random.logits(tokens[0].tolist())
+    assert 1e-4 < float((logits(own, again, tokens, torch.float32)[0] - exact).square().mean().sqrt() / exact.std()) < 0.6
+
+
+def test_static_scales_of_fp8_are_calibrated_and_written_for_bfloat16(tmp_path, monkeypatch):
+    made, source = fp8.write(tmp_path / "deepseek-v3.2", "v32"), registry.find(tmp_path / "deepseek-v3.2")
+    (tmp_path / "text").write_text("not read")
+    monkeypatch.setattr(driver, "token_ids", lambda *_: torch.arange(1, 90, dtype=torch.int32))
+    quantize(source, tmp_path / "out", Settings("w8a8", calibrate=tmp_path / "text"), QUIET)
+    tensors = safetensors_files.open_checkpoint(tmp_path / "out").tensors
+    matrix = "model.layers.1.self_attn.o_proj"
+    assert (tensors[f"{matrix}.deq_scale"].dtype, tensors[f"{matrix}.quant_bias"].dtype) == ("F32", "I32")
+    # The draft head is not run, and its attention has a scale for each token.
+    assert "model.layers.2.self_attn.o_proj.weight_scale" in tensors
+    own, params = loaded(registry.find(tmp_path / "out"), torch.float32)
+    ids = made.random.prompt(40)
+    exact = made.random.logits(ids)
+    found = logits(own, params, torch.tensor([ids], dtype=torch.int32), torch.float32)[0]
+    assert 1e-4 < float((found - exact).square().mean().sqrt() / exact.std()) < 0.3
+
+
 def test_modelslim_writes_the_same(tmp_path, monkeypatch):
     rules = (("*.self_attn.?_proj", "w8a8"), ("*.layers.0.*.experts.*", "w4a8_dynamic"), ("*.layers.1.*.experts.*", "w8a8_dynamic"))
     monkeypatch.setattr(driver, "formats_for", lambda *_, **__: Formats(rules))
@@ -102,8 +169,8 @@ def test_modelslim_writes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(
         driver, "token_ids", lambda *_: torch.tensor(json.loads((MODELSLIM / "tokens.json").read_text()), dtype=torch.int32)
     )
-    checkpoint = safetensors_files.open_checkpoint(MODELSLIM / "float")
-    matrices = [m for m in select(source.model, checkpoint, Formats(rules)) if m.stem.startswith("model.layers.0.self_attn.q")]
+    floats = safetensors_files.open_checkpoint(MODELSLIM / "float")
+    matrices = [m for m in select(source.model, floats, Formats(rules)) if m.stem.startswith("model.layers.0.self_attn.q")]
     (found,) = real(source, source.model, matrices, Settings("w8a8", calibrate=MODELSLIM / "tokens.json"), QUIET).values()
     (first,) = activations(source, None, matrices, None, None).values()
     assert found == first
@@ -198,10 +265,16 @@ def test_checkpoints_that_are_no_floats_are_refused(tmp_path):
     written = quantised.quantised(source, tmp_path / "out", "w8a8")
     with pytest.raises(CheckpointError, match=f"out is quantised already: it holds {DESCRIPTION}"):
         quantize(written, tmp_path / "again", Settings("w8a8"), QUIET)
-    values = json.loads(source.text) | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "float" / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=r"config\.json has quantization_config; legal is a float checkpoint"):
-        quantize(registry.find(tmp_path / "float"), tmp_path / "again", Settings("w8a8"), QUIET)
+    for config, message in (
+        ({"quant_method": "compressed-tensors"}, "is quantised already: config.json has quantization_config of quant_method 'compressed-"),
+        ({"quant_method": "fp8"}, r"weight_block_size is None; legal is \[128, 128\]"),
+    ):
+        (tmp_path / "float" / "config.json").write_text(json.dumps(json.loads(source.text) | {"quantization_config": config}))
+        with pytest.raises(CheckpointError, match=message):
+            quantize(registry.find(tmp_path / "float"), tmp_path / "again", Settings("w8a8"), QUIET)
+    (tmp_path / "float" / "config.json").write_text(source.text)
+    with pytest.raises(SpecError, match=r"--float-draft: plain has no draft head in its checkpoint"):
+        quantize(quantised.write(tmp_path / "plain", "plain"), tmp_path / "again", Settings("w8a8", float_draft=True), QUIET)
     with pytest.raises(SpecError, match=r"qwen3\.5-27b is a set of sizes without weights"):
         quantize(registry.find("qwen3.5-27b"), tmp_path / "again", Settings("w8a8"), QUIET)
     with pytest.raises(SpecError, match="out exists; legal is a new or empty directory"):
