@@ -16,6 +16,7 @@ from ..params import NUMBERS, Param, Parts, Picked, Source, SourceAxis, axis_nam
 from . import leaves
 from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
+from .parts import apart
 
 NORM = "norm"
 """Role of a norm's weight."""
@@ -41,14 +42,20 @@ class Storage(Protocol):
 def stored(params: Tree, storage: Storage) -> Tree:
     """A tree of Param as it is stored: a matrix that is not float becomes a mapping of Param, as do experts for grouped products.
 
-    So does a matrix or a norm that has a bias: the mapping has it as `bias`.
+    So does a matrix or a norm that has a bias: the mapping has it as `bias`. A matrix of tensors in different formats becomes a list of its
+    parts (parts.py), each stored as a matrix is.
 
     Raises:
-        CheckpointError: matrices that are multiplied as one have different formats, groups do not fill a contraction, or a matrix that
-            ranks may split along its contraction has a bias.
+        CheckpointError: matrices that are multiplied as one have different formats and cannot be taken apart, groups do not fill a
+            contraction, or a matrix that ranks may split along its contraction has a bias.
         SpecError: a matrix cannot have the format that it is given.
     """
-    return tree.map_leaves(lambda param: _with_bias(param, storage, _stored(param, storage)), params)
+
+    def each(param: Param) -> Tree:
+        parts = [_with_bias(part, storage, _stored(part, storage)) for part in apart(param, storage.formats)]
+        return parts if len(parts) > 1 else parts[0]
+
+    return tree.map_leaves(each, params)
 
 
 def _with_bias(param: Param, storage: Storage, weight: Tree) -> Tree:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...graphs import ops
+from ...graphs import ops, tree
 from ...graphs.spmd.region import Sum, shard_map
 from ...graphs.types import Tree
 from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
@@ -31,6 +31,8 @@ def operands(weight: Tree, axes: Axes, *, lead: int = 0, row: bool = False) -> l
         axes: of the float matrix `[lead..., out..., K]`.
         lead, row: as of `leaves.Matrix`.
     """
+    if isinstance(weight, list):
+        return [pair for part in weight for pair in operands(part, axes, lead=lead, row=row)]
     if not isinstance(weight, Mapping):
         return [(weight, axes)]
     if format_of(weight) == FLOAT and "bias" in weight:
@@ -40,21 +42,23 @@ def operands(weight: Tree, axes: Axes, *, lead: int = 0, row: bool = False) -> l
 
 def regrouped(weights: Sequence[Tree], tensors: Sequence[torch.Tensor]) -> list[Tree]:
     """Weights like others, of the tensors that `operands` listed of each, one behind the other."""
-    groups, begin = [], 0
-    for weight in weights:
-        count = len(weight) if isinstance(weight, Mapping) else 1
-        groups.append(rebuilt(weight, tensors[begin : begin + count]))
-        begin += count
-    return groups
+    rest = iter(tensors)
+    return [rebuilt(weight, [next(rest) for _ in tree.flatten(weight)]) for weight in weights]
 
 
 def rebuilt(weight: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
     """A weight like another, of the tensors that `operands` listed of it."""
+    if isinstance(weight, list):
+        return regrouped(weight, tensors)
     return dict(zip(weight, tensors, strict=True)) if isinstance(weight, Mapping) else tensors[0]
 
 
 def linear(x: torch.Tensor, weight: Tree) -> torch.Tensor:
     """`x @ weight.T`, [T, K] -> [T, N], of a matrix [N, K] whose contraction no layout splits; plus its bias [N] if it has one."""
+    if isinstance(weight, list):
+        # Parts of each group of rows lie one behind the other (parts.py).
+        outs = [linear(x, _flat(part)).unflatten(-1, _groups(part)) for part in weight]
+        return torch.cat(outs, -1).flatten(-2)
     if not isinstance(weight, Mapping):
         plain: torch.Tensor = ops.linear(x, weight)
         return plain
@@ -70,7 +74,7 @@ def swiglu(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
         x: all of it on every device.
         axis: logical axis of F.
     """
-    if not isinstance(weight, Mapping):
+    if isinstance(weight, torch.Tensor):
         plain: torch.Tensor = ops.swiglu_linear(x, weight)
         return plain
 
@@ -82,14 +86,26 @@ def swiglu(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:
 
 def local_swiglu(x: torch.Tensor, weight: Tree) -> torch.Tensor:
     """`swiglu` of a device's own part, inside a region."""
-    if not isinstance(weight, Mapping):
+    if isinstance(weight, torch.Tensor):
         plain: torch.Tensor = ops.swiglu_linear(x, weight)
         return plain
-    # Gate and up are neighbouring dimensions of the channels, which are the last of a matrix of integers; products know one.
-    first = 0 if format_of(weight) == FLOAT else -2
-    channels = {name: tensor.flatten(first, first + 1) if tensor.dim() > 1 else tensor for name, tensor in weight.items()}
-    gated: torch.Tensor = ops.swiglu(linear(x, channels))
+    gated: torch.Tensor = ops.swiglu(linear(x, _flat(weight)))
     return gated
+
+
+def _flat(weight: Tree) -> Tree:
+    """A weight whose two dimensions of channels, such as gate and up, are one, as products know it."""
+    if not isinstance(weight, Mapping):
+        return weight if isinstance(weight, list) else weight.flatten(0, 1)
+    # They are the last of a matrix of integers.
+    first = 0 if format_of(weight) == FLOAT else -2
+    return {name: tensor.flatten(first, first + 1) if tensor.dim() > 1 else tensor for name, tensor in weight.items()}
+
+
+def _groups(part: Tree) -> tuple[int, int]:
+    """Groups of rows of a part of a matrix, and the rows of it in each."""
+    groups, rows = part.shape[:2] if not isinstance(part, Mapping) else part["scale" if format_of(part) != FLOAT else "bias"].shape[-2:]
+    return int(groups), int(rows)
 
 
 def row_parallel(x: torch.Tensor, weight: Tree, axis: str) -> torch.Tensor:

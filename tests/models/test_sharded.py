@@ -148,6 +148,16 @@ CASES: dict[str, Case] = {
         model="plain-eagle3",
         drafts=1,
     ),
+    **{
+        f"formats of parts differ, {layout}": case
+        for layout, case in {
+            "tp=2": Case("tp=2", fleets.mixed(q_heads=2), fleets.mixed(q_heads=2), experts=False, drafts=1),
+            "tp=4": Case("tp=4", repeated(fleets.mixed(q_heads=4)), fleets.mixed(q_heads=4), experts=False, model="plain"),
+            "spread": Case("dp=2,tp=2", fleets.mixed(q_heads=2), fleets.mixed(q_heads=2), drafts=1, collectives=DISPATCH),
+            "split": Case("tp=2", *[fleets.mixed(q_heads=2, expert_ffn=2)] * 2, expert_parallel=False),
+            "latent": Case("tp=2", *[fleets.mixed(q_heads=2)] * 2, model="latent", drafts=1, collectives=DISPATCH),
+        }.items()
+    },
     "w4a8 fused": Case("dp=2,tp=2", replace(W4, fused_experts=True), W4, drafts=1, collectives=FUSED),
 }
 

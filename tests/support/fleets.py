@@ -198,6 +198,14 @@ def everywhere(form: str, **shards: int) -> Variant:
     return Variant(formats=Formats(rules, group=4), grouped=True, shards=tuple(shards.items()))
 
 
+def mixed(**shards: int) -> Variant:
+    """Different formats in every matrix that is joined of several."""
+    w8, static = "w8a8_dynamic", "w8a8"
+    forms = {"q_proj": w8, "v_proj": static, "up_proj": w8, "in_proj_qkv": w8, "in_proj_z": static, "kv_a_proj_with_mqa": w8, "o_proj": w8}
+    rules = (("*.experts.*", w8), *((f"*.{name}", form) for name, form in forms.items()))
+    return Variant(formats=Formats(rules), grouped=True, shards=tuple(shards.items()))
+
+
 def weights(model: step.Model) -> Tree:
     """The model's parameters, in the form that its variant holds them in."""
     checkpoint = tensors(model.config.num_experts > 0, model.name)

@@ -17,6 +17,7 @@ from ...models.params import Param
 from ...models.quant.declare import ROLES
 from ...models.quant.description import canonical
 from ...models.quant.formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, matrix_name
+from ...models.quant.parts import apart
 from ...models.quant.recipes import formats_of_scheme
 from ...models.safetensors_files import TensorEntry
 from ...models.step import Model
@@ -107,12 +108,12 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
 
     Raises:
         SpecError: a matrix cannot have its format.
-        CheckpointError: matrices that are multiplied as one have different formats, or a shape does not suit the format.
+        CheckpointError: experts of a layer have different formats, or a shape does not suit the format.
     """
     table = {canonical(name): entry for name, entry in checkpoint.tensors.items()}
     params: list[tuple[str, Param]] = tree.flatten(model.params(torch.float32))
     matrices: list[Matrix] = []
-    for path, param in params:
+    for path, param in [(path, part) for path, whole in params for part in apart(whole, formats)]:
         form = formats.of(param.source.names)
         if form == FLOAT:
             continue

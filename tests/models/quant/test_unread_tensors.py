@@ -100,7 +100,7 @@ def test_every_tensor_is_read_or_is_not_for_a_reason(name: str) -> None:
         (
             DYNAMIC,
             described(**{named(Q, "weight"): "W8A8"}),
-            "q_proj.weight is w8a8, .*k_proj.weight is w8a8_dynamic, .*one format",
+            rf"tensor {Q}\.deq_scale \(expected \[64\]\) is missing; so with 3 more",
         ),
         (INT4, described(**{named(EXPERT, "weight"): "W8A8_DYNAMIC"}), "experts of a layer are one matrix and must have one type"),
         (GROUPS, described(group_size=24), "groups of 24 weights for a contraction of 64"),
