@@ -26,7 +26,7 @@ from npucompile.models.variant import Variant
 EXACT = 1e-5
 """Relative error of a token's logits. An activation that lies between two integers may be rounded the other way: then those of its token,
 and of tokens that follow it, differ by about one part in a hundred, or more if another expert is chosen. So medians are compared."""
-MIXED = "dense_w8a8_mix_m4"
+MIXED, IN_PARTS = "dense_w8a8_mix_m4", "dense_w8a8_parts_m4"
 
 
 @functools.cache
@@ -87,6 +87,9 @@ def test_matrices_are_those_of_modelslim_bit_by_bit(name: str) -> None:
         if param.role in ("", "norm"):
             continue
         lead = 1 if param.role.startswith("experts") else 0
+        if isinstance(leaf, list):
+            quantised += compare_parts(name, param, leaf)
+            continue
         if not isinstance(leaf, dict) or "scale" not in leaf:
             plain = leaf["weight"].movedim(1, -1) if isinstance(leaf, dict) and lead else leaf
             plain = plain["weight"] if isinstance(plain, dict) else plain
@@ -95,6 +98,17 @@ def test_matrices_are_those_of_modelslim_bit_by_bit(name: str) -> None:
         quantised += 1
         assert torch.equal(matrix_of(leaf, lead), param.source.join(*sources(name, param))), path
     assert quantised >= len(config.layer_kinds)
+
+
+def compare_parts(name: str, param: Any, parts: list[Any]) -> int:
+    """Every row of the matrix is in one of its parts, in the order of the matrix; returns how many parts are integers."""
+    rows, integers = param.source.join(*sources(name, param)), 0
+    found = []
+    for part in parts:
+        integers += (quantised := isinstance(part, dict) and "scale" in part)
+        found.append(matrix_of(part, 0) if quantised else part["weight"] if isinstance(part, dict) else part)
+    assert torch.equal(torch.cat(found, 1).flatten(0, 1), rows.flatten(0, -2))
+    return integers
 
 
 @pytest.mark.parametrize("name", [name for name in modelslim.NAMES if "w4a8" in name])
@@ -125,7 +139,7 @@ def run(own: Model, loaded: Tree) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize(("name", "decodes"), [*((name, False) for name in modelslim.NAMES), (MIXED, True)])
+@pytest.mark.parametrize(("name", "decodes"), [*((name, False) for name in modelslim.NAMES), (MIXED, True), (IN_PARTS, True)])
 def test_logits_are_those_of_modelslims_arithmetic(name: str, decodes: bool, shards: int) -> None:
     ours = run(model(name, shards, decodes), weights(name, shards, decodes))
     theirs = torch.cat([modelslim.logits(name, ids, shards, decodes) for ids in PROMPTS])
@@ -151,6 +165,15 @@ def _without_biases(node: Any) -> Any:
         return node
     kept = {key: _without_biases(child) for key, child in node.items() if key != "bias"}
     return kept["weight"] if list(kept) == ["weight"] and "bias" in node else kept
+
+
+def test_a_recipe_may_leave_one_of_several_matrices_float() -> None:
+    """As that of Qwen3-32B does: a gate projection beside an int8 up projection."""
+    first, second = weights(IN_PARTS)["layers"]
+    (gate, up), (query, key, value) = first["mlp"]["gate_up"], second["mixer"]["qkv"]
+    assert [part["weight"].dtype for part in (gate, up, query, key, value)] == [torch.float32, *[torch.int8] * 2, torch.float32, torch.int8]
+    assert isinstance(first["mixer"]["qkv"], dict)
+    assert isinstance(second["mlp"]["gate_up"], dict)
 
 
 @pytest.mark.parametrize("name", modelslim.NAMES)

@@ -28,6 +28,25 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
         ("qwen3.6-27b", "w8a8", {"linear_attn.in_proj_z": "w8a8_dynamic", "linear_attn.in_proj_b": "float"}),
         ("qwen3-32b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.gate_proj": "w8a8_dynamic", "mlp.down_proj": "float"}),
         ("qwen3-30b-a3b", "w8a8", {"self_attn.o_proj": "w8a8", "mlp.experts.down_proj": "w8a8_dynamic", "mlp.gate": "float"}),
+        (
+            "deepseek-r1",
+            "w4a8",
+            {
+                "self_attn.q_a_proj": "w8a8_dynamic",
+                "self_attn.kv_a_proj_with_mqa": "w8a8_dynamic",
+                "self_attn.kv_b_proj": "float",
+                "mlp.shared_experts.up_proj": "w8a8_dynamic",
+                "mlp.experts.down_proj": "w4a8_dynamic",
+                "mlp.gate": "float",
+                "eh_proj": "float",
+            },
+        ),
+        (
+            "deepseek-v3.2",
+            "w8a8",
+            {"self_attn.q_a_proj": "w8a8", "self_attn.indexer.wq_b": "float", "mlp.experts.down_proj": "w8a8_dynamic"},
+        ),
+        ("deepseek-v3.2", "w4a8", {"self_attn.q_a_proj": "float", "self_attn.q_b_proj": "w8a8_dynamic", "self_attn.indexer.wk": "float"}),
         ("qwen3-coder-480b-a35b", "w4a8", {"self_attn.q_proj": "w8a8", "mlp.experts.down_proj": "w4a8_dynamic"}),
         ("somebody's own", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.up_proj": "w8a8_dynamic", "mlp.gate": "float"}),
         ("somebody's own", "w4a8", {"mlp.experts.gate_up_proj": "w4a8_dynamic", "mlp.shared_expert.up_proj": "w8a8_dynamic"}),
@@ -60,5 +79,7 @@ def test_the_dense_recipe_leaves_ten_matrices_float() -> None:
     formats = formats_of_scheme("w8a8", "qwen3-32b")
     down = {layer for layer in range(64) if formats.of([f"model.layers.{layer}.mlp.down_proj"]) == "float"}
     assert down == {1, 2, 6, 7, 11, 43, 44, 45, 62}
-    gate_up = {layer: formats.of(f"model.layers.{layer}.mlp.{side}_proj" for side in ("gate", "up")) for layer in range(64)}
-    assert [layer for layer, form in gate_up.items() if form == "float"] == [2]
+    floats = {
+        (layer, side) for layer in range(64) for side in ("gate", "up") if formats.of([f"model.layers.{layer}.mlp.{side}_proj"]) == "float"
+    }
+    assert floats == {(2, "gate")}

@@ -301,7 +301,7 @@ def test_numbers_alone_are_an_artifact_without_graphs(model, build, tmp_path, mo
     assert list(build(plan).reused) == NAMES
 
 
-@pytest.mark.parametrize("name", ["dense_w8a8_mix_m4", "moe_w4a8_smooth"])
+@pytest.mark.parametrize("name", ["dense_w8a8_parts_m4", "moe_w4a8_smooth"])
 def test_a_quantised_checkpoint_is_lowered_in_its_own_formats(build, monkeypatch, name):
     """Biases that smoothing left are added; every operator is legal, or the build would fail."""
     monkeypatch.setattr(pool, "run", lambda job: tiny.quietly(_run, job))
