@@ -25,6 +25,11 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
         ),
         ("qwen3.5-397b", "w4a8", {"mlp.shared_expert.down_proj": "float", "linear_attn.in_proj_z": "float", "mlp.gate": "float"}),
         ("qwen3.5-27b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.down_proj": "w8a8_dynamic", "linear_attn.in_proj_z": "float"}),
+        (
+            "qwen3.5-27b",
+            "w8a8",
+            {"linear_attn.out_proj": "float", "mtp.self_attn.o_proj": "w8a8_dynamic", "mtp.mlp.up_proj": "w8a8_dynamic"},
+        ),
         ("qwen3.6-27b", "w8a8", {"linear_attn.in_proj_z": "w8a8_dynamic", "linear_attn.in_proj_b": "float"}),
         ("qwen3-32b", "w8a8", {"self_attn.o_proj": "w8a8_dynamic", "mlp.gate_proj": "w8a8_dynamic", "mlp.down_proj": "float"}),
         ("qwen3-30b-a3b", "w8a8", {"self_attn.o_proj": "w8a8", "mlp.experts.down_proj": "w8a8_dynamic", "mlp.gate": "float"}),
@@ -54,11 +59,16 @@ def test_a_scheme_that_is_not_there_is_refused() -> None:
 )
 def test_recipes_are_the_published_ones(model: str, scheme: str, wanted: dict[str, str]) -> None:
     formats = formats_of_scheme(scheme, model)
-    assert {name: formats.of([f"model.layers.7.{name}"]) for name in wanted} == wanted
+    layers = {"mtp": "mtp.layers.0"}
+    found = {}
+    for name in wanted:
+        part, _, rest = name.partition(".")
+        found[name] = formats.of([f"{layers[part]}.{rest}" if part in layers else f"model.layers.7.{name}"])
+    assert found == wanted
     assert "none" in SCHEMES
 
 
-@pytest.mark.parametrize("model", ["qwen3.5-397b", "qwen3.5-27b", "qwen3.6-27b", "qwen3-next-80b-a3b", "somebody's own"])
+@pytest.mark.parametrize("model", ["qwen3.5-397b", "qwen3-next-80b-a3b", "somebody's own"])
 def test_draft_heads_stay_float(model: str) -> None:
     assert formats_of_scheme("w8a8", model).of(["mtp.layers.0.self_attn.q_proj.weight"]) == "float"
 
