@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FIXTURES = Path(__file__).parents[1] / "models" / "quant" / "fixtures"
 NAMES = tuple(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
+LATENT = "../fixtures_latent/latent_w8a8"
+"""One of a model with latent attention and a draft head, made with changes to ModelSlim (make_fixture.py there)."""
 ROW_PARALLEL = ("o_proj", "mlp.down_proj")
 """Ends of the names of matrices whose contraction ranks share, where experts are not split."""
 

@@ -76,7 +76,7 @@ def _source(name: str, matrix: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([torch.cat(rows) for rows in each])
 
 
-@pytest.mark.parametrize("name", modelslim.NAMES)
+@pytest.mark.parametrize("name", [*modelslim.NAMES, modelslim.LATENT])
 def test_matrices_are_those_of_modelslim_bit_by_bit(name: str) -> None:
     config, loaded = model(name).config, weights(name)
     float_params, quantised = registry.find(modelslim.FIXTURES / name).model.params(torch.float32), 0
@@ -109,6 +109,21 @@ def compare_parts(name: str, param: Any, parts: list[Any]) -> int:
         found.append(matrix_of(part, 0) if quantised else part["weight"] if isinstance(part, dict) else part)
     assert torch.equal(torch.cat(found, 1).flatten(0, 1), rows.flatten(0, -2))
     return integers
+
+
+def test_a_draft_head_behind_the_layers_is_read_bit_by_bit() -> None:
+    own = replace(model(modelslim.LATENT), drafting=True)
+    read = checkpoint.load(checkpoint.open_checkpoint(modelslim.FIXTURES / modelslim.LATENT), own.params(torch.float32))["mtp"]
+    plain = registry.find(modelslim.FIXTURES / modelslim.LATENT).model
+    params = replace(plain, drafting=True).params(torch.float32)["mtp"]
+    for leaf, param, lead in (
+        (read["layer"]["mixer"]["down"], params["layer"]["mixer"]["down"], 0),
+        (read["layer"]["mlp"]["gate_up"], params["layer"]["mlp"]["gate_up"], 1),
+        (read["layer"]["mlp"]["shared_down"], params["layer"]["mlp"]["shared_down"], 0),
+    ):
+        assert leaf["weight"].dtype == torch.int8
+        assert torch.equal(matrix_of(leaf, lead), param.source.join(*sources(modelslim.LATENT, param)))
+    assert torch.equal(read["fc"], modelslim.tensors(modelslim.LATENT)["model.layers.2.eh_proj.weight"].float())
 
 
 @pytest.mark.parametrize("name", [name for name in modelslim.NAMES if "w4a8" in name])

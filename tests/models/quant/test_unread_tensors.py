@@ -78,7 +78,7 @@ def named(matrix: str, kind: str) -> str:
 DYNAMIC, STATIC, INT4, GROUPS, SHIFTED = "dense_w8a8_dynamic", "dense_w8a8_static", "moe_w4a8_smooth", "moe_w4a8_group", "dense_w8a8_mix_m4"
 
 
-@pytest.mark.parametrize("name", modelslim.NAMES)
+@pytest.mark.parametrize("name", [*modelslim.NAMES, modelslim.LATENT])
 def test_every_tensor_is_read_or_is_not_for_a_reason(name: str) -> None:
     opened(modelslim.FIXTURES / name)
 
