@@ -98,14 +98,23 @@ def _is_free(node: Node) -> bool:
 
 
 def _written(graph: GraphModule) -> set[Node]:
-    """Nodes whose memory an operator of the graph writes in place."""
+    """Nodes whose memory an operator of the graph writes in place, or leaves undefined."""
     written = set()
     for node in graph.graph.nodes:
+        if str(node.target) == "npu.npu_grouped_matmul.default" and (rows := _destroyed(node)) is not None:
+            written.add(owner(rows))
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             for given, declared in zip(node.args, node.target._schema.arguments, strict=False):
                 if isinstance(given, Node) and declared.alias_info is not None and declared.alias_info.is_write:
                     written.add(owner(given))
     return written
+
+
+def _destroyed(product: Node) -> Node | None:
+    """The int8 rows that a grouped product with int4 weights unpacks in their own memory; its schema does not say so."""
+    rows, weight = product.args[0][0], product.args[1][0]  # type: ignore[index]
+    int4 = isinstance(weight, Node) and weight.meta["val"].dtype == torch.int32
+    return rows if int4 and isinstance(rows, Node) else None
 
 
 def _computation(node: Node) -> tuple[Hashable, tuple[Node, ...]]:

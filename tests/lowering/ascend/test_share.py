@@ -72,6 +72,32 @@ def test_what_a_body_computes_twice_it_computes_once() -> None:
     assert ops(shared, "layer").count("aten.tanh") == 1
 
 
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.int32, 2), (torch.int8, 1)])
+def test_rows_that_a_product_destroys_are_not_shared(tmp_path: Any, dtype: torch.dtype, roundings: int) -> None:
+    """Products with int4 weights unpack their rows in place; those with int8 weights read the same ones."""
+    gb.loaded(tmp_path)
+    weight = torch.empty(8, 1 if dtype == torch.int32 else 8, dtype=dtype, device="meta")
+
+    def product(x: Any, weight: Any) -> Any:
+        rows, scale = torch.ops.npu.npu_dynamic_quant(x)
+        count = torch.full((1,), 4, dtype=torch.int64, device=x.device)
+        scales = torch.ones(1, 8, dtype=torch.float32, device=x.device)
+        int4 = {"bias": [torch.zeros(1, 8, device=x.device)], "scale": [scales.to(torch.int64).view(torch.uint64)]}
+        options = {"split_item": 2, "group_type": 0, "group_list_type": 1, "output_dtype": torch.bfloat16}
+        more = int4 if dtype == torch.int32 else {"scale": [scales.to(torch.bfloat16)]}
+        return torch.ops.npu.npu_grouped_matmul([rows], [weight[None]], per_token_scale=[scale], group_list=count, **more, **options)[0]
+
+    def body(x: Any, a: Any, b: Any) -> tuple[Any, ...]:
+        return (product(x, a) + product(x, b),)
+
+    main = gb.Main()
+    x = main.operand("inputs.x", ((4, 8), torch.bfloat16))
+    weights = [main.operand(f"params.{name}", (tuple(weight.shape), dtype)) for name in "ab"]
+    main.body("layer", body, [((4, 8), torch.bfloat16), *[(tuple(weight.shape), dtype)] * 2])
+    (result,) = main.call("layer", x, *weights)
+    assert ops(share(*main.done(result), ()), "layer").count("npu.npu_dynamic_quant") == roundings
+
+
 def test_equal_numbers_of_other_types_differ() -> None:
     shared = agree(*layers(lambda x, starts: (torch.stack([x + 1, x + 1.0]).sum(0),)))
     assert ops(shared, "layer").count("aten.add.Tensor") == 2
