@@ -95,8 +95,8 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
         remaining = len(running) - len(part.preempted)
         waiting = (*(request.preempted() for request in running[remaining:]), *waiting)
         running = running[:remaining]
-    if part.admitted is not None:
-        waiting, running = waiting[1:], (*running, waiting[0])
+    count = len(part.admitted)
+    waiting, running = waiting[count:], (*running, *waiting[:count])
     by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
 
     def launched(request: RequestState) -> RequestState:

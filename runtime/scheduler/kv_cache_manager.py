@@ -37,9 +37,9 @@ class KVCacheManager:
         """
         for request_id in step.preempted:
             self.release(request_id)
-        if step.admitted is not None:
-            self.state_slots.allocate_group(step.admitted)
-            self.request_slots.allocate_group(step.admitted)
+        for request_id in step.admitted:
+            self.state_slots.allocate_group(request_id)
+            self.request_slots.allocate_group(request_id)
         rows: list[Row] = [self._decode_row(row) if bucket.kind == "decode" else self._prefill_row(row) for row in step.rows]
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 

@@ -53,6 +53,11 @@ class Policy:
                 raise SpecError(f"bucket {bucket.name} decodes {bucket.q_len} tokens per request; {drafts}")
 
     @property
+    def max_prompts(self) -> int:
+        """Most prompts of one group in a prefill step."""
+        return max(bucket.batch for bucket in self.buckets if bucket.kind == "prefill")
+
+    @property
     def candidates(self) -> int:
         """Q of decode: a request's last token and its drafts."""
         return self.limits.drafts + 1

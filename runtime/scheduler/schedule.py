@@ -5,14 +5,18 @@ Everything here is a pure function over frozen records: the same state gives the
 
 Policy:
     Order of arrival is the only priority. Running requests are always older than waiting ones.
-    A group prefills one prompt at a time, in chunks. While any request decodes, at most `prefill_burst` chunks run between two
-    decode steps, which bounds the gap between two tokens of a stream.
+    A prefill step computes chunks of several prompts of each group, a row each: those in progress, then waiting ones that can be
+    admitted, both in order of arrival, as many as the bucket has rows. `buckets.choose_prefill` says which bucket that is: the oldest
+    prompt is never slowed down, and others share its step where that costs no more than one step after the other.
+    While any request decodes, at most `prefill_burst` prefill steps run between two decode steps, which bounds the gap between two
+    tokens of a stream.
     When more requests decode than the largest bucket holds, the least recently scheduled go first.
     A request is admitted when a request's state slots are free, and pages for all its tokens and one step's candidates, plus one
     step's candidates for every running request. Without that reserve, a preempted request would be prefilled only to be preempted
     again.
-    A decode step that lacks pages preempts the youngest running request until it has them. A preempted request returns to the front
-    of the queue and later prefills its prompt and the tokens it had generated.
+    A decode step that lacks pages preempts the youngest running request until it has them, whether that decodes or is being
+    prefilled. A preempted request returns to the front of the queue and later prefills its prompt and the tokens it had generated.
+    A group whose only requests to decode are younger than a prompt in progress, and lack pages, decodes nothing: the older goes first.
 
 A step may be scheduled while the one before it is in flight. A prefill step has a known outcome, so the next one continues where it
 ends. How many tokens a decode step produces (1 to Q) is known only on the device; the next step starts from the position that the
@@ -20,11 +24,13 @@ device stored in the request slot, and gets pages for the furthest position it c
 however few tokens they produce, is not scheduled. Nothing is preempted while a step is in flight; a decode step that would need it
 waits for the results.
 
-All dp groups run every step together, in one bucket. Each follows this policy over its own requests, pages and slots, with one
-exception: if any group can prefill, the step is a prefill step for all, and `prefill_burst` counts the steps of all.
+All dp groups run every step together, in one bucket. Each follows this policy over its own requests, pages and slots, with two
+exceptions: if any group can prefill, the step is a prefill step for all, and `prefill_burst` counts the steps of all; and the bucket of
+a prefill step is chosen for the prompts of all groups together.
 
 There is no deadlock: with nothing in flight, any live request leads to a step. The oldest running request of a group is never
-preempted while another one runs, and alone it fits (see `Policy`).
+preempted while another one runs, and alone it fits (see `Policy`). There is no starvation: every prefill step has a row for the oldest
+prompt of each group that it can begin or go on with, and rows are always the first of those in order of arrival.
 """
 
 from __future__ import annotations
@@ -143,12 +149,12 @@ class GroupStep(NamedTuple):
 
     Attributes:
         preempted: ids of requests whose pages and slots are freed first.
-        admitted: id of the request that gets state slots and a request slot first.
+        admitted: ids of the requests that get state slots and a request slot first, in order of arrival.
     """
 
     rows: tuple[ScheduledRequest, ...] = ()
     preempted: tuple[str, ...] = ()
-    admitted: str | None = None
+    admitted: tuple[str, ...] = ()
 
 
 class ScheduledStep(NamedTuple):
@@ -167,57 +173,80 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     """
     policy, limits = state.policy, state.policy.limits
     decodable = [group.decodable(limits) for group in state.groups]
-    parts: list[tuple[Bucket, GroupStep] | None] = []
-    if not any(decodable) or state.prefill_steps < policy.prefill_burst:
-        parts = [_prefill(policy, group) for group in state.groups]
-    if not any(parts):
-        can_preempt = not state.steps_in_flight
-        parts = [
-            _decode(policy, group, requests, can_preempt) if requests else None
-            for group, requests in zip(state.groups, decodable, strict=True)
-        ]
-        if any(requests and part is None for requests, part in zip(decodable, parts, strict=True)):
-            return None
+    if (not any(decodable) or state.prefill_steps < policy.prefill_burst) and (step := _prefill(policy, state.groups)):
+        return step
+    can_preempt = not state.steps_in_flight
+    parts = [
+        _decode(policy, group, requests, can_preempt) if requests else None for group, requests in zip(state.groups, decodable, strict=True)
+    ]
+    if not can_preempt and any(requests and part is None for requests, part in zip(decodable, parts, strict=True)):
+        return None
     buckets = [part[0] for part in parts if part is not None]
     if not buckets:
-        return None
+        # Older prompts keep the pages that all decode steps lack.
+        return _prefill(policy, state.groups)
     # The rows of a group fit every larger bucket unchanged.
-    bucket = max(buckets, key=lambda b: (b.q_len, b.batch))
-    return ScheduledStep(bucket, tuple(GroupStep() if part is None else part[1] for part in parts))
+    return ScheduledStep(max(buckets), tuple(GroupStep() if part is None else part[1] for part in parts))
 
 
 def smallest_fitting(step: ScheduledStep, buckets: Iterable[Bucket]) -> Bucket | None:
-    """The smallest of these buckets that is smaller than the step's and would have held its rows; None where there is none."""
+    """The bucket of the fewest tokens among those with fewer than the step's that would have held its rows; None where there is none."""
     used = step.bucket
     rows, tokens = max(len(part.rows) for part in step.groups), max(row.num_tokens for part in step.groups for row in part.rows)
     # A decode step has the same q_len in every bucket, whatever its rows verify.
     q_len = used.q_len if used.kind == "decode" else tokens
-    return min((b for b in buckets if b.kind == used.kind and b < used and b.batch >= rows and b.q_len >= q_len), default=None)
+    fitting = (b for b in buckets if b.kind == used.kind and b.tokens < used.tokens and b.batch >= rows and b.q_len >= q_len)
+    return min(fitting, key=lambda b: (b.tokens, b), default=None)
 
 
-def _prefill(policy: Policy, group: GroupState) -> tuple[Bucket, GroupStep] | None:
-    """The next chunk of the youngest running request, or else the first chunk of a request that can be admitted."""
-    limits, admitted = policy.limits, None
-    if group.running and not group.running[-1].decoding:
-        request = group.running[-1]
-        pages = request.num_pages
-    elif group.waiting and group.free_slots(limits) >= limits.slots_per_request:
-        request = group.waiting[0]
-        pages, admitted = policy.pages_to_prefill(request), request.id
-        if pages + len(group.running) * policy.pages_for(policy.candidates) > group.free_pages(limits):
-            return None
-    else:
+class _Prompt(NamedTuple):
+    """A request that the next prefill step can go on with, or begin, and the pages it then holds."""
+
+    request: RequestState
+    num_pages: int
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not computed yet; at least 1."""
+        return self.request.num_tokens - self.request.num_computed_tokens
+
+
+def _prefill(policy: Policy, groups: Sequence[GroupState]) -> ScheduledStep | None:
+    """The next chunks of all groups' oldest prompts; None where no group has one that is in progress or can be admitted."""
+    prompts = [_prompts(policy, group) for group in groups]
+    if not any(prompts):
         return None
-    remaining = request.num_tokens - request.num_computed_tokens
-    bucket = choose_prefill(policy.buckets, remaining)
-    return bucket, GroupStep((ScheduledRequest(request, pages, min(remaining, bucket.q_len)),), admitted=admitted)
+    bucket = choose_prefill(policy.buckets, [[prompt.remaining for prompt in own] for own in prompts])
+    return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch]) for own in prompts))
+
+
+def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt]) -> GroupStep:
+    rows = tuple(ScheduledRequest(p.request, p.num_pages, min(p.remaining, bucket.q_len)) for p in prompts)
+    # A running request holds pages, a waiting one none.
+    return GroupStep(rows, admitted=tuple(p.request.id for p in prompts if not p.request.num_pages))
+
+
+def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
+    """The oldest prompts that a step can compute: those in progress, then those that can be admitted together with all before them."""
+    limits, most = policy.limits, policy.max_prompts
+    prompts = [_Prompt(request, request.num_pages) for request in group.running if not request.decoding][:most]
+    running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
+    for request in group.waiting[: most - len(prompts)]:
+        own = policy.pages_to_prefill(request)
+        if slots < limits.slots_per_request or own + running * policy.pages_for(policy.candidates) > pages:
+            break
+        prompts.append(_Prompt(request, own))
+        running, pages, slots = running + 1, pages - own, slots - limits.slots_per_request
+    return prompts
 
 
 def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:
-    """A step of the least recently scheduled requests; None where it would have to preempt and may not."""
+    """A step of the least recently scheduled of the requests; None where they lack pages, and preempting is not allowed or would leave
+    none of them because prompts in progress are older.
+    """
     running, free = list(group.running), group.free_pages(policy.limits)
     preempted: list[str] = []
-    while True:
+    while requests:
         requests = sorted(requests, key=lambda r: r.last_scheduled)
         bucket = choose(policy.buckets, len(requests))
         rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
@@ -225,11 +254,11 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
             return bucket, GroupStep(rows, tuple(preempted))
         if not can_preempt:
             return None
-        # A request that is still being prefilled is the youngest, so an older one that decodes always remains.
         victim = running.pop()
         preempted.append(victim.id)
         free += victim.num_pages
         requests = [request for request in requests if request.arrival != victim.arrival]
+    return None
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:

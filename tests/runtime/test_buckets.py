@@ -23,15 +23,15 @@ def test_choice_is_the_smallest_that_holds_it_else_the_largest(decode, prefill, 
     batches = sorted(b.batch for b in decode)
     assert choose(buckets, live).batch == next((b for b in batches if b >= live), batches[-1])
     query_lens = sorted(b.q_len for b in prefill)
-    assert choose_prefill(buckets, live).q_len == next((q for q in query_lens if q >= live), query_lens[-1])
+    assert choose_prefill(buckets, [[live]]).q_len == next((q for q in query_lens if q >= live), query_lens[-1])
     assert choose(buckets, live).kind == "decode"
-    assert choose_prefill(buckets, live).kind == "prefill"
+    assert choose_prefill(buckets, [[live]]).kind == "prefill"
 
 
 def test_prefill_is_chosen_by_length_not_by_batch():
     wide, long = Bucket("prefill", 1, 64), Bucket("prefill", 4, 8)
-    assert choose_prefill([wide, long], 8) == long
-    assert choose_prefill([wide, long], 9) == wide
+    assert choose_prefill([wide, long], [[8]]) == long
+    assert choose_prefill([wide, long], [[9]]) == wide
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -39,7 +39,7 @@ def test_no_bucket_for_nothing(count):
     with pytest.raises(SpecError, match="at least 1"):
         choose(ONE_OF_EACH, count)
     with pytest.raises(SpecError, match="at least 1"):
-        choose_prefill(ONE_OF_EACH, count)
+        choose_prefill(ONE_OF_EACH, [[count]])
 
 
 def test_a_missing_kind_is_named():

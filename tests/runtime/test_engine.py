@@ -67,7 +67,10 @@ def worlds(draw, crowded=False):
     )
     buckets = (
         *(Bucket("decode", b, drafts + 1) for b in draw(st.sets(st.integers(1, 5), min_size=1, max_size=3))),
-        *(Bucket("prefill", 1, q) for q in draw(st.sets(st.integers(1, 9), min_size=1, max_size=3))),
+        *(
+            Bucket("prefill", b, q)
+            for b, q in draw(st.sets(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 9)), min_size=1, max_size=3))
+        ),
     )
     most_logprobs = draw(st.sampled_from([0, 0, 3]))
     token = st.integers(0, VOCAB - 1)

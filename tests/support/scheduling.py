@@ -18,7 +18,7 @@ _arrivals = itertools.count()
 
 def policy(
     decode: Iterable[int] = (1, 2, 4),
-    prefill: Iterable[int] = (4, 8),
+    prefill: Iterable[int | tuple[int, int]] = (4, 8),
     burst: int = 1,
     pages: int = 9,
     requests: int = 8,
@@ -26,8 +26,10 @@ def policy(
     length: int = 8,
     drafts: int = 0,
 ) -> Policy:
-    """Decode buckets by number of rows, prefill buckets by number of tokens, slots for `requests` requests of up to `length` tokens."""
-    buckets = (*(Bucket("prefill", 1, q) for q in prefill), *(Bucket("decode", b, drafts + 1) for b in decode))
+    """Decode buckets by number of rows, prefill buckets by number of tokens of one prompt, or by rows and tokens, and slots for
+    `requests` requests of up to `length` tokens."""
+    sizes = [(1, size) if isinstance(size, int) else size for size in prefill]
+    buckets = (*(Bucket("prefill", rows, tokens) for rows, tokens in sizes), *(Bucket("decode", b, drafts + 1) for b in decode))
     return Policy(Limits(page_size, pages, 1 + requests * (drafts + 1), length, drafts + 1, drafts), buckets, burst)
 
 

@@ -122,7 +122,7 @@ def test_results_for_a_request_that_has_ended_are_dropped_even_where_its_id_live
     flying, _ = cancel(flying, "a", 0.0)
     flying = add(flying, request("a", prompt=1))
     admission = schedule(flying)
-    assert admission.groups[0].admitted == "a"
+    assert admission.groups[0].admitted == ("a",)
     flying = launch(flying, admission, 0.0)
     new = flying.groups[0].running[-1]
     results = [[None if row.request.id == "a" else SampledTokens((5,)) for row in step.groups[0].rows]]

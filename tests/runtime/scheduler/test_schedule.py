@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,15 @@ from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import FinishEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, launch
 from npucompile.runtime.scheduler.request_state import RequestState
-from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, schedule, smallest_fitting
+from npucompile.runtime.scheduler.schedule import (
+    GroupState,
+    GroupStep,
+    ScheduledRequest,
+    ScheduledStep,
+    SchedulerState,
+    schedule,
+    smallest_fitting,
+)
 from npucompile.runtime.step_outputs import SampledTokens
 
 
@@ -36,7 +46,7 @@ def test_a_prompt_is_chunked_and_then_decoded():
     first = row(step)
     assert (step.bucket.name, step.groups[0].admitted, first.token_ids, first.next_token, first.samples) == (
         "prefill-b1-q3",
-        "a",
+        ("a",),
         (0, 1, 2),
         3,
         False,
@@ -44,7 +54,7 @@ def test_a_prompt_is_chunked_and_then_decoded():
     assert first.num_pages == 3
     state, step, _ = run_step(state, 9)
     first = row(step)
-    assert (step.bucket.name, step.groups[0].admitted, first.token_ids, first.start) == ("prefill-b1-q2", None, (3, 4), 3)
+    assert (step.bucket.name, step.groups[0].admitted, first.token_ids, first.start) == ("prefill-b1-q2", (), (3, 4), 3)
     assert (first.next_token, first.samples, first.output_index) == (-1, True, 0)
     state, step, _ = run_step(state, 8)
     first = row(step)
@@ -95,7 +105,7 @@ def test_admission_is_in_order_of_arrival_and_never_overtakes():
     state = fresh(policy(pages=5), request("a", prompt=3, max_tokens=4), request("big", prompt=7), request("small", prompt=1))
     order = []
     while (step := schedule(state)) is not None:
-        order += [step.groups[0].admitted] if step.groups[0].admitted else []
+        order += step.groups[0].admitted
         state, _, _ = run_step(state)
     assert order == ["a", "big", "small"]
 
@@ -106,10 +116,10 @@ def test_admission_waits_for_a_group_of_slots():
     while step.bucket.kind == "prefill" or schedule(state).bucket.kind == "decode":
         assert [live.id for live in state.groups[0].running] == ["a"]
         state, step, _ = run_step(state)
-    assert schedule(state).groups[0].admitted == "b"
+    assert schedule(state).groups[0].admitted == ("b",)
 
 
-@pytest.mark.parametrize("pages, admitted", [(9, None), (10, "b")])
+@pytest.mark.parametrize("pages, admitted", [(9, ()), (10, ("b",))])
 def test_admission_leaves_every_running_request_the_pages_of_a_steps_candidates(pages, admitted):
     # "a" holds 3 pages: its four tokens, and so many candidates that the last lies in the third page. "b" takes 4, and "a" keeps 2.
     state = fresh(policy(pages=pages, length=14, drafts=2, burst=9), request("a", prompt=3), request("b", prompt=4))
@@ -134,10 +144,86 @@ def test_the_youngest_is_preempted_to_the_front_and_keeps_its_tokens():
     assert resumed.output_token_ids == before.output_token_ids == (1, 1)
     assert (resumed.num_computed_tokens, resumed.num_pages, resumed.record.preemptions) == (0, 0, 1)
     # a finishes first; then b prefills its prompt and its generated tokens, and continues sampling at the same index.
-    while (step := schedule(state)).groups[0].admitted != "b":
+    while (step := schedule(state)).groups[0].admitted != ("b",):
         state, _, _ = run_step(state)
     assert row(step).token_ids == (0, 1, 2, 1, 1)[: step.bucket.q_len]
     assert row(step).output_index == 2
+
+
+# Several prompts in a step.
+
+
+def chunks(step, group=0):
+    """The bucket, and of each row of a group its request's id and tokens."""
+    return step.bucket.name, {row.request.id: row.num_tokens for row in step.groups[group].rows}
+
+
+def test_a_step_goes_on_with_the_prompts_in_progress_and_admits_the_next():
+    rules = policy(prefill=((3, 4),), pages=60, length=40, decode=(8,), burst=9)
+    state = fresh(rules, *(request(name, prompt=size) for name, size in (("a", 9), ("b", 2), ("c", 6), ("d", 4), ("e", 1))))
+    steps = []
+    for _ in range(3):
+        state, step, events = run_step(state)
+        steps.append((*chunks(step), step.groups[0].admitted, [event.request_id for event in events]))
+    assert steps == [
+        ("prefill-b3-q4", {"a": 4, "b": 2, "c": 4}, ("a", "b", "c"), ["b"]),
+        ("prefill-b3-q4", {"a": 4, "c": 2, "d": 4}, ("d",), ["c", "d"]),
+        ("prefill-b3-q4", {"a": 1, "e": 1}, ("e",), ["a", "e"]),
+    ]
+    # Each keeps the pages that it was admitted with, and a step's row of padding is on the records of those that ran beside it.
+    assert [live.record.padded_rows for live in state.groups[0].running] == [1, 0, 0, 0, 1]
+    assert schedule(state).bucket.kind == "decode"
+
+
+@pytest.mark.parametrize("limit, admitted", [({"requests": 2}, "ab"), ({"pages": 11}, "ab"), ({"pages": 12}, "abc"), ({}, "abcd")])
+def test_as_many_are_admitted_at_once_as_have_slots_and_pages(limit, admitted):
+    # Each takes three pages of four tokens to compute and one to come, and leaves one to each that runs.
+    rules = policy(prefill=((4, 4),), **{"pages": 60, "length": 8, "requests": 8, **limit})
+    step = schedule(fresh(rules, *(request(name, prompt=4) for name in "abcd")))
+    assert step.groups[0].admitted == tuple(admitted)
+
+
+@pytest.mark.parametrize(
+    "lengths, expected",
+    [
+        # One after the other: (32 + 32) tokens for each prompt of up to 32, and for eight together 32 + 256.
+        ([32] * 4, ("prefill-b1-q32", [32])),
+        ([32] * 5, ("prefill-b8-q32", [32] * 5)),
+        ([5] * 9, ("prefill-b8-q32", [5] * 8)),
+        # The oldest is not slowed down for the sake of shorter ones behind it; with rows as long as its own they join it.
+        ([100] + [32] * 7, ("prefill-b1-q128", [100])),
+        ([100] * 4, ("prefill-b4-q128", [100] * 4)),
+        ([100, 500, 70, 128], ("prefill-b4-q128", [100, 128, 70, 128])),
+        ([500] + [100] * 3, ("prefill-b4-q128", [128, 100, 100, 100])),
+        # A longer one behind it that would get a quarter of its chunk counts for a quarter.
+        ([32, 32, 128, 128, 128, 128], ("prefill-b8-q32", [32] * 6)),
+        ([32, 32, 128, 128, 128], ("prefill-b1-q32", [32])),
+        ([32, 128, 128], ("prefill-b1-q32", [32])),
+    ],
+)
+def test_prompts_share_a_step_where_that_costs_no_more(lengths, expected):
+    rules = policy(prefill=(32, 128, (8, 32), (4, 128)), pages=900, length=600, requests=9)
+    step = schedule(fresh(rules, *(request(f"r{i}", prompt=size) for i, size in enumerate(lengths))))
+    assert (step.bucket.name, [row.num_tokens for row in step.groups[0].rows]) == expected
+
+
+def test_an_older_prompt_in_progress_goes_before_a_younger_one_that_lacks_pages():
+    # Of seven pages "a", in progress, holds four and "b", which decodes, three: it needs a fourth.
+    rules = policy(prefill=((2, 2),), pages=8, page_size=1, length=7, burst=1)
+    older = RequestState(request("a", prompt=3), 0, 0.0, num_computed_tokens=2, num_pages=4)
+    lacks = RequestState(request("b", prompt=2), 1, 0.0, output_token_ids=(1, 1), num_computed_tokens=3, decoding=True, num_pages=3)
+    state = SchedulerState(rules, (GroupState(running=(older, lacks)),), prefill_steps=1)
+    step = schedule(state)
+    assert (chunks(step), step.groups[0].preempted) == (("prefill-b2-q2", {"a": 1}), ())
+    # The step may be due to other groups: theirs decode meanwhile, and this one rests.
+    other = replace(lacks.request, id="c")
+    busy = replace(state, groups=(*state.groups, GroupState(running=(lacks._replace(request=other, arrival=2),))))
+    step = schedule(busy)
+    assert (step.bucket.kind, [ids(step, group) for group in range(2)]) == ("decode", [[], ["c"]])
+    # Then "a" decodes too, and as the older one takes the pages of "b".
+    state, _, _ = run_step(state)
+    step = schedule(state)
+    assert (step.bucket.kind, ids(step), step.groups[0].preempted) == ("decode", ["a"], ("b",))
 
 
 # With drafts, and a step in flight.
@@ -194,7 +280,7 @@ def test_a_request_that_surely_ends_is_not_scheduled(prompt, most, drafts):
         state = launch(state, schedule(state), 0.0)
     assert [live.id for live in state.groups[0].running if live.steps_in_flight] == ["a"]
     assert not state.groups[0].decodable(state.policy.limits)
-    assert schedule(state).groups[0].admitted == "b"
+    assert schedule(state).groups[0].admitted == ("b",)
 
 
 def test_nobody_waits_for_a_stream_that_ends():
@@ -202,7 +288,7 @@ def test_nobody_waits_for_a_stream_that_ends():
     state = fresh(policy(pages=20), request("a", max_tokens=1), request("b"))
     state = launch(state, schedule(state), 0.0)
     assert state.prefill_steps == state.policy.prefill_burst
-    assert schedule(state).groups[0].admitted == "b"
+    assert schedule(state).groups[0].admitted == ("b",)
 
 
 def test_nothing_is_preempted_while_anything_is_in_flight():
@@ -258,7 +344,7 @@ def policies(draw):
     drafts = draw(st.integers(0, 4))
     return policy(
         decode=draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)),
-        prefill=draw(st.sets(st.integers(1, 9), min_size=1, max_size=3)),
+        prefill=draw(st.sets(st.integers(1, 9) | st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=3)),
         burst=draw(st.integers(1, 3)),
         pages=1 + draw(st.integers(per_request, 3 * per_request)),
         requests=draw(st.integers(1, 6)),
@@ -275,7 +361,8 @@ def check_group(policy, group):
     assert arrivals == sorted(set(arrivals))
     for live in group.waiting:
         assert (live.num_pages, live.num_computed_tokens, live.decoding, live.steps_in_flight) == (0, 0, False, 0)
-    assert all(live.decoding for live in group.running[:-1])
+    # A step takes all prompts in progress before it admits one.
+    assert sum(not live.decoding for live in group.running) <= policy.max_prompts
     assert group.free_pages(limits) >= 0
     assert group.free_slots(limits) >= 0
     assert len(group.running) < limits.num_request_slots
@@ -299,9 +386,41 @@ def check_part(state, group, bucket, part):
     for row in part.rows:
         assert row.num_pages <= limits.pages_per_request
         assert 1 <= row.num_tokens <= bucket.q_len
-        if bucket.kind == "prefill":
-            assert len(row.token_ids) == row.num_tokens
-            assert row.start + row.num_tokens <= row.num_pages * limits.page_size
+    if bucket.kind == "prefill":
+        check_prompts(state, group, bucket, part)
+
+
+def check_prompts(state, group, bucket, part):
+    """Rows are the first prompts in order of arrival; the oldest gets as much as any bucket gives, and what is admitted fits."""
+    limits, rows = state.policy.limits, part.rows
+    started = [live for live in group.running if not live.decoding]
+    assert [row.state for row in rows] == [*started, *group.waiting][: len(rows)]
+    assert part.admitted == tuple(row.request.id for row in rows[len(started) :])
+    assert len(part.admitted) * limits.slots_per_request <= group.free_slots(limits)
+    assert len(group.running) + len(part.admitted) < limits.num_request_slots
+    longest = max(b.q_len for b in state.policy.buckets if b.kind == "prefill")
+    for row in rows:
+        remaining = row.state.num_tokens - row.start
+        assert row.num_tokens == min(remaining, bucket.q_len) == len(row.token_ids)
+        assert row.start + row.num_tokens <= row.num_pages * limits.page_size
+    assert rows[0].num_tokens == min(rows[0].state.num_tokens - rows[0].start, longest)
+    # Each is admitted only with pages to spare for a step of all that run by then.
+    free = group.free_pages(limits)
+    for running, row in enumerate(rows[len(started) :], len(group.running)):
+        assert row.num_pages + running * state.policy.pages_for(state.policy.candidates) <= free
+        free -= row.num_pages
+
+
+def stuck(state, group):
+    """Whether a group cannot decode for want of pages while its oldest request that runs is a prompt in progress."""
+    limits, Q = state.policy.limits, state.policy.candidates
+    decodable = group.decodable(limits)
+    if not decodable or group.running[0].decoding or state.steps_in_flight:
+        return False
+    # The oldest that decodes could keep the pages of all that are younger.
+    oldest = decodable[0]
+    needed = state.policy.pages_for(oldest.num_computed_tokens + 2 * Q - 1) - oldest.num_pages
+    return needed > group.free_pages(limits) + sum(live.num_pages for live in group.running if live.arrival > oldest.arrival)
 
 
 class World:
@@ -382,17 +501,29 @@ class World:
         for group, part in zip(self.state.groups, step.groups, strict=True):
             if part != GroupStep():
                 check_part(self.state, group, bucket, part)
+        resting = [not some or stuck(self.state, group) for some, group in zip(decodable, self.state.groups, strict=True)]
         if bucket.kind == "prefill":
-            assert not any(decodable) or self.state.prefill_steps < self.rules.prefill_burst
+            assert all(resting) or self.state.prefill_steps < self.rules.prefill_burst
+            self.check_shares(step)
         else:
-            assert [not part.rows for part in step.groups] == [not some for some in decodable]
+            assert [not part.rows for part in step.groups] == resting
             for group, (some, part) in enumerate(zip(decodable, step.groups, strict=True)):
                 self.check_fairness(group, some, part)
-        # The bucket is no larger than some group needs.
+        # No bucket of fewer tokens holds the same rows.
         assert any(part.rows for part in step.groups)
         for smaller in self.rules.buckets:
-            if smaller.kind == bucket.kind and (smaller.q_len, smaller.batch) < (bucket.q_len, bucket.batch):
+            if smaller.kind == bucket.kind and smaller.tokens < bucket.tokens:
                 assert any(len(part.rows) > smaller.batch or any(r.num_tokens > smaller.q_len for r in part.rows) for part in step.groups)
+
+    def check_shares(self, step):
+        """Prompts share a step only where it costs no more than all groups' first ones, then their second ones, and so on."""
+        prefill = [b for b in self.rules.buckets if b.kind == "prefill"]
+        fixed, longest = min(b.tokens for b in prefill), max(b.q_len for b in prefill)
+        one_by_one = 0
+        for i in range(max(len(part.rows) for part in step.groups)):
+            chunks = [part.rows[i].state.num_tokens - part.rows[i].start for part in step.groups if len(part.rows) > i]
+            one_by_one += fixed + min(b.tokens for b in prefill if b.q_len >= min(max(chunks), longest))
+        assert fixed + step.bucket.tokens <= one_by_one
 
     def check_fairness(self, group, decodable, part):
         """As many requests as fit have a row, and none that could have one waits for long."""
@@ -462,6 +593,16 @@ def test_all_prefill_in_the_largest_size_that_one_of_them_wants():
     assert all(part.rows[0].samples for part in step.groups)
 
 
+def test_groups_share_a_step_where_the_longest_of_them_does():
+    rules = policy(prefill=(4, (4, 4), 16), pages=90, length=40)
+    a, b = ([request(f"{name}{i}", prompt=4) for i in range(count)] for name, count in (("a", 3), ("b", 1)))
+    _, step, _ = run_step(grouped(rules, a, b, []))
+    assert (step.bucket.name, [len(part.rows) for part in step.groups]) == ("prefill-b4-q4", [3, 1, 0])
+    # One group's long prompt decides for all: nobody shares, though the bucket of all four would hold those of the others.
+    _, step, _ = run_step(grouped(rules, a, [request("long", prompt=9)]))
+    assert sizes(step) == ("prefill-b1-q16", [4, 9])
+
+
 def test_all_decode_in_the_smallest_bucket_that_holds_every_groups_rows():
     rules = policy(decode=(1, 2, 4), pages=40, length=40)
     a, *b = (request(name, prompt=1, max_tokens=9) for name in ("a", "b0", "b1", "b2"))
@@ -512,3 +653,8 @@ def test_the_bucket_that_a_step_would_have_fitted():
     assert smallest_fitting(step(Bucket("prefill", 1, 128), 20), both) == prefill[1]
     assert smallest_fitting(step(Bucket("prefill", 1, 32), 20), both) is None
     assert smallest_fitting(step(Bucket("prefill", 1, 128), 3), ()) is None
+    # What is smaller has fewer tokens, whether rows or length are less.
+    shared = [Bucket("prefill", 4, 16), Bucket("prefill", 2, 64)]
+    assert smallest_fitting(step(Bucket("prefill", 1, 128), 16, 9), shared) == shared[0]
+    assert smallest_fitting(step(Bucket("prefill", 4, 128), 17, 9), shared) == shared[1]
+    assert smallest_fitting(step(Bucket("prefill", 1, 64), 16, 9), shared) is None
