@@ -1,4 +1,4 @@
-"""Parses and formats lists of bucket sizes, as in `2,4,...,64`."""
+"""Parses and formats lists of bucket sizes, as in `2,4,...,64`, and of prefill sizes, as in `2048,4x512`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import islice
+from typing import NamedTuple
 
 from ..graphs.errors import SpecError
 
@@ -18,8 +19,12 @@ The numbers written before '...' decide: the last two give the step (2,4,...,64 
 unless the last three are in constant ratio (2,4,8,...,64 multiplies by 2). A number that ends one series may begin the next:
 1,2,4,...,16,32 is 1,2,4,8,16,32. Sizes are whole numbers from 1 to {MAX_SIZE}, at most {MAX_BUCKETS} of them."""
 
+PREFILL_HELP = """\
+Prefill sizes: tokens of one prompt, in the same notation, and PROMPTSxTOKENS for steps of several prompts: 512,2048,4x512."""
+
 _ELLIPSES = ("...", "…")
 _SIZE = re.compile(r"[1-9][0-9]{0,8}")
+_SHARED = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 # An ellipsis for fewer numbers would be longer than the numbers.
 _FEWEST_ABBREVIATED = 3
 
@@ -69,6 +74,44 @@ def parse_buckets(text: str) -> tuple[int, ...]:
     if open_series:
         raise _refusal(text, "the series has no end: a number must follow the last '...'")
     return tuple(sizes)
+
+
+class PrefillSize(NamedTuple):
+    """The size of a prefill step: at most so many tokens of each prompt, and so many prompts (of one dp group)."""
+
+    tokens: int
+    prompts: int = 1
+
+    def __str__(self) -> str:
+        return str(self.tokens) if self.prompts == 1 else f"{self.prompts}x{self.tokens}"
+
+
+def parse_prefill(text: str) -> tuple[PrefillSize, ...]:
+    """Reads prefill sizes: those of one prompt as `parse_buckets` does, and anywhere after their series any number of PROMPTSxTOKENS.
+
+    Returns:
+        in the order in which they are written, each once.
+
+    Raises:
+        SpecError: on anything else, with the reason and the rule.
+    """
+    items = [piece.strip() for piece in text.split(",")]
+    shared = {i: match for i, item in enumerate(items) if (match := _SHARED.fullmatch(item))}
+    if any(item in _ELLIPSES for item in items[min(shared, default=len(items)) :]):
+        raise _refusal(text, "'...' stands behind a size of several prompts; series come first", PREFILL_HELP)
+    plain = [item for i, item in enumerate(items) if i not in shared]
+    sizes = {size: None for size in map(PrefillSize, parse_buckets(",".join(plain)))} if plain else {}
+    for match in shared.values():
+        size = PrefillSize(int(match[2]), int(match[1]))
+        if size in sizes:
+            raise _refusal(text, f"{match[0]!r} is named twice", PREFILL_HELP)
+        sizes[size] = None
+    return tuple(sizes)
+
+
+def format_prefill(sizes: Sequence[PrefillSize]) -> str:
+    """Formats prefill sizes: those of one prompt first; parse_prefill reads them back, in that order."""
+    return ",".join(map(str, sorted(sizes, key=lambda size: (size.prompts > 1, size))))
 
 
 def format_buckets(sizes: Sequence[int]) -> str:
@@ -127,5 +170,5 @@ def _fill(text: str, written: Sequence[int], end: int) -> list[int]:
     raise _refusal(text, f"it names more than {MAX_BUCKETS} sizes")
 
 
-def _refusal(text: str, reason: str) -> SpecError:
-    return SpecError(f"buckets {text!r}: {reason}.\n{BUCKETS_HELP}")
+def _refusal(text: str, reason: str, rule: str = BUCKETS_HELP) -> SpecError:
+    return SpecError(f"buckets {text!r}: {reason}.\n{rule}")

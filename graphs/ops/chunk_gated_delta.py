@@ -192,7 +192,8 @@ def _npu(args: ChunkGatedDelta) -> Any:
     first = read_states(args.state, args.read, args.num_computed_tokens).float()
     out, after = chunked_delta(q, k, v, *_gates_by_chunk(args, chunk), first)
     write_states_npu(args.state, args.write, after)
-    by_token = out.to(args.ba.dtype).transpose(2, 3)
+    # Where a row is one chunk, `reshape` alone would leave it laid out by head.
+    by_token = out.to(args.ba.dtype).transpose(2, 3).contiguous()
     return by_token.reshape(*args.ba.shape[:2], *args.state.shape[1:3]), args.state
 
 

@@ -125,7 +125,7 @@ def _npu(args: MlaAttention) -> Any:
         sparse_mode=0 if mask is None else 3,
         block_size=P,
     )
-    return out.view(B, parts * each, H, L)[:, :Q]
+    return out.view(B, parts * each, H, L)[:, :Q].contiguous()
 
 
 @mla_attention.cost

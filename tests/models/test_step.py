@@ -102,6 +102,28 @@ def test_several_candidates_in_one_step_and_rollback(name):
         assert (logits[b] - random.logits([*texts[b], *following[b]])[-3:]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["dense", "moe-tied", "next", "plain", "plain-moe", "latent", "latent-all-dense", "sparse"])
+@torch.no_grad()
+def test_prompts_of_one_step_get_what_each_gets_alone(name):
+    """In chunks, with a row of padding; then a greedy step, with drafts where the model has a head."""
+    drafts = 2 if name in CASES else 0
+    random = oracle.drafting(name) if drafts else oracle.case(name)
+
+    def served():
+        return speculators.Server(random.model, random.weights, drafts, run=speculators.direct, padding=7)
+
+    lengths = {4: 21, 1: 6, 3: 1}
+    together, alone = ([speculators.Request(random.prompt(length, slot), slot) for slot, length in lengths.items()] for _ in range(2))
+    crowd, singles = served(), [served() for _ in alone]
+    outputs = [crowd.prefill(together, [16, 8], batch=4), crowd.decode(together)]
+    crowd.expect_untouched(list(lengths))
+    for b, (server, request) in enumerate(zip(singles, alone, strict=True)):
+        for shared, single in zip(outputs, [server.prefill([request]), server.decode([request])], strict=True):
+            assert all(torch.equal(shared[key][b], single[key][0]) for key in ("tokens", "counts", "drafts") if key in single)
+            assert (shared["logits"][b] - single["logits"][0]).abs().max() < SINGLE_TOLERANCE
+        assert request.output == together[b].output
+
+
 @pytest.mark.parametrize("name", ["dense", "dense-equal-heads", "moe", "moe-one-expert"])
 @pytest.mark.parametrize("batch", [3, 4, 8])
 @torch.no_grad()

@@ -204,11 +204,12 @@ class Server:
         """All state slots of a request slot's request; in falling order for every other request slot."""
         return _share(request_slot, self.limits.slots_per_request)
 
-    def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    def prefill(self, requests: Sequence[Request], chunks: Sequence[int] = (), batch: int | None = None) -> dict[str, torch.Tensor]:
         """Prefills prompts and outputs of requests and samples their next tokens.
 
         Args:
             chunks: sizes of successive prefill buckets; by default one bucket for the longest request.
+            batch: rows of these buckets; by default one a request.
 
         Returns:
             the outputs of each request's last chunk.
@@ -217,7 +218,7 @@ class Server:
         last: dict[str, torch.Tensor] = {}
         done = 0
         for size in chunks or [max(map(len, known))]:
-            bucket = Bucket("prefill", len(requests), size)
+            bucket = Bucket("prefill", batch or len(requests), size)
             inputs = self.blank(bucket)
             for b, request in enumerate(requests):
                 if part := known[b][done : done + size]:
@@ -232,7 +233,7 @@ class Server:
                     if self.drafts:
                         inputs["next_tokens"][b] = (known[b] + [-1])[done + len(part)]
             outputs = self.step(bucket, inputs)
-            ending = torch.tensor([done < len(ids) <= done + size for ids in known])
+            ending = torch.tensor([b < len(known) and done < len(known[b]) <= done + size for b in range(bucket.batch)])
             for name, tensor in outputs.items():
                 last.setdefault(name, tensor.clone())[ending] = tensor[ending]
             done += size

@@ -38,6 +38,7 @@ from npucompile.runtime.executor import Executor, Inputs, Outputs, Pending
 from npucompile.tools.build import driver, pool, stages, targets
 from npucompile.tools.build.plan import Options, Plan, plan
 from npucompile.tools.cli import main
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.verify import compare
 
@@ -108,7 +109,13 @@ def _agree(weights: dict[str, Any], head: dict[str, Any]) -> None:
 def planned(model: Path, **options: Any) -> Plan:
     """A plan with small sizes; `options` are fields of Options."""
     sizes = {"buckets": BUCKETS, "prefill": PREFILL, "max_model_len": CONTEXT, "dtype": "float32", "backend": "eager"}
-    return plan(Options(str(model), **{**sizes, **options}))
+    return plan(Options(str(model), **prefill_sized({**sizes, **options})))
+
+
+def prefill_sized(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with prefill sizes that are given as numbers of tokens as those of one prompt."""
+    sizes = options["prefill"]
+    return {**options, "prefill": sizes and tuple(PrefillSize(size) if isinstance(size, int) else size for size in sizes)}
 
 
 def built(new_plan: Plan, out: Path, *, fresh: bool = False, progress: Progress = QUIET) -> driver.BuildReport:
@@ -137,7 +144,7 @@ def planned_device(model: Path, **options: Any) -> Plan:
     """A plan for four NPUs with small sizes; `options` are fields of Options."""
     place = {"target": "ascend-a3", "mesh": "dp=2,tp=2", "num_speculative_tokens": 1}
     sizes = {"buckets": (2, 4), "prefill": (4,), "max_model_len": 256, "max_num_seqs": 4}
-    return plan(Options(str(model), **{**place, **sizes, **options}))
+    return plan(Options(str(model), **prefill_sized({**place, **sizes, **options})))
 
 
 _COMPILED: dict[object, pool.CompileResult] = {}

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
-from npucompile.tools.notation import BUCKETS_HELP, MAX_BUCKETS, MAX_SIZE, format_buckets, parse_buckets
+from npucompile.tools.notation import (
+    BUCKETS_HELP,
+    MAX_BUCKETS,
+    MAX_SIZE,
+    PREFILL_HELP,
+    PrefillSize,
+    format_buckets,
+    format_prefill,
+    parse_buckets,
+    parse_prefill,
+)
 
 ELLIPSIS = "..."
 
@@ -211,3 +221,48 @@ def test_help_states_what_the_parser_does() -> None:
     for text, sizes in (("2,4,...,64", range(2, 65, 2)), ("1,8,16,...,64", [1, *range(8, 65, 8)]), ("2,4,8,...,64", [2, 4, 8, 16, 32, 64])):
         assert text in BUCKETS_HELP
         assert list(parse_buckets(text)) == list(sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("512", [(512, 1)]),
+        ("2048,4x512", [(2048, 1), (512, 4)]),
+        (" 4x512 , 2048 ", [(2048, 1), (512, 4)]),
+        ("32,64,...,128,8x32,2x64", [(32, 1), (64, 1), (96, 1), (128, 1), (32, 8), (64, 2)]),
+        ("9x3584", [(3584, 9)]),
+        ("1x64,128", [(128, 1), (64, 1)]),
+    ],
+)
+def test_reads_prefill_sizes(text: str, sizes: list[tuple[int, int]]) -> None:
+    assert list(parse_prefill(text)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "'' is neither"),
+        ("4x", "'4x' is neither"),
+        ("x4", "'x4' is neither"),
+        ("0x4", "'0x4' is neither"),
+        ("2x3x4", "'2x3x4' is neither"),
+        ("64,32,4x8", "32 does not increase on 64"),
+        ("4x8,4x8", "'4x8' is named twice"),
+        ("8,1x8", "'1x8' is named twice"),
+        ("32,4x8,64,...,128", "'...' stands behind a size of several prompts; series come first"),
+    ],
+)
+def test_refuses_prefill_sizes(text: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(reason)):
+        parse_prefill(text)
+
+
+@given(st.sets(st.builds(PrefillSize, st.integers(1, MAX_SIZE), st.integers(1, MAX_SIZE) | st.just(1)), min_size=1, max_size=9))
+def test_prefill_sizes_are_read_back(sizes: set[PrefillSize]) -> None:
+    read = parse_prefill(format_prefill(tuple(sizes)))
+    assert set(read) == sizes
+    assert format_prefill(read) == format_prefill(tuple(sizes))
+
+
+def test_the_help_of_prefill_names_both_forms() -> None:
+    assert parse_prefill(PREFILL_HELP.rpartition(" ")[2].removesuffix(".")) == (PrefillSize(512), PrefillSize(2048), PrefillSize(512, 4))

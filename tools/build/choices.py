@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..notation import PrefillSize
+
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16)
-DEFAULT_PREFILL = (32, 128)
+DEFAULT_PREFILL = (PrefillSize(32), PrefillSize(128))
 DTYPES = ("float32", "bfloat16")
 TARGETS = ("cpu", "ascend-a3", "ascend-a2")
 NPU_BACKENDS = ("ge", "aclgraph")

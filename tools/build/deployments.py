@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Limits, Mesh
-from ..notation import parse_buckets
+from ..notation import PrefillSize, parse_buckets
 
 DEFAULT = {"qwen3.5-397b": "qwen35-397b-a3x8-in3k5-out1k5-50ms"}
 """The deployment a model is built for when neither deployment, target nor mesh is given."""
@@ -215,7 +215,7 @@ def prefill_chunk(deployment: Deployment) -> int:
     Raises:
         SpecError: the deployment has no phase that prefills.
     """
-    phase = deployment.phase("prefill" if "prefill" in deployment.phases else "mixed")
+    phase = prefilling(deployment)
     most = min(MAX_CHUNK, group_chunk(deployment, phase) or UNCHUNKED)
     if deployment.input_len is not None:
         parts = -(-deployment.input_len // most)
@@ -223,6 +223,32 @@ def prefill_chunk(deployment: Deployment) -> int:
     elif phase.context_len is not None:
         most = min(most, phase.context_len)
     return max(most // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
+
+
+def prefill_sizes(deployment: Deployment) -> tuple[PrefillSize, ...]:
+    """Sizes of the prefill steps of one dp group: one chunk, and as many whole prompts as the published tokens of a step hold.
+
+    No more prompts than requests in flight. A prompt that takes several chunks has no other beside it, and where no length is published
+    nobody can tell how many prompts the tokens hold.
+
+    Raises:
+        SpecError: the deployment has no phase that prefills.
+    """
+    chunk, phase = PrefillSize(prefill_chunk(deployment)), prefilling(deployment)
+    published, prompt = group_chunk(deployment, phase), deployment.input_len
+    if published is None or prompt is None or chunk.tokens < prompt:
+        return (chunk,)
+    prompts = min(published // chunk.tokens, phase.group_requests)
+    return (chunk, chunk._replace(prompts=prompts)) if prompts > 1 else (chunk,)
+
+
+def prefilling(deployment: Deployment) -> Phase:
+    """The phase that prefills.
+
+    Raises:
+        SpecError: there is none.
+    """
+    return deployment.phase("prefill" if "prefill" in deployment.phases else "mixed")
 
 
 def _pages(tokens: int, page_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...models import registry
-from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk
+from .deployments import MAX_CHUNK, POOL_TOKENS, Deployment, Phase, group_chunk, limits_for, prefill_chunk, prefill_sizes
 from .draft_choice import choose_draft_model
 from .targets import target
 
@@ -60,7 +60,10 @@ def _state(row: Deployment, source: registry.ModelSource) -> str | None:
 def _chunk(row: Deployment, phase: Phase) -> str | None:
     ours, published, prompt = prefill_chunk(row), group_chunk(row, phase), row.input_len
     if prompt is not None and published is not None and published >= 2 * prompt:
-        return f"a prefill step takes one prompt of a dp group ({ours} tokens), published as many as {published} tokens hold"
+        prompts, hold = prefill_sizes(row)[-1].prompts, published // prompt
+        if prompts >= min(hold, phase.group_requests):
+            return None
+        return f"a prefill step takes {prompts} prompts of a dp group, each padded to {ours} tokens, published {hold} in {published} tokens"
     if prompt is not None and published is None and ours < prompt:
         return f"prompts are prefilled in chunks of {ours} tokens, published whole"
     if published is not None and prompt is None and ours != published:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...graphs.errors import SpecError
 from ...graphs.types import Limits, Mesh
+from ..notation import PrefillSize
 from . import deployments
 from .choices import MAX_DRAFTS, NPU_BACKENDS
 from .targets import Target, check_mesh, target
@@ -34,7 +35,7 @@ class Instance:
     phase: str = "mixed"
     limits: Limits | None = None
     buckets: tuple[int, ...] | None = None
-    prefill: tuple[int, ...] | None = None
+    prefill: tuple[PrefillSize, ...] | None = None
     expert_parallel: bool = True
 
 
@@ -123,7 +124,7 @@ def _of_row(
         part.name,
         deployments.limits_for(row, part, device.page_size),
         part.buckets,
-        () if part.name == "decode" else (deployments.prefill_chunk(row),),
+        () if part.name == "decode" else deployments.prefill_sizes(row),
         part.ep > 1,
     )
 

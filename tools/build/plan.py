@@ -18,6 +18,7 @@ from ...models.draft_model import PREFIX
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
+from ..notation import PrefillSize, format_prefill
 from .choices import MAX_LOGPROBS, NPU_BACKENDS
 from .deployments import deployment
 from .deviations import deviations
@@ -26,7 +27,7 @@ from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
 from .memory import local_bytes
 from .pool_size import fit_pool
-from .sizes import decode_sizes, prefill_sizes
+from .sizes import decode_sizes, prefill_buckets
 from .targets import Target
 from .weights_choice import choose_weights
 
@@ -40,7 +41,7 @@ class Options:
     Attributes:
         model: preset name or checkpoint directory.
         buckets: decode batch sizes.
-        prefill: prefill chunk sizes, in tokens.
+        prefill: sizes of prefill steps.
         max_model_len: most tokens of a request, prompt and output.
         max_num_seqs: most requests in flight, per dp group.
         dtype: "auto", "float32" or "bfloat16".
@@ -58,7 +59,7 @@ class Options:
 
     model: str
     buckets: tuple[int, ...] | None = None
-    prefill: tuple[int, ...] | None = None
+    prefill: tuple[PrefillSize, ...] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     dtype: str = "auto"
@@ -119,10 +120,10 @@ class Plan:
     def arguments(self) -> tuple[str, ...]:
         """Arguments of `npucompile build` that lead to the same plan."""
         decode = [bucket.batch for bucket in self.buckets if bucket.kind == "decode"]
-        prefill = [bucket.q_len for bucket in self.buckets if bucket.kind == "prefill"]
+        prefill = [PrefillSize(bucket.q_len, bucket.batch) for bucket in self.buckets if bucket.kind == "prefill"]
         options = {
             "buckets": ",".join(map(str, decode)),
-            "prefill": ",".join(map(str, prefill)),
+            "prefill": format_prefill(prefill),
             "max-model-len": "" if self.published else self.limits.max_model_len,
             "max-num-seqs": "" if self.published else self.limits.num_request_slots - 1,
             "dtype": dtype_name(self.dtype),
@@ -191,7 +192,7 @@ def plan(options: Options) -> Plan:
     backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = decode_sizes(options, source, instance)
-    prefill, dropped = prefill_sizes(options, instance, limits.max_model_len)
+    prefill, dropped = prefill_buckets(options, instance, limits)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)
     formats = _formats(source, instance)

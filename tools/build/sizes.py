@@ -1,4 +1,4 @@
-"""Decode batch sizes, prefill chunks and limits of a plan."""
+"""Decode batch sizes, prefill sizes and limits of a plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...graphs.errors import SpecError
 from ...graphs.types import Bucket, Limits
 from ...models import registry
+from ..notation import PrefillSize
 from .choices import DEFAULT_BUCKETS
 from .instance import Instance
 
@@ -59,17 +60,25 @@ def _batches(sizes: tuple[int, ...], most: int | None) -> tuple[list[int], int]:
     return batches, sequences
 
 
-def prefill_sizes(options: Options, instance: Instance, length: int) -> tuple[tuple[Bucket, ...], list[int]]:
-    """Prefill buckets, and the requested chunk sizes that exceed the context.
+def prefill_buckets(options: Options, instance: Instance, limits: Limits) -> tuple[tuple[Bucket, ...], list[PrefillSize]]:
+    """Prefill buckets, smallest first, and the requested sizes whose prompts exceed the context.
 
     Raises:
-        SpecError: no chunk fits the context.
+        SpecError: no prompt fits the context, or a step has more prompts than there are requests in flight.
     """
-    default = instance.target.prefill if instance.prefill is None else instance.prefill
+    default, length = instance.target.prefill if instance.prefill is None else instance.prefill, limits.max_model_len
+    requests = limits.num_request_slots - 1
     if options.prefill is None and not default:
         return (), []
-    chunks = tuple(min(chunk, length) for chunk in default) if options.prefill is None else options.prefill
-    buckets = tuple(Bucket("prefill", 1, chunk) for chunk in sorted(set(chunks)) if chunk <= length)
-    if not buckets:
-        raise SpecError(f"no prefill chunk of {chunks} fits max_model_len {length}; legal are sizes from 1 to {length}")
-    return buckets, sorted({chunk for chunk in chunks if chunk > length})
+    cut = tuple(PrefillSize(min(size.tokens, length), min(size.prompts, requests)) for size in default)
+    sizes = sorted(set(cut if options.prefill is None else options.prefill))
+    fitting = [size for size in sizes if size.tokens <= length]
+    if not fitting:
+        named = ",".join(map(str, sizes))
+        raise SpecError(f"no prefill of {named} tokens fits max_model_len {length}; legal are sizes from 1 to {length}")
+    most = max(fitting, key=lambda size: size.prompts)
+    if most.prompts > requests:
+        raise SpecError(
+            f"--prefill {most} takes {most.prompts} prompts a step, and {requests} requests are in flight; legal are up to that"
+        )
+    return tuple(sorted(Bucket("prefill", size.prompts, size.tokens) for size in fitting)), [size for size in sizes if size not in fitting]

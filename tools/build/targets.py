@@ -10,6 +10,7 @@ import torch
 
 from ...graphs.errors import SpecError
 from ...graphs.types import MESH_AXES, Mesh
+from ..notation import PrefillSize
 from .choices import DEFAULT_PREFILL, MAX_LOGPROBS
 
 GIB = 2**30
@@ -56,7 +57,7 @@ class Target:
     dtypes: tuple[str, ...]
     state_dtype: torch.dtype
     max_model_len: int
-    prefill: tuple[int, ...]
+    prefill: tuple[PrefillSize, ...]
     max_logprobs: int
     chip: str = ""
     cann: str = ""
@@ -131,7 +132,7 @@ _A3 = Target(
     dtypes=("bfloat16",),
     state_dtype=torch.bfloat16,
     max_model_len=4096,
-    prefill=(2048,),
+    prefill=(PrefillSize(2048),),
     # Graphs are static: with log probabilities, every step would compute them for every row.
     max_logprobs=0,
     chip="ascend910_93",

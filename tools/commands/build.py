@@ -12,7 +12,7 @@ import click
 from ...graphs.errors import SpecError
 from ..build import choices, stamp
 from ..cli import Home
-from ..notation import BUCKETS_HELP, format_buckets, parse_buckets
+from ..notation import BUCKETS_HELP, PREFILL_HELP, format_buckets, format_prefill, parse_buckets, parse_prefill
 from ..progress import Progress
 
 SHIPPED = "cache"
@@ -21,12 +21,12 @@ SHIPPED = "cache"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Reads sizes in the notation of `--buckets`."""
+def read_sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+    """Reads sizes in the notation of `--buckets`, or of `--prefill`."""
     if value is None:
         return None
     try:
-        return parse_buckets(value)
+        return parse_prefill(value) if param.name == "prefill" else parse_buckets(value)
     except SpecError as error:
         raise SpecError(f"{param.opts[0]}: {error}") from None
 
@@ -36,16 +36,19 @@ def read_packages(ctx: click.Context, param: click.Parameter, value: str) -> tup
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-def sizes_option(name: str, default: tuple[int, ...], text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """An option whose value is such a list."""
-    help_text = f"{text}  [default: {format_buckets(default)}, or the deployment's]"
+    help_text = f"{text}  [default: {default}, or the deployment's]"
     return click.option(name, callback=read_sizes, metavar="LIST", help=help_text)
 
 
-@click.command("build", epilog=BUCKETS_HELP)
+@click.command("build", epilog=f"{BUCKETS_HELP}\n\n{PREFILL_HELP}")
 @click.argument("model")
-@sizes_option("--buckets", choices.DEFAULT_BUCKETS, "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
-@sizes_option("--prefill", choices.DEFAULT_PREFILL, "Prefill chunk sizes in tokens.")
+@sizes_option("--buckets", format_buckets(choices.DEFAULT_BUCKETS), "Decode batch sizes (of one dp group), e.g. 2,4,...,64.")
+@sizes_option(
+    "--prefill", format_prefill(choices.DEFAULT_PREFILL),
+    "Prefill sizes: tokens of one prompt, or PROMPTSxTOKENS (of one dp group), e.g. 2048,4x512.",
+)  # fmt: skip
 @click.option("--max-model-len", type=click.IntRange(1), help="Longest request in tokens, prompt and output.  [default: at most 1024]")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests in flight per dp group.  [default: the largest bucket]")
 @click.option("--dtype", type=click.Choice(["auto", *choices.DTYPES]), default="auto", show_default=True, help="Computing type.")

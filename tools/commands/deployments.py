@@ -14,7 +14,7 @@ from ...graphs.errors import SpecError
 from ...lowering.artifact.artifact import MANIFEST, Artifact
 from ..bench import built, prediction
 from ..bench.report import Table, as_data, as_markdown
-from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk
+from ..build.deployments import DEFAULT, Deployment, Phase, deployment, deployments, limits_for, prefill_chunk, prefill_sizes
 from ..build.deviations import deviations, source_of, why_not
 from ..build.targets import target
 from ..notation import format_buckets
@@ -108,8 +108,8 @@ def as_dict(row: Deployment) -> dict[str, Any]:
     """A row as plain values, with what a build derives from it."""
     fields = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "phases"}
     phases = {name: _phase_dict(row, phase) for name, phase in row.phases.items()}
-    chunk = prefill_chunk(row) if row.phases else None
-    sizes = {"nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk}
+    chunk, prompts = (prefill_chunk(row), prefill_sizes(row)[-1].prompts) if row.phases else (None, None)
+    sizes = {"nodes": row.nodes, "npus": row.npus, "prefill_chunk": chunk, "prefill_prompts": prompts}
     return {**fields, **sizes, "buildable": buildable(row), "why": why_not(row), "phases": phases}
 
 
@@ -163,7 +163,9 @@ def _phase_lines(row: Deployment, phase: Phase) -> list[str]:
         f"  state slots   {limits.num_slots - 1}, {limits.slots_per_request} a request",
     ]
     if phase.name != "decode":
-        lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{_known(', published ', phase.chunk_len)}")
+        prompts = prefill_sizes(row)[-1].prompts
+        shared = f", or of {prompts} prompts at once" if prompts > 1 else ""
+        lines.append(f"  prefill       chunks of {prefill_chunk(row)} tokens{shared}{_known(', published ', phase.chunk_len)}")
     if buildable(row):
         lines += [f"  differs       {line}" for line in deviations(row, phase, source_of(row))]
     if phase.mem_fraction is not None:

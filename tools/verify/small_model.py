@@ -51,6 +51,7 @@ class Form:
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
         fused: whether what is sent is one operation with the experts, there and back.
         parts: by how many dispatches all tokens of a layer are sent.
+        together: whether several prompts are prefilled in a step.
     """
 
     kind: str
@@ -62,14 +63,16 @@ class Form:
     dispatched: str
     fused: bool = False
     parts: int = 1
+    together: bool = False
 
     @staticmethod
     def of(bucket: Bucket, tp: int, dispatched: str, fused: bool = False, parts: int = 1) -> Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
         rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
-        one_row = tp > 1 and rows_shared and sampled == tp
-        return Form(bucket.kind, width, bucket.tokens >= tp, bucket.tokens % tp == 0, rows_shared, one_row, dispatched, fused, parts)
+        one_row, together = tp > 1 and rows_shared and sampled == tp, bucket.kind == "prefill" and bucket.batch > 1
+        shared, evenly = bucket.tokens >= tp, bucket.tokens % tp == 0
+        return Form(bucket.kind, width, shared, evenly, rows_shared, one_row, dispatched, fused, parts, together)
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,9 @@ def _bucket(form: Form, entries: tuple[GraphEntry, ...], tp: int) -> Bucket:
         candidates = [Bucket("decode", batch, form.width) for batch in range(MAX_REQUESTS + 1, most)]
     else:
         sizes = sorted(range(1, longest + 1), key=lambda q_len: abs(q_len - min(longest, CHUNK_TOKENS)))
-        candidates = [Bucket("prefill", smallest.batch, q_len) for q_len in sizes]
+        # With several prompts one row is padding, where the bucket has as many.
+        batches = range(min(smallest.batch, MAX_REQUESTS + 1), smallest.batch + 1)
+        candidates = [Bucket("prefill", batch, q_len) for q_len in sizes for batch in batches]
     # Each device has the tokens that fused experts want, in each part.
     candidates = [bucket for bucket in candidates if share(bucket, bucket.tokens, tp) >= fewest]
     candidates = [bucket for bucket in candidates if _parts(share(bucket, bucket.tokens, tp), form.parts) == form.parts]

@@ -17,6 +17,7 @@ from npucompile.models import request_slots
 from npucompile.tools.bench import step
 from npucompile.tools.bench.machine import Reader
 from npucompile.tools.bench.step import Case, decode_contexts, decode_row, needed_bytes, prepare, step_operands
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 
 QUIET = Progress(quiet=True)
@@ -200,6 +201,17 @@ def test_every_bucket_is_measured_eager_and_compiled(own_artifact: Path) -> None
     assert bandwidth.rows[0]["buffer_mb"] == pytest.approx(2.097, abs=0.001)
     prefill = step.prefill(artifact, 1, QUIET)
     assert [(row["bucket"], "compiled_tokens_per_s" in row) for row in prefill.rows] == [("prefill-b1-q4", False), ("prefill-b1-q16", True)]
+
+
+def test_prompts_together_are_timed_against_as_many_steps_of_one(artifact: Artifact, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert step.prefill_together(artifact, 1, QUIET) == []
+    out = tmp_path / "tiny"
+    tiny.built(tiny.planned(tiny_checkpoint, buckets=(2,), prefill=(4, PrefillSize(4, 2), PrefillSize(8, 2))), out)
+    (table,) = step.prefill_together(Artifact.open(out), 2, QUIET)
+    (row,) = table.rows
+    assert (row["bucket"], row["prompts"]) == ("prefill-b2-q4", 2)
+    one_by_one, together, speedup = (row[name] for name in ("one_by_one_ms", "together_ms", "speedup"))
+    assert one_by_one.low / together.high <= speedup.low <= speedup.high <= one_by_one.high / together.low
 
 
 def test_without_a_known_cache_the_floor_is_memorys(artifact: Artifact) -> None:

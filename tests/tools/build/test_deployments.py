@@ -13,10 +13,14 @@ from npucompile.tools.build.deployments import (
     default_for,
     deployment,
     deployments,
+    group_chunk,
     limits_for,
     prefill_chunk,
+    prefill_sizes,
+    prefilling,
 )
 from npucompile.tools.build.targets import check_mesh, target
+from npucompile.tools.notation import format_prefill
 
 PUBLISHED = "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 SPLIT = "qwen35-397b-a3x24-pd-1p1d-3node"
@@ -173,6 +177,25 @@ def test_a_bucket_larger_than_the_running_limit_still_has_its_slots():
 )
 def test_prefill_chunks_are_equal_parts_of_the_prompt(name, chunk):
     assert prefill_chunk(deployment(name)) == chunk
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "3584,9x3584"),  # published 32768 tokens of a group
+        ("qwen3-480b-a3x8-mix-3.5k-1.5k-50ms", "3584,2x3584"),  # published 28672 tokens of four groups
+        ("qwen3-235b-a3x24-pd-3.5k-1.5k-50ms", "3584,4x3584"),  # published 262144 tokens of sixteen groups
+        ("dsr1-a3x16-pd-2k-2k-50ms", "2048,4x2048"),  # as many as 8, and 4 requests in flight
+        ("qwen35-397b-a3x8-in16k-out1k-50ms", "4096"),  # a prompt of several chunks
+        (PUBLISHED, "3584"),  # nothing published
+        (SPLIT, "4096"),
+    ],
+)
+def test_a_prefill_step_has_as_many_whole_prompts_as_the_published_tokens_hold(name, sizes):
+    row = deployment(name)
+    assert format_prefill(prefill_sizes(row)) == sizes
+    published = group_chunk(row, prefilling(row))
+    assert all(size.tokens * size.prompts <= published for size in prefill_sizes(row) if size.prompts > 1)
 
 
 def test_published_results_are_facts_where_there_are_any():

@@ -14,7 +14,9 @@ CASES = {
     ("qwen35-397b-a3x8-in3k5-out1k5-50ms", "mixed"): [],
     ("qwen3-32b-a3x4-mix-4k-1.5k-11ms", "mixed"): [],
     ("qwen3-32b-a3x8-mix-18k-4k-12ms", "mixed"): ["in chunks of 3712 tokens, published whole"],
-    ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "prefill"): [r"one prompt of a dp group (3584 tokens), published as many as 32768 tokens hold"],
+    # As many whole prompts as the published tokens hold, and as many as there are requests.
+    ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "prefill"): [],
+    ("dsr1-a3x16-pd-2k-2k-50ms", "prefill"): [],
     ("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms", "decode"): [],
     ("qwen3-next-a3x2-mix-3.5k-1.5k-50ms", "mixed"): ["bfloat16, published float32"],
     ("qwen35-27b-a3x8-mix-lc-256k", "mixed"): ["published float32", "at most 262144 tokens, published 266000", "524288 cached tokens"],
@@ -29,6 +31,12 @@ def test_each_change_is_said(name: str, phase: str) -> None:
     lines = deviations(row, row.phase(phase), source_of(row))
     assert len(lines) == len(CASES[name, phase])
     assert all(part in line for line, part in zip(lines, CASES[name, phase], strict=True)), lines
+
+
+def test_prompts_that_padding_leaves_no_room_for_are_said() -> None:
+    row = replace(deployment("qwen3-480b-a3x24-pd-3.5k-1.5k-50ms"), input_len=600)
+    (line,) = deviations(row, row.phase("prefill"), source_of(row))
+    assert line == "a prefill step takes 51 prompts of a dp group, each padded to 640 tokens, published 54 in 32768 tokens"
 
 
 def test_drafts_need_a_draft_model() -> None:

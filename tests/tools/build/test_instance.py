@@ -8,6 +8,7 @@ from npucompile.graphs.errors import SpecError
 from npucompile.graphs.types import Mesh
 from npucompile.tools.build import deployments
 from npucompile.tools.build.instance import DEFAULT_DRAFTS, phases, resolve
+from npucompile.tools.notation import PrefillSize
 
 BIG, PUBLISHED = "qwen3.5-397b", "qwen35-397b-a3x8-in3k5-out1k5-50ms"
 SPLIT, DENSE = "qwen35-397b-a3x24-pd-1p1d-3node", "qwen3-32b-a3x4-mix-6k-1.5k-18ms"
@@ -25,7 +26,7 @@ def test_a_preset_is_for_its_deployment_and_any_other_model_for_this_machine():
     assert (instance.deployment, instance.phase, instance.target.name, str(instance.mesh)) == (PUBLISHED, "mixed", "ascend-a3", "dp=8,tp=2")
     assert (instance.quantization, instance.drafts) == ("w4a8", 3)
     assert instance.buckets == deployments.deployment(PUBLISHED).phase().buckets
-    assert instance.prefill == (3584,)
+    assert instance.prefill == (PrefillSize(3584),)
     assert decided("qwen3.5-tiny").target.name == "cpu"
     assert str(decided("qwen3.5-tiny", mesh="dp=2").mesh) == "dp=2"
 
@@ -49,7 +50,7 @@ def test_what_is_said_beside_a_row_wins():
 
 def test_sides_of_a_deployment_prefill_or_decode():
     prefill, decode = decided(deployment=SPLIT, phase="prefill"), decided(deployment=SPLIT, phase="decode")
-    assert (str(prefill.mesh), prefill.buckets, prefill.prefill) == ("dp=8,tp=2", (), (4096,))
+    assert (str(prefill.mesh), prefill.buckets, prefill.prefill) == ("dp=8,tp=2", (), (PrefillSize(4096),))
     assert (str(decode.mesh), decode.prefill) == ("dp=16,tp=2", ())
     assert decode.buckets == (1, 2, 4, 8, 16, 24, 32)
     assert (prefill.limits.slots_per_request, decode.limits.slots_per_request) == (1, 4)

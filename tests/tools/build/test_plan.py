@@ -21,6 +21,7 @@ from npucompile.tools.build.dispatch_size import FEWER_DISPATCHED
 from npucompile.tools.build.plan import Options
 from npucompile.tools.build.targets import target
 from npucompile.tools.commands import build
+from npucompile.tools.notation import PrefillSize
 
 
 def test_a_plan_of_a_checkpoint(tiny_checkpoint):
@@ -83,7 +84,7 @@ def test_bytes_are_those_of_the_real_tensors(tiny_checkpoint):
 
 def test_choices_of_the_plan_are_explained(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=4096)
-    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(32, 2048)))
+    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(PrefillSize(32), PrefillSize(2048))))
     assert plan.limits.max_model_len == 1024
     assert [bucket.q_len for bucket in plan.buckets if bucket.kind == "prefill"] == [32]
     notes = "\n".join(plan.notes)
@@ -288,7 +289,7 @@ def test_every_published_deployment_of_the_big_model_plans_as_published(name, ph
     assert plan.limits == deployments.limits_for(row, part, 128)
     width = part.num_speculative_tokens + 1
     decode = [Bucket("decode", batch, width) for batch in part.buckets]
-    prefill = [] if phase == "decode" else [Bucket("prefill", 1, deployments.prefill_chunk(row))]
+    prefill = [] if phase == "decode" else [Bucket("prefill", n, tokens) for tokens, n in deployments.prefill_sizes(row)]
     assert plan.buckets == (*prefill, *decode)
     variant, tp = plan.model.config.variant, plan.mesh.axis("tp")
     assert variant.kv_repeat == max(1, tp // 2)
@@ -317,6 +318,8 @@ def test_every_other_published_deployment_plans_as_published_or_says_what_differ
     assert (plan.mesh, plan.phase, plan.quantization) == (part.mesh, phase, "none" if row.quantization == "bf16" else row.quantization)
     assert {bucket.q_len for bucket in plan.buckets if bucket.kind == "decode"} <= {drafts + 1}
     assert [bucket.batch for bucket in plan.buckets if bucket.kind == "decode"] == list(part.buckets)
+    prefill = [] if phase == "decode" else deployments.prefill_sizes(row)
+    assert [(bucket.q_len, bucket.batch) for bucket in plan.buckets if bucket.kind == "prefill"] == list(prefill)
     assert sum("a step drafts nothing" in note for note in plan.notes) == (drafts != part.num_speculative_tokens)
     assert ("experts" in dict(plan.rules().table)) == (part.ep > 1)
     wanted = deployments.limits_for(row, part, 128)

@@ -125,7 +125,7 @@ def test_what_no_setting_makes_fit_says_so(build, monkeypatch):
 
 def test_room_for_dispatch_is_of_the_largest_step_that_dispatches():
     def talks(**changes):
-        memory_plan = held(planning.plan(planning.Options(BIG, **changes)))
+        memory_plan = held(planning.plan(planning.Options(BIG, **tiny.prefill_sized({"prefill": None, **changes}))))
         return next(part.why.rpartition("dispatch (16 ranks)")[2] for part in memory_plan.parts if part.name == "communication")
 
     small, half, most = talks(buckets=(2,), prefill=(64,)), talks(buckets=(128,), prefill=(64,)), talks(buckets=(2,), prefill=(1024,))

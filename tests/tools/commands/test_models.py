@@ -10,6 +10,7 @@ from support import tiny
 from npucompile.models import registry
 from npucompile.models.presets import DRAFT_PRESETS
 from npucompile.tools.build import plan as planning
+from npucompile.tools.notation import PrefillSize
 
 
 def test_every_preset_is_listed_with_its_size(tmp_path):
@@ -33,7 +34,7 @@ def test_a_small_model_with_the_layers_of_a_large_one_is_written(tmp_path, tiny_
     assert tiny.contents(small) == tiny.contents(again)
     assert {name for name, data in tiny.contents(other).items() if data != tiny.contents(small)[name]} == {"model.safetensors"}
     assert json.loads((small / "config.json").read_text())["layer_types"] == tiny.CONFIG["layer_types"]
-    plan = planning.plan(planning.Options(str(small), buckets=(1,), prefill=(4,)))
+    plan = planning.plan(planning.Options(str(small), buckets=(1,), prefill=(PrefillSize(4),)))
     assert (plan.weights, plan.source.tokenizer is not None) == ("stored", True)
 
 

@@ -22,6 +22,7 @@ from npucompile.runtime.device_executor import DeviceExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.tools.build import plan as planning
 from npucompile.tools.build.describe import describe
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 from npucompile.tools.serve import executors as module
 from npucompile.tools.serve.executors import check_weights, choose_device, load_executor, settled
@@ -52,7 +53,9 @@ def described(tmp_path):
 @pytest.fixture
 def preset(described):
     """An artifact of a preset, which has no weights."""
-    return described(planning.plan(planning.Options("qwen3.5-27b", target="ascend-a3", mesh="tp=2", buckets=(4,), prefill=(128,))))
+    return described(
+        planning.plan(planning.Options("qwen3.5-27b", target="ascend-a3", mesh="tp=2", buckets=(4,), prefill=(PrefillSize(128),)))
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.buckets import DecodeRow, PrefillRow
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import ExecutionRecord, Sampling
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.serve.offline import OfflineCompletion, complete
 
 GREEDY, NO_STOP = Sampling(), frozenset()
@@ -48,6 +49,16 @@ def test_completions_are_what_the_graphs_say(executor):
         assert completion.record.prefill_chunks
         assert completion.logprobs == ()
     assert any(completion.record.padded_rows or dict(completion.record.decode_steps).get("decode-b4-q4") for completion in completions)
+
+
+def test_prompts_that_share_a_prefill_step_get_what_each_gets_alone(executor, tiny_checkpoint, tmp_path):
+    tiny.built(tiny.planned(tiny_checkpoint, prefill=(16, PrefillSize(16, 4))), tmp_path / "artifact")
+    prompts = [[1, 2, 3], [9] * 20, list(range(50)), [0], [255], [7] * 16]
+    together = complete(CpuExecutor(Artifact.open(tmp_path / "artifact")), prompts, GREEDY, 12, NO_STOP)
+    assert [each.token_ids for each in together] == [by_hand(executor, prompt, 12) for prompt in prompts]
+    shared, single = "prefill-b4-q16", "prefill-b1-q16"
+    # Four at first; then the two in progress are as cheap one after the other, and the last two come when slots are free.
+    assert [each.record.prefill_chunks for each in together[:4]] == [(shared,), (shared, single), (shared, *[single] * 3), (shared,)]
 
 
 @pytest.mark.parametrize("name", ["dense_w8a8_mix_m4", "moe_w4a8_group"])

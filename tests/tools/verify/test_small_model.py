@@ -69,6 +69,9 @@ def test_buckets_of_one_form_share_a_small_one():
         (Bucket("prefill", 1, 2048), 8, "prefill-b1-q192"),
         (Bucket("prefill", 1, 2080), 8, "prefill-b1-q160"),
         (Bucket("prefill", 1, 999), 4, "prefill-b1-q191"),
+        (Bucket("prefill", 9, 3584), 8, "prefill-b4-q192"),
+        (Bucket("prefill", 8, 3584), 8, "prefill-b8-q192"),
+        (Bucket("prefill", 2, 2048), 4, "prefill-b2-q192"),
     ],
 )
 def test_a_small_bucket_has_the_form_of_the_large_one(bucket, tp, small):
