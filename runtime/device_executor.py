@@ -56,7 +56,7 @@ class DeviceExecutor:
     Everything is allocated once. All buckets run over the same parameters, pools and input buffer, so that changing the bucket is
     choosing another executable. `launch` returns before the step has run, and the next step may be queued behind it.
 
-    A bucket that the device's compiler refuses is left out and said to be (`missing`); larger buckets run its steps.
+    A bucket that the device's compiler refuses is left out and said to be (`missing`); other buckets run its steps.
 
     Attributes:
         device: of this rank.
@@ -173,7 +173,7 @@ class DeviceExecutor:
                 compiled[bucket] = executables[bucket]
             except LoweringError as error:
                 self.missing[bucket] = outcome = str(error)
-                log.error("%s cannot be compiled, larger buckets run its steps: %s", bucket.name, error)
+                log.error("%s cannot be compiled, other buckets run its steps: %s", bucket.name, error)
             report(bucket, time.monotonic() - began, outcome)
         check_serving(compiled, self.missing)
         return compiled

@@ -18,6 +18,7 @@ from queue import Queue
 from typing import Any
 
 from ..graphs.errors import RequestError, SpecError
+from ..graphs.types import Bucket
 from . import step_outputs
 from .executor import Executor, ExecutorError, Pending
 from .metrics import Metrics
@@ -26,7 +27,7 @@ from .scheduler import admission, advance
 from .scheduler.kv_cache_manager import KVCacheManager
 from .scheduler.policy import Policy
 from .scheduler.request_state import RequestState
-from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule, smallest_fitting
+from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, schedule, wanted_bucket
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Engine:
         self.failure: str | None = None
         self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
-        self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
+        # Each with the missing bucket that it would have run in, if any.
+        self._in_flight: deque[tuple[ScheduledStep, Bucket | None, Pending]] = deque()
         self._metrics = Metrics(limits.drafts)
         self._refresh_every_s = refresh_every_s
         self._refreshed_s = clock()
@@ -259,13 +261,15 @@ class Engine:
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launches a step. If that fails, the steps before it are finished first, so that results are committed in order."""
+        missing = self.executor.missing
+        wanted = wanted_bucket(self._state, missing) if missing else None
         state = advance.launch(self._state, step, self._now_ms())
         inputs = [manager.inputs(step.bucket, part) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
         with self._wake:
             self._state = state
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
         try:
-            self._in_flight.append((step, self.executor.launch(step.bucket, inputs)))
+            self._in_flight.append((step, wanted, self.executor.launch(step.bucket, inputs)))
         except ExecutorError:
             raise
         except Exception as error:
@@ -275,7 +279,7 @@ class Engine:
 
     def _finish_oldest(self) -> None:
         """Waits for the oldest step in flight, commits its results and sends the events."""
-        step, pending = self._in_flight.popleft()
+        step, wanted, pending = self._in_flight.popleft()
         try:
             results = step_outputs.read_outputs(pending.result(), step, self._state, self.executor.vocab_size)
         except ExecutorError:
@@ -284,7 +288,7 @@ class Engine:
             self._fail(step, error)
         else:
             state, events = advance.commit(self._state, step, results, self._now_ms())
-            self._publish(state, events, lambda: self._count_step(step, results))
+            self._publish(state, events, lambda: self._count_step(step, results, wanted))
 
     def _fail(self, step: ScheduledStep, error: Exception) -> None:
         name = step.bucket.name
@@ -309,11 +313,11 @@ class Engine:
         for sink, event in deliveries:
             self._deliver(sink, event)
 
-    def _count_step(self, step: ScheduledStep, results: Sequence[advance.GroupResults]) -> None:
+    def _count_step(self, step: ScheduledStep, results: Sequence[advance.GroupResults], wanted: Bucket | None) -> None:
         metrics = self._metrics
         rows = [row for part in step.groups for row in part.rows]
         metrics.count_step(step.bucket, len(rows), len(step.groups))
-        if (missing := self.executor.missing) and (wanted := smallest_fitting(step, missing)):
+        if wanted is not None:
             metrics.count_degraded(wanted)
         for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
             if tokens is None:

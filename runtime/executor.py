@@ -64,7 +64,7 @@ class Executor(Protocol):
 
     @property
     def missing(self) -> Mapping[Bucket, str]:
-        """Buckets of the artifact that cannot run, each with the reason; their steps run in larger buckets."""
+        """Buckets of the artifact that cannot run, each with the reason; their steps run in others."""
         ...
 
     @property

@@ -35,7 +35,7 @@ class Metrics:
         self.padded_rows += groups * bucket.batch - live_rows
 
     def count_degraded(self, wanted: Bucket) -> None:
-        """Counts a step that ran in a larger bucket because the one it fits cannot run."""
+        """Counts a step that ran in another bucket because the one that it would have taken cannot run."""
         self.degraded_steps[wanted.name] = self.degraded_steps.get(wanted.name, 0) + 1
 
     def count_failure(self) -> None:
@@ -58,7 +58,7 @@ class Metrics:
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
         verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
         draft's position in its row, from "0", to how often it was accepted. `degraded_steps` maps the name of a bucket that cannot run to
-        how many steps ran in a larger one in its place.
+        how many steps ran in another one in its place.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,

@@ -31,7 +31,7 @@ HELP: Mapping[str, str] = {
     "requests_total": "Requests finished.",
     "requests_finished_total": "Requests finished per reason.",
     "steps_total": "Steps run.",
-    "degraded_steps_total": "Steps of a bucket that cannot run, which ran in a larger one.",
+    "degraded_steps_total": "Steps of a bucket that cannot run, which ran in another one.",
     "steps_failed_total": "Steps that failed, with their requests.",
     "spec_decode_num_drafts_total": "Times that drafts of a request were verified.",
     "spec_decode_num_draft_tokens_total": "Draft tokens verified.",

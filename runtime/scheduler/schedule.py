@@ -36,7 +36,7 @@ prompt of each group that it can begin or go on with, and rows are always the fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
@@ -189,14 +189,11 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     return ScheduledStep(max(buckets), tuple(GroupStep() if part is None else part[1] for part in parts))
 
 
-def smallest_fitting(step: ScheduledStep, buckets: Iterable[Bucket]) -> Bucket | None:
-    """The bucket of the fewest tokens among those with fewer than the step's that would have held its rows; None where there is none."""
-    used = step.bucket
-    rows, tokens = max(len(part.rows) for part in step.groups), max(row.num_tokens for part in step.groups for row in part.rows)
-    # A decode step has the same q_len in every bucket, whatever its rows verify.
-    q_len = used.q_len if used.kind == "decode" else tokens
-    fitting = (b for b in buckets if b.kind == used.kind and b.tokens < used.tokens and b.batch >= rows and b.q_len >= q_len)
-    return min(fitting, key=lambda b: (b.tokens, b), default=None)
+def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | None:
+    """The one of the missing buckets that the next step would take if it could run; None where it takes one that can."""
+    wanted = frozenset(missing)
+    step = schedule(replace(state, policy=replace(state.policy, buckets=(*state.policy.buckets, *wanted))))
+    return step.bucket if step is not None and step.bucket in wanted else None
 
 
 class _Prompt(NamedTuple):

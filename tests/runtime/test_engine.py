@@ -414,6 +414,21 @@ def test_steps_of_a_bucket_that_cannot_run_go_to_the_next_larger_one_and_are_cou
     assert served.engine.stats()["bucket_steps"][large.name] > 2
 
 
+def test_prompts_whose_shared_bucket_cannot_run_go_one_after_the_other_and_are_counted():
+    single, shared, decode = Bucket("prefill", 1, 8), Bucket("prefill", 4, 8), Bucket("decode", 4, 1)
+    requests = [ask(name, (1, 2, 3, i), 3) for i, name in enumerate("abcd")]
+    ran = {}
+    for missing in ({}, {shared: "no kernel"}):
+        served = toy.serving(buckets=tuple(b for b in (single, shared, decode) if b not in missing), missing=missing, run_ahead=0)
+        sinks = [served.submit(request) for request in requests]
+        served.drain()
+        assert [sink.tokens for sink in sinks] == [toy.reference_run(request, 32).tokens for request in requests]
+        ran[bool(missing)] = served.engine.stats()
+    assert (ran[False]["bucket_steps"][shared.name], ran[False]["degraded_steps"]) == (1, {})
+    assert ran[False]["prompt_tokens_total"] == ran[True]["prompt_tokens_total"] == 16
+    assert (ran[True]["bucket_steps"][single.name], ran[True]["degraded_steps"]) == (4, {shared.name: 2})
+
+
 # Log probabilities.
 
 

@@ -16,11 +16,10 @@ from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.schedule import (
     GroupState,
     GroupStep,
-    ScheduledRequest,
     ScheduledStep,
     SchedulerState,
     schedule,
-    smallest_fitting,
+    wanted_bucket,
 )
 from npucompile.runtime.step_outputs import SampledTokens
 
@@ -640,21 +639,16 @@ def test_a_group_that_lacks_pages_makes_all_wait_for_what_is_in_flight():
     assert schedule(landed).groups[0].preempted == ("b",)
 
 
-def test_the_bucket_that_a_step_would_have_fitted():
-    def step(bucket, *num_tokens):
-        rows = tuple(ScheduledRequest(None, 1, count) for count in num_tokens)
-        return ScheduledStep(bucket, (GroupStep(rows[:1]), GroupStep(rows[1:]), GroupStep()))
-
-    decode, prefill = [Bucket("decode", rows, 4) for rows in (1, 2, 8)], [Bucket("prefill", 1, size) for size in (16, 64)]
-    both = [*decode, *prefill]
-    # One row in a group and two in another: the larger group decides. A row that verifies less has the step's width all the same.
-    assert smallest_fitting(step(Bucket("decode", 4, 4), 4, 1, 1), both) == decode[1]
-    assert smallest_fitting(step(Bucket("decode", 4, 4), 4, 4, 4, 4), both) is None
-    assert smallest_fitting(step(Bucket("prefill", 1, 128), 20), both) == prefill[1]
-    assert smallest_fitting(step(Bucket("prefill", 1, 32), 20), both) is None
-    assert smallest_fitting(step(Bucket("prefill", 1, 128), 3), ()) is None
-    # What is smaller has fewer tokens, whether rows or length are less.
-    shared = [Bucket("prefill", 4, 16), Bucket("prefill", 2, 64)]
-    assert smallest_fitting(step(Bucket("prefill", 1, 128), 16, 9), shared) == shared[0]
-    assert smallest_fitting(step(Bucket("prefill", 4, 128), 17, 9), shared) == shared[1]
-    assert smallest_fitting(step(Bucket("prefill", 1, 64), 16, 9), shared) is None
+def test_the_bucket_that_a_step_would_take_if_it_could_run():
+    rules = policy(decode=(4,), prefill=(8,), pages=90, length=20)
+    short, shared, long = Bucket("prefill", 1, 4), Bucket("prefill", 4, 8), Bucket("prefill", 1, 16)
+    state = fresh(rules, request("a", prompt=3))
+    assert wanted_bucket(state, [short, shared, long]) == short
+    assert wanted_bucket(state, [shared, long]) is None
+    # Prompts that go one after the other would share, and one that takes two chunks would take one.
+    assert wanted_bucket(fresh(rules, *(request(name, prompt=8) for name in "abcd")), [shared, long]) == shared
+    assert wanted_bucket(fresh(rules, request("a", prompt=9)), [shared, long]) == long
+    two, eight = Bucket("decode", 2, 1), Bucket("decode", 8, 1)
+    state = until_decoding(state)
+    assert wanted_bucket(state, [two, eight]) == two
+    assert wanted_bucket(state, [eight]) is None
