@@ -251,7 +251,7 @@ def prefill_together(artifact: Artifact, repetitions: int, progress: Progress, c
     shared = [entry for entry in entries if entry.bucket.batch > 1 and entry.bucket.q_len in singles]
     if not shared:
         return []
-    rows = []
+    rows: list[dict[str, Value]] = []
     with progress.bar("prefill together", len(shared)) as bar:
         for entry in shared:
             case, single = prepare(artifact, params, entry, 0), prepare(artifact, params, singles[entry.bucket.q_len], 0)

@@ -13,6 +13,7 @@ from ..progress import Progress
 from . import plan as planning
 from .driver import build
 from .instance import phases
+from .prompts_size import fit_prompts
 
 
 def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifacts: Path, cache: Path, jobs: int, nice: int) -> list[Path]:
@@ -31,7 +32,8 @@ def build_all(model: str, options: Mapping[str, Any], out: Path | None, artifact
     wanted = instances if len(instances) > 1 else (request.phase,)
     paths = []
     # Every plan is checked before the first is built.
-    for plan in [planning.plan(replace(request, phase=phase)) for phase in wanted]:
+    plans = [planning.plan(replace(request, phase=phase)) for phase in wanted]
+    for plan in plans if request.prefill else [fit_prompts(plan) for plan in plans]:
         for line in plan_lines(plan):
             progress.say(line)
         path = out or planning.default_out(artifacts, plan.source)

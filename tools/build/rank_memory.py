@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...graphs.ops import fused_experts
-from ...graphs.types import WORLD, Leaf
+from ...graphs.types import WORLD, Bucket, Leaf, Signature
 from ...lowering.artifact.artifact import GraphEntry, Manifest
 from ...lowering.collectives_check import EXPERT_GROUPS
 from ...models.variant import Variant
@@ -15,11 +15,15 @@ from .plan import Plan
 from .stages import partition_bucket
 
 
-def rank_memory(plan: Plan, manifest: Manifest, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
-    """The memory plan of one rank; without entries, only its weights, pools and communication."""
+def rank_memory(plan: Plan, leaves: Manifest | Signature, entries: Sequence[GraphEntry]) -> memory.MemoryPlan:
+    """The memory plan of one rank; without entries, only its weights, pools and communication.
+
+    Args:
+        leaves: whose parameters and state are those of the plan.
+    """
     return memory.plan_memory(
-        manifest.params,
-        manifest.state,
+        leaves.params,
+        leaves.state,
         plan.mesh,
         plan.rules(),
         plan.target,
@@ -93,12 +97,15 @@ def check_before_lowering(plan: Plan, manifest: Manifest) -> None:
 
 def _largest_partitioned(plan: Plan) -> list[GraphEntry]:
     """Entries of the largest bucket of each kind, as far as partitioning tells."""
-    entries = []
-    for bucket in {bucket.kind: bucket for bucket in sorted(plan.buckets, key=lambda bucket: bucket.tokens)}.values():
-        partitioned = partition_bucket(plan, bucket)[1]
-        signature, peak = partitioned.signature, {"peak_bytes": partitioned.memory().peak_bytes}
-        entries.append(GraphEntry(bucket, signature.inputs, signature.outputs, None, "", "", None, {}, peak, partitioned.collectives, {}))
-    return entries
+    largest = {bucket.kind: bucket for bucket in sorted(plan.buckets, key=lambda bucket: bucket.tokens)}
+    return [partitioned_entry(plan, bucket) for bucket in largest.values()]
+
+
+def partitioned_entry(plan: Plan, bucket: Bucket) -> GraphEntry:
+    """What partitioning tells of a bucket's graph: its inputs, outputs, live values and collectives."""
+    partitioned = partition_bucket(plan, bucket)[1]
+    signature, peak = partitioned.signature, {"peak_bytes": partitioned.memory().peak_bytes}
+    return GraphEntry(bucket, signature.inputs, signature.outputs, None, "", "", None, {}, peak, partitioned.collectives, {})
 
 
 def _rank_tokens(plan: Plan, fused: bool) -> Iterator[int]:

@@ -422,6 +422,20 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("name", "label"), [case for case in CASES if case[0] in ("chunk_gated_delta", "mla_attention")])
+def test_results_of_several_rows_are_contiguous(torchair: harness.Torchair, name: str, label: str) -> None:
+    """Programs take views of them, as the abstract rule allows; rows that are one chunk, or no multiple of a part, were laid out otherwise."""
+    layouts: list[bool] = []
+
+    def finish(operands: Any, results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        layouts.extend(result.is_contiguous() for result in results)
+        return tuple(results)
+
+    with FakeTensorMode():
+        traced(name, EXAMPLES[name][label](Draw(torch.float32)).args, finish)
+    assert all(layouts)
+
+
 def test_every_primitive_with_a_lowering_of_its_own_is_here() -> None:
     own = {name for name, primitive in TABLE.items() if primitive.has("lowering:npu") and not name.startswith(ELSEWHERE)}
     assert own == set(EXAMPLES)
