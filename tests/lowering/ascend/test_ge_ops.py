@@ -424,7 +424,7 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -
 
 @pytest.mark.parametrize(("name", "label"), [case for case in CASES if case[0] in ("chunk_gated_delta", "mla_attention")])
 def test_results_of_several_rows_are_contiguous(torchair: harness.Torchair, name: str, label: str) -> None:
-    """Programs take views of them, as the abstract rule allows; rows that are one chunk, or no multiple of a part, were laid out otherwise."""
+    """Programs take views of them, as the abstract rule allows: also of rows of one chunk, or of no multiple of a part."""
     layouts: list[bool] = []
 
     def finish(operands: Any, results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
