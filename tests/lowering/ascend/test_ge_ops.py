@@ -422,17 +422,18 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "label"), [case for case in CASES if case[0] in ("chunk_gated_delta", "mla_attention")])
+@pytest.mark.parametrize(("name", "label"), [case for case in CASES if case.values[0] in ("chunk_gated_delta", "mla_attention")])
 def test_results_of_several_rows_are_contiguous(torchair: harness.Torchair, name: str, label: str) -> None:
     """Programs take views of them, as the abstract rule allows: also of rows of one chunk, or of no multiple of a part."""
     layouts: list[bool] = []
+    args = EXAMPLES[name][label](Draw(torch.float32)).args
 
     def finish(operands: Any, results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         layouts.extend(result.is_contiguous() for result in results)
         return tuple(results)
 
     with FakeTensorMode():
-        traced(name, EXAMPLES[name][label](Draw(torch.float32)).args, finish)
+        traced(name, args, finish)
     assert all(layouts)
 
 
