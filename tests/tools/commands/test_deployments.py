@@ -98,14 +98,14 @@ def test_json_holds_everything():
     assert [row["id"] for row in rows] == list(deployments())
     details = json.loads(said(PUBLISHED, "--json"))
     assert details == next(row for row in rows if row["id"] == PUBLISHED)
-    assert (details["buildable"], details["prefill_chunk"], details["npus"]) == (True, 3584, 16)
+    assert (details["buildable"], details["prefill_chunk"], details["prefill_prompts"], details["npus"]) == (True, 3584, 1, 16)
     phase = details["phases"]["mixed"]
     assert (phase["mesh"], phase["buckets"][-1], phase["group_requests"], phase["limits"]["num_slots"]) == ("dp=8,tp=2", 54, 54, 217)
     assert [row["id"] for row in rows if row["buildable"]] == [
         row.id for row in deployments().values() if row.phases and row.model in registry.presets()
     ]
     split = json.loads(said("qwen3-235b-a3x24-pd-3.5k-1.5k-50ms", "--json"))["phases"]
-    assert [len(split[name]["deviations"]) for name in ("prefill", "decode")] == [1, 0]
+    assert [len(split[name]["deviations"]) for name in ("prefill", "decode")] == [0, 0]
 
 
 def test_a_model_narrows_the_list():
