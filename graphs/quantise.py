@@ -14,15 +14,15 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds each row to int8 by its own scale, `amax / 127`, half to even; a row of zeros has scale 0.
 
     Args:
-        x: [T, K].
+        x: [..., K].
 
     Returns:
-        [T, K] int8 and the scales [T] f32: `x` is about `rows * scale[:, None]`.
+        [..., K] int8 and the scales [...] f32: `x` is about `rows * scale[..., None]`.
     """
     wide = x.float()
     scale = wide.abs().amax(-1) / INT8_MAX
     divisor = torch.where(scale > 0, scale, 1.0)
-    return torch.round(wide / divisor[:, None]).to(torch.int8), scale
+    return torch.round(wide / divisor[..., None]).to(torch.int8), scale
 
 
 def quantise_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

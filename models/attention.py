@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -11,6 +11,7 @@ from ..graphs.types import Aval, Limits, Tree
 from . import norms, quant, sequence_parallel
 from .batch import Batch
 from .params import Param, Repeated, Source, norm_init
+from .quant.formats import FLOAT, INT8_STATIC
 from .variant import Variant
 
 
@@ -50,6 +51,8 @@ def params(
             `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
         width: of the layer's input; that of its output by default.
         normed: whether queries and keys are normalised; else there are no `q_norm` and `k_norm`.
+
+    A layer whose cache is int8 by scales of the checkpoint has these, `k_scale` and `v_scale` [G, D].
     """
     M, H, D = cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim
     order = list(range(D)) if joined and _at_once(cfg) else rotated_order(D, cfg.rotary_dim)
@@ -63,8 +66,28 @@ def params(
     return {
         **matrices,
         **({name: norm(name) for name in ("q_norm", "k_norm")} if normed else {}),
+        **(_cache_scales(cfg, prefix, order, inverse) if cfg.variant.formats.of_cache(prefix.removesuffix(".")) == INT8_STATIC else {}),
         "out": Param(Aval((M, H * D), dtype, (None, "q_heads")), Source((prefix + "o_proj.weight",), ((M, H * D),)), role="row"),
     }
+
+
+def _cache_scales(cfg: AttentionSizes, prefix: str, order: list[int], inverse: list[int]) -> dict[str, Param]:
+    """Scales of cached keys and values, a number for each head and channel: keys in the order of their channels here."""
+    G, D, copies = cfg.num_key_value_heads, cfg.head_dim, cfg.variant.kv_repeat
+    same = list(range(D))
+
+    def scale(part: str, there: list[int], back: list[int]) -> Param:
+        heads = "kv_heads" if copies == 1 else Repeated("kv_heads", G, copies)
+        source = Source(
+            (f"{prefix}{part}_proj.kv_cache_scale",),
+            ((G * D,),),
+            lambda x: x.float().reshape(-1, D)[:, there].repeat_interleave(copies, 0),
+            lambda x: (x[::copies, back].flatten(),),
+            ((heads,),),
+        )
+        return Param(Aval((G * copies, D), torch.float32, ("kv_heads", None)), source, "cache_scale")
+
+    return {"k_scale": scale("k", order, inverse), "v_scale": scale("v", same, same)}
 
 
 def rotated_order(width: int, rotated: int) -> list[int]:
@@ -141,11 +164,21 @@ def _parts(cfg: AttentionSizes) -> int:
     return 2 if cfg.attn_output_gate else 1
 
 
-def state(cfg: AttentionSizes, limits: Limits, dtype: torch.dtype) -> dict[str, Aval]:
-    """Pools of one layer: keys and values, each [pages, P, G, D]; G counts the copies of `Variant.kv_repeat`."""
-    shape = (limits.num_pages, limits.page_size, cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim)
-    pool = Aval(shape, dtype, ("pages", None, "kv_heads", None))
-    return {"k": pool, "v": pool}
+def state(cfg: AttentionSizes, limits: Limits, dtype: torch.dtype, prefix: str = "") -> dict[str, Aval]:
+    """Pools of one layer: keys and values, each [pages, P, G, D]; G counts the copies of `Variant.kv_repeat`.
+
+    Of int8 whose scales are not the checkpoint's it has these too, each [pages, G, P] f32.
+
+    Args:
+        prefix: begins the names of the layer's tensors in a checkpoint, and decides the format; without one the cache is of floats.
+    """
+    heads, form = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.variant.formats.of_cache(prefix.removesuffix("."))
+    shape, axes = (limits.num_pages, limits.page_size, heads, cfg.head_dim), ("pages", None, "kv_heads", None)
+    pool = Aval(shape, dtype if form == FLOAT else torch.int8, axes)
+    if form in (FLOAT, INT8_STATIC):
+        return {"k": pool, "v": pool}
+    scale = Aval((limits.num_pages, heads, limits.page_size), torch.float32, ("pages", "kv_heads", None))
+    return {"k": pool, "v": pool, "k_scale": scale, "v_scale": scale}
 
 
 def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> tuple[torch.Tensor, Tree]:
@@ -163,10 +196,10 @@ def apply(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torc
     heads = quant.linear(x, weights["qkv"]).view(-1, G, (parts * per + 2) * D)
     if _at_once(cfg):
         q, k, v, opened = ops.attention_heads(heads, weights["q_norm"], weights["k_norm"], batch.cos, batch.sin, cfg.rms_norm_eps)
-        state = _write(state, batch, k, v)
+        state = _write(weights, state, batch, k, v)
         return _attend(cfg, weights, state, batch, q, opened), state
     q, *gate, k, v = heads.split([*[per * D] * parts, D, D], -1)
-    state = _write(state, batch, _keys(cfg, weights, batch, k), v)
+    state = _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
     return _attend(cfg, weights, state, batch, _queries(cfg, weights, batch, q.unflatten(-1, (per, D))), *gate), state
 
 
@@ -179,7 +212,7 @@ def write_kv(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: t
     """
     G, D = cfg.num_key_value_heads * cfg.variant.kv_repeat, cfg.head_dim
     k, v = quant.linear(x, weights["kv"]).view(-1, G, 2 * D).split(D, -1)
-    return _write(state, batch, _keys(cfg, weights, batch, k), v)
+    return _write(weights, state, batch, _keys(cfg, weights, batch, k), v)
 
 
 def attend(cfg: AttentionSizes, weights: Tree, state: Tree, batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -202,11 +235,17 @@ def _at_once(cfg: AttentionSizes) -> bool:
     return cfg.variant.split_at_once and cfg.attn_output_gate and cfg.norm_offset == 1.0
 
 
-def _write(state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
+def _write(weights: Tree, state: Tree, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> Tree:
     """Writes keys and values, each [T, G, D]."""
     slots = ops.slot_mapping(batch.num_computed_tokens, batch.query_lens, batch.page_table, state["k"].shape[1], batch.q_len)
-    k_cache, v_cache = ops.cache_write(state["k"], state["v"], k, v.contiguous(), slots)
-    return {"k": k_cache, "v": v_cache}
+    v = v.contiguous()
+    if "k_scale" in state:
+        pools = ops.quant_cache_write(state["k"], state["v"], state["k_scale"], state["v_scale"], k, v, slots)
+    elif "k_scale" in weights:
+        pools = ops.static_cache_write(state["k"], state["v"], k, v, weights["k_scale"], weights["v_scale"], slots)
+    else:
+        pools = ops.cache_write(state["k"], state["v"], k, v, slots)
+    return dict(zip(("k", "v", "k_scale", "v_scale"), pools, strict=False))
 
 
 def _attend(
@@ -215,9 +254,19 @@ def _attend(
     """Attention of queries [T, ...], gated by [T, ...] if at all; both hold the heads in order."""
     H, D = cfg.num_attention_heads, cfg.head_dim
     q = q.view(batch.size, batch.q_len, H, D)
-    out = ops.paged_attention(q, state["k"], state["v"], batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5)
-    out = out.view(-1, H * D)
+    out = _paged_attention(weights, state, q, batch.page_table, batch.num_computed_tokens, batch.query_lens, D**-0.5).view(-1, H * D)
     return sequence_parallel.project(out if gate is None else out * torch.sigmoid(gate.reshape(-1, H * D)), weights["out"], "q_heads")
+
+
+def _paged_attention(weights: Tree, state: Tree, q: torch.Tensor, *place: Any) -> torch.Tensor:
+    """Attention over the pools as they are: of floats, or of int8 with scales of the state or of the weights."""
+    if "k_scale" in state:
+        out: torch.Tensor = ops.quant_paged_attention(q, state["k"], state["v"], state["k_scale"], state["v_scale"], *place)
+    elif "k_scale" in weights:
+        out = ops.static_quant_paged_attention(q, state["k"], state["v"], weights["k_scale"], weights["v_scale"], *place)
+    else:
+        out = ops.paged_attention(q, state["k"], state["v"], *place)
+    return out
 
 
 def _queries(cfg: AttentionSizes, weights: Tree, batch: Batch, q: torch.Tensor) -> torch.Tensor:

@@ -206,8 +206,11 @@ def _layer_params(cfg: Config, dtype: torch.dtype, prefix: str, kind: str, dense
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer and, where the model has the draft head, those of its one full-attention layer (`mtp`)."""
-    mixers = [(attention if kind == FULL else gated_deltanet) for kind in cfg.layer_types]
-    state: dict[str, Any] = {"layers": [mixer.state(cfg, limits, dtype) for mixer in mixers]}
+    layers = [
+        attention.state(cfg, limits, dtype, f"model.layers.{i}.self_attn.") if kind == FULL else gated_deltanet.state(cfg, limits, dtype)
+        for i, kind in enumerate(cfg.layer_types)
+    ]
+    state: dict[str, Any] = {"layers": layers}
     if cfg.mtp_num_hidden_layers:
         state[DRAFT] = attention.state(cfg, limits, dtype)
     return state

@@ -121,7 +121,7 @@ class Param:
         aval: shape, dtype and logical axes.
         source: the tensors of a checkpoint it is made from.
         init: "normal" (standard deviation 1 / sqrt(last dimension)), "embedding" (0.02), "zeros", "ones", "count" (0, 1, 2,
-            ...), or "quantised", which is never drawn.
+            ...), "cache_scale" (CACHE_SCALE), or "quantised", which is never drawn.
         role: of a matrix that may be stored in another format (models/quant): "column", [..., K] whose contraction no layout splits;
             "row", [N, K] whose contraction is split where its axis is; "experts" and "experts_down", the same with a dimension of experts
             in front; "norm", a norm's weight. "" for all else.
@@ -160,6 +160,10 @@ def avals(params: Tree) -> Tree:
     return tree.map_leaves(lambda p: p.aval, params)
 
 
+CACHE_SCALE = 4 / 127
+"""Drawn scale of a cached channel: normalised keys and values are seldom above four."""
+
+
 def initialise(params: Tree, generator: torch.Generator) -> Tree:
     """Random tensors for a tree of Param, in declaration order from one generator.
 
@@ -172,6 +176,8 @@ def initialise(params: Tree, generator: torch.Generator) -> Tree:
         shape, dtype = param.aval.shape, param.aval.dtype
         if param.init in ("zeros", "ones"):
             return torch.full(shape, float(param.init == "ones"), dtype=dtype)
+        if param.init == "cache_scale":
+            return torch.full(shape, CACHE_SCALE, dtype=dtype)
         if param.init == "count":
             return torch.arange(shape[0], dtype=dtype)
         std = 0.02 if param.init == "embedding" else shape[-1] ** -0.5

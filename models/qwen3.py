@@ -144,7 +144,7 @@ def abstract_params(cfg: Config, dtype: torch.dtype) -> Tree:
 
 def abstract_state(cfg: Config, limits: Limits, dtype: torch.dtype) -> Tree:
     """Tree of Aval: the pools of each layer."""
-    return {"layers": [attention.state(cfg, limits, dtype) for _ in cfg.layer_kinds]}
+    return {"layers": [attention.state(cfg, limits, dtype, f"model.layers.{i}.self_attn.") for i in range(len(cfg.layer_kinds))]}
 
 
 def forward(cfg: Config, params: Tree, state: Tree, inputs: Tree) -> tuple[torch.Tensor, Tree, Intermediates]:

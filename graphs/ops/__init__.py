@@ -28,9 +28,11 @@ from .moe_sort import moe_sort, moe_unsort
 from .paged_attention import paged_attention
 from .paged_write import paged_write
 from .positions import positions, slot_mapping
+from .quant_cache_write import quant_cache_write, static_cache_write
 from .quant_experts import grouped_experts_w4a8, grouped_experts_w8a8
 from .quant_linear import quant_linear
 from .quant_linear_w4a8 import quant_linear_w4a8
+from .quant_paged_attention import quant_paged_attention, static_quant_paged_attention
 from .request_slot_write import request_slot_write
 from .rms_norm import rms_norm
 from .rope import rope, rope_angles, scaled_rope_angles
@@ -75,8 +77,10 @@ __all__ = [
     "paged_attention",
     "paged_write",
     "positions",
+    "quant_cache_write",
     "quant_linear",
     "quant_linear_w4a8",
+    "quant_paged_attention",
     "request_slot_write",
     "rms_norm",
     "rope",
@@ -86,7 +90,9 @@ __all__ = [
     "slot_mapping",
     "sparse_attention",
     "sparse_index",
+    "static_cache_write",
     "static_quant_linear",
+    "static_quant_paged_attention",
     "swiglu",
     "swiglu_linear",
     "token_logprobs",

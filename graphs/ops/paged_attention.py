@@ -29,7 +29,7 @@ def _abstract(args: PagedAttention) -> Tensor:
     return torch.empty(args.q.shape, dtype=args.q.dtype, device=args.q.device)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_lens: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, num_computed_tokens: Tensor, query_lens: Tensor, scale: float) -> Tensor:
     """Attention of q [B,Q,H,D] over gathered k, v [B,K,G,D]; token t of row b sees keys up to `num_computed_tokens[b] + t`.
 
     Query heads of one key head are folded into rows: one matrix product per key head, no repeated keys. Values beyond a row's last
@@ -70,7 +70,7 @@ def paged_attention_reference(args: PagedAttention) -> Tensor:
     q, k_cache, v_cache, page_table, num_computed_tokens, query_lens, scale = args
     longest = int((num_computed_tokens + query_lens).max())
     pages = page_table[:, : max(1, -(-longest // k_cache.shape[1]))]
-    return _attend(q, _gather(k_cache, pages), _gather(v_cache, pages), num_computed_tokens, query_lens, scale)
+    return attend(q, _gather(k_cache, pages), _gather(v_cache, pages), num_computed_tokens, query_lens, scale)
 
 
 _in_place = Native("npuc_attention", paged_attention.schema, paged_attention.rule("abstract")).op
@@ -95,7 +95,7 @@ _MASK = 2048
 
 
 @paged_attention.lowering("npu")
-def _npu(args: PagedAttention) -> Any:
+def over_pages_on_npu(args: PagedAttention) -> Any:
     """The fused kernel over the page table; lengths are operands, so one graph serves all of them.
 
     Its mask is aligned to the last key: query t of Q sees keys up to `Lkv - Q + t`. With Lkv = starts + Q that is the reference

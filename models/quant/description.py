@@ -11,7 +11,7 @@ from typing import Any
 from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
 from ..safetensors_files import open_checkpoint
-from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
+from .formats import FLOAT, INT8_STATIC, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats
 from .quantization_config import forms_in
 
 DESCRIPTION = "quant_model_description.json"
@@ -63,7 +63,23 @@ def formats_in(directory: Path, *, decodes_only: bool = False) -> Formats | None
             types.setdefault(_matrix(name), {})[name] = kind
     forms = {matrix: _form(path, kinds, decodes_only) for matrix, kinds in types.items()}
     _refuse_others(path, values)
-    return Formats(tuple(_rules(forms)), stored=True, group=group, biased=_biased(directory, values, set(forms)))
+    biased = _biased(directory, values, set(forms))
+    return Formats(tuple(_rules(forms)), stored=True, group=group, biased=biased, kv_cache=tuple(_caches(path, values)))
+
+
+_CACHES = {"C8": INT8_STATIC}
+_KEY_SCALE = ".k_proj.kv_cache_scale"
+
+
+def _caches(path: Path, values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """The formats of the caches of attention layers, of which the scales of keys are named."""
+    forms: dict[str, str] = {}
+    for name, kind in values.items():
+        if name.endswith(_KEY_SCALE):
+            if kind not in _CACHES:
+                raise CheckpointError(f"{path}: {name} is {kind}; legal are {', '.join(_CACHES)}")
+            forms[canonical(name).removesuffix(_KEY_SCALE)] = _CACHES[kind]
+    return _rules(forms)
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
@@ -137,13 +153,14 @@ def _form(path: Path, kinds: Mapping[str, str], decodes_only: bool) -> str:
 
 
 _OTHER_SETTINGS = {
-    "kv_quant_type": "an int8 key-value cache",
-    "kv_cache_type": "an int8 key-value cache",
     "fa_quant_type": "int8 attention",
 }
 
 
 def _refuse_others(path: Path, values: Mapping[str, Any]) -> None:
+    for name in ("kv_quant_type", "kv_cache_type"):
+        if values.get(name) and values[name] not in _CACHES:
+            raise CheckpointError(f"{path}: {name} is {values[name]!r}; legal are {', '.join(_CACHES)}")
     for name, what in _OTHER_SETTINGS.items():
         if values.get(name):
             raise CheckpointError(f"{path}: {name} is {values[name]!r}: {what} is not read here; legal is a checkpoint without it")

@@ -13,6 +13,14 @@ from ...graphs.errors import CheckpointError, SpecError
 FLOAT = "float"
 W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC = "w8a8", "w8a8_dynamic", "w4a8_dynamic"
 
+INT8, INT8_STATIC = "int8", "int8_static"
+KV_CACHES = {
+    FLOAT: "the dtype that the model computes in",
+    INT8: "int8, one scale a token and head",
+    INT8_STATIC: "int8, one scale a head's channel, which the checkpoint has (ModelSlim's C8)",
+}
+"""Formats of the keys and values that a layer caches: name -> what it is."""
+
 FORMATS = {
     FLOAT: "the dtype that the model computes in",
     W8A8: "int8, one scale an output channel; activations int8 by one scale and offset that a calibration found",
@@ -33,17 +41,27 @@ class Formats:
         group: weights of an output channel that share an int4 scale; 0: all.
         biased: patterns of matrices and norms to whose output a bias is added that the model does not have: smoothing that shifts
             activations leaves it.
+        kv_cache: (pattern, format): a pattern over the names of attention layers, as `model.layers.3.self_attn`; what none matches caches
+            floats.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
     stored: bool = False
     group: int = 0
     biased: tuple[str, ...] = ()
+    kv_cache: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for pattern, form in self.rules:
             if form not in FORMATS:
                 raise SpecError(f"{pattern}: the format is {form!r}; legal are {', '.join(FORMATS)}")
+        for pattern, form in self.kv_cache:
+            if form not in KV_CACHES:
+                raise SpecError(f"{pattern}: the format of its cache is {form!r}; legal are {', '.join(KV_CACHES)}")
+
+    def of_cache(self, attention: str) -> str:
+        """The format of the keys and values of an attention layer, by its name in a checkpoint; "" names none."""
+        return _format(self.kv_cache, attention)
 
     def of(self, names: Iterable[str]) -> str:
         """The format of a matrix that is made of those tensors.
@@ -78,16 +96,28 @@ class Formats:
         """What `as_fields` gave; float for none."""
         rules = tuple((str(pattern), str(form)) for pattern, form in fields.get("rules", ()))
         biased = tuple(str(pattern) for pattern in fields.get("biased", ()))
-        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased)
+        caches = tuple((str(pattern), str(form)) for pattern, form in fields.get("kv_cache", ()))
+        return Formats(rules, bool(fields.get("stored", False)), int(fields.get("group", 0)), biased, caches)
 
     def as_fields(self) -> dict[str, Any]:
         """As plain lists and values."""
-        return {"rules": [list(rule) for rule in self.rules], "stored": self.stored, "group": self.group, "biased": list(self.biased)}
+        return {
+            "rules": [list(rule) for rule in self.rules],
+            "stored": self.stored,
+            "group": self.group,
+            "biased": list(self.biased),
+            "kv_cache": [list(rule) for rule in self.kv_cache],
+        }
 
     @property
     def quantises(self) -> bool:
         """Whether any matrix may have a format that is not float."""
         return any(form != FLOAT for _, form in self.rules)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any matrix or cache may have a format that is not float."""
+        return self.quantises or any(form != FLOAT for _, form in self.kv_cache)
 
     def floats_first(self, *patterns: str) -> Formats:
         """The same, where matrices of these patterns stay float."""

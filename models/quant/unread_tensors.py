@@ -23,7 +23,7 @@ REASONS: dict[str, tuple[str, str]] = {
 }
 """Kind of a tensor -> why it is not read, and the tensor of the same matrix that is read where that is true."""
 
-_ZEROS = ("weight_offset", "weight_offset_second")
+_ZEROS = ("weight_offset", "weight_offset_second", "kv_cache_offset")
 _COPY = "norm.module"
 
 
@@ -38,6 +38,8 @@ def reason(name: str, read: Collection[str]) -> str | None:
         return "a copy that older versions write of a norm"
     if must_be_zero(name, read):
         return "zeros" if f"{matrix}.weight" in read else None
+    if kind == "kv_cache_scale" and f"{matrix}.weight" in read:
+        return "of a cache that this build keeps in floats"
     why, other = REASONS.get(kind, ("", ""))
     return why if why and sibling(matrix, other) in read else None
 

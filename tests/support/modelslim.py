@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 FIXTURES = Path(__file__).parents[1] / "models" / "quant" / "fixtures"
 NAMES = tuple(sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
@@ -116,6 +119,27 @@ class Biased(torch.nn.Module):
         return self.norm(x) + self.bias
 
 
+class CachedRounded:
+    """An attention layer whose keys and values are rounded by the scales of the fixture, a number for each head's channel."""
+
+    def __init__(self, name: str, layer: str) -> None:
+        self.scales = [tensors(name)[f"{layer}.{part}_proj.kv_cache_scale"].float() for part in "kv"]
+
+    def __call__(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rounded = []
+        for x, scale in zip((key, value), self.scales, strict=True):
+            step = scale.view(1, x.shape[1], 1, x.shape[-1])
+            rounded.append(torch.round(x / step).clamp(-128, 127) * step)
+        return eager_attention_forward(module, query, *rounded, *args, **kwargs)
+
+
+def _round_caches(name: str, model: Any) -> None:
+    caches = {i: CachedRounded(name, f"model.layers.{i}.self_attn") for i in range(model.config.num_hidden_layers)}
+    ALL_ATTENTION_FUNCTIONS.register(name, lambda module, *args, **kwargs: caches[module.layer_idx](module, *args, **kwargs))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, eager_mask)
+    model.config._attn_implementation = name
+
+
 @functools.cache
 @torch.no_grad()
 def reference(name: str, parts: int, decodes: bool) -> Any:
@@ -139,6 +163,8 @@ def reference(name: str, parts: int, decodes: bool) -> Any:
             module.weight.copy_(stored[f"{module_name}.weight"].float())
             if f"{module_name}.bias" in stored:
                 setattr(owner, leaf, Biased(module, stored[f"{module_name}.bias"]))
+    if any(tensor.endswith("kv_cache_scale") for tensor in stored):
+        _round_caches(name, model)
     return model
 
 

@@ -340,7 +340,7 @@ def poisoned(avals: Tree) -> Tree:
     def fill(aval: Aval) -> torch.Tensor:
         if aval.dtype.is_floating_point:
             return torch.full(aval.shape, float("nan"), dtype=aval.dtype)
-        pool = torch.full(aval.shape, -(10**6), dtype=aval.dtype)
+        pool = torch.full(aval.shape, max(-(10**6), torch.iinfo(aval.dtype).min), dtype=aval.dtype)
         pool[0] = 0
         return pool
 

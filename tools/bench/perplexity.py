@@ -7,6 +7,7 @@ The first model is what the others are compared with. Without `--text` it is the
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from ...graphs.errors import SpecError
 from ...models import registry
+from ...models.quant.description import formats_in
+from ...models.quant.formats import PLAIN
+from ..build.choices import KV_CACHE_DTYPES
+from ..build.kv_cache_choice import choose_kv_cache
 from ..build.plan import DTYPES
 from ..quantize.forward import loaded, logits, read_text, token_ids, windows
 from ..train.corpus import parse_chapters, read_bible, split_chapters
@@ -32,19 +37,21 @@ def held_out_texts() -> list[str]:
     return [chapter.text for chapter in split_chapters(parse_chapters(read_bible()))[1]]
 
 
-def perplexity(name: str, texts: Iterable[str], dtype: torch.dtype, window: int = WINDOW_TOKENS) -> float:
+def perplexity(name: str, texts: Iterable[str], dtype: torch.dtype, window: int = WINDOW_TOKENS, kv_cache: str = "auto") -> float:
     """exp of the mean negative log likelihood of a text's tokens but the first, each given those before it in its window.
 
     Args:
         name: of a model with weights, in whatever formats they are.
         texts: each begins with nothing before it.
         dtype: that the model computes in.
+        kv_cache: dtype of cached keys and values, as of `npucompile build --kv-cache-dtype`.
 
     Raises:
         SpecError: no text has two tokens, or the model has no weights or no tokenizer.
     """
     source = registry.find(name)
-    model, params = loaded(source, dtype)
+    stored = formats_in(source.checkpoint_dir) if source.checkpoint_dir else None
+    model, params = loaded(source, dtype, choose_kv_cache(kv_cache, stored or PLAIN, dtype))
     total, count = 0.0, 0
     for text in texts:
         for tokens in windows(token_ids(source, text), window, overlap=1):
@@ -63,14 +70,16 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="preset with weights, or checkpoint directory")
     parser.add_argument("--text", type=Path, help="UTF-8 text (default: the bundled model's held-out text)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"], help="each model with each of them")
     options = parser.parse_args()
     texts = [read_text(options.text)] if options.text else held_out_texts()
     print("| model | perplexity | change |\n| --- | ---: | ---: |")
     first = None
-    for name in options.models:
-        value = perplexity(name, texts, DTYPES[options.dtype])
+    for name, kv_cache in itertools.product(options.models, options.kv_cache_dtype):
+        value = perplexity(name, texts, DTYPES[options.dtype], kv_cache=kv_cache)
         first = first or value
-        print(f"| {Path(name).name} | {value:.4f} | {value / first - 1:+.2%} |", flush=True)
+        cached = "" if kv_cache == "auto" else f", KV cache {kv_cache}"
+        print(f"| {Path(name).name}{cached} | {value:.4f} | {value / first - 1:+.2%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from .deviations import deviations
 from .dispatch_size import fit_dispatch
 from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
+from .kv_cache_choice import check_kv_cache, choose_kv_cache
+from .kv_cache_choice import note as kv_cache_note
 from .memory import local_bytes
 from .pool_size import fit_pool
 from .sizes import decode_sizes, prefill_buckets
@@ -54,6 +56,7 @@ class Options:
         max_logprobs: most `logprobs` of a request.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
         draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
+        kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
         cann, operator_packages: of `lowering.platform.Platform`.
     """
 
@@ -75,6 +78,7 @@ class Options:
     draft_model: str | None = None
     cann: str | None = None
     operator_packages: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Plan:
         weights: "stored" in the artifact, "bound" to it by reference, or "none".
         platform: what the graphs are lowered for.
         expert_parallel: whether whole experts are spread over all ranks; else each is split over a group.
+        kv_cache_dtype: as it was asked for.
     """
 
     source: registry.ModelSource
@@ -110,6 +115,7 @@ class Plan:
     weights: str = "none"
     platform: Platform = CPU
     expert_parallel: bool = True
+    kv_cache_dtype: str = "auto"
 
     def rules(self, bucket: Bucket | None = None) -> Rules:
         """Layout of a bucket's graph; parameters and state have the same one in every bucket."""
@@ -129,6 +135,7 @@ class Plan:
             "dtype": dtype_name(self.dtype),
             "backend": self.backend,
             "draft-model": draft_name(self.source),
+            "kv-cache-dtype": self.kv_cache_dtype if self.kv_cache_dtype != "auto" else "",
         }
         if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
@@ -195,7 +202,7 @@ def plan(options: Options) -> Plan:
     prefill, dropped = prefill_buckets(options, instance, limits)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)
-    formats = _formats(source, instance)
+    formats = choose_kv_cache(options.kv_cache_dtype, _formats(source, instance), dtype)
     planned = Plan(
         source,
         _variant_of(source.model, formats, instance, platform, backend),
@@ -214,7 +221,9 @@ def plan(options: Options) -> Plan:
         weights,
         platform,
         instance.expert_parallel,
+        options.kv_cache_dtype,
     )
+    check_kv_cache(planned.model, limits, dtype)
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
         dtype_note,
@@ -224,6 +233,7 @@ def plan(options: Options) -> Plan:
         _drafts_note(options, planned),
         _eos_note(planned),
         weights_note,
+        kv_cache_note(formats),
         *(f"differs from the deployment: {deviation}" for deviation in _deviations(planned)),
     )
     planned = fit_pool(fit_dispatch(replace(planned, notes=tuple(note for note in notes if note))))

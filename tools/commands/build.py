@@ -80,6 +80,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
     "[default: auto]",
 )  # fmt: skip
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(choices.KV_CACHE_DTYPES), default="auto", show_default=True,
+    help="Type of cached keys and values: auto is what the checkpoint has scales for, else the computing type; int8 halves pages.",
+)  # fmt: skip
 @click.option("--cann", type=click.Choice(choices.CANN_RELEASES), help="For NPUs: release of CANN to lower for.  [default: the target's]")
 @click.option(
     "--operator-packages", callback=read_packages, metavar="LIST", default="",

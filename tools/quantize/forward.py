@@ -21,7 +21,7 @@ from ...server.tokenizer import TextTokenizer
 
 
 def in_formats(model: Model, formats: Formats) -> Model:
-    """The model with its matrices in those formats, for one device."""
+    """The model with its matrices and caches in those formats, for one device."""
     experts = model.config.num_experts > 0 and any(form != FLOAT and "experts" in pattern for pattern, form in formats.rules)
     variant = replace(model.config.variant, formats=formats, grouped=experts)
     return replace(model, config=replace(model.config, variant=variant))

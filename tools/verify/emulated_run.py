@@ -11,7 +11,7 @@ from ...graphs.errors import VerifyError
 from ...graphs.ir.trace import signature_of
 from ...graphs.types import COORDS, Leaf, Mesh, Signature
 from ...models import step
-from .compare import deviation, is_paged, is_request_slots, keeps_first_slots
+from .compare import deviation, holds_scales, is_paged, is_request_slots, keeps_first_slots, tokens_second
 from .small_model import BucketCase, SmallModel, model_params
 from .speculation import REQUEST_SLOTS, check_logprobs, check_request_slots, compare_drafts, first_position, same_draft_inputs
 from .step_trace import ExpectedOutputs, StepTrace, request_slot_pool
@@ -156,7 +156,8 @@ class Ranks:
         """A rank's part of the reference's pools, with key-value heads repeated as the model has them."""
         mesh, rules, shards = self.small.mesh, self.small.rules(), []
         for leaf, pool in zip(self.leaves, pools, strict=True):
-            repeated = pool.repeat_interleave(leaf.aval.shape[2] // pool.shape[2], 2) if is_paged(leaf) else pool
+            heads = 1 if holds_scales(leaf) else 2
+            repeated = pool.repeat_interleave(leaf.aval.shape[heads] // pool.shape[heads], heads) if is_paged(leaf) else pool
             shards.append(repeated[rules.local_slice(leaf.aval, mesh, rank)].to(leaf.aval.dtype, copy=True))
         return shards
 
@@ -178,7 +179,8 @@ class Ranks:
         group = self.group(rank)
         for leaf, pool in zip(self.leaves, pools, strict=True):
             if is_paged(leaf):
-                yield leaf, torch.cat([pool[page, :used] for page, used in self.trace.pages[group]] or [pool[0, :0]])
+                cached = tokens_second(leaf, pool)
+                yield leaf, torch.cat([cached[page, :used] for page, used in self.trace.pages[group]] or [cached[0, :0]])
             elif keeps_first_slots(leaf):
                 # The last rows are inputs of tokens that a request may not have accepted.
                 rest = pool.shape[1] - self.small.limits.slots_per_request

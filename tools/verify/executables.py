@@ -11,7 +11,7 @@ from ...graphs.types import DTYPES, Bucket
 from ...lowering.artifact.artifact import Artifact, GraphEntry
 from ...lowering.executable import Executable, open_executable
 from ..progress import Progress
-from .compare import TOLERANCES, Differences, check_tolerance, compare, plant_drafts, poisoned_step
+from .compare import Differences, check_tolerance, compare, plant_drafts, poisoned_step, tolerance_of
 
 SEEDS = 2
 
@@ -58,7 +58,8 @@ def verify_entry(artifact: Artifact, entry: GraphEntry, params: Sequence[torch.T
         VerifyError: as for `verify`.
     """
     manifest = artifact.manifest
-    signature, tolerance = manifest.signature(entry), TOLERANCES[DTYPES[manifest.dtype]]
+    signature = manifest.signature(entry)
+    tolerance = tolerance_of(DTYPES[manifest.dtype], signature)
     vocab = int(manifest.model["vocab_size"])
     cases = [
         poisoned_step(entry.bucket, signature, manifest.limits, params, vocab, live, torch.Generator().manual_seed(17 * seed + live))

@@ -31,6 +31,7 @@ from .compare import (
     output_differences,
     plant_drafts,
     poisoned_step,
+    tolerance_of,
 )
 from .executables import load_params
 from .small_model import full_model, rules_of
@@ -74,7 +75,8 @@ def _verify_entry(
     reference, signature = unsharded(manifest, entry)
     sharded = RankEmulator(decode((artifact.path / entry.reference).read_bytes()), mesh)
     vocab, dp = int(manifest.model["vocab_size"]), mesh.axis("dp")
-    tolerance = SUMMED if DTYPES[manifest.dtype] == torch.float32 else TOLERANCES[DTYPES[manifest.dtype]]
+    tolerance = tolerance_of(DTYPES[manifest.dtype], signature)
+    tolerance = SUMMED if tolerance is TOLERANCES[torch.float32] else tolerance
     measured = Differences()
     for first in sorted({1, entry.bucket.batch // 2 + 1, entry.bucket.batch}):
         generator = torch.Generator().manual_seed(first)

@@ -115,7 +115,7 @@ class _Proof:
         self.seed = seed
         self.small = shrink(artifact.manifest, steps)
         variant = self.small.model.config.variant
-        self.quantised = variant.formats.quantises
+        self.quantised = variant.formats.rounds
         self.measured: Measured = {}
 
     @contextlib.contextmanager

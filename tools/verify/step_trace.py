@@ -10,7 +10,7 @@ import torch
 from ...graphs.step_inputs import StepInputs
 from ...graphs.types import Bucket, Leaf
 from ...models import request_slots
-from .compare import is_paged, is_request_slots
+from .compare import is_paged, is_request_slots, random_cache, tokens_second
 from .reference_run import DRAFT_LOGITS, ReferenceRun
 from .small_model import PROMPT_EXCESS, BucketCase, SmallModel, model_params
 
@@ -190,9 +190,10 @@ class _Recorder:
         request.cached, request.prompt, request.written = cached, [], request.slots[:1]
         for leaf, pool in zip(self.leaves, state, strict=True):
             if is_paged(leaf):
+                pages = tokens_second(leaf, pool)
                 for i, page in enumerate(request.pages):
-                    used = min(max(cached - i * pool.shape[1], 0), pool.shape[1])
-                    pool[page, :used] = torch.randn(used, *pool.shape[2:], generator=self.generator)
+                    used = min(max(cached - i * pages.shape[1], 0), pages.shape[1])
+                    pages[page, :used] = random_cache(leaf, pages[page, :used].shape, self.generator)
             elif is_request_slots(leaf):
                 pool[request.request_slot] = torch.tensor([cached, 0, *self._random_tokens(1 + self.drafts)], dtype=torch.int32)
             else:

@@ -227,11 +227,13 @@ _ATTENTION_ATTRS: Mapping[str, Any] = {
     "inner_precise": 0,
     "block_size": 0,
     "softmax_lse_flag": False,
+    "key_antiquant_mode": 0,
+    "value_antiquant_mode": 0,
 }
 
 
 def _attention(call: Call) -> Results:
-    call.expect(antiquant_mode=0, key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
+    call.expect(antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0)
     options = {name: call.attr(name, default) for name, default in _ATTENTION_ATTRS.items()}
     return attention.npu_fused_infer_attention_score(
         call.tensor("query"),
@@ -243,6 +245,8 @@ def _attention(call: Call) -> Results:
         block_table=call.optional("block_table"),
         query_rope=call.optional("query_rope"),
         key_rope=call.optional("key_rope"),
+        key_antiquant_scale=call.optional("key_antiquant_scale"),
+        value_antiquant_scale=call.optional("value_antiquant_scale"),
         **options,
     )
 

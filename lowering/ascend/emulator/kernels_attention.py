@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....graphs.errors import LoweringError
-from .kernels_common import FLOATS, refuse_options, require, undefined
+from .kernels_common import FLOATS, refuse_options, require, require_shape, undefined
 
 MASK_SIZE = 2048
 
@@ -42,6 +42,10 @@ def npu_fused_infer_attention_score(
     sparse_mode: int = 0,
     block_size: int = 0,
     softmax_lse_flag: bool = False,
+    key_antiquant_scale: torch.Tensor | None = None,
+    value_antiquant_scale: torch.Tensor | None = None,
+    key_antiquant_mode: int = 0,
+    value_antiquant_mode: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over paged caches: query i of Lq sees keys j <= i + Lkv - Lq (sparse_mode 3), or all (sparse_mode 0).
@@ -50,12 +54,14 @@ def npu_fused_infer_attention_score(
 
     Args:
         query: TND [T, H, D], BSND [B, Q, H, D] or BSH [B, Q, H*D].
-        key, value: caches [pages, P, G*D] or [pages, G, P, D]; query head h reads head h // (H/G).
+        key, value: caches [pages, P, G*D] or [pages, G, P, D]; query head h reads head h // (H/G). Of int8 where scales are given.
         atten_mask: the compressed mask, `causal_mask()`; None in sparse_mode 0.
         actual_seq_lengths: int64 [B]: TND running sums of query tokens, else query tokens of each sequence (absent: all Q).
         actual_seq_lengths_kv: int64 [B] keys of each sequence.
         block_table: int32 [B, N] pages of each sequence.
         query_rope, key_rope: further channels of queries and keys, laid out as those; values have none.
+        key_antiquant_scale, value_antiquant_scale: of int8 caches, for one query of a sequence: of the dtype of query and with a number for
+            each of G*D channels (mode 0), or f32 [pages, G, P] (mode 5).
 
     Returns:
         o like query, and f32 log of the softmax sum [T, H, 1] or [B, H, Q, 1], or [0] without softmax_lse_flag. Rows beyond a sequence and
@@ -69,7 +75,10 @@ def npu_fused_infer_attention_score(
     tables = require(op, "block_table", block_table, (torch.int32,), (2,))
     G = num_key_value_heads or num_heads
     keys, values = _pages(op, "key", key, G, block_size), _pages(op, "value", value, G, block_size)
-    flat = require(op, "query", query, (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
+    if key.dtype == torch.int8:
+        scales = [(key_antiquant_scale, key_antiquant_mode), (value_antiquant_scale, value_antiquant_mode)]
+        keys, values = _dequantised(op, query, (keys, values), scales, input_layout, query_rope)
+    flat = require(op, "query", query, FLOATS if key.dtype == torch.int8 else (key.dtype,)).reshape(-1, num_heads, keys.shape[-1])
     if query_rope is None and key_rope is None:
         _check_widths(op, key, num_heads, G, input_layout)
     else:
@@ -123,9 +132,49 @@ def _check_latent(op: str, query: torch.Tensor, H: int, G: int, layout: str) -> 
         )
 
 
+_CHANNELS, _TOKENS_IN_PAGES = 0, 5
+
+
+def _dequantised(
+    op: str,
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: list[tuple[torch.Tensor | None, int]],
+    layout: str,
+    rope: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches [pages, P, G, D] of int8 times their scales, f32.
+
+    Legal over pages is one query of a sequence, without rotary parts (Ascend/op-plugin@517f2e7,
+    torch_npu-npu_fused_infer_attention_score.md); shapes and dtypes of scales are those of incre_flash_attention_tiling.cpp and
+    incre_flash_attention_tiling_check.cpp of ops-transformer@c29bc10.
+    """
+    if layout not in ("BSH", "BSND") or query.shape[1] != 1 or rope is not None:
+        raise LoweringError(
+            f"{op}: keys are int8, query {tuple(query.shape)} in layout {layout}{', with query_rope' if rope is not None else ''}; legal "
+            "over int8 pages is one query of a sequence in BSH or BSND, without query_rope"
+        )
+    pages, P, G, D = caches[0].shape
+    results = []
+    for cache, (scale, mode), name in zip(caches, scales, ("key", "value"), strict=True):
+        if mode not in (_CHANNELS, _TOKENS_IN_PAGES) or mode != scales[0][1]:
+            raise LoweringError(f"{op}: {name}_antiquant_mode is {mode}; legal are {_CHANNELS} and {_TOKENS_IN_PAGES}, the same for both")
+        if mode == _CHANNELS:
+            given = require(op, f"{name}_antiquant_scale", scale, (query.dtype,))
+            if tuple(given.shape) not in ((1, G, 1, D), (1, 1, G, D), (1, G, D), (1, G * D)):
+                raise LoweringError(f"{op}: {name}_antiquant_scale is {tuple(given.shape)}; legal is {(1, G * D)}, or with {G} heads apart")
+            factor = given.reshape(G, D)
+        else:
+            given = require(op, f"{name}_antiquant_scale", scale, (torch.float32,))
+            require_shape(op, f"{name}_antiquant_scale", given, (pages, G, P))
+            factor = given.transpose(1, 2)[..., None]
+        results.append(cache.float() * factor.float())
+    return results[0], results[1]
+
+
 def _pages(op: str, name: str, cache: torch.Tensor, G: int, block_size: int) -> torch.Tensor:
     """[pages, P, G, D] of either legal form."""
-    require(op, name, cache, FLOATS, (3, 4))
+    require(op, name, cache, (*FLOATS, torch.int8), (3, 4))
     pages = cache.unflatten(-1, (G, -1)) if cache.dim() == 3 else cache.transpose(1, 2)
     if (pages.shape[1], pages.shape[2]) != (block_size, G):
         raise LoweringError(f"{op}: {name} {tuple(cache.shape)} against block_size {block_size} and {G} heads; legal is [pages, P, G*D]")

@@ -120,6 +120,8 @@ RULES: Mapping[str, Rule] = {
         rules_attention.mask,
         rules_attention.head_groups,
         rules_attention.latent_keys,
+        rules_attention.int8_pages,
+        rules_attention.int8_widths,
         rules_attention.delta_rule_sizes,
         rules_attention.chunked_delta_rule_sizes,
         rules_attention.convolution_states,

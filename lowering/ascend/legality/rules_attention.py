@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..ge_types import TensorType
 from .node import Node
 
 SINK = "ge.tiling_schedule_optimize"
@@ -113,6 +114,47 @@ def latent_keys(node: Node, options: Mapping[str, str], width: int, rotated: int
     if layout in ("BSH", "BSND") and masked != (query.shape[1] > 1):
         return f"query is {query} and a mask is {'given' if masked else 'absent'}; legal is one where a sequence has several queries"
     return None
+
+
+def int8_pages(node: Node, options: Mapping[str, str], modes: list[int], layouts: list[str]) -> str | None:
+    """Keys and values of int8 over a page table, in row-major pages: one query of a sequence, with scales of both.
+
+    Args:
+        modes: legal `key_antiquant_mode`, equal for values.
+        layouts: legal `input_layout`.
+    """
+    key, query = node.inputs["key0"], node.inputs["query"]
+    if key.dtype != "i8" or "block_table" not in node.inputs:
+        return None
+    layout, heads = node.attributes.get("input_layout", "BSH"), node.attributes.get("num_key_value_heads", 0)
+    if "query_rope" in node.inputs or layout not in layouts or query.shape[1] != 1:
+        rope = " with query_rope" if "query_rope" in node.inputs else ""
+        return (
+            f"keys are {key} over a block_table, query {query} in layout {layout}{rope}; legal is one query of a sequence, in layout "
+            f"{' or '.join(layouts)}, without query_rope"
+        )
+    mode = node.attributes.get("key_antiquant_mode", 0)
+    if mode not in modes or node.attributes.get("value_antiquant_mode", 0) != mode:
+        return (
+            f"key_antiquant_mode is {mode} and value_antiquant_mode {node.attributes.get('value_antiquant_mode', 0)}; legal are"
+            f" {', '.join(map(str, modes))}, the same for both"
+        )
+    if absent := {"key_antiquant_scale", "value_antiquant_scale"} - node.inputs.keys():
+        return f"keys are {key} without {' and '.join(sorted(absent))}; legal is to give both"
+    width, page = _width(node, "key0"), node.attributes.get("block_size", 0)
+    heads = heads or node.attributes.get("num_heads", 1)
+    legal = TensorType(query.dtype, (1, heads * width)) if mode == 0 else TensorType("f32", (key.shape[0], heads, page))
+    for name in ("key_antiquant_scale", "value_antiquant_scale"):
+        if (node.inputs[name].dtype, node.inputs[name].shape) != (legal.dtype, legal.shape):
+            return f"{name} is {node.inputs[name]} in mode {mode}; legal is {legal}"
+    return None
+
+
+def int8_widths(node: Node, options: Mapping[str, str], multiple: int) -> str | None:
+    """Heads whose keys and values are int8 over a page table fill whole blocks of 32 bytes."""
+    if node.inputs["key0"].dtype != "i8" or "block_table" not in node.inputs or not _width(node, "key0") % multiple:
+        return None
+    return f"heads are {_width(node, 'key0')} wide and their keys {node.inputs['key0']}; legal for int8 is a multiple of {multiple}"
 
 
 def delta_rule_sizes(node: Node, options: Mapping[str, str], heads: int, width: int, tokens: int) -> str | None:

@@ -59,7 +59,8 @@ def test_a_float_checkpoint_has_no_formats(tmp_path: Path) -> None:
             r"experts\.0\.gate_proj\.weight is W8A8_DYNAMIC and .*experts\.1\.gate_proj\.weight is W4A8_DYNAMIC; experts of",
         ),
         ({"group_size": -1}, "group_size is -1; expected a number of weights"),
-        ({"kv_quant_type": "C8"}, "kv_quant_type is 'C8': an int8 key-value cache is not read here"),
+        ({"kv_quant_type": "C4"}, "kv_quant_type is 'C4'; legal are C8"),
+        ({"model.layers.0.self_attn.k_proj.kv_cache_scale": "C4"}, r"k_proj\.kv_cache_scale is C4; legal are C8"),
     ],
 )
 def test_what_is_not_read_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
