@@ -32,9 +32,7 @@ def choose_kv_cache(requested: str, formats: Formats, dtype: torch.dtype) -> For
         raise SpecError(f"kv_cache_dtype is {requested!r}; legal are {', '.join(KV_CACHE_DTYPES)}")
     if requested == BFLOAT16:
         if dtype != torch.bfloat16:
-            raise SpecError(
-                f"--kv-cache-dtype {requested}: the model computes in {dtype} and caches no others; legal are auto and int8"
-            )
+            raise SpecError(f"--kv-cache-dtype {requested}: the model computes in {dtype} and caches no others; legal are auto and int8")
         return replace(formats, kv_cache=())
     if requested == INTEGERS:
         static = tuple(rule for rule in formats.kv_cache if rule[1] == INT8_STATIC)

@@ -50,7 +50,7 @@ def npu_scatter_pa_kv_cache_functional(
     valid = slots >= 0
     caches = []
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        require(op, name, rows, (require(op, f"{name}_cache", cache, FLOATS, (4,)).dtype,), (3,))
+        require(op, name, rows, (require(op, f"{name}_cache", cache, (*FLOATS, torch.int8), (4,)).dtype,), (3,))
         require_shape(op, name, rows, (slots.shape[0], *cache.shape[2:]))
         new = cache.clone(memory_format=torch.contiguous_format)
         _write(op, new.flatten(0, 1), slots[valid], rows[valid])

@@ -105,6 +105,40 @@ def attention(r: Draw, Q: int) -> Example:
     return Example((q, k, v, table, num_computed_tokens, query_lens, 0.4), lambda t: [t[0][b, : query_lens[b]] for b in range(2)])
 
 
+def rounding(r: Draw) -> Example:
+    """Tokens 1 and 3 are padding; scales of unwritten places are NaN."""
+    pools = [torch.zeros(4, 2, 2, 3, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((4, 2, 2), NAN) for _ in range(2)]
+    tokens = [poison(r(4, 2, 3), 1, 3) for _ in range(2)]
+    written = [(2, slice(None), 1), (1, slice(None), 0)]  # slots 5 and 2
+    return Example(
+        (*pools, *scales, *tokens, ints(5, 0, 2, 1)),
+        lambda t: [*(x[at] for x in t[:2] for at in ((2, 1), (1, 0))), *(x[at] for x in t[2:] for at in written)],
+    )
+
+
+def rounding_by_channels(r: Draw) -> Example:
+    pools = [torch.zeros(4, 2, 2, 3, dtype=torch.int8) for _ in range(2)]
+    tokens = [poison(r(4, 2, 3), 1, 3) for _ in range(2)]
+    scales = [(1 + r.uniform(2, 3)) / 64 for _ in range(2)]
+    return Example((*pools, *tokens, *scales, ints(5, 0, 2, 1)), lambda t: [x[at] for x in t for at in ((2, 1), (1, 0))])
+
+
+def rounded(r: Draw, Q: int, static: bool) -> Example:
+    """As `attention`, over int8 and with more pages; what is not read has a scale of NaN, or static the largest integer."""
+    table, computed, lengths = ints([4, 2, 1, 6], [3, 5, 0, 0], [0, 0, 0, 0]), ints(7, 0, 0), ints(Q, max(1, Q - 1), 0)
+    read = torch.zeros(8, 4, 2, dtype=torch.bool)
+    for b in range(2):
+        for j in range(int(computed[b] + lengths[b])):
+            read[table[b, j // 4], j % 4] = True
+    q, unread, place = poison(r(3, Q, 4, 8), 2), ~read, (table, computed, lengths, 0.4)
+    k = r(8, 4, 2, 8)
+    caches = [torch.where(unread[..., None], 127, r.below(255, *k.shape) - 127).to(torch.int8) for _ in range(2)]
+    scales = [(1 + r.uniform(*((2, 8) if static else (8, 2, 4)))) / 64 for _ in range(2)]
+    scales = scales if static else [torch.where(unread.transpose(1, 2), NAN, scale) for scale in scales]
+    return Example((q, *caches, *scales, *place), lambda t: [t[0][b, : lengths[b]] for b in range(2)])
+
+
 def latents(r: Draw, Q: int) -> Example:
     """As `attention`; with more than 16 queries row 0 spans several calls of the kernel's."""
     pages = -(-(7 + Q) // 4)
@@ -266,6 +300,18 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
         "full": full_context,
     },
     "positions": {"rows": lambda r: Example((ints(6, 0, 11), 3))},
+    "quant_cache_write": {"padding": rounding},
+    "quant_paged_attention": {
+        "verify": lambda r: rounded(r, 3, False),
+        "decode": lambda r: rounded(r, 1, False),
+        "prefill": lambda r: rounded(r, 9, False),
+    },
+    "static_cache_write": {"padding": rounding_by_channels},
+    "static_quant_paged_attention": {
+        "verify": lambda r: rounded(r, 3, True),
+        "decode": lambda r: rounded(r, 1, True),
+        "prefill": lambda r: rounded(r, 9, True),
+    },
     "rms_norm": {
         "offset": lambda r: Example((r(5, 7), r(7), 1e-6, 1.0)),
         "heads": lambda r: Example((r(4, 2, 8), r(8), 1e-5, 0.0)),
@@ -299,6 +345,12 @@ AFTER_EACH = types_of(
 )
 ATTENTION = types_of("Cast Add Reshape FusedInferAttentionScore")
 MASK = types_of("Range Unsqueeze Greater ConcatV2 Fill")
+OVER_INT8 = {
+    "decode": ATTENTION,
+    "verify": ATTENTION | types_of("BroadcastTo ConcatV2 Fill Range Unsqueeze"),
+    "prefill": ATTENTION | MASK | types_of("GatherV2 Mul Transpose"),
+}
+PLACES = types_of("BroadcastTo Cast FloorDiv FloorMod Pack Range Reshape Unsqueeze")
 ROTATION = types_of("ConcatV2 Unsqueeze RotaryMul Squeeze Cast")
 UNIT = types_of("Fill RmsNorm")
 DRAWN = types_of(
@@ -339,6 +391,10 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "last_rows": {"rows": types_of("Range Cast Mul Sub ClipByValueV2 Add GatherV2")},
     "linear": {"odd": types_of("MatMul")},
     "paged_attention": {**dict.fromkeys(("verify", "prefill", "full"), ATTENTION | MASK), "decode": ATTENTION - {"Range"}},
+    "quant_cache_write": {"padding": PLACES | types_of("DynamicQuant ScatterPaKvCache ScatterNdUpdate")},
+    "quant_paged_attention": OVER_INT8,
+    "static_cache_write": {"padding": types_of("AscendQuantV2 Cast Reciprocal Reshape ScatterPaKvCache")},
+    "static_quant_paged_attention": {**OVER_INT8, "prefill": OVER_INT8["prefill"] - {"Transpose"}},
     "head_linear": {"heads": types_of("Transpose BatchMatMul")},
     "mla_attention": {
         "verify": ATTENTION | MASK,
@@ -374,7 +430,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
 }
 
 # Primitives of experts and of quantised weights have test files of their own.
-ELSEWHERE = ("moe_", "grouped_", "quant_", "static_quant_")
+ELSEWHERE = ("moe_", "grouped_", "quant_linear", "static_quant_linear")
 
 CASES = [pytest.param(name, label, id=f"{name}-{label}") for name in EXAMPLES for label in EXAMPLES[name]]
 cases = pytest.mark.parametrize(("name", "label"), CASES)
