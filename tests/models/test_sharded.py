@@ -14,6 +14,7 @@ from npucompile.graphs.ir.flatten import bodies
 from npucompile.graphs.spmd.partition import Partitioned
 from npucompile.graphs.types import Mesh
 from npucompile.models import variant as variants
+from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import PLAIN, Variant
 
 TOLERANCE = 2e-4
@@ -47,6 +48,7 @@ class Case:
 GROUPED = Variant(grouped=True)
 IN_PARTS = replace(GROUPED, most_dispatched=1, dispatches_in_parts=True)
 W8, W4 = fleets.quantised("w8a8"), fleets.quantised("w4a8")
+INT8_CACHE = Variant(formats=Formats(kv_cache=(("?*", "int8"),)))
 DISPATCH = ("moe_dispatch world", "moe_combine world")
 FUSED = ("fused_experts_w4a8 world", *DISPATCH)
 """The draft head's experts are not quantised, and dispatched."""
@@ -106,6 +108,8 @@ CASES: dict[str, Case] = {
         )
     },
     "w4a8 dp=2,tp=2": Case("dp=2,tp=2", W4, W4, collectives=DISPATCH),
+    "int8 cache tp=2": Case("tp=2", INT8_CACHE, INT8_CACHE, experts=False, drafts=3),
+    "int8 cache tp=4": Case("tp=4", repeated(INT8_CACHE), INT8_CACHE, experts=False, model="plain", steps=2),
     "no gate tp=2": Case("tp=2", experts=False, model="plain"),
     "no gate tp=4": Case("tp=4", repeated(PLAIN), experts=False, model="plain"),
     "no gate dp=2": Case("dp=2", experts=False, model="plain", live=(2, 1)),
@@ -202,8 +206,9 @@ def test_every_group_gives_what_one_device_gives(name: str, monkeypatch: pytest.
         assert serving.output[group] == [answer[: len(row)] for row, answer in zip(serving.output[group], answers[group], strict=True)]
         for leaf, mine, theirs in zip(fleet.names, fleet.pool(group), device.pool(), strict=True):
             # Padding writes to page, slot and request slot 0, in no particular way; repeated heads are repeated in the pools too.
-            copies = mine.shape[2] // theirs.shape[2] if mine.dim() == 4 else 1
-            close(mine[1:], theirs[1:].repeat_interleave(copies, 2) if copies > 1 else theirs[1:], f"group {group}: {leaf}")
+            heads = 1 if leaf.endswith(("k_scale", "v_scale")) else 2
+            copies = mine.shape[heads] // theirs.shape[heads] if mine.dim() == 4 or heads == 1 else 1
+            close(mine[1:], theirs[1:].repeat_interleave(copies, heads) if copies > 1 else theirs[1:], f"group {group}: {leaf}")
     check_collectives(case, fleet.partitioned(serving.decode))
 
 

@@ -230,7 +230,12 @@ def _attention(op: Any, facts: Facts) -> Work:
     keys = min(max(facts.context, new), most)
     rotary = next((facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "key_rope" and t), None)
     entry = 2 * kv_heads * width if rotary is None else width + rotary.shape[-1]
-    streamed = 1.0 * batch * keys * entry * key.nbytes / max(key.elements, 1)
+    scales = next(
+        (facts.types[t] for t, desc in zip(op.input, op.input_desc, strict=False) if desc.name == "key_antiquant_scale" and t), None
+    )
+    # Scales in pages are of a token and head; those of channels are read once.
+    beside = 2 * kv_heads * 4 if scales is not None and len(scales.shape) == 3 else 0
+    streamed = 1.0 * batch * keys * (entry * key.nbytes / max(key.elements, 1) + beside)
     ops = 2.0 * tokens * heads * (2 * width + (rotary.shape[-1] if rotary else 0)) * max(keys - new / 2, 1.0)
     moved = _moved(facts, _whole(facts, [slot(op, "query"), *_written(op, facts)]))
     # Long queries are split into blocks of rows as well.

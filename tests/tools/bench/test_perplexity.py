@@ -51,3 +51,9 @@ def test_the_first_model_is_compared_with(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["perplexity", "--text", str(tmp_path / "text"), "a", "b"])
     main()
     assert capsys.readouterr().out.splitlines()[2:] == ["| a | 20.0000 | +0.00% |", "| b | 21.0000 | +5.00% |"]
+
+
+def test_an_int8_cache_is_within_a_hundredth() -> None:
+    floats, integers = (perplexity("qwen3.5-tiny", LINES, torch.bfloat16, kv_cache=dtype) for dtype in ("bfloat16", "int8"))
+    assert floats != integers
+    assert integers == pytest.approx(floats, rel=0.01)

@@ -64,6 +64,15 @@ def test_attention_reads_each_request_s_context_once():
     assert most.streamed_bytes == 2 * attended.streamed_bytes, "a page table of 8 pages of 16 tokens holds 128"
 
 
+def test_attention_over_int8_reads_a_byte_a_channel_and_a_scale_a_head():
+    paged = {"query": "bf16[3,1,256]", "key0": "i8[32,16,128]", "value0": "i8[32,16,128]", "block_table": "i32[3,8]"}
+    attrs = {"num_heads": 4, "num_key_value_heads": 2, "block_size": 16}
+    static = work("FusedInferAttentionScore", {**paged, "key_antiquant_scale": "bf16[1,128]"}, ["bf16[3,1,256]"], **attrs)
+    assert static.streamed_bytes == 2 * 3 * 64 * 2 * 64
+    scaled = work("FusedInferAttentionScore", {**paged, "key_antiquant_scale": "f32[32,2,16]"}, ["bf16[3,1,256]"], **attrs)
+    assert scaled.streamed_bytes == 2 * 3 * 64 * 2 * (64 + 4)
+
+
 def test_attention_over_latents_reads_them_once_for_keys_and_values():
     paged = {"query": "bf16[3,2,2048]", "key0": "bf16[32,16,512]", "value0": "bf16[32,16,512]", "block_table": "i32[3,8]"}
     paged |= {"query_rope": "bf16[3,2,256]", "key_rope": "bf16[32,16,64]"}

@@ -198,3 +198,26 @@ def test_a_rotary_part_beside_latents_is_further_channels_of_the_keys(queries: i
     wide, options = torch.randn(2, 17, 64), options | {"sparse_mode": 0, "atten_mask": None, "query_rope": torch.randn(2, 17, 16)}
     with pytest.raises(LoweringError, match="up to 16 queries a sequence"):
         kernels.npu_fused_infer_attention_score(wide, latents, latents, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(2, 2, 64)}, "legal over int8 pages is one query of a sequence in BSH or BSND"),
+        ({"input_layout": "TND", "query": torch.zeros(2, 4, 16)}, "in layout TND; legal over int8 pages"),
+        ({"key_antiquant_mode": 1}, "key_antiquant_mode is 1; legal are 0 and 5, the same for both"),
+        ({"value_antiquant_scale": None}, "value_antiquant_scale is absent"),
+        ({"key_antiquant_scale": torch.ones(3, 8, 2)}, r"key_antiquant_scale is \(3, 8, 2\); the other operands make \(3, 2, 8\) legal"),
+        ({"key_antiquant_mode": 0, "value_antiquant_mode": 0}, r"key_antiquant_scale is \(3, 2, 8\); legal is \(1, 32\)"),
+    ],
+)
+def test_attention_over_int8_refuses_what_the_tiling_refuses(changes: dict[str, object], message: str) -> None:
+    arguments = {
+        "query": torch.zeros(2, 1, 64), "actual_seq_lengths_kv": torch.tensor([7, 3]), "num_heads": 4, "num_key_value_heads": 2,
+        "block_table": torch.tensor([[1, 0], [2, 0]], dtype=torch.int32), "input_layout": "BSH", "block_size": 8, "key_antiquant_mode": 5,
+        "value_antiquant_mode": 5, "key_antiquant_scale": torch.ones(3, 2, 8), "value_antiquant_scale": torch.ones(3, 2, 8),
+    }  # fmt: skip
+    cache = torch.zeros(3, 8, 32, dtype=torch.int8)
+    kernels.npu_fused_infer_attention_score(key=cache, value=cache, **arguments)
+    with pytest.raises(LoweringError, match=message):
+        kernels.npu_fused_infer_attention_score(key=cache, value=cache, **{**arguments, **changes})

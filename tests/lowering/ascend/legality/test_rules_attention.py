@@ -68,6 +68,44 @@ def latent(queries: int = 4, heads: int = 64, width: int = 512, rotary: int = 64
     return node
 
 
+def integers(queries: int = 1, **changes: Any) -> Node:
+    attributes = {
+        "num_heads": 16,
+        "num_key_value_heads": 2,
+        "block_size": 128,
+        "key_antiquant_mode": 5,
+        "value_antiquant_mode": 5,
+    } | changes
+    node = attention((4, queries, 16 * 128), (9, 128, 256), **attributes)
+    node.inputs.update({name: TensorType("i8", (9, 128, 256)) for name in ("key0", "value0")})
+    node.inputs.update({f"{name}_antiquant_scale": TensorType("f32", (9, 2, 128)) for name in ("key", "value")})
+    return node
+
+
+def test_pages_of_int8():
+    """As the host's tiling of one query a sequence has it: scales in pages, or of channels in the dtype of the query."""
+    limits = {"modes": [0, 5], "layouts": ["BSH", "BSND"]}
+    channels = integers(key_antiquant_mode=0, value_antiquant_mode=0)
+    channels.inputs.update({f"{name}_antiquant_scale": TensorType("bf16", (1, 256)) for name in ("key", "value")})
+    for legal in (integers(), channels, attention((4, 2, 1024), (9, 128, 512))):
+        assert rules.int8_pages(legal, {}, **limits) is None
+    lacking, rotary, swapped = integers(), integers(), integers(key_antiquant_mode=0, value_antiquant_mode=0)
+    del lacking.inputs["value_antiquant_scale"]
+    rotary.inputs["query_rope"] = TensorType("bf16", (4, 1, 64))
+    for wrong, message in [
+        (integers(2), "legal is one query of a sequence, in layout BSH or BSND"),
+        (integers(input_layout="TND"), "in layout TND; legal is one query"),
+        (rotary, "with query_rope; legal is"),
+        (integers(value_antiquant_mode=0), "key_antiquant_mode is 5 and value_antiquant_mode 0; legal are 0, 5, the same for both"),
+        (integers(key_antiquant_mode=1, value_antiquant_mode=1), "key_antiquant_mode is 1"),
+        (lacking, "without value_antiquant_scale"),
+        (swapped, "key_antiquant_scale is f32[9,2,128] in mode 0; legal is bf16[1,256]"),
+    ]:
+        assert message in str(rules.int8_pages(wrong, {}, **limits))
+    assert rules.int8_widths(integers(), {}, multiple=32) is None
+    assert "heads are 128 wide" in str(rules.int8_widths(integers(), {}, multiple=96))
+
+
 def test_latent_keys():
     """As the host's tiling has it for BSH: widths 512 and 64, a power of two heads, sixteen queries, pages of 16 or 128."""
     limits = {"width": 512, "rotated": 64, "heads": 128, "queries": 16, "pages": [16, 128]}
