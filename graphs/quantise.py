@@ -112,6 +112,17 @@ def pack_rows(values: torch.Tensor, axis: int) -> torch.Tensor:
     return packed
 
 
+def unpack_columns(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The int8 values in [-8, 7] of int32 words [..., words] that hold eight neighbours plus 8, the first in the lowest bits.
+
+    Args:
+        width: of the values, where a slice has all of its words: the last ones may be filled with zeros.
+    """
+    nibbles = (packed[..., None] >> _shifts(packed)) & 0xF
+    values: torch.Tensor = (nibbles - 8).flatten(-2).to(torch.int8)
+    return values[..., :width]
+
+
 def grouped_scale(scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The scale of each group: the channel's [..., 1, N] times the group's own [..., groups, N], rounded to what int4 kernels hold.
 

@@ -43,6 +43,7 @@ from .static_quant_linear import static_quant_linear
 from .swiglu import swiglu
 from .swiglu_linear import swiglu_linear
 from .token_logprobs import token_logprobs
+from .weight_quant_linear import weight_quant_linear
 
 __all__ = [
     "accept",
@@ -96,4 +97,5 @@ __all__ = [
     "swiglu",
     "swiglu_linear",
     "token_logprobs",
+    "weight_quant_linear",
 ]

@@ -10,11 +10,11 @@ import torch
 
 from ...graphs import tree
 from ...graphs.errors import CheckpointError, ModelError, SpecError
-from ...graphs.quantise import unpack_rows
+from ...graphs.quantise import NIBBLES, unpack_columns, unpack_rows
 from ...graphs.types import Tree
 from ..params import NUMBERS, Param, Parts, Picked, Source, SourceAxis, axis_name
 from . import leaves
-from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC, Formats, sibling
+from .formats import FLOAT, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
 from .parts import apart
 
@@ -141,10 +141,14 @@ _COMPANIONS: dict[str, tuple[tuple[str, str], ...]] = {
     W8A8_DYNAMIC: (("weight_scale", ROWS),),
     W8A8: (("deq_scale", VECTOR), ("quant_bias", VECTOR), ("input_scale", INPUT), ("input_offset", INPUT)),
     W4A8_DYNAMIC: (("weight_scale", ROWS), ("weight_scale_second", GROUPS)),
+    W4A16: (("weight_scale", GROUPS),),
 }
-"""Format -> the tensors that a ModelSlim checkpoint has beside a matrix's integers, and their shapes."""
+"""Format -> the tensors that a checkpoint has beside a matrix's integers, and their shapes: ModelSlim's, and of W4A16 those of
+compressed-tensors."""
 
 
+PACKED = "weight_packed"
+"""Kind of the tensor in which compressed-tensors has eight int4 of a row in each int32."""
 _DTYPES = {"deq_scale": ("F32", "I64"), "quant_bias": ("I32",)}
 
 
@@ -152,16 +156,20 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
     """Read from a checkpoint that holds integers, under the names that ModelSlim gives them (26.1.0)."""
     if form not in _COMPANIONS:
         raise SpecError(f"{param.source.names[0]}: the format is {form}; legal in a checkpoint are {', '.join(_COMPANIONS)}")
-    source, packed = param.source, form == W4A8_DYNAMIC
-    companions = [(kind, shape) for kind, shape in _COMPANIONS[form] if shape != GROUPS or group]
+    source, packed, columns = param.source, form == W4A8_DYNAMIC, form == W4A16
+    kinds = [(kind, ROWS if columns and not group else shape) for kind, shape in _COMPANIONS[form]]
+    companions = [(kind, shape) for kind, shape in kinds if shape != GROUPS or group]
     contracted = axis_name(param.aval.axes[-1])
     # A static bias is of the whole contraction; the rank of its first part adds it.
     whole = form == W8A8 and matrix.row
     axes = [tuple(None if whole and axis_name(axis) == contracted else axis for axis in each) for each in param.source_axes]
-    tensors: list[tuple[Any, ...]] = [
-        (name, _halved(shape, matrix.lead), _halved_axes(each, matrix.lead)) if packed else (name, shape, each)
-        for name, shape, each in zip(source.names, source.shapes, axes, strict=True)
-    ]
+
+    def integers(name: str, shape: Shape, each: SourceAxes) -> tuple[Any, ...]:
+        if columns:
+            return sibling(name, PACKED), (*shape[:-1], -(-shape[-1] // NIBBLES)), each
+        return (name, _halved(shape, matrix.lead), _halved_axes(each, matrix.lead)) if packed else (name, shape, each)
+
+    tensors = [integers(*each) for each in zip(source.names, source.shapes, axes, strict=True)]
     for kind, layout in companions:
         for name, shape, each in zip(source.names, source.shapes, axes, strict=True):
             tensors.append((sibling(name, kind), *_companion(shape, each, layout, group)))
@@ -169,6 +177,8 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
     def together(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(source.names)
         weights, rest = given[:count], given[count:]
+        if columns:
+            weights = tuple(unpack_columns(weight, matrix.contraction) for weight in weights)
         joined = [source.join(*(unpack_rows(weight, matrix.lead) for weight in weights) if packed else weights)]
         for position, (_, layout) in enumerate(companions):
             part = rest[position * count : (position + 1) * count]
@@ -179,7 +189,8 @@ def _integers(param: Param, matrix: Matrix, form: str, group: int) -> tuple[Sour
         return leaves.from_integers(matrix, form, group, *joined)
 
     names, shapes, sliced = (tuple(part[i] for part in tensors) for i in range(3))
-    dtypes = [("I8",)] * len(source.names) + [_DTYPES.get(kind, NUMBERS) for kind, _ in companions for _ in source.names]
+    words = ("I32",) if columns else ("I8",)
+    dtypes = [words] * len(source.names) + [_DTYPES.get(kind, NUMBERS) for kind, _ in companions for _ in source.names]
     return Source(names, shapes, split=_one_way, axes=sliced, block_axis=source.block_axis, dtypes=tuple(dtypes)), together
 
 

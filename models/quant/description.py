@@ -92,14 +92,15 @@ def _check_version(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _from_config(directory: Path) -> Formats | None:
-    forms = {canonical(matrix): form for matrix, form in forms_in(directory).items()}
+    found, group = forms_in(directory)
+    forms = {canonical(matrix): form for matrix, form in found.items()}
     if all(form == FLOAT for form in forms.values()):
         return None
     kinds: dict[str, dict[str, str]] = {}
     for matrix, form in forms.items():
         kinds.setdefault(_matrix(matrix), {})[matrix] = form
     merged = {matrix: _only(directory / "config.json", each) for matrix, each in kinds.items()}
-    return Formats(tuple(_rules(merged)), stored=True)
+    return Formats(tuple(_rules(merged)), stored=True, group=group)
 
 
 _BIAS = ".bias"

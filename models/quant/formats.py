@@ -11,7 +11,7 @@ from typing import Any
 from ...graphs.errors import CheckpointError, SpecError
 
 FLOAT = "float"
-W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC = "w8a8", "w8a8_dynamic", "w4a8_dynamic"
+W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC, W4A16 = "w8a8", "w8a8_dynamic", "w4a8_dynamic", "w4a16"
 
 INT8, INT8_STATIC = "int8", "int8_static"
 KV_CACHES = {
@@ -26,6 +26,7 @@ FORMATS = {
     W8A8: "int8, one scale an output channel; activations int8 by one scale and offset that a calibration found",
     W8A8_DYNAMIC: "int8, one scale an output channel; activations int8, one scale a token",
     W4A8_DYNAMIC: "int4, one scale an output channel or a group of its weights; activations int8, one scale a token",
+    W4A16: "int4, one scale an output channel or a group of its weights; activations stay what they are",
 }
 """Formats of a matrix: name -> what it is. The names are ModelSlim's, in lower case."""
 

@@ -10,7 +10,7 @@ import torch
 from ...graphs.errors import CheckpointError
 from ...graphs.quantise import assist_w4, grouped_scale, pack_w4, quantise_w4_values, quantise_w8, scale_bits
 from ...graphs.types import Aval
-from .formats import W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
+from .formats import W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC
 
 Axes = tuple[str | None, ...]
 
@@ -102,6 +102,8 @@ def avals(matrix: Matrix, form: str, group: int) -> dict[str, Aval]:
             "input_scale": Aval((1,), F32, (None,)),
             "input_offset": Aval((1,), F32, (None,)),
         }
+    if form == W4A16:
+        return {"weight": matrix.weight(torch.int32, 8), "group_scale": matrix.per_group(F32, matrix.groups(group))}
     assert form == W4A8_DYNAMIC, form
     return {
         "weight": matrix.weight(torch.int32, 8),
@@ -117,6 +119,10 @@ def _weight_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes
 def _scale_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
     if tensor.dtype == torch.float32 or tensor.dtype == torch.int32:
         return (axes[-1], *axes[:-1]) if row else axes[:-1]
+    return _group_axes(axes, lead, row, tensor)
+
+
+def _group_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
     return (*axes[:lead], axes[-1] if row and tensor.shape[lead] > 1 else None, *axes[lead:-1])
 
 
@@ -131,6 +137,7 @@ def _one_axes(axes: Axes, lead: int, row: bool, tensor: torch.Tensor) -> Axes:
 AXES: Mapping[str, Callable[[Axes, int, bool, torch.Tensor], Axes]] = {
     "weight": _weight_axes,
     "scale": _scale_axes,
+    "group_scale": _group_axes,
     "assist": _scale_axes,
     "quant_bias": _scale_axes,
     "bias": _bias_axes,
@@ -152,7 +159,7 @@ def from_floats(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> 
         bias = -(offset.to(torch.int32) * integers.sum(-2, dtype=torch.int32))
         return weight, *_static(matrix, _channels(scale * step, values), _channels(bias, values), values), step, offset
     integers, scale = quantise_w4_values(flat, group)
-    return _int4(matrix, integers, scale, values)
+    return _int4(matrix, form, integers, scale, values)
 
 
 def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -161,7 +168,8 @@ def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *
     Args:
         values: int8 `[lead..., out..., K]`, for int4 with a value in each.
         others: `weight_scale` `[lead..., out..., 1]`; for int4 in groups then `weight_scale_second` `[lead..., out..., K / group]`; for
-            W8A8 `deq_scale`, `quant_bias` `[out..., 1]`, `input_scale` and `input_offset` [1] of each tensor that was joined.
+            W4A16 `weight_scale` `[lead..., out..., groups]`; for W8A8 `deq_scale`, `quant_bias` `[out..., 1]`, `input_scale` and
+            `input_offset` [1] of each tensor that was joined.
 
     Raises:
         CheckpointError: matrices that are multiplied as one have different scales of their common activations.
@@ -180,19 +188,23 @@ def from_integers(matrix: Matrix, form: str, group: int, values: torch.Tensor, *
                 )
         parts = _static(matrix, wide.squeeze(-1), bias.squeeze(-1).to(torch.int32), values)
         return _unflat(matrix, flat, values), *parts, steps[0].float().reshape(1), offsets[0].float().reshape(1)
+    if form == W4A16:
+        return _int4(matrix, form, flat, others[0].float().flatten(matrix.lead, -2).movedim(-1, matrix.lead), values)
     scale = others[0].float().squeeze(-1).flatten(matrix.lead)[..., None, :]
     if len(others) > 1:
         scale = grouped_scale(scale, others[1].float().flatten(matrix.lead, -2).movedim(-1, matrix.lead))
-    return _int4(matrix, flat, scale, values)
+    return _int4(matrix, form, flat, scale, values)
 
 
-def _int4(matrix: Matrix, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Packed weight, scale and correction; `integers` [lead..., K, N], `scale` [lead..., groups, N]."""
+def _int4(matrix: Matrix, form: str, integers: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Packed weight, scale and, where activations are int8, the correction; `integers` [lead..., K, N], `scale` [lead..., groups, N]."""
     channels = like.shape[matrix.lead : -1]
     weight = pack_w4(integers).unflatten(-1, (*channels[:-1], channels[-1] // 8))
     share = _share(matrix, like)
     groups = scale.shape[-2]
     whole = scale if not matrix.row or groups % share == 0 else scale.expand(*scale.shape[:-2], share, scale.shape[-1])
+    if form == W4A16:
+        return weight, whole.unflatten(-1, channels).contiguous()
     split = integers.unflatten(-2, (share, -1))
     scales = whole.unflatten(-2, (share, -1))
     assist = torch.stack([assist_w4(split.select(-3, i), scales.select(-3, i)) for i in range(share)])

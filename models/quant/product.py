@@ -9,7 +9,7 @@ import torch
 from ...graphs import ops, tree
 from ...graphs.spmd.region import Sum, shard_map
 from ...graphs.types import Tree
-from .formats import FLOAT, W4A8_DYNAMIC, W8A8, W8A8_DYNAMIC
+from .formats import FLOAT, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC
 from .leaves import AXES
 
 Axes = tuple[str | None, ...]
@@ -17,6 +17,8 @@ Axes = tuple[str | None, ...]
 
 def format_of(weight: Tree) -> str:
     """The format of a weight, by the tensors that it consists of."""
+    if isinstance(weight, Mapping) and "group_scale" in weight:
+        return W4A16
     if not isinstance(weight, Mapping) or "scale" not in weight:
         return FLOAT
     if "input_scale" in weight:
@@ -144,6 +146,9 @@ def split_parts(weight: Mapping[str, torch.Tensor], dim: int) -> list[dict[str, 
     Args:
         dim: of the contraction in the integers.
     """
+    if format_of(weight) == W4A16:
+        # Nothing of the activations is rounded: ranks that share a contraction multiply what one device does.
+        return [dict(weight)]
     name = "scale" if "assist" not in weight else "assist"
     count = len(weight[name])
 
@@ -162,4 +167,5 @@ _PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
     W8A8_DYNAMIC: ops.quant_linear,
     W8A8: ops.static_quant_linear,
     W4A8_DYNAMIC: ops.quant_linear_w4a8,
+    W4A16: ops.weight_quant_linear,
 }

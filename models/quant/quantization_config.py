@@ -1,4 +1,4 @@
-"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors in int8, or FP8 blocks."""
+"""Reads how a checkpoint is quantised from `quantization_config` of its config.json: compressed-tensors in int8 or int4, or FP8 blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...graphs.errors import CheckpointError, ConfigError
 from ..config import read_json
 from ..safetensors_files import open_checkpoint
-from .formats import FLOAT, W8A8_DYNAMIC
+from .formats import FLOAT, W4A16, W8A8_DYNAMIC
 
 FIELD, COMPRESSED, FP8 = "quantization_config", "compressed-tensors", "fp8"
 METHODS = (COMPRESSED, FP8)
@@ -20,14 +20,17 @@ BLOCK = 128
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-_LAYOUTS = ("int-quantized",)
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "actorder": (None, "weight", "static")}
+_LAYOUTS = {"int-quantized": W8A8_DYNAMIC, "pack-quantized": W4A16}
+_SUFFIXES = (".weight", ".weight_packed")
 _FP8 = {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 _NOT_LINEAR = ("embed_tokens",)
 """Last names of modules that have a matrix and are no linear layers, which compressed-tensors targets by their class."""
 
 
-def forms_in(directory: Path) -> dict[str, str]:
+def forms_in(directory: Path) -> tuple[dict[str, str], int]:
     """Format of each matrix of a checkpoint whose config.json has a quantization_config; empty where it has none, or all are floats.
+    And how many int4 weights of an output channel share a scale, 0 for all.
 
     FP8 with a scale for each block reads as floats (models/block_scales.py), and so is not a format of a matrix.
 
@@ -35,7 +38,7 @@ def forms_in(directory: Path) -> dict[str, str]:
         CheckpointError: naming the method, or the setting of it, that is not read here.
     """
     if method_in(directory) != COMPRESSED:
-        return {}
+        return {}, 0
     path = directory / "config.json"
     return _compressed(f"{path}: {FIELD}", settings_of(_read(path)), _matrices(directory))
 
@@ -74,25 +77,59 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _matrices(directory: Path) -> list[str]:
     tensors = open_checkpoint(directory).tensors
-    return [name.removesuffix(".weight") for name, entry in tensors.items() if name.endswith(".weight") and len(entry.shape) == 2]
+    return [
+        name.removesuffix(suffix)
+        for name, entry in tensors.items()
+        for suffix in _SUFFIXES
+        if name.endswith(suffix) and len(entry.shape) == 2
+    ]
 
 
-def _compressed(where: str, config: Mapping[str, Any], matrices: Iterable[str]) -> dict[str, str]:
+def _compressed(where: str, config: Mapping[str, Any], matrices: Iterable[str]) -> tuple[dict[str, str], int]:
     if config.get("kv_cache_scheme"):
         raise CheckpointError(
             f"{where}: kv_cache_scheme is {config['kv_cache_scheme']!r}: a quantised cache is not read here; legal is null"
         )
     groups, ignored = config.get("config_groups") or {}, config.get("ignore") or []
-    targets: list[str] = []
+    targets: dict[str, list[str]] = {}
+    sizes: set[int] = set()
     for name, group in groups.items():
         place = f"{where}: config_groups: {name}"
         layout = group.get("format") or config.get("format")
         if layout not in _LAYOUTS:
             raise CheckpointError(f"{place}: format is {layout!r}; legal is {', '.join(_LAYOUTS)}")
-        _require(f"{place}: weights", group.get("weights") or {}, _WEIGHTS)
-        _require(f"{place}: input_activations", group.get("input_activations") or {}, _ACTIVATIONS)
-        targets += group.get("targets") or []
-    return {matrix: W8A8_DYNAMIC if _matches(matrix, targets) and not _matches(matrix, ignored) else FLOAT for matrix in matrices}
+        form, weights = _LAYOUTS[layout], group.get("weights") or {}
+        if form == W4A16:
+            sizes.add(_group_size(f"{place}: weights", weights))
+            if group.get("input_activations"):
+                raise CheckpointError(f"{place}: input_activations is {group['input_activations']!r}; legal beside {layout} is null")
+        else:
+            _require(f"{place}: weights", weights, _WEIGHTS)
+            _require(f"{place}: input_activations", group.get("input_activations") or {}, _ACTIVATIONS)
+        targets.setdefault(form, []).extend(group.get("targets") or [])
+    if len(sizes) > 1:
+        raise CheckpointError(f"{where}: int4 matrices have groups of {', '.join(map(str, sorted(sizes)))} weights; legal is one size")
+
+    def form_of(matrix: str) -> str:
+        if _matches(matrix, ignored):
+            return FLOAT
+        return next((form for form, patterns in targets.items() if _matches(matrix, patterns)), FLOAT)
+
+    return {matrix: form_of(matrix) for matrix in matrices}, next(iter(sizes), 0)
+
+
+def _group_size(where: str, weights: Mapping[str, Any]) -> int:
+    """Weights of an output channel that share an int4 scale; 0: all."""
+    order = weights.get("actorder")
+    if order not in _INT4["actorder"]:  # type: ignore[operator]
+        raise CheckpointError(f"{where}: actorder is {order!r}: groups of columns in another order are not read; legal is weight, or null")
+    _require(where, weights, {name: legal for name, legal in _INT4.items() if name != "actorder"})
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy == "channel":
+        return 0
+    if strategy != "group" or not isinstance(size, int) or size < 1:
+        raise CheckpointError(f"{where}: strategy is {strategy!r} with group_size {size!r}; legal is 'channel', or 'group' with a size")
+    return size
 
 
 def _require(where: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

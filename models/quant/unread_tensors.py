@@ -14,6 +14,7 @@ _STATIC, _DYNAMIC = "of a matrix that is read with static scales", "of a matrix 
 
 REASONS: dict[str, tuple[str, str]] = {
     "scale_bias": (_INT4, "weight_scale"),
+    "weight_shape": ("follows from the model's sizes", "weight_packed"),
     "weight_scale": (_STATIC, "quant_bias"),
     "bias": (_STATIC + ", and part of their integers", "quant_bias"),
     "deq_scale": (_DYNAMIC, "weight_scale"),

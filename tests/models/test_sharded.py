@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
             drafts=1,
             collectives=DISPATCH if experts and spread else (),
         )
-        for form in ("w8a8", "w8a8_dynamic", "w4a8_dynamic")
+        for form in ("w8a8", "w8a8_dynamic", "w4a8_dynamic", "w4a16")
         for layout, mesh, experts, spread, shards in (
             ("dense tp=2", "tp=2", False, True, {"q_heads": 2, "delta_heads": 2, "ffn": 2}),
             ("spread tp=2", "tp=2", True, True, {"q_heads": 2, "delta_heads": 2}),

@@ -75,6 +75,14 @@ def _quant_matmul(call: Call) -> Results:
     )
 
 
+def _weight_quant_matmul(call: Call) -> Results:
+    call.expect(transpose_x=False, transpose_weight=False, inner_precise=0, dtype=-1)
+    if unknown := [slot for slot in ("antiquant_offset", "quant_scale", "quant_offset", "bias") if call.optional(slot) is not None]:
+        raise LoweringError(f"{call.op}: {', '.join(unknown)} are given and have no CPU kernel; legal is to leave them out")
+    scale, size = call.tensor("antiquant_scale"), call.attr("antiquant_group_size", 0)
+    return dense.npu_weight_quant_batchmatmul(call.tensor("x"), call.tensor("weight"), scale, antiquant_group_size=size)
+
+
 def _signed(scale: torch.Tensor) -> torch.Tensor:
     """A scale as int64, the dtype that the kernels have for its 64 bits."""
     return scale.view(torch.int64) if scale.dtype == torch.uint64 else scale
@@ -289,6 +297,7 @@ FUSED: Mapping[str, Function] = {
     "DynamicQuant": _dynamic_quant,
     "AscendQuantV2": _static_quant,
     "QuantBatchMatmulV3": _quant_matmul,
+    "WeightQuantBatchMatmulV2": _weight_quant_matmul,
     "MoeGatingTopK": _moe_gating_of_groups,
     "MoeGatingTopKSoftmaxV2": _moe_gating,
     "DequantSwigluQuant": _dequant_swiglu_quant,

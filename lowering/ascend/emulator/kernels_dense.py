@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ....graphs.errors import LoweringError
+from ....graphs.quantise import unpack_w4
 from .kernels_common import FLOATS, dtype_of, float_scale, int_matmul, quantise_rows, refuse_options, require, require_shape
 
 
@@ -135,6 +136,25 @@ def npu_quantize(
             require_shape(op, name, each, x.shape[-1:])
     wide = wide * scales.float()
     return torch.round(wide if zero_points is None else wide + zero_points.float()).clamp(-128, 127).to(torch.int8)
+
+
+def npu_weight_quant_batchmatmul(
+    x: torch.Tensor, weight: torch.Tensor, antiquant_scale: torch.Tensor, *, antiquant_group_size: int = 0, **options: Any
+) -> torch.Tensor:
+    """x [M, K] by int4 [K, N], eight in an int32 [K, N/8], times scales [groups, N] or [N] of x's dtype -> [M, N] of x's dtype.
+
+    The weight is made a number of x's dtype before the product.
+    """
+    op = "npu_weight_quant_batchmatmul"
+    refuse_options(op, options)
+    require(op, "x", x, FLOATS, (2,))
+    values = unpack_w4(require(op, "weight", weight, (torch.int32,), (2,)))
+    require_shape(op, "weight", values, (x.shape[1], values.shape[1]))
+    K, size = x.shape[1], antiquant_group_size or x.shape[1]
+    scale = require(op, "antiquant_scale", antiquant_scale, (x.dtype,), (1, 2)).reshape(-1, values.shape[1])
+    require_shape(op, "antiquant_scale", scale, (-(-K // size), values.shape[1]))
+    floats = values.to(x.dtype) * scale.repeat_interleave(size, 0)[:K]
+    return (x.float() @ floats.float()).to(x.dtype)
 
 
 def npu_quant_matmul(

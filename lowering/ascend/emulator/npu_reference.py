@@ -37,6 +37,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         dense.npu_dynamic_quant,
         dense.npu_quant_matmul,
         dense.npu_quantize,
+        dense.npu_weight_quant_batchmatmul,
         state.npu_scatter_pa_kv_cache_functional,
         state.npu_scatter_nd_update,
         state.npu_scatter_nd_update_,

@@ -59,6 +59,14 @@ def power_of_two(node: Node, options: Mapping[str, str], inputs: list[str], axis
     return None
 
 
+def groups_of_weights(node: Node, options: Mapping[str, str], least: int, multiple: int) -> str | None:
+    """int4 weights of an output channel that share a scale: all of them (0), or groups of fewer."""
+    size, inner = node.attributes.get("antiquant_group_size", 0), node.inputs["x"].shape[-1]
+    if size == 0 or (least <= size < inner and size % multiple == 0):
+        return None
+    return f"antiquant_group_size is {size} for a contraction of {inner}; legal are 0 and {_range(least, inner - 1, multiple)}"
+
+
 def rank(node: Node, options: Mapping[str, str], inputs: list[str], legal: list[int]) -> str | None:
     """Inputs have one of some numbers of dimensions."""
     for name, tensor in listed(node, inputs):
@@ -122,6 +130,7 @@ RULES: Mapping[str, Rule] = {
         rules_attention.latent_keys,
         rules_attention.int8_pages,
         rules_attention.int8_widths,
+        groups_of_weights,
         rules_attention.delta_rule_sizes,
         rules_attention.chunked_delta_rule_sizes,
         rules_attention.convolution_states,

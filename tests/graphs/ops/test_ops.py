@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement
 
 from npucompile.graphs import ops
 from npucompile.graphs.primitive import TABLE, Cost, Primitive, nbytes
-from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.graphs.spmd.sharding import strategies
 
 # Lowerings for this machine call native kernels.
@@ -127,6 +127,28 @@ def heads(r: Draw, T: int, G: int, P: int, D: int, width: int) -> tuple[Any, ...
 def attention(r: Draw) -> tuple[Any, ...]:
     table = ints([4, 2, 1], [3, 0, 0])
     return r(2, 3, 4, 5), r(6, 4, 2, 5), r(6, 4, 2, 5), table, ints(7, 0), ints(3, 2), 5**-0.5
+
+
+def rounded_pools(r: Draw, static: bool, T: int = 3, G: int = 1) -> tuple[Any, ...]:
+    """Pools of int8 of three pages of five, their scales, and new rows."""
+    pools = [(r.below(255, 3, 5, G, 6) - 127).to(torch.int8) for _ in range(2)]
+    rows, slots = (r(T, G, 6), r(T, G, 6)), torch.tensor([7, 0, 13, 4][:T], dtype=torch.int32)
+    if static:
+        return (*pools, *rows, r.uniform(G, 6) + 0.01, r.uniform(G, 6) + 0.01, slots)
+    return (*pools, r.uniform(3, G, 5), r.uniform(3, G, 5), *rows, slots)
+
+
+def rounded_attention(r: Draw, static: bool) -> tuple[Any, ...]:
+    """As `attention`, over int8."""
+    q, k, _, *place = attention(r)
+    pools = [(r.below(255, *k.shape) - 127).to(torch.int8) for _ in range(2)]
+    return (q, *pools, *(r.uniform(*((2, 5) if static else (6, 2, 4))) / 64 for _ in range(2)), *place)
+
+
+def packed(weight: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [K, N] in int4 and its scales."""
+    values, scale = quantise_w4_values(weight, group)
+    return pack_w4(values), scale
 
 
 def latent_attention(r: Draw) -> tuple[Any, ...]:
@@ -249,6 +271,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "elsewhere": lambda r: (r(6, 5), r.uniform(3, 2).to(r.dtype), ints(-1, 2, -1, -1, 0, 1)),
     },
     "paged_attention": {"grouped": attention},
+    "quant_cache_write": {"odd": lambda r: rounded_pools(r, False), "even": lambda r: rounded_pools(r, False, 4, 2)},
+    "quant_paged_attention": {"grouped": lambda r: rounded_attention(r, False)},
+    "static_cache_write": {"odd": lambda r: rounded_pools(r, True), "even": lambda r: rounded_pools(r, True, 4, 2)},
+    "static_quant_paged_attention": {"grouped": lambda r: rounded_attention(r, True)},
     "paged_write": {
         "odd": lambda r: (r(3, 5, 1, 7), r(3, 1, 7), ints(7, 0, 13)),
         "even": lambda r: (r(3, 4, 2, 3), r(5, 2, 3), ints(11, 4, 5, 0, 9)),
@@ -283,6 +309,10 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
     "static_quant_linear": {"odd": lambda r: static(r, 5, 7, 3), "even": lambda r: static(r, 4, 6, 2)},
     "swiglu": {"odd": lambda r: (r(5, 14),), "even": lambda r: (r(4, 6),)},
     "swiglu_linear": {"odd": lambda r: (r(5, 7), r(2, 3, 7)), "even": lambda r: (r(4, 3), r(2, 6, 3))},
+    "weight_quant_linear": {
+        "channels": lambda r: (r(4, 7), *packed(r(7, 16))),
+        "groups": lambda r: (r(4, 12), *packed(r(12, 8), 4)),
+    },
     "token_logprobs": {"odd": lambda r: likely(r, 3, 1, 9, 4), "even": lambda r: likely(r, 4, 2, 8, 1)},
 }
 
@@ -290,11 +320,12 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 WITHOUT_GRADIENT = (
     *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
     *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort"),
-    *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear"),
+    *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
+    *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
 )
 
 # Rows that share pages read them once each, which is more bytes than the operands have.
-REREADS = ("mla_attention", "paged_attention", "sparse_attention", "sparse_index")
+REREADS = ("mla_attention", "paged_attention", "quant_paged_attention", "sparse_attention", "sparse_index", "static_quant_paged_attention")
 
 
 @dataclass(frozen=True)
@@ -645,6 +676,22 @@ def poisoned_attention(r: Draw) -> tuple[Any, Any, Live]:
     return clean, spoiled, lambda t: [t[0][:2, :2]]
 
 
+def poisoned_rounding(r: Draw, static: bool) -> tuple[Any, Any, Live]:
+    """The second token is padding: it is written to the null page."""
+    clean, first = rounded_pools(r, static), 2 if static else 4
+    return clean, tuple(poison(a, 1) if i in (first, first + 1) else a for i, a in enumerate(clean)), lambda t: [x[1:] for x in t]
+
+
+def poisoned_scales(r: Draw) -> tuple[Any, Any, Live]:
+    """As `poisoned_attention`: integers hold no NaN, so that scales do."""
+    plain, _, live = poisoned_attention(r)
+    pools = [(r.below(255, 6, 4, 2, 5) - 127).to(torch.int8) for _ in range(2)]
+    scales = [r.uniform(6, 2, 4) / 64 for _ in range(2)]
+    unused = (0, 5, (1, slice(None), slice(1, None)), (3, slice(None), slice(2, None)))
+    query = poison(plain[0], (0, 2), (1, 2), 2)
+    return (plain[0], *pools, *scales, *plain[3:]), (query, *pools, *(poison(x, *unused) for x in scales), *plain[3:]), live
+
+
 def poisoned_latents(r: Draw) -> tuple[Any, Any, Live]:
     """As `poisoned_attention`."""
     table = ints([4, 2, 1], [3, 0, 0], [0, 0, 0])
@@ -763,6 +810,11 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: poisoned_last_sorted(r, "moe_sort", "int8", 2),
     ],
     "moe_unsort": [poisoned_unsort],
+    "quant_cache_write": [lambda r: poisoned_rounding(r, False)],
+    "quant_paged_attention": [poisoned_scales],
+    "static_cache_write": [lambda r: poisoned_rounding(r, True)],
+    "static_quant_paged_attention": [],
+    "weight_quant_linear": [lambda r: rows(r, "weight_quant_linear", "channels", (0,))],
     "paged_attention": [poisoned_attention],
     "paged_write": [],
     "positions": [],

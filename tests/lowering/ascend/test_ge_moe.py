@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from npucompile.graphs import ops
 from npucompile.graphs.errors import PrimitiveError
 from npucompile.graphs.primitive import Primitive
-from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w4_values, quantise_w8
 from npucompile.lowering.ascend import moe_converters
 from npucompile.lowering.ascend.emulator.npu_reference import GROUP_KERNELS, KERNELS
 from npucompile.lowering.ascend.toolchain import harness
@@ -222,6 +222,7 @@ def test_moe_experts_of_this_device(experts: int) -> None:
 
 # --- converted by torchair ---
 
+INT4, INT4_SCALE = quantise_w4_values(draw(16, 8, seed=1), 4)
 EXPERTS_BF16, X_BF16 = experts_args(None, BF16), draw(5, 16, dtype=BF16)
 CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
     "quant_linear": (
@@ -238,6 +239,11 @@ CONVERSIONS: dict[str, tuple[Primitive, Args, list[str]]] = {
         ops.quant_linear_w4a8,
         (draw(5, 16, dtype=BF16), *quantise_w4(draw(16, 8, seed=1))),
         ["DynamicQuant", "GroupedMatmul"],
+    ),
+    "weight_quant_linear": (
+        ops.weight_quant_linear,
+        (draw(5, 16, dtype=BF16), pack_w4(INT4), INT4_SCALE),
+        ["WeightQuantBatchMatmulV2"],
     ),
     "swiglu": (ops.swiglu, (draw(5, 16, dtype=BF16),), ["SwiGlu"]),
     "moe_route": (ops.moe_route, (draw(5, 9, dtype=BF16), 3, True), ["MoeGatingTopKSoftmaxV2"]),

@@ -430,7 +430,7 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
 }
 
 # Primitives of experts and of quantised weights have test files of their own.
-ELSEWHERE = ("moe_", "grouped_", "quant_linear", "static_quant_linear")
+ELSEWHERE = ("moe_", "grouped_", "quant_linear", "static_quant_linear", "weight_quant_linear")
 
 CASES = [pytest.param(name, label, id=f"{name}-{label}") for name in EXAMPLES for label in EXAMPLES[name]]
 cases = pytest.mark.parametrize(("name", "label"), CASES)

@@ -13,7 +13,7 @@ from npucompile.models.quant.product import format_of, operands, regrouped
 
 R = torch.Generator().manual_seed(0)
 T, K, N, E = 5, 16, 24, 3
-FORMS = [("w8a8_dynamic", 0, 0.02), ("w4a8_dynamic", 0, 0.2), ("w4a8_dynamic", 4, 0.15)]
+FORMS = [("w8a8_dynamic", 0, 0.02), *((form, *group) for form in ("w4a8_dynamic", "w4a16") for group in ((0, 0.2), (4, 0.15)))]
 
 
 def weight_of(matrix: Matrix, form: str, group: int, values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -43,7 +43,11 @@ def test_every_form_multiplies(form: str, group: int, tolerance: float) -> None:
 def test_each_part_of_a_contraction_is_rounded_by_itself(form: str, group: int, tolerance: float) -> None:
     values, x = torch.randn(N, K, generator=R), torch.randn(T, K, generator=R) * torch.tensor([1.0] * 8 + [100.0] * 8)
     whole = weight_of(Matrix((N, K), (None, "k"), 0, True, 2), form, group, values)
-    parts = [{name: each for name, each in part.items()} for part in quant.product.split_parts(whole, 0)]
+    parts = quant.product.split_parts(whole, 0)
+    if form == "w4a16":
+        assert len(parts) == 1, "no activation is rounded"
+        assert torch.equal(quant.row_parallel(x, whole, "k"), quant.linear(x, whole))
+        return
     want = sum(quant.linear(rows, part) for rows, part in zip(x.chunk(2, -1), parts, strict=True))
     assert torch.equal(quant.row_parallel(x, whole, "k"), want)
     assert error(quant.row_parallel(x, whole, "k"), x @ values.t()) < tolerance
@@ -60,7 +64,7 @@ def test_static_scales_multiply() -> None:
 
 def test_a_region_reads_the_tensors_of_a_weight_by_their_axes() -> None:
     matrix = Matrix((E, 8, K), ("experts", None, "k"), 1, True, 2)
-    for form, group in (("w8a8_dynamic", 0), ("w4a8_dynamic", 0), ("w4a8_dynamic", 4)):
+    for form, group, _ in FORMS:
         declared = leaves.avals(matrix, form, group)
         weight = weight_of(matrix, form, group, torch.randn(E, 8, K, generator=R))
         listed = operands(weight, matrix.axes, lead=1, row=True)

@@ -1,0 +1,52 @@
+"""Product with one int4 weight matrix, of activations that stay what they are."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..primitive import Cost, Primitive, nbytes
+from ..quantise import NIBBLES, unpack_w4
+
+
+class WeightQuantLinear(NamedTuple):
+    """Operands of `weight_quant_linear`."""
+
+    x: Tensor  # [T, K]
+    weight: Tensor  # [K, N/8] int32, as `graphs.quantise.pack_w4` gives it
+    scale: Tensor  # [groups of K, N] f32
+
+
+weight_quant_linear = Primitive("weight_quant_linear", WeightQuantLinear, factors="t _, _ n, _ n -> t n")
+
+
+@weight_quant_linear.abstract
+def _abstract(args: WeightQuantLinear) -> Tensor:
+    return torch.empty((args.x.shape[0], args.scale.shape[1]), dtype=args.x.dtype, device=args.x.device)
+
+
+@weight_quant_linear.reference
+def weight_quant_linear_reference(args: WeightQuantLinear) -> Tensor:
+    """`x @ (weight * scale)`, the weight made a number of x's dtype before: scales are in that dtype, and the product is rounded to it.
+
+    Returns:
+        [T, N], dtype of x.
+    """
+    x, weight, scale = args
+    groups = unpack_w4(weight).unflatten(0, (scale.shape[0], -1))
+    product: Tensor = x @ (groups.to(x.dtype) * scale.to(x.dtype)[:, None]).flatten(0, 1)
+
+
+@weight_quant_linear.lowering("npu")
+def _npu(args: WeightQuantLinear) -> Tensor:
+    """One product; it takes scales in the dtype of the activations, which they get when they are loaded."""
+    x, weight, scale = args
+    size = x.shape[1] // scale.shape[0] if scale.shape[0] > 1 else 0
+    out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(x, weight, scale.to(x.dtype), antiquant_group_size=size)
+    return out
+
+
+@weight_quant_linear.cost
+def _cost(args: WeightQuantLinear) -> Cost:
+    x, weight, scale = args
+    return Cost(2 * x.shape[0] * weight.numel() * NIBBLES, nbytes(*args), x.shape[0] * scale.shape[1] * x.dtype.itemsize)
