@@ -34,7 +34,8 @@ def weight_quant_linear_reference(args: WeightQuantLinear) -> Tensor:
     """
     x, weight, scale = args
     groups = unpack_w4(weight).unflatten(0, (scale.shape[0], -1))
-    product: Tensor = x @ (groups.to(x.dtype) * scale.to(x.dtype)[:, None]).flatten(0, 1)
+    floats = (groups.to(x.dtype) * scale.to(x.dtype)[:, None]).flatten(0, 1)
+    return torch.mm(x, floats)
 
 
 @weight_quant_linear.lowering("npu")

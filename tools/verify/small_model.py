@@ -18,7 +18,7 @@ from ...models import draft_source, registry, sharding_rules
 from ...models.deployed import deployed
 from ...models.family import ModelConfig
 from ...models.params import Param
-from ...models.quant.formats import Formats
+from ...models.quant.formats import W4A16, Formats
 from ...models.step import Model
 from ...models.variant import Variant
 from ..build.targets import target
@@ -33,6 +33,8 @@ MAX_REQUESTS = 3
 """Most requests of a dp group; buckets have more rows, so that some are padding."""
 
 DELTA_CHUNK = 64
+NARROW_GROUP = 8
+"""Most int4 weights of a group in a small model."""
 DISPATCH, FUSED = "moe_dispatch", "fused_experts_w4a8"
 
 
@@ -137,7 +139,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     mesh, large = Mesh.parse(manifest.mesh), full_model(manifest)
     small = replace(large, config=large.family.shrink(large.config, mesh.axis("tp"), mesh.size))
     # Random floats, which are quantised when they are loaded.
-    shipped = replace(small.config.variant, formats=replace(small.config.variant.formats, stored=False))
+    shipped = replace(small.config.variant, formats=_small_groups(replace(small.config.variant.formats, stored=False)))
     small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
     plain = replace(variant, kv_repeat=1, grouped=False)
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
@@ -156,6 +158,12 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     models = small, with_variant(small, variant), with_variant(small, plain)
     max_logprobs = max((entry.max_logprobs for entry in manifest.graphs), default=0)
     return SmallModel(*models, mesh, cases, limits, requests, steps, max_logprobs, spreads(manifest))
+
+
+def _small_groups(formats: Formats) -> Formats:
+    """The formats with groups of int4 weights that fill a rank's part of a narrow contraction, where matrices outside experts have them."""
+    narrow = formats.group and any(form == W4A16 for _, form in formats.rules)
+    return replace(formats, group=gcd(formats.group, NARROW_GROUP)) if narrow else formats
 
 
 def with_variant(model: Model, variant: Variant) -> Model:

@@ -59,7 +59,7 @@ def power_of_two(node: Node, options: Mapping[str, str], inputs: list[str], axis
     return None
 
 
-def groups_of_weights(node: Node, options: Mapping[str, str], least: int, multiple: int) -> str | None:
+def int4_groups(node: Node, options: Mapping[str, str], least: int, multiple: int) -> str | None:
     """int4 weights of an output channel that share a scale: all of them (0), or groups of fewer."""
     size, inner = node.attributes.get("antiquant_group_size", 0), node.inputs["x"].shape[-1]
     if size == 0 or (least <= size < inner and size % multiple == 0):
@@ -130,7 +130,7 @@ RULES: Mapping[str, Rule] = {
         rules_attention.latent_keys,
         rules_attention.int8_pages,
         rules_attention.int8_widths,
-        groups_of_weights,
+        int4_groups,
         rules_attention.delta_rule_sizes,
         rules_attention.chunked_delta_rule_sizes,
         rules_attention.convolution_states,

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import modelslim
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from npucompile.graphs.errors import CheckpointError
+from npucompile.graphs import tree
+from npucompile.graphs.errors import CheckpointError, SpecError
+from npucompile.graphs.quantise import unpack_w4
 from npucompile.models import checkpoint, registry
 from npucompile.models.quant.declare import stored
 from npucompile.models.quant.description import formats_in
+from npucompile.models.quant.formats import Formats
 from npucompile.models.variant import Variant
+from npucompile.tools.quantize.forward import loaded, logits
 
 SOURCE = "dense_w8a8_dynamic"
 INT8: dict[str, Any] = {
@@ -87,7 +94,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4}, "quantization_config: quant_method is 'awq'; legal are compressed-tensors, fp8"),
         ({"bits": 4}, "quant_method is None; legal are"),
         ({**FP8, "weight_block_size": None}, r"weight_block_size is None; legal is \[128, 128\]"),
-        (changed(format="pack-quantized"), "group_0: format is 'pack-quantized'; legal is int-quantized"),
+        (changed(format="float-quantized"), "group_0: format is 'float-quantized'; legal is int-quantized, pack-quantized"),
         (changed(config_groups__group_0__weights__num_bits=4), "group_0: weights: num_bits is 4; legal is 8"),
         (changed(config_groups__group_0__weights__strategy="group"), "weights: strategy is 'group'; legal is 'channel'"),
         (changed(config_groups__group_0__weights__symmetric=False), "weights: symmetric is False; legal is True"),
@@ -99,3 +106,78 @@ def changed(**changes: Any) -> dict[str, Any]:
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         formats_in(written(tmp_path, config))
+
+
+PACKED = Path(__file__).parent / "packed"
+
+
+def dequantised(leaf: Any) -> torch.Tensor:
+    """The matrix [out..., K] that an int4 weight stands for."""
+    scale = leaf["group_scale"]
+    return (unpack_w4(leaf["weight"]).unflatten(0, (len(scale), -1)) * scale[:, None]).flatten(0, 1).movedim(0, -1)
+
+
+def test_packed_int4_is_what_the_library_makes_of_it() -> None:
+    """`packed/` is a checkpoint that compressed-tensors wrote, with the matrices that it unpacks."""
+    formats = formats_in(PACKED)
+    assert formats is not None
+    assert (formats.group, formats.stored) == (32, True)
+    assert [formats.of([f"model.layers.{i}.mlp.down_proj.weight"]) for i in range(2)] == ["w4a16", "float"]
+    theirs = load_file(PACKED / "decompressed.safetensors")
+    plain = registry.find(PACKED).model
+    own = replace(plain, config=replace(plain.config, variant=Variant(formats=formats)))
+    opened, compared = checkpoint.load(checkpoint.open_checkpoint(PACKED), own.params(torch.bfloat16)), 0
+    for path, param in tree.flatten(plain.params(torch.bfloat16)):
+        if not all(name in theirs for name in param.source.names):
+            continue
+        leaf: Any = opened
+        for key in path.split("."):
+            leaf = leaf[int(key)] if isinstance(leaf, list) else leaf[key]
+        want = param.source.join(*(theirs[name] for name in param.source.names))
+        assert torch.equal(dequantised(leaf).bfloat16().view(want.shape), want), path
+        compared += 1
+    assert compared == 7
+
+
+@torch.no_grad()
+def test_logits_of_packed_int4_are_those_of_its_floats() -> None:
+    values = json.loads((PACKED / "config.json").read_text())
+    values.pop("quantization_config")
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).eval().float()
+    stored = {name: tensor.float() for name, tensor in load_file(PACKED / "model.safetensors").items() if name.endswith(".weight")}
+    stored |= {name: tensor.float() for name, tensor in load_file(PACKED / "decompressed.safetensors").items()}
+    reference.load_state_dict(stored)
+    tokens = torch.randint(0, 272, (1, 40), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    want = reference(tokens.long()).logits[0]
+    model, params = loaded(registry.find(PACKED), torch.float32)
+    got = logits(model, params, tokens, torch.float32)[0]
+    # The library's floats are rounded to bfloat16, ours are not.
+    assert (got - want).square().mean().sqrt() < 0.01 * want.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"symmetric": False}, "symmetric is False; legal is True"),
+        ({"num_bits": 8}, "num_bits is 8; legal is 4"),
+        ({"actorder": "group"}, "actorder is 'group': groups of columns in another order are not read"),
+        ({"strategy": "block"}, "strategy is 'block' with group_size 32; legal is 'channel', or 'group' with a size"),
+    ],
+)
+def test_other_packed_integers_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    values = json.loads((PACKED / "config.json").read_text())
+    values["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shutil.copyfile(PACKED / "model.safetensors", tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        formats_in(tmp_path)
+
+
+def test_packed_experts_are_refused() -> None:
+    experts = replace(
+        registry.find("qwen3-30b-a3b").model.config, variant=Variant(formats=Formats((("*.experts.*", "w4a16"),)), grouped=True)
+    )
+    with pytest.raises(
+        SpecError, match=r"experts\.gate_up_proj: the format is w4a16; legal for experts are float, w8a8_dynamic, w4a8_dynamic"
+    ):
+        stored(registry.find("qwen3-30b-a3b").model.family.abstract_params(experts, torch.bfloat16), experts.variant)

@@ -59,3 +59,10 @@ def test_inputs_that_are_absent_or_shorter_are_passed_over():
     limit = {"inputs": ["x", "z"], "axis": 2, "least": 16, "most": 64, "meaning": "the width"}
     assert RULES["dimension"](node(x=X), {}, **limit) is None
     assert [name for name, _ in listed(node(weight0=X, weight12=X, weights=X), ["weight"])] == ["weight0", "weight12"]
+
+
+@pytest.mark.parametrize(("size", "legal"), [(0, True), (32, True), (96, True), (16, False), (40, False), (128, False), (256, False)])
+def test_groups_of_int4(size: int, legal: bool) -> None:
+    node = Node("n", "WeightQuantBatchMatmulV2", {"x": TensorType("bf16", (4, 128))}, frozenset(), {}, {"antiquant_group_size": size})
+    told = RULES["int4_groups"](node, {}, least=32, multiple=32)
+    assert (told is None) == legal, told
