@@ -139,14 +139,23 @@ def npu_quantize(
 
 
 def npu_weight_quant_batchmatmul(
-    x: torch.Tensor, weight: torch.Tensor, antiquant_scale: torch.Tensor, *, antiquant_group_size: int = 0, **options: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    **options: Any,
 ) -> torch.Tensor:
     """x [M, K] by int4 [K, N], eight in an int32 [K, N/8], times scales [groups, N] or [N] of x's dtype -> [M, N] of x's dtype.
 
     The weight is made a number of x's dtype before the product.
     """
     op = "npu_weight_quant_batchmatmul"
-    refuse_options(op, options)
+    given = {"antiquant_offset": antiquant_offset, "quant_scale": quant_scale, "quant_offset": quant_offset, "bias": bias}
+    refuse_options(op, options | given)
     require(op, "x", x, FLOATS, (2,))
     values = unpack_w4(require(op, "weight", weight, (torch.int32,), (2,)))
     require_shape(op, "weight", values, (x.shape[1], values.shape[1]))
