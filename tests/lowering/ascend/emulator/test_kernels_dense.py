@@ -157,3 +157,21 @@ def test_quant_matmul_refuses_what_would_be_read_otherwise() -> None:
         dense.npu_quant_matmul(x, w.t(), torch.ones(5), output_dtype=15)
     with pytest.raises(LoweringError, match=r"pertoken_scale is \(3, 1\)"):
         dense.npu_quant_matmul(x, w, torch.ones(5), pertoken_scale=torch.ones(3, 1), output_dtype=15)
+
+
+def test_weight_quant_batchmatmul() -> None:
+    """Word p of a row holds the channels 8p to 8p + 7, the first in its lowest bits; a scale is of a group of the contraction."""
+    values = torch.randint(-8, 8, (64, 16))
+    words = torch.zeros(64, 2, dtype=torch.int64)
+    for n in range(16):
+        words[:, n // 8] |= (values[:, n] & 15) << (4 * (n % 8))
+    packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    for groups in (1, 2):
+        x, scale = torch.randn(3, 64), torch.rand(groups, 16) + 0.1
+        size = 64 // groups if groups > 1 else 0
+        wanted = x.double() @ (values.double() * scale.double().repeat_interleave(64 // groups, 0))
+        near(dense.npu_weight_quant_batchmatmul(x, packed, scale, antiquant_group_size=size), wanted)
+    with pytest.raises(LoweringError, match=r"antiquant_scale is \(2, 16\); the other operands make \(1, 16\) legal"):
+        dense.npu_weight_quant_batchmatmul(x, packed, scale)
+    with pytest.raises(LoweringError, match="bias=.* has no CPU kernel"):
+        dense.npu_weight_quant_batchmatmul(x, packed, scale, None, None, None, torch.zeros(16), 32)
