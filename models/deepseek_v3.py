@@ -24,6 +24,8 @@ from .variant import PLAIN, Variant
 NAME = "deepseek_v3"
 DRAFT = "mtp"
 DENSE, MOE = "dense", "moe"
+SMALL_SCALE = 0.3
+"""Most of `routed_scaling_factor` in a small model; 1, which graphs leave out, stays."""
 
 _SIZES = (
     "vocab_size",
@@ -280,7 +282,11 @@ def draft(cfg: Config, params: Tree, state: Tree, inputs: Tree, rows: Tree) -> t
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
-    """A small configuration for `Family.shrink`, with as many groups of two experts or more as divide them."""
+    """A small configuration for `Family.shrink`, with as many groups of two experts or more as divide them.
+
+    Weights of sigmoids are nearly equal, so that a choice which rounding turns exchanges whole experts. Few layers, and experts that add
+    little to the stream, keep that small beside what a wrong graph does.
+    """
     experts = sizes.experts(cfg.num_experts, ranks)
     groups = gcd(cfg.n_group, max(1, experts // 2))
     kept = max(1, groups * cfg.topk_group // cfg.n_group)
@@ -295,7 +301,7 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
         qk_rope_head_dim=sizes.HEAD // 2,
         v_head_dim=sizes.HEAD,
         rotary=replace(cfg.rotary, dim=sizes.HEAD // 2),
-        layer_kinds=cfg.layer_kinds[: sizes.layers(cfg.layer_kinds)],
+        layer_kinds=sizes.runs(cfg.layer_kinds),
         intermediate_size=sizes.ffn(tp) if cfg.intermediate_size else 0,
         num_experts=experts,
         num_experts_per_tok=min(sizes.choices(cfg.num_experts_per_tok, experts), kept * (experts // groups)),
@@ -303,6 +309,7 @@ def shrink(cfg: Config, tp: int, ranks: int) -> Config:
         moe_intermediate_size=sizes.ffn(tp) if cfg.moe_intermediate_size else 0,
         n_group=groups,
         topk_group=kept,
+        routed_scaling_factor=1.0 if cfg.routed_scaling_factor == 1 else min(cfg.routed_scaling_factor, SMALL_SCALE),
     )
 
 

@@ -13,6 +13,8 @@ from .config import Fields
 from .family import Family
 
 NAME = "deepseek_v32"
+SMALL_HEADS, SMALL_TOPK = 32, 64
+"""Of a small model's indexer; a proof runs prompts and contexts several times as long as the keys that it chooses."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,18 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> Config
 
 
 def shrink(cfg: Config, tp: int, ranks: int) -> Config:
-    """A small configuration for `Family.shrink`, whose indexer chooses as many keys as that of the large model.
+    """A small configuration for `Family.shrink`, whose indexer chooses fewer keys than a small prompt has.
 
-    Those are all keys of a small prompt: the choice among more would not be the same where sums of scores are rounded differently, and
-    two layouts of a model could not be compared.
+    It has heads enough that no two keys have the score zero, which a choice among them would turn on.
     """
     small = deepseek_v3.shrink(cfg, tp, ranks)
     assert isinstance(small, Config)
-    return replace(small, index_n_heads=min(cfg.index_n_heads, 8), index_head_dim=sizes.HEAD)
+    return replace(
+        small,
+        index_n_heads=min(cfg.index_n_heads, SMALL_HEADS),
+        index_head_dim=sizes.HEAD,
+        index_topk=min(cfg.index_topk, SMALL_TOPK),
+    )
 
 
 FAMILY: Family[Any] = Family(

@@ -260,9 +260,10 @@ def extend_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: t
     table = head["embed"] if cfg.own_embedding else params["embed"]
     token = ops.rms_norm(sequence_parallel.embed(batch.tokens, table), head["input_norm"], cfg.rms_norm_eps, 0.0)
     normed = ops.rms_norm(stream, head["hidden_norm"], cfg.rms_norm_eps, 0.0)
-    tokens = batch.size * batch.q_len
-    stream = sequence_parallel.whole(normed if cfg.norm_before_residual else stream, tokens)
-    x = sequence_parallel.whole(torch.cat([token, normed], -1), tokens)
+    # One gather of all that the layer reads: two would not wait for each other, nor one of the stream for the embedding.
+    read = [token, normed] if cfg.norm_before_residual else [token, normed, stream]
+    gathered = sequence_parallel.whole(torch.cat(read, -1), batch.size * batch.q_len)
+    x, stream = gathered[:, : 2 * cfg.hidden_size], gathered[:, -cfg.hidden_size :]
     pool = attention.write_kv(cfg, head["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 

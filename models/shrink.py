@@ -66,6 +66,11 @@ def layers(kinds: Sequence[str]) -> int:
     return min(each * -(-MIN_LAYERS // each), len(kinds), MAX_LAYERS)
 
 
+def runs(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Of layers whose kinds come in runs the first of each run, and two of the last: all kinds, in their order, and two layers alike."""
+    return (*(kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind), kinds[-1])[: len(kinds)]
+
+
 def period(kinds: Sequence[str]) -> int:
     """Number of layers after which the kinds repeat."""
     return next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))

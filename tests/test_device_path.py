@@ -6,20 +6,16 @@ one that it computes wherever its margin, and that of the experts it chooses, ex
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from support import ranks, served, tiny
+from support import served, tiny
 
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.request import Sampling
 from npucompile.runtime.rng import random_number
-from npucompile.tools.serve.launch import opened_ranks
-from npucompile.tools.serve.offline import OfflineCompletion, complete
-from npucompile.tools.serve.rank_settings import RankSettings
+from npucompile.tools.serve.offline import complete
 
 MODELS, MESHES, SCHEMES = ("dense", "moe", "bundled"), ("tp=2", "dp=2", "dp=2,tp=2"), ("none", "w8a8", "w4a8")
 # Each pair of a model, a mesh and a quantisation once.
@@ -43,41 +39,12 @@ def threads():
     torch.set_num_threads(before)
 
 
-@contextmanager
-def emulated(artifact: Artifact, cache: Path):
-    settings = RankSettings(threads=1, device="emulated", cache=cache)
-    with opened_ranks(artifact, None, settings, ranks.environment(), tiny.QUIET) as load_executor:
-        yield load_executor()
-
-
-@dataclass
-class Checked:
-    """Served tokens that were compared with one device's."""
-
-    directory: Path
-    scheme: str
-    decided: int = 0
-
-    def check(self, prompts: list[list[int]], completions: list[OfflineCompletion], others: list[OfflineCompletion]) -> None:
-        """Compares completions with one device, and with others that may differ from them where one device is undecided alone.
-
-        Recurrent state is rounded to bfloat16 between steps and not within one, so it depends on how many drafts a step accepts.
-        """
-        for prompt, completion, other in zip(prompts, completions, others, strict=True):
-            tokens = completion.token_ids
-            agreement = served.compare(self.directory, self.scheme, prompt, tokens)
-            assert not agreement.wrong, (prompt, tokens, agreement)
-            self.decided += sum(agreement.decided)
-            first = next((i for i, (left, right) in enumerate(zip(tokens, other.token_ids, strict=True)) if left != right), None)
-            assert first is None or not agreement.decided[first], (prompt, first, tokens, other.token_ids)
-
-
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
 def test_served_tokens_are_those_of_one_device(checkpoints, tmp_path, model, mesh, scheme):
     plan = tiny.planned_device(checkpoints[model], mesh=mesh, quantization=scheme, **SIZES)
     tiny.built(plan, tmp_path / "artifact")
-    artifact, checked = Artifact.open(tmp_path / "artifact"), Checked(checkpoints[model], scheme)
-    with emulated(artifact, tmp_path / "cache") as executor:
+    artifact, checked = Artifact.open(tmp_path / "artifact"), served.Checked(checkpoints[model], scheme)
+    with served.emulated(artifact, tmp_path / "cache") as executor:
         assert executor.run_ahead == 1
         drafted = complete(executor, PROMPTS, Sampling(), 12, frozenset())
         plain = complete(executor, PROMPTS, Sampling(), 12, frozenset(), speculative_tokens=0)
@@ -99,8 +66,8 @@ def test_both_backends_for_npus_serve_what_one_device_does(checkpoints, tmp_path
         options = {"mesh": "dp=2,tp=2", "quantization": "w8a8", "backend": backend, "operator_packages": packages}
         home = tmp_path / "-".join((backend, *packages))
         tiny.built(tiny.planned_device(checkpoints["moe"], **options, **SIZES), home)
-        artifact, checked = Artifact.open(home), Checked(checkpoints["moe"], "w8a8")
-        with emulated(artifact, tmp_path / "cache") as executor:
+        artifact, checked = Artifact.open(home), served.Checked(checkpoints["moe"], "w8a8")
+        with served.emulated(artifact, tmp_path / "cache") as executor:
             assert set(executor.backends.values()) == {backend}
             assert executor.run_ahead == 1
             drafted = complete(executor, PROMPTS, Sampling(), 12, frozenset())
@@ -117,11 +84,11 @@ def test_fused_experts_of_a_package_serve_what_one_device_does(checkpoints, tmp_
     sizes = SIZES | {"buckets": (1, 12), "max_num_seqs": 12, "backend": "aclgraph", "operator_packages": packages}
     plan = tiny.planned_device(checkpoints["moe"], mesh="dp=2,tp=2", quantization="w4a8", **sizes)
     tiny.built(plan, tmp_path / "artifact")
-    artifact, checked = Artifact.open(tmp_path / "artifact"), Checked(checkpoints["moe"], "w4a8")
+    artifact, checked = Artifact.open(tmp_path / "artifact"), served.Checked(checkpoints["moe"], "w4a8")
     fused = {entry.bucket.name for entry in artifact.manifest.graphs if FUSED in entry.census}
     assert fused == {"decode-b12-q4", "prefill-b1-q64"}
     assert {"dispatch", "fused_experts"} <= set(artifact.manifest.communicator_bytes)
-    with emulated(artifact, tmp_path / "cache") as executor:
+    with served.emulated(artifact, tmp_path / "cache") as executor:
         completed = complete(executor, PROMPTS, Sampling(), 12, frozenset())
         alone = complete(executor, PROMPTS[:1], Sampling(), 12, frozenset())
         assert executor.compiles() == 0
@@ -137,7 +104,7 @@ def test_top_p_alone_samples_what_the_cpu_samples(checkpoints, tmp_path):
     decide it: the CPU's logits, rounded or not, and random numbers around its own give one token."""
     tiny.built(tiny.planned_device(checkpoints["bundled"], mesh="tp=2", **SIZES), tmp_path / "artifact")
     prompts, near = PROMPTS[:4], (-0.03, 0.0, 0.03)
-    with emulated(Artifact.open(tmp_path / "artifact"), tmp_path / "cache") as executor:
+    with served.emulated(Artifact.open(tmp_path / "artifact"), tmp_path / "cache") as executor:
         runs = {seed: complete(executor, prompts, Sampling(0.8, top_p=0.9, seed=seed), 8, frozenset()) for seed in (1, 2)}
     decided = 0
     for seed, prompt, completion in ((seed, *pair) for seed, run in runs.items() for pair in zip(prompts, run, strict=True)):

@@ -45,7 +45,7 @@ def _npu(args: PagedWrite) -> Tensor:
     """A scatter in place; the NPU's writes of caches take two pools at once."""
     cache, x, slots = args
     P = cache.shape[1]
-    places = torch.stack([torch.div(slots, P, rounding_mode="floor"), torch.remainder(slots, P)], 1)
+    places = torch.stack([slots // P, slots % P], 1)
     torch.ops.npu.npu_scatter_nd_update_(cache, places, x)
     return cache
 

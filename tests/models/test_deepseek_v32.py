@@ -6,7 +6,8 @@ import pytest
 from support import oracle
 
 from npucompile.graphs.errors import ConfigError
-from npucompile.models import deepseek_v3, deepseek_v32
+from npucompile.models import deepseek_v3, deepseek_v32, registry
+from npucompile.tools.verify.small_model import CHUNK_TOKENS
 
 
 def test_it_is_a_v3_with_an_indexer():
@@ -14,6 +15,15 @@ def test_it_is_a_v3_with_an_indexer():
     assert (config.index_topk, config.index_head_dim, config.index_n_heads) == (9, 10, 20)
     plain = deepseek_v3.read_config({**oracle.CASES["sparse"], "model_type": "deepseek_v3"})
     assert all(getattr(config, name) == value for name, value in vars(plain).items())
+
+
+def test_a_small_model_has_longer_prompts_than_the_keys_that_it_chooses():
+    before = registry.find("deepseek-v3.2").model.config
+    after = deepseek_v32.shrink(before, 4, 32)
+    assert (before.index_topk, after.index_topk) == (2048, 64)
+    assert 3 * after.index_topk <= CHUNK_TOKENS
+    # A score of zero needs that all heads give none, and then keys would tie.
+    assert after.index_n_heads >= 20
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, me
     assert after.rotary.dim / getattr(after, "head_dim", after.rotary.dim) == before.rotary.dim / getattr(
         before, "head_dim", before.rotary.dim
     )
-    assert after.layer_kinds == before.layer_kinds[: shrink.layers(before.layer_kinds)]
+    assert after.layer_kinds in (before.layer_kinds[: shrink.layers(before.layer_kinds)], shrink.runs(before.layer_kinds))
+    assert set(after.layer_kinds) == set(before.layer_kinds)
     assert (after.num_moe_layers > 0) == (before.num_moe_layers > 0)
     assert (after.rotary.theta, after.rms_norm_eps, after.variant) == (before.rotary.theta, before.rms_norm_eps, before.variant)
 
@@ -70,3 +71,17 @@ def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, me
 )
 def test_layers_keep_their_period(kinds, small):
     assert kinds[: shrink.layers(kinds)] == small
+
+
+@pytest.mark.parametrize(
+    ("kinds", "small"),
+    [
+        (("dense",) * 3 + ("moe",) * 58, ("dense", "moe", "moe")),
+        (("moe",) * 9, ("moe", "moe")),
+        (("moe",), ("moe",)),
+        (("dense", "moe"), ("dense", "moe")),
+        (("dense", "moe", "dense", "moe"), ("dense", "moe", "dense", "moe")),
+    ],
+)
+def test_of_runs_one_layer_is_left_and_two_of_the_last(kinds, small):
+    assert shrink.runs(kinds) == small

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from support import oracle
 
 from npucompile.models import draft_source
@@ -62,6 +65,24 @@ def tensors(values: dict[str, Any], taps: int, target_width: int, parts: Sequenc
         head["d2t"] = ids - torch.arange(V)
         head["t2d"] = torch.zeros(values["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
     return head
+
+
+def write_agreeing(directory: Path, target: Path, random: oracle.Oracle, **changes: Any) -> Path:
+    """The checkpoint of a head that drafts what the last layer of the model of a checkpoint `target` would say; of three taps it reads
+    the last one."""
+    values, weights = settings(random, **changes), load_file(target / "model.safetensors")
+    width = random.model.config.hidden_size
+    head = tensors(values, 3, width, ("d2t",))
+    head["fc.weight"] = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        head[f"midlayer.{name}.weight"] *= 0.1
+    head["norm.weight"] = weights["model.norm.weight"]
+    vectors = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    head["lm_head.weight"] = vectors[head["d2t"] + torch.arange(values["draft_vocab_size"])].contiguous()
+    directory.mkdir()
+    save_file(head, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
 
 
 @dataclass(frozen=True)

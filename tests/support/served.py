@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support import tiny
+from support import ranks, tiny
 
 from npucompile.graphs import tree
 from npucompile.graphs.ops.sample import sample
 from npucompile.graphs.types import Limits, Tree
+from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.models import checkpoint, registry
+from npucompile.models.quant.description import formats_in
 from npucompile.models.quant.recipes import formats_of_scheme
+from npucompile.models.routing import Routing
 from npucompile.models.step import Model
 from npucompile.models.variant import Variant
+from npucompile.runtime.executor import Executor
+from npucompile.tools.serve.launch import opened_ranks
+from npucompile.tools.serve.offline import OfflineCompletion
+from npucompile.tools.serve.rank_settings import RankSettings
 
 PAGE = 128
+Shards = tuple[tuple[str, int], ...]
 ROUNDINGS = 4.0
 """By how many times the difference between bfloat16 and float32 on one device a served logit may differ: ranks add in other orders."""
 
@@ -54,9 +63,11 @@ class OneDevice(NamedTuple):
     params: Tree
 
     @staticmethod
-    def of(directory: Path, quantization: str, dtype: torch.dtype) -> OneDevice:
+    def of(directory: Path, quantization: str, dtype: torch.dtype, shards: Shards = ()) -> OneDevice:
+        """The model of a checkpoint, quantised there or by a scheme; it rounds the parts that ranks round (`Variant.shards`)."""
         model = registry.find(str(directory)).model
-        variant = Variant(formats=formats_of_scheme(quantization, "qwen3.5-397b"), recurrent=dtype)
+        formats = formats_in(directory) or formats_of_scheme(quantization, "qwen3.5-397b")
+        variant = Variant(formats=formats, recurrent=dtype, shards=shards)
         model = replace(model, config=replace(model.config, variant=variant))
         return OneDevice(model, checkpoint.load(checkpoint.open_checkpoint(directory), model.params(dtype)))
 
@@ -80,6 +91,14 @@ class OneDevice(NamedTuple):
         return Computed(family.head(config, self.params, hidden).float(), [router.float() for router in intermediates.routers])
 
 
+@contextmanager
+def emulated(artifact: Artifact, cache: Path) -> Iterator[Executor]:
+    """An executor of an artifact whose ranks are processes with emulated devices."""
+    settings = RankSettings(threads=1, device="emulated", cache=cache)
+    with opened_ranks(artifact, None, settings, ranks.environment(), tiny.QUIET) as load_executor:
+        yield load_executor()
+
+
 class Agreement(NamedTuple):
     """How served tokens compare with one device's.
 
@@ -93,9 +112,9 @@ class Agreement(NamedTuple):
     wrong: tuple[tuple[int, int, int], ...]
 
 
-def compare(directory: Path, quantization: str, prompt: Sequence[int], served: Sequence[int]) -> Agreement:
+def compare(directory: Path, quantization: str, prompt: Sequence[int], served: Sequence[int], shards: Shards = ()) -> Agreement:
     """Compares greedy tokens with one device's, each after the tokens that were served before it."""
-    fine, coarse = _both(directory, quantization)
+    fine, coarse = _both(directory, quantization, shards)
     tokens = [*prompt, *served[:-1]]
     computed, rounded = fine.run(tokens), coarse.run(tokens)
     logits, routed = computed.logits[len(prompt) - 1 :], _routed(fine, computed, rounded)[len(prompt) - 1 :]
@@ -110,6 +129,29 @@ def compare(directory: Path, quantization: str, prompt: Sequence[int], served: S
         if routed[i] and float(best[i, 0] - logits[i, token]) > float(slack[i])
     ]
     return Agreement(tuple(decided.tolist()), tuple(wrong))
+
+
+@dataclass
+class Checked:
+    """Served tokens that were compared with one device's."""
+
+    directory: Path
+    scheme: str
+    shards: Shards = ()
+    decided: int = 0
+
+    def check(self, prompts: list[list[int]], completions: list[OfflineCompletion], others: list[OfflineCompletion]) -> None:
+        """Compares completions with one device, and with others that may differ from them where one device is undecided alone.
+
+        Recurrent state is rounded to bfloat16 between steps and not within one, so it depends on how many drafts a step accepts.
+        """
+        for prompt, completion, other in zip(prompts, completions, others, strict=True):
+            tokens = completion.token_ids
+            agreement = compare(self.directory, self.scheme, prompt, tokens, self.shards)
+            assert not agreement.wrong, (prompt, tokens, agreement)
+            self.decided += sum(agreement.decided)
+            first = next((i for i, (left, right) in enumerate(zip(tokens, other.token_ids, strict=True)) if left != right), None)
+            assert first is None or not agreement.decided[first], (prompt, first, tokens, other.token_ids)
 
 
 def logits_of(directory: Path, quantization: str, prompt: Sequence[int], served: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,13 +169,32 @@ def sampled(logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top
 
 def _routed(device: OneDevice, computed: Computed, rounded: Computed) -> torch.Tensor:
     """Whether the experts of each token are decided beyond the rounding, in all layers: [T] bool."""
-    decided, chosen = torch.ones(len(computed.logits), dtype=torch.bool), device.model.config.num_experts_per_tok
-    for fine, coarse in zip(computed.routers, rounded.routers, strict=True):
-        best = fine.topk(chosen + 1).values
-        decided &= best[:, -2] - best[:, -1] > (fine - coarse).abs().amax(-1)
+    decided, biases = torch.ones(len(computed.logits), dtype=torch.bool), _router_biases(device.params)
+    for fine, coarse, bias in zip(computed.routers, rounded.routers, biases, strict=True):
+        scores, near = (logits if bias is None else logits.sigmoid() + bias for logits in (fine, coarse))
+        # A group of experts is as good as its two best.
+        decided &= _margin(device.model.config.routing, scores) > (2 if bias is not None else 1) * (scores - near).abs().amax(-1)
     return decided
 
 
+def _router_biases(params: Tree) -> list[torch.Tensor | None]:
+    """The bias of each layer's router, of those layers that have a router."""
+    return [layer["mlp"].get("router_bias") for layer in params["layers"] if "router" in layer["mlp"]]
+
+
+def _margin(routing: Routing, scores: torch.Tensor) -> torch.Tensor:
+    """By how much the last expert that is chosen of scores [T, E] leads the next one, and the last group of experts the next: [T]."""
+    margin = torch.full(scores.shape[:1], float("inf"))
+    if routing.top_groups < routing.groups:
+        grouped = scores.unflatten(1, (routing.groups, -1))
+        groups = grouped.topk(2).values.sum(-1)
+        best = groups.topk(routing.top_groups + 1).values
+        margin = best[:, -2] - best[:, -1]
+        scores = torch.where((groups >= best[:, -2:-1])[..., None], grouped, float("-inf")).flatten(1)
+    best = scores.topk(routing.top_k + 1).values
+    return torch.minimum(margin, best[:, -2] - best[:, -1])
+
+
 @functools.lru_cache(maxsize=2)
-def _both(directory: Path, quantization: str) -> tuple[OneDevice, OneDevice]:
-    return OneDevice.of(directory, quantization, torch.float32), OneDevice.of(directory, quantization, torch.bfloat16)
+def _both(directory: Path, quantization: str, shards: Shards = ()) -> tuple[OneDevice, OneDevice]:
+    return OneDevice.of(directory, quantization, torch.float32, shards), OneDevice.of(directory, quantization, torch.bfloat16, shards)

@@ -74,10 +74,10 @@ UNTAKEN = -(10**6)
 QUIET = Progress(quiet=True)
 
 
-def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agreeing: bool = False, **changes: Any) -> Path:
+def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agreeing: float = 0, **changes: Any) -> Path:
     """A checkpoint in the layout of Hugging Face, with a byte-level tokenizer: ids below 256 are bytes.
 
-    A random draft head is almost never right; with `agreeing` it sometimes is.
+    A random draft head is almost never right; with `agreeing`, a weight, it sometimes is.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
@@ -91,18 +91,23 @@ def write_checkpoint(directory: Path, seed: int = 0, tokenizer: bool = True, agr
         # Noise on initial zeros and ones, so that a dropped parameter would change the tokens.
         noisy |= tree.map_leaves(lambda t: t + 0.2 * torch.randn(t.shape, generator=generator), drawn)
     if agreeing:
-        _agree(noisy, noisy[model.family.draft_key])
+        _agree(noisy, noisy[model.family.draft_key], 1 - model.config.norm_offset, agreeing * AGREEMENT)
     checkpoint.save(params, noisy, directory)
     if tokenizer:
         byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
 
 
-def _agree(weights: dict[str, Any], head: dict[str, Any]) -> None:
-    """Changes weights so that in the model and in its draft head the next token depends mostly on the last one."""
-    weights["embed"] *= AGREEMENT
-    head["fc"][:, : len(head["fc"])] += AGREEMENT * torch.eye(len(head["fc"]))
-    head["norm_embedding"].zero_()
+def _agree(weights: dict[str, Any], head: dict[str, Any], one: float, weight: float) -> None:
+    """Changes weights so that in the model and in its draft head the next token depends mostly on the last one.
+
+    Args:
+        one: weight of a norm that scales nothing.
+        weight: of the last token against all before it.
+    """
+    weights["embed"] *= weight
+    head["fc"][:, : len(head["fc"])] += weight * torch.eye(len(head["fc"]))
+    head["norm_embedding"].fill_(one)
     head["norm"].copy_(weights["norm"])
 
 

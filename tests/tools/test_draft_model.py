@@ -34,17 +34,7 @@ def checkpoints(tmp_path_factory):
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     random = oracle.build({name: value for name, value in sizes.items() if name != "num_experts"})
     changes = {"draft_vocab_size": 200, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
-    values = eagle.settings(random, **changes)
-    head = eagle.tensors(values, 3, 32, ("d2t",))
-    head["fc.weight"] = torch.cat([torch.zeros(32, 64), torch.eye(32)], 1)
-    for name in ("o_proj", "down_proj"):
-        head[f"midlayer.{'self_attn' if name == 'o_proj' else 'mlp'}.{name}.weight"] *= 0.1
-    head["norm.weight"] = tensors["model.norm.weight"]
-    head["lm_head.weight"] = tensors["model.embed_tokens.weight"][head["d2t"] + torch.arange(200)].contiguous()
-    draft = root / "head"
-    draft.mkdir()
-    save_file(head, draft / "model.safetensors")
-    (draft / "config.json").write_text(json.dumps(values))
+    draft = eagle.write_agreeing(root / "head", model, random, **changes)
     return model, draft
 
 

@@ -41,11 +41,14 @@ class AllowedDifferences:
         typical: of the median of a rank's logits, and of the median row of a pool.
         worst: of any logit.
         state: of a pool's live values: root mean square of the difference over that of the values.
+        drafts: share of the drafts that had to be equal which may differ: a draft head chooses experts and keys of its own, and its
+            logits are not compared.
     """
 
     typical: float
     worst: float
     state: float
+    drafts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -205,10 +208,11 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
     """
     typical = worst = state_error = 0.0
     rows, counts = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
+    wrong_drafts: list[str] = []
     for rank in range(ranks.small.mesh.size):
         where, errors = f"{what}, {_rank_name(rank, ranks.small.mesh)}", []
         for number, outputs in actual.steps.items():
-            error = _check_step(ranks, number, rank, outputs[rank], allowed, counts, where)
+            error = _check_step(ranks, number, rank, outputs[rank], allowed, counts, wrong_drafts, where)
             errors += [] if error is None else [error]
         if errors:
             all_errors = torch.cat(errors)
@@ -217,12 +221,21 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
             worst, typical = max(worst, float(all_errors.max())), max(typical, median)
             _refuse(median, allowed.typical, f"{where}: half of all logits")
             state_error = max(state_error, _check_state(ranks, actual, rank, allowed, where))
+    if len(wrong_drafts) > allowed.drafts * (counts["drafts"] + len(wrong_drafts)):
+        raise VerifyError(wrong_drafts[0])
     measured = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **counts}
     return {name: float(value) for name, value in measured.items()}
 
 
 def _check_step(
-    ranks: Ranks, number: int, rank: int, outputs: Outputs, allowed: AllowedDifferences, counts: dict[str, int], where: str
+    ranks: Ranks,
+    number: int,
+    rank: int,
+    outputs: Outputs,
+    allowed: AllowedDifferences,
+    counts: dict[str, int],
+    wrong_drafts: list[str],
+    where: str,
 ) -> torch.Tensor | None:
     """Checks one step of one rank; returns the errors of its valid logits, or None where its group has no live row."""
     trace_step, group = ranks.trace.steps[number], ranks.group(rank)
@@ -232,11 +245,14 @@ def _check_step(
         return None
     error = _errors(expected, outputs["logits"])
     _refuse(float(error.max()), allowed.worst, f"{what}: logits")
-    _count(counts, "token", expected, outputs["tokens"], _compare_tokens(expected, outputs["tokens"], error, allowed.typical), what)
+    compared = _compare_tokens(expected, outputs["tokens"], error, allowed.typical)
+    if wrong := _count(counts, "token", expected, outputs["tokens"], compared, what):
+        raise VerifyError(wrong)
     check_request_slots(trace_step, group, outputs, what)
     if ranks.small.limits.drafts:
         compared = compare_drafts(trace_step, group, outputs, error.amax(1), allowed.typical)
-        _count(counts, "draft", expected, outputs["drafts"], compared, what)
+        if wrong := _count(counts, "draft", expected, outputs["drafts"], compared, what):
+            wrong_drafts.extend([wrong] * int((compared[1] & ~compared[0]).sum()))
     if ranks.small.max_logprobs:
         check_logprobs(expected, trace_step.inputs[group]["logprobs"], outputs, error.clamp(min=allowed.typical), what)
     return error[_valid(expected)]
@@ -309,14 +325,15 @@ def _count(
     actual: torch.Tensor,
     compared: tuple[torch.Tensor, torch.Tensor],
     what: str,
-) -> None:
-    """Counts values that had to be equal and are, and others that differ; refuses values that had to be equal and differ."""
+) -> str:
+    """Counts values that had to be equal and are, and others that differ; returns what is wrong if some had to be equal and differ."""
     equal, bound = compared
+    counts[f"{kind}s"] += int((bound & equal).sum())
+    counts[f"{kind}_mismatches"] += int((~equal).sum())
     if bool((bound & ~equal).any()):
         right = (expected.tokens if kind == "token" else expected.drafts).tolist()
-        raise VerifyError(f"{what}: {kind}s of rows {expected.rows} are {actual[list(expected.rows)].tolist()}, one device's {right}")
-    counts[f"{kind}s"] += int(bound.sum())
-    counts[f"{kind}_mismatches"] += int((~equal & ~bound).sum())
+        return f"{what}: {kind}s of rows {expected.rows} are {actual[list(expected.rows)].tolist()}, one device's {right}"
+    return ""
 
 
 def _check_state(ranks: Ranks, actual: RankOutputs, rank: int, allowed: AllowedDifferences, where: str) -> float:

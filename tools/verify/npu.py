@@ -48,7 +48,7 @@ FLOAT = AllowedDifferences(typical=1e-4, worst=5e-3, state=1e-2)
 differences of logits was below 3e-6 and the largest 1e-4. A router that is undecided between two experts within that noise, about once in
 1e4 tokens, would change one token of a prompt by more; `worst` leaves room for its effect on later tokens."""
 
-QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1)
+QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1, drafts=0.02)
 """For float32 graphs with int8 activations. A sum in another order moves about one value in a thousand across a rounding step, which is
 1/127 of the largest value of its row. Over twelve seeds the median of the differences of logits was below 2e-3, the largest 2e-2, and that
 of pools 1e-2. A rounding step may also change the choice of an expert, and with it a token by the weight of that expert: `worst` allows

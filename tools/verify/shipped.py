@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -184,9 +185,9 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
     Raises:
         VerifyError: naming both buckets and what differs.
     """
-    kinds = full_model(artifact.manifest).config.layer_kinds
-    more, each = len(kinds) - shrink.layers(kinds), shrink.period(kinds)
-    periods = more // each if more % each == 0 else more
+    model, mesh = full_model(artifact.manifest), Mesh.parse(artifact.manifest.mesh)
+    small_kinds = model.family.shrink(model.config, mesh.axis("tp"), mesh.size).layer_kinds
+    repeats = _repeats(model.config.layer_kinds, small_kinds)
     collectives, small = partitioned.collectives, _kinds(small_file, case.form.kind == "decode")
     try:
         collectives_check.agree(collectives, collectives_of(small_file))
@@ -194,7 +195,7 @@ def check_small_bucket(artifact: Artifact, case: BucketCase, partitioned: Partit
         raise VerifyError(f"{case.bucket.name} small: {error}") from None
     for entry in case.stands_for:
         what = f"{entry.bucket.name} shipped, {case.bucket.name} small"
-        _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], periods)
+        _check_collectives(what, [item[:2] for item in entry.collectives], [item[:2] for item in collectives], repeats)
         shipped = _kinds(shipped_file(artifact, entry), case.form.kind == "decode")
         if shipped != small:
             differ = [
@@ -232,11 +233,35 @@ def _launched_kinds(acl_file: AclFile) -> dict[str, dict[str, int]]:
     return {kind: dict(counts) for kind, counts in kinds.items()}
 
 
-def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], periods: int) -> None:
-    """The shipped list is the small one with a part of it repeated `periods` more times."""
-    length, rest = divmod(len(shipped) - len(small), max(periods, 1))
-    places = range(length, len(small) + 1) if length >= 0 and not rest else ()
-    if list(shipped) not in (list(small[:i]) + list(small[i - length : i]) * periods + list(small[i:]) for i in places):
+def _repeats(kinds: Sequence[str], small: Sequence[str]) -> tuple[int, ...]:
+    """How many more times a model repeats parts of a small one: its periods, or the layers of each of its runs."""
+    if tuple(kinds[: len(small)]) == tuple(small):
+        more, each = len(kinds) - len(small), shrink.period(kinds)
+        return (more // each if more % each == 0 else more,)
+    runs = zip(*([len(list(run)) for _, run in itertools.groupby(each)] for each in (kinds, small)), strict=True)
+    return tuple(large - few for large, few in runs)
+
+
+def _check_collectives(what: str, shipped: Sequence[tuple[str, ...]], small: Sequence[tuple[str, ...]], repeats: Sequence[int]) -> None:
+    """The shipped list is the small one with parts of it repeated that many more times, in their order."""
+    if not _repeated(list(shipped), list(small), repeats):
+        more = " and ".join(map(str, repeats))
         raise VerifyError(
-            f"{what}: collectives are {Counter(shipped)} and {Counter(small)}; legal are those of {periods} more periods of layers"
+            f"{what}: collectives are {Counter(shipped)} and {Counter(small)}; legal are those of {more} more periods of layers"
         )
+
+
+def _repeated(shipped: list[tuple[str, ...]], small: list[tuple[str, ...]], repeats: Sequence[int]) -> bool:
+    if not repeats:
+        return shipped == small
+    *before, times = repeats
+    for length in range(len(small) + 1):
+        extra = length * times
+        if extra > len(shipped) - len(small) or (not before and extra != len(shipped) - len(small)):
+            continue
+        for end in range(length, len(small) + 1):
+            last = small[end - length : end] * times + small[end:]
+            rest = len(shipped) - len(last)
+            if shipped[rest:] == last and _repeated(shipped[:rest], small[:end], before):
+                return True
+    return False

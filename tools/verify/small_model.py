@@ -53,7 +53,7 @@ class Form:
             the draft head's later passes, one a request), "all", or "parts" (all, those of a layer by several dispatches).
         fused: whether what is sent is one operation with the experts, there and back.
         parts: by how many dispatches all tokens of a layer are sent.
-        together: whether several prompts are prefilled in a step.
+        together: whether a step has several requests; one alone needs no transposition.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Form:
         """The form of a bucket in groups of `tp` devices."""
         width = bucket.q_len if bucket.kind == "decode" else gcd(bucket.q_len, DELTA_CHUNK)
         rows_shared, sampled = bucket.batch % tp == 0, bucket.tokens if bucket.kind == "decode" else bucket.batch
-        one_row, together = tp > 1 and rows_shared and sampled == tp, bucket.kind == "prefill" and bucket.batch > 1
+        one_row, together = tp > 1 and rows_shared and sampled == tp, bucket.batch > 1
         shared, evenly = bucket.tokens >= tp, bucket.tokens % tp == 0
         return Form(bucket.kind, width, shared, evenly, rows_shared, one_row, dispatched, fused, parts, together)
 

@@ -55,11 +55,11 @@ def npu_lightning_indexer(
     indices = torch.full((B, Q, 1, sparse_count), -1, dtype=torch.int32)
     for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table)):
         keys = key[pages].flatten(0, 2)[:length].float()
-        for t in range(new):
-            seen = length - new + t + 1
-            scores = (query[b, t].float() @ keys[:seen].t()).relu()
-            best = (weights[b, t].float() @ scores).topk(min(sparse_count, seen)).indices if seen > 0 else torch.empty(0)
-            indices[b, t, 0, : len(best)] = best.int()
+        # Of any strides, so that equal values give equal sums.
+        asked, shares = (part[b, :new].float().contiguous() for part in (query, weights))
+        scores = torch.einsum("tid,kd->tik", asked, keys).relu()
+        best = _of_seen(torch.einsum("ti,tik->tk", shares, scores), length - new).topk(min(sparse_count, length))
+        indices[b, :new, 0, : best.indices.shape[1]] = torch.where(best.values > float("-inf"), best.indices.int(), -1)
     return indices, torch.empty(0, dtype=query.dtype)
 
 
@@ -107,16 +107,25 @@ def npu_sparse_flash_attention(
             f"keys; legal are 2, 1, a power of two up to {_MOST_HEADS}, and values that are the keys"
         )
     out = undefined(*query.shape, dtype=query.dtype)
-    queries = torch.cat([query, query_rope], -1).float()  # type: ignore[list-item]
+    queries = torch.cat([query, query_rope], -1).float().contiguous()  # type: ignore[list-item]
     for b, (new, length, pages) in enumerate(_rows(op, Q, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table)):
         latents, rotary = (cache[pages].flatten(0, 2)[:length].float() for cache in (key, rotated))
-        for t in range(new):
-            places = chosen[b, t, 0][chosen[b, t, 0] >= 0].long()
-            places = places[places <= length - new + t]
-            if len(places):
-                scores = queries[b, t] @ torch.cat([latents, rotary], -1)[places].t() * scale_value
-                out[b, t] = (scores.softmax(-1) @ latents[places]).to(out.dtype)
+        places = chosen[b, :new, 0].long()
+        read = (places >= 0) & (places <= torch.arange(length - new, length)[:, None])
+        places = torch.where(read, places, 0)
+        scores = torch.einsum("thd,tkd->thk", queries[b, :new], torch.cat([latents, rotary], -1)[places]) * scale_value
+        shares = torch.where(read[:, None], scores, float("-inf")).softmax(-1)
+        # What is not read may be NaN, and so may the shares of a query that reads nothing.
+        mixed = torch.einsum("thk,tkl->thl", shares, torch.where(read[..., None], latents[places], 0.0))
+        some = read.any(-1)
+        out[b, :new][some] = mixed[some].to(out.dtype)
     return out, torch.empty(0), torch.empty(0)
+
+
+def _of_seen(scores: torch.Tensor, before: int) -> torch.Tensor:
+    """Scores [new, keys], -inf of keys that a query does not see: those behind it, `before` of which lie before the first query."""
+    new, keys = scores.shape
+    return torch.where(torch.arange(keys) <= before + torch.arange(new)[:, None], scores, float("-inf"))
 
 
 def _check_layout(op: str, query: str, keys: str, sparse_mode: int) -> None:

@@ -148,8 +148,8 @@ def test_the_collectives_that_ranks_load_are_those_of_the_manifest(artifact, dec
 def test_more_layers_repeat_the_middle():
     small = [("gather", "tp"), ("scatter", "tp"), ("dispatch", "world"), ("scatter", "tp"), ("dispatch", "world"), ("gather", "dp")]
     for more in (1, 2, 13):
-        shipped._check_collectives("it", [*small[:1], *small[1:3] * more, *small[1:]], small, more)
-    shipped._check_collectives("it", small, small, 0)
+        shipped._check_collectives("it", [*small[:1], *small[1:3] * more, *small[1:]], small, (more,))
+    shipped._check_collectives("it", small, small, (0,))
     long = [*small[:1], *small[1:3] * 4, *small[1:]]
     for wrong, periods in (
         (small[:-1], 0),
@@ -161,7 +161,22 @@ def test_more_layers_repeat_the_middle():
         ([*long[:2], *long[1:]], 4),
     ):
         with pytest.raises(VerifyError, match=r"it: collectives are .* more periods of layers"):
-            shipped._check_collectives("it", wrong, small, periods)
+            shipped._check_collectives("it", wrong, small, (periods,))
+
+
+def test_more_layers_of_two_kinds_repeat_two_parts():
+    dense, experts = [("gather", "tp"), ("scatter", "tp")], [("gather", "tp"), ("dispatch", "world")]
+    small = [*dense, *experts * 2, ("gather", "dp")]
+    repeats = shipped._repeats(("d",) * 3 + ("e",) * 7, ("d", "e", "e"))
+    assert repeats == (2, 5)
+    shipped._check_collectives("it", [*dense * 3, *experts * 7, ("gather", "dp")], small, repeats)
+    for wrong in (
+        [*dense * 2, *experts * 8, ("gather", "dp")],
+        [*dense * 3, *experts * 6, *dense, ("gather", "dp")],
+        [*experts * 7, *dense * 3, ("gather", "dp")],
+    ):
+        with pytest.raises(VerifyError, match=r"those of 2 and 5 more periods of layers"):
+            shipped._check_collectives("it", wrong, small, repeats)
 
 
 def test_a_graph_of_other_operators_than_the_small_one_is_refused(artifact, decode_entry, monkeypatch):

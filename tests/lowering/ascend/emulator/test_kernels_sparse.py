@@ -84,3 +84,20 @@ def test_the_indexer_refuses(changes: dict[str, Any], message: str) -> None:
 def test_attention_refuses(changes: dict[str, Any]) -> None:
     with pytest.raises(LoweringError, match="legal are 2, 1, a power of two up to 128, and values that are the keys"):
         attention(**changes)
+
+
+def test_strides_of_operands_change_no_bit():
+    """Two forms of one graph lay values out otherwise, and must choose the same keys of nearly equal ones."""
+    generator = torch.Generator().manual_seed(5)
+    B, Q, heads, D, P, N = 2, 4, 16, 32, 16, 8
+    query, weights = torch.randn(B, Q, heads, D, generator=generator), torch.randn(B, Q, heads, generator=generator)
+    cache = torch.randn(B * N, P, 1, D, generator=generator)
+    place = {
+        "actual_seq_lengths_key": torch.full((B,), 120, dtype=torch.int32),
+        "block_table": torch.arange(B * N, dtype=torch.int32).view(B, N),
+        "layout_query": "BSND", "layout_key": "PA_BSND", "sparse_count": 24,
+    }  # fmt: skip
+    strided = query.transpose(1, 2).contiguous().transpose(1, 2), weights.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not strided[0].is_contiguous()
+    (left, _), (right, _) = (kernels.npu_lightning_indexer(q, cache, w, **place) for q, w in ((query, weights), strided))
+    assert torch.equal(left, right)
