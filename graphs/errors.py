@@ -6,6 +6,7 @@
     |   +-- UnknownModel     no preset and no checkpoint directory of that name
     |   +-- ConfigError      config.json is malformed or describes something unsupported
     |   +-- CheckpointError  a tensor is missing, misshapen or unreadable
+    |   +-- FamilyError      a family's file cannot be used
     +-- GraphError           a program cannot become a legal graph
     |   +-- PrimitiveError   a primitive lacks a rule, or was called with operands it refuses
     |   +-- PartitionError   sharding rules and program disagree
@@ -45,6 +46,10 @@ class ConfigError(ModelError):
 
 class CheckpointError(ModelError):
     """Raised when a checkpoint's tensors do not fit the model."""
+
+
+class FamilyError(ModelError):
+    """Raised when a file with a family of the user's own cannot be used."""
 
 
 class GraphError(NpucompileError):

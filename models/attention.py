@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,14 @@ class AttentionSizes(Protocol):
 
 
 def params(
-    cfg: AttentionSizes, dtype: torch.dtype, prefix: str, *, joined: bool = True, width: int | None = None, normed: bool = True
+    cfg: AttentionSizes,
+    dtype: torch.dtype,
+    prefix: str,
+    *,
+    joined: bool = True,
+    width: int | None = None,
+    normed: bool = True,
+    biased: bool = False,
 ) -> dict[str, Tree]:
     """Parameters of one layer; `prefix` begins their names in a checkpoint.
 
@@ -51,6 +59,7 @@ def params(
             `attend`; and `kv`, by key-value head its keys and its values, for `write_kv`.
         width: of the layer's input; that of its output by default.
         normed: whether queries and keys are normalised; else there are no `q_norm` and `k_norm`.
+        biased: whether the projections of queries, keys and values add biases.
 
     A layer whose cache is int8 by scales of the checkpoint has these, `k_scale` and `v_scale` [G, D].
     """
@@ -58,6 +67,7 @@ def params(
     order = list(range(D)) if joined and _at_once(cfg) else rotated_order(D, cfg.rotary_dim)
     inverse = [order.index(i) for i in range(D)]
     matrices = (_joined if joined else _apart)(cfg, dtype, prefix, width or M, order, inverse)
+    matrices = {name: replace(matrix, biased=biased) for name, matrix in matrices.items()}
 
     def norm(name: str) -> Param:
         source = Source((f"{prefix}{name}.weight",), ((D,),), lambda x: x[order], lambda x: (x[inverse],))

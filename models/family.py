@@ -108,7 +108,9 @@ class DraftHead(Generic[H]):
 
 @dataclass(frozen=True)
 class Family(Generic[C]):
-    """A model family: `FAMILY` of a module of this folder. Its functions are a module's, so that a family can be pickled.
+    """A model family: `FAMILY` of a module of this folder, or of a user's file (family_file.py).
+
+    Its functions are a module's, so that a family can be pickled.
 
     Attributes:
         name: what manifests call it.

@@ -125,12 +125,15 @@ class Param:
         role: of a matrix that may be stored in another format (models/quant): "column", [..., K] whose contraction no layout splits;
             "row", [N, K] whose contraction is split where its axis is; "experts" and "experts_down", the same with a dimension of experts
             in front; "norm", a norm's weight. "" for all else.
+        biased: whether the checkpoint has a bias beside it that is added to the product: then the weight is a mapping of `weight`, [N, K],
+            and `bias`, [N]. Legal for roles "column" and "norm".
     """
 
     aval: Aval
     source: Source
     init: str = "normal"
     role: str = ""
+    biased: bool = False
 
     @property
     def is_source(self) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ..graphs.errors import ConfigError, UnknownModel
+from ..graphs.errors import ConfigError, FamilyError, UnknownModel
 from .checkpoint import holds_any, open_checkpoint
 from .config import Fields, read_json
 from .draft_model import DraftSource
 from .family import Family
+from .family_file import FamilyFile, check_config
 from .presets import BUNDLED, PRESETS
 from .safetensors_files import INDEX, SINGLE
 from .step import Model
@@ -38,6 +39,7 @@ class ModelSource:
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
         chat_template: text of its chat template, in Jinja, or None where there is none.
         draft: the second checkpoint that its draft head is of, or None.
+        family_file: the file that its family is of; None where this package has it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelSource:
     text: str
     chat_template: str | None = None
     draft: DraftSource | None = None
+    family_file: FamilyFile | None = None
 
     @property
     def max_position_embeddings(self) -> int:
@@ -74,21 +77,26 @@ def presets() -> tuple[str, ...]:
     return (*PRESETS, *BUNDLED)
 
 
-def find(name_or_path: str | Path) -> ModelSource:
+def find(name_or_path: str | Path, family: FamilyFile | None = None) -> ModelSource:
     """The model of a preset name or of a Hugging Face checkpoint directory.
 
+    Args:
+        family: the family's file, for a family that this package does not have.
+
     Raises:
-        UnknownModel: when it is neither, or config.json names a model type that no family here serves.
+        UnknownModel: when it is neither, or config.json names a model type that the family, or no family here, serves.
         ConfigError: when config.json, generation_config.json or tokenizer_config.json is malformed, naming the field.
+        FamilyError: when the family's file cannot be used.
     """
     name = str(name_or_path)
     if name in PRESETS:
-        return ModelSource(name, from_config(name, PRESETS[name], f"preset {name}"), None, None, (), _text(PRESETS[name]))
+        model = from_config(name, PRESETS[name], f"preset {name}", family)
+        return ModelSource(name, model, None, None, (), _text(PRESETS[name]), family_file=family)
     if name in BUNDLED:
-        return _from_directory(name, _HERE / "bundled" / name)
+        return _from_directory(name, _HERE / "bundled" / name, family)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_directory(path.resolve().name, path)
+        return _from_directory(path.resolve().name, path, family)
     near = difflib.get_close_matches(name.lower(), presets(), n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UnknownModel(
@@ -97,20 +105,46 @@ def find(name_or_path: str | Path) -> ModelSource:
     )
 
 
-def from_config(name: str, values: Mapping[str, Any], where: str = "config.json") -> Model:
+def from_config(name: str, values: Mapping[str, Any], where: str = "config.json", family: FamilyFile | None = None) -> Model:
     """The model that the fields of a config.json describe.
 
+    Args:
+        family: the family's file, for a family that this package does not have.
+
     Raises:
-        UnknownModel: when no family serves its model_type.
+        UnknownModel: when no family serves its model_type, or the file's does not.
         ConfigError: naming the field that is missing, malformed or unsupported.
+        FamilyError: when the family's file cannot be used.
     """
-    config = Fields(values, where)
-    by_type = {model_type: family for family in families() for model_type in family.model_types}
+    config, legal = Fields(values, where), families() if family is None else (own_family(family),)
+    by_type = {model_type: each for each in legal for model_type in each.model_types}
     model_type = config.get(str, "model_type") if config.has("model_type") else _type_of_class(config, by_type)
     if model_type not in by_type:
-        raise UnknownModel(f"{where}: model_type {model_type!r} is not supported; legal are {', '.join(by_type)}")
-    family = by_type[model_type]
-    return Model(name, family, family.read_config(values, where))
+        whose = "is not supported" if family is None else f"is not served by the family {legal[0].name} of {family.path}"
+        other = "; --family FILE.py names a family of your own" if family is None else ""
+        raise UnknownModel(f"{where}: model_type {model_type!r} {whose}; legal are {', '.join(by_type)}{other}")
+    chosen = by_type[model_type]
+    if family is None:
+        return Model(name, chosen, chosen.read_config(values, where))
+    with family.blamed():
+        read = chosen.read_config(values, where)
+        check_config(read, family.path)
+        model = Model(name, chosen, read)
+        # Once, so that what a declaration lacks is said with the file's line.
+        model.params(torch.float32)
+    return model
+
+
+def own_family(file: FamilyFile) -> Family[Any]:
+    """The family of a user's file.
+
+    Raises:
+        FamilyError: it cannot be used, or has the name of a family of this package.
+    """
+    family, names = file.load(), [each.name for each in families()]
+    if family.name in names:
+        raise FamilyError(f"{file.path}: FAMILY.name is {family.name!r}, a family of npucompile; legal is any but {', '.join(names)}")
+    return family
 
 
 def families() -> tuple[Family[Any], ...]:
@@ -129,12 +163,12 @@ def _type_of_class(config: Fields, model_types: Iterable[str]) -> str:
     return next((name for name in model_types if name.replace("_", "") == stem.replace("_", "").lower()), stem)
 
 
-def _from_directory(name: str, directory: Path) -> ModelSource:
+def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> ModelSource:
     values = read_json(directory / "config.json")
-    model = from_config(name, values, str(directory / "config.json"))
+    model = from_config(name, values, str(directory / "config.json"), family)
     file = directory / "tokenizer.json"
-    tokenizer = file if file.is_file() else None
-    return ModelSource(name, model, directory, tokenizer, _eos_ids(directory, values), _text(values), _chat_template(directory))
+    tokenizer, eos_ids = file if file.is_file() else None, _eos_ids(directory, values)
+    return ModelSource(name, model, directory, tokenizer, eos_ids, _text(values), _chat_template(directory), family_file=family)
 
 
 def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..graphs.errors import ArtifactMissing, NpucompileError
+from ..graphs.errors import ArtifactMissing, ArtifactStale, NpucompileError
 from ..lowering.artifact.artifact import MANIFEST, Artifact
+from ..models.family_file import FamilyFile
 
 
 def artifact_path(artifacts: Path, name: str | None) -> Path:
@@ -29,6 +30,25 @@ def artifact_path(artifacts: Path, name: str | None) -> Path:
             return path
     names = ", ".join(path.name for path in built) or "nothing"
     raise ArtifactMissing(f"{name!r} is neither an artifact directory nor a built model; built under {artifacts}: {names}")
+
+
+def check_family(artifact: Artifact, file: str) -> None:
+    """Refuses an artifact that was not built with the family of a user's file.
+
+    Raises:
+        ArtifactStale: naming both families.
+        FamilyError: the file cannot be read.
+    """
+    named, built = FamilyFile.read(file), FamilyFile.recorded(artifact.manifest.model)
+    if built is None:
+        raise ArtifactStale(
+            f"{artifact.path} was built with npucompile's family {artifact.manifest.model['family']}, not {file}; build it again"
+        )
+    if built.digest != named.digest:
+        raise ArtifactStale(
+            f"{artifact.path} was built with the family file {built.path} of sha256 {built.digest[:16]}, and {named.path} is "
+            f"{named.digest[:16]}; build it again"
+        )
 
 
 def newest_runnable(artifacts: Path, check: Callable[[Artifact], object]) -> tuple[Artifact | None, list[str]]:

@@ -118,7 +118,8 @@ class Manifest:
 
     Attributes:
         model: name, family, config (its config.json), vocab_size, eos_ids; `draft_model` (name, config, parts, checkpoint) where its draft
-            head is of a second checkpoint, whose parameters are among `params`.
+            head is of a second checkpoint, whose parameters are among `params`; `family_file` (name, sha256, path, text) where its family
+            is of a file of the user's.
         dtype: name of the dtype that the model computes in.
         mesh: e.g. "dp=8,tp=2"; "1" is one device.
         rules: logical axis to mesh axes.

@@ -61,7 +61,7 @@ def stored(params: Tree, storage: Storage) -> Tree:
 def _with_bias(param: Param, storage: Storage, weight: Tree) -> Tree:
     # Static scales have it in their integers.
     static = isinstance(weight, Mapping) and "quant_bias" in weight
-    if not param.role or static or not storage.formats.has_bias(param.source.names):
+    if not param.role or static or not (param.biased or storage.formats.has_bias(param.source.names)):
         return weight
     if param.role not in (NORM, "column"):
         raise CheckpointError(

@@ -21,6 +21,7 @@ from ...lowering.artifact.artifact import Artifact
 from ...lowering.artifact.manifest import Manifest
 from ...models import registry, safetensors_files
 from ...models.draft_source import open_both, recorded
+from ...models.family_file import FamilyFile
 from ..progress import Progress
 from .report import Column, Table, Value
 from .stats import Clock, interleave, ratio, spread
@@ -62,7 +63,7 @@ def checkpoint_dir(manifest: Manifest) -> Path:
     """
     for name in (*manifest.build_arguments[:1], str(manifest.model["name"])):
         try:
-            directory = registry.find(name).checkpoint_dir
+            directory = registry.find(name, FamilyFile.recorded(manifest.model)).checkpoint_dir
         except ModelError:
             continue
         if directory is None:

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ...graphs.errors import SpecError
 from ...models import registry
+from ...models.family_file import FamilyFile
 from ...models.quant.description import formats_in
 from ...models.quant.formats import PLAIN
 from ..build.choices import KV_CACHE_DTYPES
@@ -37,7 +38,14 @@ def held_out_texts() -> list[str]:
     return [chapter.text for chapter in split_chapters(parse_chapters(read_bible()))[1]]
 
 
-def perplexity(name: str, texts: Iterable[str], dtype: torch.dtype, window: int = WINDOW_TOKENS, kv_cache: str = "auto") -> float:
+def perplexity(
+    name: str,
+    texts: Iterable[str],
+    dtype: torch.dtype,
+    window: int = WINDOW_TOKENS,
+    kv_cache: str = "auto",
+    family: FamilyFile | None = None,
+) -> float:
     """exp of the mean negative log likelihood of a text's tokens but the first, each given those before it in its window.
 
     Args:
@@ -45,11 +53,12 @@ def perplexity(name: str, texts: Iterable[str], dtype: torch.dtype, window: int 
         texts: each begins with nothing before it.
         dtype: that the model computes in.
         kv_cache: dtype of cached keys and values, as of `npucompile build --kv-cache-dtype`.
+        family: the file of its family, where that is the user's own.
 
     Raises:
         SpecError: no text has two tokens, or the model has no weights or no tokenizer.
     """
-    source = registry.find(name)
+    source = registry.find(name, family)
     stored = formats_in(source.checkpoint_dir) if source.checkpoint_dir else None
     model, params = loaded(source, dtype, choose_kv_cache(kv_cache, stored or PLAIN, dtype))
     total, count = 0.0, 0
@@ -71,12 +80,13 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="UTF-8 text (default: the bundled model's held-out text)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"], help="each model with each of them")
+    parser.add_argument("--family", type=FamilyFile.read, metavar="FILE", help="Python file of the models' family")
     options = parser.parse_args()
     texts = [read_text(options.text)] if options.text else held_out_texts()
     print("| model | perplexity | change |\n| --- | ---: | ---: |")
     first = None
     for name, kv_cache in itertools.product(options.models, options.kv_cache_dtype):
-        value = perplexity(name, texts, DTYPES[options.dtype], kv_cache=kv_cache)
+        value = perplexity(name, texts, DTYPES[options.dtype], kv_cache=kv_cache, family=options.family)
         first = first or value
         cached = "" if kv_cache == "auto" else f", KV cache {kv_cache}"
         print(f"| {Path(name).name}{cached} | {value:.4f} | {value / first - 1:+.2%} |", flush=True)

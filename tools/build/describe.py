@@ -40,6 +40,7 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "config": plan.source.text,
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
+            **({"family_file": plan.source.family_file.as_fields()} if plan.source.family_file else {}),
             **({"draft_model": plan.source.draft.as_fields()} if plan.source.draft else {}),
         },
         dtype=DTYPE_NAMES[plan.dtype],

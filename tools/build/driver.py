@@ -94,6 +94,7 @@ def facts(plan: Plan, bucket: Bucket) -> tuple[object, ...]:
     return (
         plan.source.name,
         plan.source.text,
+        plan.source.family_file.digest if plan.source.family_file else "",
         repr(plan.model.config),
         repr(bucket),
         repr(plan.limits),

@@ -15,6 +15,7 @@ from ...lowering.platform import CPU, Platform
 from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
 from ...models.draft_model import PREFIX
+from ...models.family_file import FamilyFile
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
@@ -57,6 +58,7 @@ class Options:
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
         draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
         kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
+        family: path of the file of a family that this package does not have.
         cann, operator_packages: of `lowering.platform.Platform`.
     """
 
@@ -76,6 +78,7 @@ class Options:
     max_logprobs: int | None = None
     weights: str | None = None
     draft_model: str | None = None
+    family: str | None = None
     cann: str | None = None
     operator_packages: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
@@ -136,6 +139,7 @@ class Plan:
             "backend": self.backend,
             "draft-model": draft_name(self.source),
             "kv-cache-dtype": self.kv_cache_dtype if self.kv_cache_dtype != "auto" else "",
+            "family": self.source.family_file.path if self.source.family_file else "",
         }
         if self.mesh.size > 1 or not self.target.local:
             mesh = str(self.mesh) if self.mesh.axes else ""
@@ -183,7 +187,7 @@ def plan(options: Options) -> Plan:
         ModelError: the model cannot be used.
         PartitionError: the model cannot be split over the mesh.
     """
-    source = registry.find(options.model)
+    source = registry.find(options.model, FamilyFile.read(options.family) if options.family else None)
     place = {"backend": options.backend, "deployment": options.deployment, "target_name": options.target, "mesh": options.mesh}
     row = row_of(source.name, **place)
     source, draft_note = choose_draft_model(options.draft_model, source, row, options.num_speculative_tokens)

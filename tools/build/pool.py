@@ -26,6 +26,7 @@ from ...lowering.artifact.graph_io import decode
 from ...lowering.backend import Compiled, backend
 from ...lowering.lower import Lowered
 from ...lowering.toolchain import toolchain
+from ...models.family_file import FamilyFile
 from .plan import Plan
 from .stages import Staged, pack_texts, stage
 
@@ -147,6 +148,13 @@ def _compile(job: CompileJob) -> tuple[StagedRecord | None, Compiled | None]:
     return record, compiled
 
 
+def _prepare(files: Sequence[FamilyFile]) -> None:
+    """Prepares a process of the pool: loads the families of users' files, whose functions and configurations the jobs refer to."""
+    for file in files:
+        file.load()
+    gc.freeze()
+
+
 def _run_in_worker(job: CompileJob) -> CompileResult:
     """`run` in a process of the pool.
 
@@ -168,14 +176,16 @@ def run_all(jobs: Sequence[CompileJob], workers: int) -> Iterator[CompileResult]
     if workers <= 1 or len(jobs) <= 1:
         yield from map(run, jobs)
         return
+    files = tuple({job.plan.source.family_file for job in jobs if job.plan.source.family_file})
     # Spawn, because a fork inherits torch's thread pools in an undefined state.
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn"), initializer=gc.freeze)
+    context, count = multiprocessing.get_context("spawn"), min(workers, len(jobs))
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(files,))
     try:
         for future in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
             yield future.result()
     except BrokenProcessPool:
         raise LoweringError(
-            f"one of {min(workers, len(jobs))} processes that compile was killed, for want of memory more likely than not; "
+            f"one of {count} processes that compile was killed, for want of memory more likely than not; "
             "what was finished is kept: build again, with --jobs 1 to need less"
         ) from None
     finally:

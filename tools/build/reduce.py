@@ -13,6 +13,7 @@ import torch
 
 from ...graphs.errors import SpecError
 from ...models import checkpoint, registry
+from ...models.family_file import FamilyFile
 from ...models.params import initialise
 from ...models.presets import BUNDLED
 
@@ -34,12 +35,13 @@ def reduced_config(values: Mapping[str, Any], widths: Mapping[str, int], tokeniz
     return {**text, "rope_parameters": rope, "dtype": "bfloat16"} if rope else {**text, "dtype": "bfloat16"}
 
 
-def write_reduced(model: str, directory: Path, seed: int = 0) -> Path:
+def write_reduced(model: str, directory: Path, seed: int = 0, family: FamilyFile | None = None) -> Path:
     """Writes the checkpoint, with the bundled model's tokenizer; equal seeds give equal bytes.
 
     Args:
         model: preset name or checkpoint directory of the large model.
         directory: new or empty.
+        family: the file of its family, where that is the user's own.
 
     Raises:
         SpecError: the directory holds something.
@@ -47,10 +49,10 @@ def write_reduced(model: str, directory: Path, seed: int = 0) -> Path:
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise SpecError(f"{directory} exists; legal is a new or empty directory")
-    source, bundled = registry.find(model), registry.find(BUNDLED[0])
+    source, bundled = registry.find(model, family), registry.find(BUNDLED[0])
     assert bundled.checkpoint_dir is not None
     config = reduced_config(json.loads(source.text), source.model.family.widths, json.loads(bundled.text))
-    small = registry.from_config(f"{source.name}-reduced", config)
+    small = registry.from_config(f"{source.name}-reduced", config, family=family)
     params = replace(small, drafting=small.has_draft_head).params(torch.bfloat16)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -50,22 +50,27 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def bucket_stamp(*facts: object) -> str:
-    """Digest of one bucket: of the sources that decide graphs, and of facts with a complete `repr`."""
+    """Digest of one bucket: of the sources that decide graphs, and of facts with a complete `repr`.
+
+    The digest of a user's own family file is among the facts.
+    """
     return hashlib.sha256(repr((source_digest(), *facts)).encode()).hexdigest()
 
 
-def fingerprint(options: Mapping[str, Any], package_root: Path, model_files: Iterable[Path]) -> str:
+def fingerprint(options: Mapping[str, Any], package_root: Path, model_files: Iterable[Path], source_files: Iterable[Path] = ()) -> str:
     """Digest of everything that decides a build.
 
-    The package's sources count by content; models, which may be large, by size and modification time.
+    The package's sources and the file of a user's own family count by content; models, which may be large, by size and modification time.
 
     Args:
         options: of the command; None counts as absent.
         package_root: the directory with npucompile's folders.
         model_files: files and directories of the checkpoint; empty for a preset without one.
+        source_files: the file of a user's own family; one that cannot be read counts as absent, and the build says so.
     """
     digest = hashlib.sha256()
-    for fact in (_options(options), *_sources(package_root), *_models(package_root / BUNDLED, *model_files), *_machine()):
+    own = (_own_source(file) for file in source_files)
+    for fact in (_options(options), *_sources(package_root), *own, *_models(package_root / BUNDLED, *model_files), *_machine()):
         # The length separates facts, so that no two lists of facts give the same bytes.
         digest.update(f"{len(fact)}:".encode() + fact)
     return digest.hexdigest()
@@ -115,6 +120,13 @@ def _sources(root: Path) -> Iterator[bytes]:
         [root / "__init__.py", *(file for folder in FOLDERS for file in (root / folder).rglob("*") if _is_source(root, file))]
     ):
         yield f"{path.relative_to(root).as_posix()} {_sha256(path)}".encode()
+
+
+def _own_source(file: Path) -> bytes:
+    try:
+        return f"{file} {_sha256(file)}".encode()
+    except OSError:
+        return f"{file} absent".encode()
 
 
 def _is_source(root: Path, file: Path) -> bool:

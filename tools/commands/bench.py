@@ -15,6 +15,7 @@ import torch
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...models import registry
+from ...models.family_file import FamilyFile
 from ...server.tokenizer import TextTokenizer
 from ..bench import build, peer, step
 from ..bench import load as bench_load
@@ -26,8 +27,9 @@ from ..bench.streams import Load
 from ..build import driver as building
 from ..build import plan as planning
 from ..cli import Home
-from ..locate import artifact_path
+from ..locate import artifact_path, check_family
 from ..progress import Progress
+from .family_option import family_option
 
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ class Settings:
 
 @click.command("bench")
 @click.argument("artifact_or_model", required=False)
+@family_option
 @click.option("--only", metavar="LIST", help=f"Figures: {', '.join(FIGURES)}.  [default: all but {', '.join(SLOW)}]")
 @click.option("--streams", metavar="LIST", default="1,4,16", show_default=True, help="Numbers of concurrent requests.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
@@ -80,6 +83,7 @@ class Settings:
 def command(
     home: Home,
     artifact_or_model: str | None,
+    family: str | None,
     only: str | None,
     streams: str,
     tokens: int,
@@ -112,7 +116,7 @@ def command(
     machine = bench_machine.describe()
     if machine.load > BUSY:
         progress.say(f"the load average is {machine.load:.1f}: other processes will distort the figures")
-    subject, tables = measure(home, artifact_or_model, wanted, settings, progress)
+    subject, tables = measure(home, artifact_or_model, wanted, settings, progress, family)
     if as_json:
         report = {"machine": asdict(machine), "subject": subject, "figures": [as_data(table) for table in tables]}
         click.echo(json.dumps(report, indent=1))
@@ -149,7 +153,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def measure(
-    home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress
+    home: Home, name: str | None, only: tuple[str, ...] | None, settings: Settings, progress: Progress, family: str | None = None
 ) -> tuple[dict[str, str], Iterator[Table]]:
     """A description of what is measured, and the tables, each yielded as soon as it is measured.
 
@@ -165,14 +169,14 @@ def measure(
     subject: dict[str, str] = {}
     sources: dict[str, Callable[[], list[Table]]] = {}
     if wanted != ("build",):
-        artifact = _alone(lambda: find_or_build(home, name, progress))
+        artifact = _alone(lambda: find_or_build(home, name, progress, family))
         if {"load", "streams", "speculation", "peer"} & set(wanted):
             for load in settings.loads:
                 load.check(artifact.manifest.limits.max_model_len)
         subject = describe(artifact)
         sources = figures(artifact, home, settings, progress)
     if "build" in wanted:
-        arguments = build_arguments(home, name)
+        arguments = build_arguments(home, name, family)
         subject["npucompile build"] = " ".join(arguments)
         sources["build"] = lambda: [
             build.build(arguments, jobs=settings.jobs, rounds=settings.builds, environment=home.environment, progress=progress)
@@ -223,7 +227,7 @@ def speculation(artifact: Artifact, home: Home, settings: Settings, progress: Pr
     manifest = artifact.manifest
     if not manifest.limits.drafts:
         raise SpecError(f"{artifact.path} drafts nothing; legal is one built with --speculative-tokens of at least 1")
-    model = registry.find(manifest.build_arguments[0])
+    model = registry.find(manifest.build_arguments[0], FamilyFile.recorded(manifest.model))
     path = settings.prompts or (model.checkpoint_dir / "prompts.txt" if model.checkpoint_dir else None)
     if path is None or not path.is_file():
         raise SpecError(f"no prompts for {model.name}: {path} is no file; legal is --prompts FILE, one prompt a line")
@@ -252,7 +256,7 @@ def describe(artifact: Artifact) -> dict[str, str]:
     }
 
 
-def build_arguments(home: Home, name: str | None) -> tuple[str, ...]:
+def build_arguments(home: Home, name: str | None, family: str | None = None) -> tuple[str, ...]:
     """Arguments that built an artifact, or those of a default build of a model.
 
     Raises:
@@ -264,17 +268,17 @@ def build_arguments(home: Home, name: str | None) -> tuple[str, ...]:
     except ArtifactMissing:
         if name is None:
             raise
-        return (name,)
+        return (name, "--family", family) if family else (name,)
     if not arguments:
         raise SpecError(f"the artifact {name!r} does not say how it was built; name a model")
     return arguments
 
 
-def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
+def find_or_build(home: Home, name: str | None, progress: Progress, family: str | None = None) -> Artifact:
     """The artifact to measure.
 
     Raises:
-        ArtifactError: it cannot run here.
+        ArtifactError: it cannot run here, or was built with another family.
         ModelError: the name is neither an artifact's nor a model's.
     """
     try:
@@ -282,8 +286,10 @@ def find_or_build(home: Home, name: str | None, progress: Progress) -> Artifact:
     except ArtifactMissing:
         if name is None:
             raise
-        plan = planning.plan(planning.Options(name))
+        plan = planning.plan(planning.Options(name, family=family))
         out = planning.default_out(home.artifacts, plan.source)
         artifact = Artifact.open(building.build(plan, out, home.cache, progress).path)
     artifact.check_runnable()
+    if family is not None:
+        check_family(artifact, family)
     return artifact

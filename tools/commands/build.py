@@ -14,6 +14,7 @@ from ..build import choices, stamp
 from ..cli import Home
 from ..notation import BUCKETS_HELP, PREFILL_HELP, format_buckets, format_prefill, parse_buckets, parse_prefill
 from ..progress import Progress
+from .family_option import family_option
 
 SHIPPED = "cache"
 """Folder of an artifact's compiled graphs, named apart from the module that it describes, which loads torch; a test compares both."""
@@ -71,6 +72,7 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     "--draft-model", metavar="MODEL",
     help="Draft head of a second checkpoint: a directory, or a preset of sizes.  [default: the model's own, if it has one]",
 )  # fmt: skip
+@family_option
 @click.option(
     "--max-logprobs", type=click.IntRange(0, 20),
     help="Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
@@ -111,7 +113,8 @@ def command(home: Home, /, model: str, out: Path | None, precompile: str, jobs: 
     """
     path = out or home.artifacts / "-".join(filter(None, (Path(model).name, options["phase"])))
     named = [Path(name) for name in (model, options["draft_model"]) if name]
-    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, named)
+    own = [Path(options["family"])] if options["family"] else []
+    fingerprint = stamp.fingerprint({**options, "model": model, "out": str(path), "precompile": precompile}, ROOT, named, own)
     if stamp.matches(path, fingerprint):
         Progress().say(f"{path} is up to date: the same options, sources, checkpoint and toolchain, and its files as they were left")
         click.echo(path)

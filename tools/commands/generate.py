@@ -14,6 +14,7 @@ import click
 from ...graphs.errors import ArtifactMissing, SpecError
 from ...lowering.artifact.artifact import Artifact
 from ...models.draft_source import recorded
+from ...models.family_file import FamilyFile
 from ...runtime.request import Sampling
 from ...server.logprobs import token_objects
 from ...server.token_text import TokenText
@@ -22,7 +23,7 @@ from ..bench import acceptance
 from ..build import driver as building
 from ..build import plan as planning
 from ..cli import Home
-from ..locate import artifact_path
+from ..locate import artifact_path, check_family
 from ..progress import Progress
 from ..serve.environment import applied
 from ..serve.executors import settled
@@ -32,6 +33,7 @@ from ..serve.rank_settings import RankSettings
 from ..serve.serving import tokenizer_of
 from ..serve.torchrun import launcher_config
 from .device_options import device_options
+from .family_option import family_option
 
 
 @click.command("generate")
@@ -47,6 +49,7 @@ from .device_options import device_options
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token.")
 @click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
 @click.option("--draft-model", metavar="MODEL", help="Build the model anew, uncompiled, with the draft head of this checkpoint.")
+@family_option
 @click.option("--logprobs", type=click.IntRange(0), help="With --json: log probabilities, also of this many most likely tokens.")
 @click.option("--dtype", type=click.Choice(list(planning.DTYPES)), help="Build the model anew, uncompiled, in this type.")
 @device_options
@@ -66,6 +69,7 @@ def command(
     ignore_eos: bool,
     speculative_tokens: int | None,
     draft_model: str | None,
+    family: str | None,
     logprobs: int | None,
     dtype: str | None,
     device: str,
@@ -91,7 +95,7 @@ def command(
         if config:
             artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
         else:
-            artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model))
+            artifact = stack.enter_context(opened(home, artifact_or_model, dtype, draft_model, family))
         manifest, progress = artifact.manifest, Progress(quiet=as_json)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress)
@@ -156,11 +160,14 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = None) -> Iterator[Artifact]:
+def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = None, family: str | None = None) -> Iterator[Artifact]:
     """The artifact of that name, or an uncompiled build of the model of that name.
 
     With `dtype` or `draft_model` an artifact's model is built uncompiled too. Such builds are temporary: checking one for changes takes
     as long as building it.
+
+    Raises:
+        ArtifactStale: the artifact was built with another family than the file's.
     """
     model = name
     try:
@@ -168,14 +175,18 @@ def opened(home: Home, name: str, dtype: str | None, draft_model: str | None = N
     except ArtifactMissing:
         pass
     else:
+        if family is not None:
+            check_family(artifact, family)
         if dtype is None and draft_model is None:
             artifact.check_runnable()
             yield artifact
             return
-        model = artifact.manifest.build_arguments[0]
+        model, own = artifact.manifest.build_arguments[0], FamilyFile.recorded(artifact.manifest.model)
+        family = own.path if own else None
         if draft_model is None and (draft := recorded(artifact.manifest.model)):
             draft_model = str(draft.directory or draft.name)
-    plan = planning.plan(planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager", draft_model=draft_model))
+    options = planning.Options(model, buckets=(1,), dtype=dtype or "auto", backend="eager", draft_model=draft_model, family=family)
+    plan = planning.plan(options)
     home.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.cache, prefix="generate-") as scratch:
         out = Path(scratch) / plan.source.name

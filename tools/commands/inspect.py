@@ -149,7 +149,9 @@ def as_dict(artifact: Artifact, entries: list[GraphEntry], *, costs: bool = Fals
         costs: add what is computed from each bucket's GE graph, see `cost.bucket_facts`; it takes a second a graph.
     """
     manifest = artifact.manifest
-    model = {k: v for k, v in manifest.model.items() if k != "config"} | {"config": json.loads(manifest.model["config"])}
+    model = {**manifest.model, "config": json.loads(manifest.model["config"])}
+    if "family_file" in model:
+        model["family_file"] = {name: value for name, value in model["family_file"].items() if name != "text"}
     return {
         "artifact": str(artifact.path),
         "digest": artifact.digest,
@@ -200,6 +202,7 @@ def table(artifact: Artifact, entries: list[GraphEntry]) -> list[str]:
     scheme = f", {facts['quantization']}" if facts["quantization"] != "none" else ""
     lines = [
         f"{model['name']} ({model['family']}) for {facts['target']}, {facts['dtype']}{scheme}, mesh {facts['mesh']}   {artifact.path}",
+        *([f"family of {own['path']}, sha256 {own['sha256'][:16]}"] if (own := model.get("family_file")) else []),
         *([f"deployment {facts['deployment']}"] if facts["deployment"] else []),
         f"context {limits.max_model_len}, {limits.num_pages - 1} pages of {limits.page_size} tokens, {limits.num_slots - 1} state slots, "
         f"requests in flight: {limits.num_request_slots - 1}",

@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from ...models import registry
+from ...models.family_file import FamilyFile
 from ...models.quant.recipes import SCHEMES
 from ..progress import Progress
 from ..quantize.driver import Settings, quantize
 from ..quantize.plot import check_plot, plot
 from ..quantize.report import summary, table
+from .family_option import family_option
 
 
 @click.command("quantize")
@@ -26,6 +28,7 @@ from ..quantize.report import summary, table
     "--static", multiple=True, metavar="PATTERN", help="Matrices whose activations get one scale for all tokens; may be repeated."
 )
 @click.option("--float-draft", is_flag=True, help="Leave the draft head float where the recipe quantises it.")
+@family_option
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw the errors over the layers into this .svg, .png or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print the error of every matrix as JSON.")
 def command(
@@ -37,6 +40,7 @@ def command(
     calibrate: Path | None,
     static: tuple[str, ...],
     float_draft: bool,
+    family: str | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -52,7 +56,7 @@ def command(
     """
     if picture:
         check_plot(picture)
-    source, progress = registry.find(checkpoint), Progress()
+    source, progress = registry.find(checkpoint, FamilyFile.read(family) if family else None), Progress()
     errors = quantize(source, out, Settings(scheme, keep, static, calibrate, group, float_draft), progress)
     if picture:
         plot(errors, f"{source.name} in {scheme}", picture)

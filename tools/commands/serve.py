@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError
+from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
@@ -20,7 +20,7 @@ from ...server.app import WEBSOCKET_PATH
 from ...server.run import serve, websocket_url
 from ..build import plan as planning
 from ..cli import Home
-from ..locate import artifact_path, newest_runnable
+from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
 from ..serve.environment import applied
 from ..serve.executors import settled
@@ -29,6 +29,7 @@ from ..serve.rank_settings import RankSettings
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
 from ..serve.torchrun import launcher_config
 from .device_options import device_options
+from .family_option import family_option
 
 HOST, PORT = "127.0.0.1", 8000
 
@@ -41,6 +42,7 @@ HOST, PORT = "127.0.0.1", 8000
 @click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
 @click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
 @device_options
+@family_option
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
@@ -54,10 +56,13 @@ def command(
     step_timeout: float | None,
     device: str,
     checkpoint: Path | None,
+    family: str | None,
     no_build: bool,
     verbose: bool,
 ) -> None:
     """Serve an artifact, or build and serve a model.
+
+    An artifact has all that serving needs, a family of your own included: --family is for a model that is built first.
 
     Without ARTIFACT_OR_MODEL, serves the newest artifact that this machine can run, or builds the bundled model. Buckets without
     an executable run uncompiled; a background build adds executables, and the server swaps them in.
@@ -78,7 +83,7 @@ def command(
         if config:
             artifact, build = open_named_artifact(home, artifact_or_model, config.local_rank), None
         else:
-            artifact, build = find_or_build(home, artifact_or_model, settings, no_build, progress)
+            artifact, build = find_or_build(home, artifact_or_model, settings, no_build, progress, family)
         if build:
             stack.callback(build.stop)
         settings = settled(artifact, settings)
@@ -119,14 +124,17 @@ def announce(running: RunningService, artifact: Artifact, building: bool, progre
 
 
 def find_or_build(
-    home: Home, name: str | None, settings: RankSettings, no_build: bool, progress: Progress
+    home: Home, name: str | None, settings: RankSettings, no_build: bool, progress: Progress, family: str | None = None
 ) -> tuple[Artifact, BackgroundBuild | None]:
     """The artifact to serve, and the background build that completes it, if one is needed.
 
     Raises:
-        ArtifactError: the artifact cannot run here, or none can and `no_build` is set.
+        ArtifactError: the artifact cannot run here or was built with another family, or none can and `no_build` is set.
+        SpecError: a family without a model.
         NpucompileError: the name is neither an artifact's nor a model's, or the build failed.
     """
+    if name is None and family is not None:
+        raise SpecError(f"--family {family}: of which model? legal is a MODEL too")
     if name is None:
         artifact, skipped = newest_runnable(home.artifacts, lambda artifact: settled(artifact, settings))
         for reason in skipped:
@@ -141,14 +149,17 @@ def find_or_build(
         try:
             artifact = Artifact.open(artifact_path(home.artifacts, name))
             artifact.check_runnable()
+            if family is not None:
+                check_family(artifact, family)
             return artifact, _resume_build(home, artifact, no_build)
         except ArtifactMissing:
             if no_build:
                 raise
-    plan = planning.plan(planning.Options(name))
+    plan = planning.plan(planning.Options(name, family=family))
     if plan.source.tokenizer is None:
         raise ModelError(f"{plan.source.checkpoint_dir} has no tokenizer.json, and serving text needs one")
-    build = BackgroundBuild([name], planning.default_out(home.artifacts, plan.source), home.environment)
+    arguments = [name, "--family", family] if family else [name]
+    build = BackgroundBuild(arguments, planning.default_out(home.artifacts, plan.source), home.environment)
     try:
         return build.wait_servable(), build
     except BaseException:

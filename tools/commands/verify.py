@@ -10,6 +10,7 @@ import click
 from ...graphs.errors import SpecError
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
+from ...models.family_file import FamilyFile
 from ..cli import Home
 from ..locate import artifact_path
 from ..progress import Progress
@@ -36,6 +37,8 @@ def command(home: Home, artifact: str | None, as_json: bool, steps: int | None, 
     """
     opened = Artifact.open(artifact_path(home.artifacts, artifact))
     opened.check_runnable()
+    if family := FamilyFile.recorded(opened.manifest.model):
+        family.check_unchanged(opened.path)
     began, device = time.monotonic(), is_for_device(opened)
     if not device and (steps is not None or seed is not None):
         raise SpecError(f"--steps and --seed are for artifacts built for NPUs; {opened.path} was built for this machine")

@@ -121,6 +121,11 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
             raise SpecError(f"{param.source.names[0]}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
         if ROLES[param.role][0] and form == W8A8:
             raise SpecError(f"{param.source.names[0]}: the format is {form}; experts have a scale for each token, legal is {W8A8_DYNAMIC}")
+        if param.biased and form == W8A8:
+            raise SpecError(
+                f"{param.source.names[0]}: the format is {form}, and it has a bias, which scales for all tokens would absorb; legal are "
+                f"{W8A8_DYNAMIC} and {FLOAT}"
+            )
         matrices.extend(_matrices(path, param, form, table))
     for matrix in matrices:
         _check_shape(matrix, formats.group)

@@ -17,6 +17,7 @@ from ...lowering.platform import Platform
 from ...models import draft_source, registry, sharding_rules
 from ...models.deployed import deployed
 from ...models.family import ModelConfig
+from ...models.family_file import FamilyFile
 from ...models.params import Param
 from ...models.quant.formats import W4A16, Formats
 from ...models.step import Model
@@ -173,7 +174,8 @@ def with_variant(model: Model, variant: Variant) -> Model:
 
 def full_model(manifest: Manifest) -> Model:
     """The artifact's own model in the artifact's variant."""
-    model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]))
+    family = FamilyFile.recorded(manifest.model)
+    model = registry.from_config(str(manifest.model["name"]), json.loads(manifest.model["config"]), family=family)
     if draft := draft_source.recorded(manifest.model):
         model = draft_source.attached(model, json.loads(draft.text), draft.parts)
     return replace(with_variant(model, variant_of(manifest, model.config)), drafting=manifest.limits.drafts > 0)

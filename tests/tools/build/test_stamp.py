@@ -105,6 +105,20 @@ def test_every_source_counts(package, checkpoint, path):
         assert fingerprint(OPTIONS, package, [checkpoint]) not in (before, changed)
 
 
+def test_a_familys_file_counts_by_content(package, checkpoint, tmp_path):
+    file = tmp_path / "own.py"
+    absent = fingerprint(OPTIONS, package, [checkpoint], [file])
+    file.write_text("x = 1\n")
+    before = fingerprint(OPTIONS, package, [checkpoint], [file])
+    later(file)
+    assert fingerprint(OPTIONS, package, [checkpoint], [file]) == before
+    status = file.stat()
+    file.write_text("x = 2\n")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    digests = {absent, before, fingerprint(OPTIONS, package, [checkpoint], [file]), fingerprint(OPTIONS, package, [checkpoint])}
+    assert len(digests) == 4
+
+
 def test_models_count_by_size_and_time(package, checkpoint):
     digests = [fingerprint(OPTIONS, package, [checkpoint])]
     for change in (
