@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..graphs.types import Mesh, Rules
+from . import padding
 from .quant.formats import FLOAT, Formats
 from .variant import Variant, fewer_bytes_in_parts, with_fused_experts, with_packages
 
@@ -57,6 +58,7 @@ def deployed(
         formats=formats,
         grouped=grouped or (quantised and experts > 0),
         shards=shards if formats.quantises else (),
+        padded=tuple((axis, rules.num_shards(axis, mesh)) for axis in padding.AXES if rules.num_shards(axis, mesh) > 1),
         recurrent=recurrent,
     )
     spread = rules.num_shards("experts", mesh) > 1

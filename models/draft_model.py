@@ -205,4 +205,9 @@ def _model_ids(cfg: Config, params: Tree, ids: torch.Tensor) -> torch.Tensor:
     return ids if own is None else own(cfg.draft, params, ids)
 
 
-_HEAD = DraftHead(DRAFT, _extend_cache, _draft, _logits, _model_ids)
+def _vocab_size(cfg: Config) -> int:
+    own = cfg.draft_family.head.vocab_size
+    return int(cfg.vocab_size) if own is None else own(cfg.draft)
+
+
+_HEAD = DraftHead(DRAFT, _extend_cache, _draft, _logits, _model_ids, _vocab_size)

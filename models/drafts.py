@@ -80,5 +80,6 @@ def _draft(head: DraftHead[Any], cfg: Any, weights: Tree, pools: Tree, step: Tre
     """The token [B] after the last one written, and the hidden states that its logits are computed from."""
     # Of `tokens` only the shape is read here, one a row: the id went in when the token was written.
     hidden = head.draft(cfg, weights, pools, {**step, "tokens": step["num_computed_tokens"][:, None]}, rows)
-    token = best(head.logits(cfg, weights, sequence_parallel.whole(hidden, step["num_computed_tokens"].shape[0])))
+    logits = head.logits(cfg, weights, sequence_parallel.whole(hidden, step["num_computed_tokens"].shape[0]))
+    token = best(logits, head.vocab_size(cfg) if head.vocab_size else cfg.vocab_size)
     return (head.model_ids(cfg, weights, token) if head.model_ids else token), hidden

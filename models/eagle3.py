@@ -293,6 +293,11 @@ def model_ids(cfg: Config, params: Tree, ids: torch.Tensor) -> torch.Tensor:
     return params[DRAFT]["model_ids"].index_select(0, ids) if cfg.mapped else ids
 
 
+def vocab_size(cfg: Config) -> int:
+    """Ids of the head's vocabulary."""
+    return cfg.draft_vocab_size
+
+
 def shrink(cfg: Config, target: ModelConfig, tp: int) -> Config:
     """A small configuration for `DraftFamily.shrink`."""
     queries, keys = sizes.attention_heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.variant.kv_repeat, tp)
@@ -324,7 +329,7 @@ DRAFT_FAMILY = DraftFamily(
     abstract_params=abstract_params,
     abstract_state=abstract_state,
     features=features,
-    head=DraftHead(DRAFT, extend_cache, draft, logits, model_ids),
+    head=DraftHead(DRAFT, extend_cache, draft, logits, model_ids, vocab_size),
     shrink=shrink,
     optional=(EMBEDDING, OFFSETS),
     not_read={"t2d": f"which of the model's tokens are among the head's, which {OFFSETS} says too"},

@@ -97,6 +97,7 @@ class DraftHead(Generic[H]):
             laid out as the residual stream.
         logits: (cfg, params, hidden) -> logits of those hidden states, over the head's vocabulary: the model's, [B, V], or its own.
         model_ids: (cfg, params, ids [B] i32 in the head's vocabulary) -> the model's ids [B] i32; None where both have one vocabulary.
+        vocab_size: (cfg) -> number of ids in the head's vocabulary; None where it is the model's.
     """
 
     key: str
@@ -104,6 +105,7 @@ class DraftHead(Generic[H]):
     draft: Callable[[H, Tree, Tree, Tree, Tree], torch.Tensor]
     logits: Callable[[H, Tree, torch.Tensor], torch.Tensor]
     model_ids: Callable[[H, Tree, torch.Tensor], torch.Tensor] | None = None
+    vocab_size: Callable[[H], int] | None = None
 
 
 @dataclass(frozen=True)

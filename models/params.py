@@ -71,12 +71,27 @@ class Repeated:
     copies: int
 
 
-SourceAxis = str | Parts | Repeated | None
+@dataclass(frozen=True)
+class Padded:
+    """A dimension of which the parameter has more elements, zeros at its end, so that ranks share it evenly (padding.py).
+
+    A rank reads those of its slice that are there; `Source.join` adds the zeros.
+
+    Attributes:
+        axis: logical axis of the dimension.
+        padded: its size in the parameter.
+    """
+
+    axis: str
+    padded: int
+
+
+SourceAxis = str | Parts | Repeated | Padded | None
 
 
 def axis_name(axis: SourceAxis) -> str | None:
     """The logical axis of a dimension of a source tensor."""
-    return axis.axis if isinstance(axis, Parts | Repeated) else axis
+    return axis.axis if isinstance(axis, Parts | Repeated | Padded) else axis
 
 
 @dataclass(frozen=True)

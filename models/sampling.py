@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..graphs import ops
 from ..graphs.spmd.layout import constrain, num_shards
-from ..graphs.spmd.region import all_gather, all_to_all, shard_map
+from ..graphs.spmd.region import all_gather, all_to_all, axis_index, shard_map
 from ..graphs.types import Tree
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 LOGPROBS = ("chosen_logprobs", "top_ids", "top_logprobs")
 
 
-def sample_tokens(logits: torch.Tensor, inputs: Tree, uniform: torch.Tensor, *, emit_logits: bool, max_logprobs: int) -> dict[str, Any]:
+def sample_tokens(
+    logits: torch.Tensor, inputs: Tree, uniform: torch.Tensor, *, emit_logits: bool, max_logprobs: int, vocab_size: int | None = None
+) -> dict[str, Any]:
     """Samples W tokens per row.
 
     Args:
-        logits: [B*W, V], split over the vocabulary where the layout splits it.
+        logits: [B*W, V or more], split over the vocabulary where the layout splits it.
         inputs: with the sampling parameters [B].
         uniform: [B, W] random numbers.
         emit_logits: logits are among the results; without them no device ever holds those of the whole vocabulary for all rows.
         max_logprobs: n, for how many of the most likely tokens log probabilities are returned; with 0 none are.
+        vocab_size: V, where logits beyond it are of padding: they are cut off before anything reads them. None: all are of tokens.
 
     Returns:
         `tokens` [B, W] i32; with n also `chosen_logprobs` [B, W] f32, `top_ids` [B, W, n] i32, `top_logprobs` [B, W, n] f32; and
@@ -36,7 +40,7 @@ def sample_tokens(logits: torch.Tensor, inputs: Tree, uniform: torch.Tensor, *, 
         # Each device gets all logits of its share of the requests. That moves as many bytes as one device holds; gathering the
         # vocabulary on every device would move as many as all devices hold.
         logits = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], (rows, None))
-    logits = constrain(logits, rows, None).view(B, W, -1).float()
+    logits = _cut(constrain(logits, rows, None), vocab_size).view(B, W, -1).float()
     sampling = [constrain(inputs[name], rows) for name in SAMPLING]
     tokens = ops.sample(logits, *sampling, constrain(uniform, rows, None))
     if not max_logprobs:
@@ -61,11 +65,24 @@ def _replicated(
     return token.to(torch.int32).view(tokens.shape), (chosen.reshape(tokens.shape), ids.to(torch.int32), values.contiguous())
 
 
-def best(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely tokens, of equals the lowest id: [B, V] -> [B] i32."""
+def _cut(logits: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
+    """Without the logits of padding: [T, V or more] -> [T, V]."""
+    return logits if vocab_size in (None, logits.shape[-1]) else logits[:, :vocab_size].contiguous()
+
+
+def best(logits: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
+    """The most likely tokens, of equals the lowest id: [B, V or more] -> [B] i32; `vocab_size` as of `sample_tokens`."""
     if num_shards("vocab") == 1:
-        return constrain(logits, None, None).float().argmax(-1).to(torch.int32)
-    return shard_map(_best_of_shards, [(logits, (None, "vocab"))], (None,))
+        return _cut(constrain(logits, None, None), vocab_size).float().argmax(-1).to(torch.int32)
+    if vocab_size in (None, logits.shape[-1]):
+        return shard_map(_best_of_shards, [(logits, (None, "vocab"))], (None,))
+
+    def without_padding(logits: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(logits.shape[-1], device=logits.device) + axis_index("vocab") * logits.shape[-1]
+        lowest = torch.full((), -math.inf, dtype=logits.dtype, device=logits.device)
+        return _best_of_shards(torch.where(ids < vocab_size, logits, lowest))
+
+    return shard_map(without_padding, [(logits, (None, "vocab"))], (None,))
 
 
 def _best_of_shards(logits: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,9 @@ divides. Numbers of heads, which a mesh divides, stay."""
 
 
 def vocabulary(size: int, tp: int) -> int:
-    """Tokens of a small vocabulary: of one that has more tokens than graphs rank, sampling has other operators."""
-    return tp * (max(8, 256 // tp) if size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1))
+    """Tokens of a small vocabulary: of one that has more tokens than graphs rank, sampling has other operators; so has a padded one."""
+    count = tp * (max(8, 256 // tp) if size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1))
+    return count - 1 if size % tp else count
 
 
 def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int, int]:

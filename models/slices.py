@@ -11,7 +11,7 @@ import torch
 
 from ..graphs.errors import PartitionError
 from ..graphs.types import Aval, Mesh, Rules
-from .params import Param, Parts, Repeated, SourceAxis, axis_name
+from .params import Padded, Param, Parts, Repeated, SourceAxis, axis_name
 
 Region = tuple[tuple[slice, ...], ...]
 """What is read of a tensor: of each dimension the slices that are kept, in order and without overlap."""
@@ -123,6 +123,9 @@ def narrowed(region: Region, begin: int, end: int) -> Region:
 def _runs(size: int, axis: SourceAxis, shard: Shard) -> tuple[slice, ...]:
     if isinstance(axis, Repeated):
         return (_shared_run(size, axis, shard),)
+    if isinstance(axis, Padded):
+        run = shard.run(axis.padded, axis.axis)
+        return (slice(min(run.start, size), min(run.stop, size)),)
     if not isinstance(axis, Parts):
         return (shard.run(size, axis),)
     runs, begin = [], 0

@@ -13,6 +13,7 @@ from ..graphs.step_inputs import LAYER_INPUTS, StepInputs
 from ..graphs.types import Bucket, Limits, Program, Tree
 from . import drafts, request_slots, sequence_parallel
 from .family import Family, Intermediates
+from .padding import padded
 from .params import avals
 from .quant.declare import stored
 from .sampling import sample_tokens
@@ -41,7 +42,8 @@ class Model:
 
     def params(self, dtype: torch.dtype) -> Tree:
         """Tree of Param that the programs read."""
-        return stored(self._used(self.family.abstract_params(self.config, dtype)), self.config.variant)
+        declared = self._used(self.family.abstract_params(self.config, dtype))
+        return stored(padded(declared, self.config.variant), self.config.variant)
 
     def state(self, limits: Limits, dtype: torch.dtype) -> Tree:
         """Tree of Aval of the programs' state: the family's pools, and the request slots."""
@@ -100,7 +102,8 @@ class _Step:
 
     def _sample(self, params: Tree, hidden: torch.Tensor, inputs: Tree, uniform: torch.Tensor) -> dict[str, Any]:
         logits = self.model.family.head(self.model.config, params, hidden)
-        return sample_tokens(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs)
+        count = self.model.config.vocab_size
+        return sample_tokens(logits, inputs, uniform, emit_logits=self.emit_logits, max_logprobs=self.max_logprobs, vocab_size=count)
 
     def _draft(self, params: Tree, state: Tree, step: Tree, features: torch.Tensor, counts: torch.Tensor) -> tuple[dict[str, Any], Tree]:
         """`{"drafts": [B, k]}`, or nothing where k is 0."""

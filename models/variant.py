@@ -31,6 +31,7 @@ class Variant:
             [E, 2, F, M]. Quantised experts are always.
         shards: (logical axis, number of ranks that it is split over) of axes that products contract: a rank rounds its own part of the
             activations of a quantised matrix, and one device that stands for all ranks rounds the same parts.
+        padded: (logical axis, number of ranks that share it) of axes that are padded where ranks do not share them evenly (padding.py).
         recurrent: dtype of the recurrent state pools.
         one_window: whether the pools of convolution inputs keep all inputs of a step in a request's first slot (ops/causal_conv.py).
         split_at_once: whether one operation each takes apart the projection of an attention layer (ops/attention_heads.py), whose queries
@@ -51,6 +52,7 @@ class Variant:
     split_at_once: bool = False
     fused_experts: bool = False
     draft_kv_repeat: int = 1
+    padded: tuple[tuple[str, int], ...] = ()
 
     def parts(self, axis: str | None) -> int:
         """Into how many parts a contraction along a logical axis is split."""

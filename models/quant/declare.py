@@ -12,7 +12,7 @@ from ...graphs import tree
 from ...graphs.errors import CheckpointError, ModelError, SpecError
 from ...graphs.quantise import NIBBLES, unpack_columns, unpack_rows
 from ...graphs.types import Tree
-from ..params import NUMBERS, Param, Parts, Picked, Source, SourceAxis, axis_name
+from ..params import NUMBERS, Padded, Param, Parts, Picked, Source, SourceAxis, axis_name
 from . import leaves
 from .formats import FLOAT, W4A8_DYNAMIC, W4A16, W8A8, W8A8_DYNAMIC, Formats, sibling
 from .leaves import Matrix
@@ -98,6 +98,11 @@ def _stored(param: Param, storage: Storage) -> Tree:
         return {"weight": _turned(param, matrix)} if lead and storage.grouped else param
     if lead and form not in EXPERT_FORMATS:
         raise SpecError(f"{param.source.names[0]}: the format is {form}; legal for experts are {', '.join(EXPERT_FORMATS)}")
+    if form == W4A8_DYNAMIC and (axis := next((axis for axes in param.source_axes for axis in axes if isinstance(axis, Padded)), None)):
+        raise SpecError(
+            f"{param.source.names[0]}: its {axis.axis} is padded to {axis.padded} for the ranks that share it, and int4 are packed; legal "
+            "are numbers of ranks that divide it"
+        )
     declared = leaves.avals(matrix, form, storage.formats.group)
     source, together = (_integers if storage.formats.stored else _floats)(param, matrix, form, storage.formats.group)
     picked = {name: replace(source, join=Picked(together, index)) for index, name in enumerate(declared)}

@@ -59,6 +59,10 @@ def repeated(variant: Variant, **changes: object) -> Variant:
     return Variant(**{**vars(variant), "kv_repeat": 2, **changes})
 
 
+def padded(ranks: int, variant: Variant = PLAIN) -> Variant:
+    return replace(variant, padded=(("vocab", ranks), ("ffn", ranks)))
+
+
 def gathering(variant: Variant, most_dispatched: int = 0) -> Variant:
     return Variant(**{**vars(variant), "most_dispatched": most_dispatched})
 
@@ -161,6 +165,23 @@ CASES: dict[str, Case] = {
             "split": Case("tp=2", *[fleets.mixed(q_heads=2, expert_ffn=2)] * 2, expert_parallel=False),
             "latent": Case("tp=2", *[fleets.mixed(q_heads=2)] * 2, model="latent", drafts=1, collectives=DISPATCH),
         }.items()
+    },
+    "odd sizes tp=2": Case("tp=2", padded(2), experts=False, drafts=3, model="odd"),
+    "odd sizes tp=4": Case("tp=4", repeated(padded(4)), experts=False, drafts=1, model="odd", batch=3),
+    "odd sizes dp=2,tp=2": Case("dp=2,tp=2", padded(2), experts=False, drafts=2, model="odd"),
+    "odd sizes, tied tp=2": Case("tp=2", padded(2), experts=False, model="plain-odd"),
+    "odd sizes, draft model tp=4": Case("tp=4", repeated(padded(4), draft_kv_repeat=4), experts=False, model="plain-odd-eagle3", drafts=3),
+    **{
+        f"odd sizes in {form} tp={tp}": Case(
+            f"tp={tp}",
+            replace(padded(tp, fleets.everywhere(form, q_heads=tp, delta_heads=tp, ffn=tp)), kv_repeat=max(1, tp // 2)),
+            # One device that stands for all rounds the same parts of an activation, which padding makes even.
+            padded(tp, fleets.everywhere(form, q_heads=tp, delta_heads=tp, ffn=tp)),
+            experts=False,
+            batch=4,
+            model="odd",
+        )
+        for form, tp in (("w8a8", 4), ("w8a8_dynamic", 2), ("w8a8_dynamic", 4))
     },
     "w4a8 fused": Case("dp=2,tp=2", replace(W4, fused_experts=True), W4, drafts=1, collectives=FUSED),
 }

@@ -53,6 +53,7 @@ LIMITS = limits(0)
 
 PLAIN_MODELS: dict[str, dict[str, Any]] = {
     "plain": {"layer_kinds": (qwen3.DENSE,) * 2},
+    "plain-odd": {"layer_kinds": (qwen3.DENSE,) * 2, "vocab_size": 41, "intermediate_size": 31},
     "plain-moe": {"layer_kinds": (qwen3.MOE, qwen3.DENSE, qwen3.MOE), **{k: v for k, v in MOE.items() if k[:6] != "shared"}},
 }
 """Models without recurrent layers or a draft head, by name."""
@@ -105,7 +106,6 @@ def config(experts: bool = True, fused_projections: bool = False) -> hybrid.Conf
 def plain_config(name: str) -> qwen3.Config:
     """One of PLAIN_MODELS; the weights of its experts are not renormalised, and its embeddings are tied."""
     return qwen3.Config(
-        vocab_size=VOCAB,
         hidden_size=24,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -115,8 +115,7 @@ def plain_config(name: str) -> qwen3.Config:
         max_position_embeddings=64,
         tie_word_embeddings=True,
         norm_topk_prob=False,
-        **DENSE,
-        **PLAIN_MODELS[name],
+        **{"vocab_size": VOCAB, **DENSE, **PLAIN_MODELS[name]},
     )
 
 
@@ -156,7 +155,8 @@ def sparse_config() -> deepseek_v32.Config:
 
 
 def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small", drafts: int = 0) -> step.Model:
-    """A small model: of Qwen3.5 with or without experts, or "next", "latent", "sparse" or one of PLAIN_MODELS."""
+    """A small model: of Qwen3.5 with or without experts, "odd" of sizes that ranks cannot share evenly, or "next", "latent", "sparse" or
+    one of PLAIN_MODELS."""
     if name == "latent":
         return step.Model(name, deepseek_v3.FAMILY, replace(latent_config(), variant=variant), drafting=drafts > 0)
     if name == "sparse":
@@ -164,8 +164,12 @@ def model(variant: Variant = PLAIN, *, experts: bool = True, name: str = "small"
     if name.removesuffix(EAGLE3) in PLAIN_MODELS:
         plain = step.Model(name, qwen3.FAMILY, plain_config(name.removesuffix(EAGLE3)), drafting=drafts > 0)
         if name.endswith(EAGLE3):
-            plain = draft_source.attached(plain, _HEAD, ("d2t",))
+            odd = {"draft_vocab_size": 13, "intermediate_size": 29} if "odd" in name else {}
+            plain = draft_source.attached(plain, {**_HEAD, **odd, "vocab_size": plain.config.vocab_size}, ("d2t",))
         return replace(plain, config=replace(plain.config, variant=variant))
+    if name == "odd":
+        sizes = replace(config(experts=False), vocab_size=43, intermediate_size=31, variant=variant)
+        return step.Model(name, qwen3_5.FAMILY, sizes, drafting=drafts > 0)
     family = qwen3_next.FAMILY if name == "next" else qwen3_5.FAMILY
     return step.Model(name, family, replace(config(experts, name == "next"), variant=variant), drafting=drafts > 0)
 

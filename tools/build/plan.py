@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
 from ...models.draft_model import PREFIX
 from ...models.family_file import FamilyFile
+from ...models.padding import paddings
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
@@ -236,6 +238,7 @@ def plan(options: Options) -> Plan:
         draft_note,
         _drafts_note(options, planned),
         _eos_note(planned),
+        *_padding_notes(planned),
         weights_note,
         kv_cache_note(formats),
         *(f"differs from the deployment: {deviation}" for deviation in _deviations(planned)),
@@ -328,6 +331,13 @@ def _eos_note(plan: Plan) -> str | None:
     unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
     vocab = plan.model.config.vocab_size
     return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
+
+
+def _padding_notes(plan: Plan) -> Iterator[str]:
+    names = {"vocab": "the vocabulary of", "ffn": "the feed-forward of"}
+    declared = plan.model.family.abstract_params(plan.model.config, plan.dtype)
+    for axis, size, padded, ranks in paddings(declared, plan.model.config.variant):
+        yield f"{names[axis]} {size:,} is padded to {padded:,} over {ranks} ranks"
 
 
 def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:

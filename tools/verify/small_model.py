@@ -142,7 +142,7 @@ def shrink(manifest: Manifest, steps: int) -> SmallModel:
     # Random floats, which are quantised when they are loaded.
     shipped = replace(small.config.variant, formats=_small_groups(replace(small.config.variant.formats, stored=False)))
     small, variant = with_variant(small, shipped), replace(shipped, recurrent=torch.float32)
-    plain = replace(variant, kv_repeat=1, grouped=False)
+    plain = replace(variant, kv_repeat=1, grouped=False, padded=())
     cases = small_buckets(manifest.graphs, mesh.axis("tp"), manifest.limits.drafts, large.config.num_moe_layers)
     rows = max((case.bucket.batch for case in cases if case.bucket.kind == "decode"), default=MAX_REQUESTS + 1)
     requests = max(1, min(MAX_REQUESTS, rows - 1))

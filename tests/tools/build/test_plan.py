@@ -237,11 +237,25 @@ ODD = {
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
+def test_a_vocabulary_that_does_not_divide_is_padded_and_said(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "model", **EVEN, vocab_size=261)
+    planned = tiny.planned(model, mesh="tp=2")
+    assert "the vocabulary of 261 is padded to 262 over 2 ranks" in planned.notes
+    assert planned.model.params(planned.dtype)["embed"].aval.shape == (262, 32)
+    assert planned.model.config.vocab_size == 261
+    assert not any("padded" in note for note in tiny.planned(model).notes)
+
+
 @pytest.mark.parametrize(
     ("mesh", "sizes", "error", "message"),
     [
         ("tp=2", ODD, SpecError, r"2 ranks of a group share 3 key-value heads; legal are multiples or divisors of 3"),
-        ("tp=2", {**EVEN, "vocab_size": 261}, PartitionError, r"axis 'vocab' of size 261 does not divide by 2 \(\('tp',\) of mesh tp=2\)"),
+        (
+            "dp=1,tp=4",
+            {**EVEN, "linear_num_key_heads": 4, "vocab_size": 5},
+            PartitionError,
+            r"4 ranks cannot share 5 elements: some would have padding alone; legal are up to 3",
+        ),
         (
             "tp=4",
             {**ODD, "num_key_value_heads": 2},

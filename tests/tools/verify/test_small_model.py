@@ -112,7 +112,7 @@ def test_a_shrunkhas_the_variant_of_the_large_one():
     assert (variant.formats, dict(variant.shards)) == (formats_of_scheme("w4a8", MOE), {"q_heads": 16, "delta_heads": 16, "ffn": 16})
     assert small.shipped.config.variant == variant
     assert small.model.config.variant == replace(variant, recurrent=F32)
-    assert small.reference.config.variant == replace(variant, kv_repeat=1, recurrent=F32, grouped=False)
+    assert small.reference.config.variant == replace(variant, kv_repeat=1, recurrent=F32, grouped=False, padded=())
     assert (small.model_in(F32), small.model_in(BF16)) == (small.model, small.shipped)
     assert small.requests == 3
     width, longest = 4, 192 + small_model.PROMPT_EXCESS + 4 * (1 + 3)
