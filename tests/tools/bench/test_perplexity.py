@@ -46,7 +46,7 @@ def test_quantised_models_stay_near_their_floats(tmp_path, scheme, most):
 
 
 def test_the_first_model_is_compared_with(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "perplexity", lambda name, texts, dtype, kv_cache: {"a": 20.0, "b": 21.0}[name])
+    monkeypatch.setattr(bench, "perplexity", lambda name, texts, dtype, kv_cache, family: {"a": 20.0, "b": 21.0}[name])
     (tmp_path / "text").write_text("text")
     monkeypatch.setattr(sys, "argv", ["perplexity", "--text", str(tmp_path / "text"), "a", "b"])
     main()
