@@ -38,7 +38,7 @@ def test_layers_and_heads_stay_and_widths_shrink(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_meshes_of_published_deployments_split_it(name, monkeypatch):
     source = replace(registry.find(name), name=f"{name}-reduced", model=small(name))
-    monkeypatch.setattr(planning.registry, "find", lambda _: source)
+    monkeypatch.setattr(planning.registry, "find", lambda name, family: source)
     rows = [row for row in deployments.deployments().values() if row.model == name]
     meshes = {(row.target, str(row.phase(phase).mesh)) for row in rows for phase in row.phases} | {("ascend-a3", "dp=2,tp=2")}
     for target, mesh in meshes:
