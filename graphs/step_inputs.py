@@ -21,7 +21,8 @@ class StepInput:
         doc: what it holds.
         padding: value in rows of padding, and in the unused part of a live row.
         kind: the kind of bucket that has it; "" for both kinds.
-        needs: "drafts" or "logprobs" for an input that only graphs which draft, or which return log probabilities, have.
+        needs: "drafts", "logprobs" or "bitmasks" for an input that only graphs which draft, which return log probabilities, or which take
+            bitmasks have.
     """
 
     name: str
@@ -65,6 +66,9 @@ STEP_INPUTS = (
     StepInput("logprobs", "B", _I32, "1 where the row wants log probabilities", needs="logprobs"),
     # In decode of the tokens that are sampled after positions base, base + 1, ..., in prefill of the one that is sampled.
     StepInput("uniform", "BU", _F32, "random numbers in [0, 1)"),
+    StepInput("bitmask_rows", "B", _I32, "which bitmask the row's tokens are sampled under, from 1; 0 is none", needs="bitmasks"),
+    # Last, so that a step without bitmasks need not send it.
+    StepInput("bitmask", "CWM", _I32, "a bit a token that may be sampled, as in graphs.ops.mask_logits", needs="bitmasks"),
 )
 """All inputs, in the order of a graph's leaves."""
 
@@ -86,9 +90,10 @@ class StepInputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """B, Q and N (graphs/types.py), W state slots written per row, and U random numbers per row."""
-        B, Q, W = self.bucket.batch, self.bucket.q_len, write_width(self.bucket)
-        return {"B": B, "Q": Q, "N": self.limits.pages_per_request, "W": W, "U": 2 * W - 1}
+        """B, Q and N (graphs/types.py), W state slots written per row, U random numbers per row, and C bitmasks of M words a token."""
+        B, Q, W, limits = self.bucket.batch, self.bucket.q_len, write_width(self.bucket), self.limits
+        masks = {"C": min(limits.bitmasks, B), "M": limits.bitmask_words}
+        return {"B": B, "Q": Q, "N": limits.pages_per_request, "W": W, "U": 2 * W - 1, **masks}
 
     def shapes(self, names: Sequence[str] = ()) -> list[tuple[StepInput, tuple[int, ...]]]:
         """The graph's inputs, or those of these names whether the graph has them or not, each with its shape."""
@@ -105,7 +110,7 @@ class StepInputs:
         return {field.name: torch.full(shape, field.padding, dtype=field.dtype) for field, shape in self.shapes(names)}
 
     def _has(self, field: StepInput) -> bool:
-        offered = {"": True, "drafts": self.limits.drafts > 0, "logprobs": self.logprobs}
+        offered = {"": True, "drafts": self.limits.drafts > 0, "logprobs": self.logprobs, "bitmasks": self.limits.bitmasks > 0}
         return field.kind in ("", self.bucket.kind) and offered[field.needs]
 
 

@@ -264,6 +264,8 @@ class Limits:
         max_model_len: most tokens (prompt and output) of one request; a multiple of page_size.
         slots_per_request: one slot per candidate token of a decode step, k+1; 1 where requests are only prefilled.
         drafts: k, tokens drafted for each request in a step; 0 drafts none.
+        bitmasks: C, rows of a step whose output a bitmask may restrict; 0 restricts none.
+        bitmask_words: words of 32 tokens that cover the vocabulary, where there are bitmasks.
     """
 
     page_size: int
@@ -272,6 +274,8 @@ class Limits:
     max_model_len: int
     slots_per_request: int = 1
     drafts: int = 0
+    bitmasks: int = 0
+    bitmask_words: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "num_slots", "max_model_len", "slots_per_request"):
@@ -282,6 +286,9 @@ class Limits:
                 f"{self.slots_per_request} slots per request and {self.drafts} drafts; legal are at least 0 drafts, and one slot more than "
                 "drafts or, where requests are only prefilled, 1"
             )
+        if self.bitmasks < 0 or (self.bitmasks > 0) != (self.bitmask_words > 0):
+            sizes = f"{self.bitmasks} bitmasks of {self.bitmask_words} words"
+            raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
 

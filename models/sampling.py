@@ -23,7 +23,7 @@ def sample_tokens(
 
     Args:
         logits: [B*W, V or more], split over the vocabulary where the layout splits it.
-        inputs: with the sampling parameters [B].
+        inputs: with the sampling parameters [B], and where there are bitmasks with these and `bitmask_rows` [B].
         uniform: [B, W] random numbers.
         emit_logits: logits are among the results; without them no device ever holds those of the whole vocabulary for all rows.
         max_logprobs: n, for how many of the most likely tokens log probabilities are returned; with 0 none are.
@@ -42,13 +42,21 @@ def sample_tokens(
         logits = shard_map(lambda x: all_to_all(x, "vocab"), [(logits, (None, "vocab"))], (rows, None))
     logits = _cut(constrain(logits, rows, None), vocab_size).view(B, W, -1).float()
     sampling = [constrain(inputs[name], rows) for name in SAMPLING]
-    tokens = ops.sample(logits, *sampling, constrain(uniform, rows, None))
+    tokens = ops.sample(_masked(logits, inputs, rows), *sampling, constrain(uniform, rows, None))
     if not max_logprobs:
         return {"tokens": constrain(tokens, None, None)} | ({"logits": logits} if emit_logits else {})
     logprobs = ops.token_logprobs(logits, tokens, constrain(inputs["logprobs"], rows), max_logprobs)
     if rows and num_shards(rows) > 1:
         tokens, logprobs = _replicated(tokens, *logprobs)
     return {"tokens": tokens, **dict(zip(LOGPROBS, logprobs, strict=True))} | ({"logits": logits} if emit_logits else {})
+
+
+def _masked(logits: torch.Tensor, inputs: Tree, rows: str | None) -> torch.Tensor:
+    """What tokens are sampled from: without those that a row's bitmask forbids, where the graph takes bitmasks."""
+    if "bitmask" not in inputs:
+        return logits
+    masked: torch.Tensor = ops.mask_logits(logits, inputs["bitmask"], constrain(inputs["bitmask_rows"], rows))
+    return masked
 
 
 def _replicated(

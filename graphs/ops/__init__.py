@@ -19,6 +19,7 @@ from .l2_norm import l2_norm
 from .last_rows import last_rows
 from .layer_norm import layer_norm
 from .linear import linear
+from .mask_logits import mask_logits
 from .mla_attention import mla_attention
 from .moe_exchange import moe_combine, moe_dispatch
 from .moe_experts import moe_experts
@@ -67,6 +68,7 @@ __all__ = [
     "last_rows",
     "layer_norm",
     "linear",
+    "mask_logits",
     "mla_attention",
     "moe_combine",
     "moe_dispatch",

@@ -218,7 +218,10 @@ _UNARY = (
     "Relu", "Floor", "Ceil", "Sign", "LogicalNot", "Muls", "Adds", "Identity", "TensorMove", "TransData", "SoftmaxV2", "Cumsum",
     "ZerosLike", "OnesLike", "ClipByValueV2", "MaskedFill", "HcomAllReduce", "HcomBroadcast", "ScatterNdUpdate", "Assign",
 )  # fmt: skip
-_BINARY = ("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "FloorDiv", "FloorMod", "Pow", "Maximum", "Minimum", "LogicalAnd", "LogicalOr")
+_BINARY = (
+    "Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "FloorDiv", "FloorMod", "Pow", "Maximum", "Minimum", "LogicalAnd", "LogicalOr",
+    "BitwiseAnd",
+)  # fmt: skip
 _COMPARISONS = ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")
 
 RULES: dict[str, Rule] = {

@@ -76,6 +76,16 @@ def test_padding_has_the_shapes_of_the_graph_and_inert_values(bucket):
     assert all((tensor == inert.get(name, 0)).all() for name, tensor in padding.items())
 
 
+@pytest.mark.parametrize(("bucket", "rows"), [(Bucket("prefill", 2, 16), 2), (Bucket("decode", 8, 4), 3)])
+def test_bitmasks_come_last_and_are_no_more_than_rows(bucket, rows):
+    """A step that has none then need not send them."""
+    limits = replace(LIMITS, slots_per_request=4, drafts=3)
+    avals = StepInputs(bucket, replace(limits, bitmasks=3, bitmask_words=7)).avals()
+    assert list(avals) == [*StepInputs(bucket, limits).avals(), "bitmask_rows", "bitmask"]
+    assert avals["bitmask_rows"].shape == (bucket.batch,)
+    assert avals["bitmask"].shape == (rows, write_width(bucket), 7)
+
+
 def test_inputs_are_given_by_name_too():
     """The inputs that a decode step's layers get from the request slots."""
     padding = StepInputs(Bucket("decode", 2, 4), LIMITS).padding(LAYER_INPUTS)

@@ -239,6 +239,7 @@ MATH: Mapping[str, Function] = {
     "LessEqual": binary(torch.le),
     "Greater": binary(torch.gt),
     "GreaterEqual": binary(torch.ge),
+    "BitwiseAnd": binary(torch.bitwise_and),
     "LogicalAnd": _logical("and"),
     "LogicalOr": _logical("or"),
     "LogicalNot": _logical_not,

@@ -173,6 +173,12 @@ def sampling(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
     return r.f32(B, Q, V), knobs[0], knobs[1].int(), knobs[2], knobs[3], r.uniform(B, Q)
 
 
+def masking(r: Draw, B: int, Q: int, V: int) -> tuple[Any, ...]:
+    """Row 0 has the second bitmask, row 1 none, row 2 the first."""
+    words = torch.randint(-(2**31), 2**31, (2, Q, -(-V // 32)), generator=r.generator, dtype=torch.int64).to(torch.int32)
+    return r.f32(B, Q, V), words, ints(*[2, 0, 1][:B])
+
+
 def accepting(r: Draw, *query_lens: int) -> tuple[Any, ...]:
     """Rows of four candidates of three ids: some drafts are right by chance, and some of those are not valid."""
     B = len(query_lens)
@@ -302,6 +308,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
         "odd": lambda r: (r.below(1000, 5), 6, 1e4, 4.0, 0.0, 2.0, 1.25),
         "even": lambda r: (r.below(1000, 4), 4, 1e6, 8.0, -1.0, 0.0, 1.0),
     },
+    "mask_logits": {"odd": lambda r: masking(r, 3, 2, 45), "even": lambda r: masking(r, 2, 2, 64)},
     "sample": {"odd": lambda r: sampling(r, 3, 1, 9), "even": lambda r: sampling(r, 4, 2, 8)},
     "sparse_attention": {"heads": sparse},
     "sparse_index": {"keys": indexing},
@@ -318,7 +325,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], tuple[Any, ...]]]] = {
 
 # Primitives without gradients: integers, rounding to integers, and thresholds and random numbers of sampling.
 WITHOUT_GRADIENT = (
-    *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "request_slot_write"),
+    *("accept", "slot_mapping", "positions", "rope_angles", "scaled_rope_angles", "sample", "mask_logits", "request_slot_write"),
     *("fused_experts_w4a8", "grouped_experts_w4a8", "grouped_experts_w8a8", "moe_dispatch", "moe_route_grouped", "moe_sort"),
     *("quant_linear", "quant_linear_w4a8", "sparse_index", "static_quant_linear", "weight_quant_linear"),
     *("quant_cache_write", "quant_paged_attention", "static_cache_write", "static_quant_paged_attention"),
@@ -802,6 +809,7 @@ POISONS: dict[str, list[Callable[[Draw], tuple[Any, Any, Live]]]] = {
         lambda r: rows(r, "moe_experts", "every expert", (0, 1)),
         poisoned_few_choices,
     ],
+    "mask_logits": [lambda r: rows(r, "mask_logits", "odd", (0,))],
     "moe_route": [lambda r: rows(r, "moe_route", "odd", (0,))],
     "moe_route_grouped": [lambda r: rows(r, "moe_route_grouped", "groups", (0,))],
     "moe_sort": [

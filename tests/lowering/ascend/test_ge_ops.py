@@ -319,6 +319,7 @@ EXAMPLES: dict[str, dict[str, Callable[[Draw], Example]]] = {
     "rope": {"partial": lambda r: rotation(r, 4), "whole": lambda r: rotation(r, 16)},
     "rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 6, 1e7))},
     "scaled_rope_angles": {"far": lambda r: Example((r.below(200_000, 5), 64, 1e4, 40.0, 10.0, 23.0, 1.25))},
+    "mask_logits": {"rows": lambda r: Example((r(3, 2, 70), ints(*[[[-1, 5, 63], [-(2**31), 0, 1]]]), ints(1, 0, 1)))},
     "sample": {"spread": lambda r: sampling(r, 97, 1000), "ties": lambda r: sampling(r, 23, 2)},
     "request_slot_write": {"padding": seating},
     "swiglu": {"odd": lambda r: Example((r(5, 14),))},
@@ -417,6 +418,9 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
     "rope_angles": {"far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin")},
     "scaled_rope_angles": {
         "far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin Sub Add ClipByValueV2"),
+    },
+    "mask_logits": {
+        "rows": types_of("BitwiseAnd Cast ClipByValueV2 Equal GatherV2 Less LogicalOr NotEqual Pow Range Reshape SelectV2 StridedSliceV2 Sub Unsqueeze")
     },
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
     "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
