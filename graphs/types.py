@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -251,6 +251,10 @@ class Bucket:
         return f"{self.kind}-b{self.batch}-q{self.q_len}"
 
 
+WORD_BITS = 32
+"""Tokens per word of a bitmask, the lowest bit first, as XGrammar and llguidance fill them."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Sizes fixed at build time that programs, memory plan and runtime share.
@@ -265,7 +269,7 @@ class Limits:
         slots_per_request: one slot per candidate token of a decode step, k+1; 1 where requests are only prefilled.
         drafts: k, tokens drafted for each request in a step; 0 drafts none.
         bitmasks: C, rows of a step whose output a bitmask may restrict; 0 restricts none.
-        bitmask_words: words of 32 tokens that cover the vocabulary, where there are bitmasks.
+        bitmask_words: words that cover the vocabulary, where there are bitmasks.
     """
 
     page_size: int
@@ -291,6 +295,10 @@ class Limits:
             raise SpecError(f"{sizes}; legal is at least 1 of both, or 0 of both")
         if self.max_model_len % self.page_size:
             raise SpecError(f"max_model_len {self.max_model_len} is not a multiple of page_size {self.page_size}")
+
+    def with_bitmasks(self, rows: int, vocab_size: int) -> Limits:
+        """The same with bitmasks over a vocabulary for so many rows of a step; 0 is none."""
+        return replace(self, bitmasks=rows, bitmask_words=-(-vocab_size // WORD_BITS) if rows else 0)
 
     @property
     def pages_per_request(self) -> int:

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ..primitive import Cost, Primitive, nbytes
-
-WORD_BITS = 32
-"""Tokens per word of a bitmask, the lowest bit first, as XGrammar and llguidance fill them."""
+from ..types import WORD_BITS
 
 
 class MaskLogits(NamedTuple):

@@ -57,6 +57,7 @@ class Options:
         quantization: scheme of the parameters (models/variant.py).
         num_speculative_tokens: k, drafts a decode step verifies.
         max_logprobs: most `logprobs` of a request.
+        structured_outputs: requests of a step, of one dp group, whose output may follow a grammar.
         weights: "auto", "stored" or "bound" (tools/build/weights_choice.py).
         draft_model: preset name or checkpoint directory of a draft head, which takes the place of the model's own.
         kv_cache_dtype: "auto", "bfloat16" or "int8" (tools/build/kv_cache_choice.py).
@@ -78,6 +79,7 @@ class Options:
     quantization: str | None = None
     num_speculative_tokens: int | None = None
     max_logprobs: int | None = None
+    structured_outputs: int | None = None
     weights: str | None = None
     draft_model: str | None = None
     family: str | None = None
@@ -152,6 +154,7 @@ class Plan:
         if self.platform.chip:
             options |= {"cann": self.platform.cann, "operator-packages": ",".join(self.platform.packages)}
         options |= {"speculative-tokens": self.limits.drafts, "max-logprobs": self.max_logprobs}
+        options |= {"structured-outputs": self.limits.bitmasks}
         return (_model_name(self.source), *(word for name, value in options.items() for word in (f"--{name}", str(value)) if str(value)))
 
     @property
@@ -205,6 +208,8 @@ def plan(options: Options) -> Plan:
     backend = _backend(options, source, instance)
     dtype, dtype_note = choose_dtype(options.dtype, target)
     batches, limits, published = decode_sizes(options, source, instance)
+    structured = target.structured_outputs if options.structured_outputs is None else options.structured_outputs
+    limits = limits.with_bitmasks(structured, source.model.config.vocab_size)
     prefill, dropped = prefill_buckets(options, instance, limits)
     weights, weights_note = choose_weights(options.weights or "auto", source, target, backend)
     platform = _platform(options, target)

@@ -31,7 +31,7 @@ class Target:
         hbm_bytes: memory of one NPU; for "cpu" that of the machine, which all ranks share.
         usable_hbm_bytes: the part of it that the runtime does not reserve.
         page_size: P, tokens per KV page that the attention kernel wants.
-        max_model_len, prefill, max_logprobs: defaults of a build. Chunks longer than the context are cut to it.
+        max_model_len, prefill, max_logprobs, structured_outputs: defaults of a build. Chunks longer than the context are cut to it.
         chip: name of the NPU in CANN's operator definitions, "" for CPUs.
         cann: release of CANN that graphs are lowered for unless a build names another.
         local: whether it is the machine of this process. Its artifacts have weights, and an eager reference of every bucket, which runs
@@ -59,6 +59,7 @@ class Target:
     max_model_len: int
     prefill: tuple[PrefillSize, ...]
     max_logprobs: int
+    structured_outputs: int = 8
     chip: str = ""
     cann: str = ""
     local: bool = False

@@ -78,6 +78,10 @@ def sizes_option(name: str, default: str, text: str) -> Callable[[Callable[..., 
     help="Most likely tokens whose log probabilities a request may ask for.  [default: 20, for NPUs 0]",
 )  # fmt: skip
 @click.option(
+    "--structured-outputs", type=click.IntRange(0),
+    help="Requests of one step, of one dp group, whose output may follow a grammar; the others wait a step.  [default: 8]",
+)  # fmt: skip
+@click.option(
     "--weights", type=click.Choice(choices.WEIGHTS),
     help="For NPUs: stored copies the weights into the artifact, bound reads the checkpoint when serving; auto copies up to 8 GiB.  "
     "[default: auto]",

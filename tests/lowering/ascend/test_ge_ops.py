@@ -420,7 +420,9 @@ EMITS: dict[str, dict[str, frozenset[str]]] = {
         "far": types_of("Range Cast RealDiv Unsqueeze Pow Reciprocal Mul Cos Sin Sub Add ClipByValueV2"),
     },
     "mask_logits": {
-        "rows": types_of("BitwiseAnd Cast ClipByValueV2 Equal GatherV2 Less LogicalOr NotEqual Pow Range Reshape SelectV2 StridedSliceV2 Sub Unsqueeze")
+        "rows": types_of(
+            "BitwiseAnd Cast ClipByValueV2 Equal GatherV2 Less LogicalOr NotEqual Pow Range Reshape SelectV2 StridedSliceV2 Sub Unsqueeze"
+        )
     },
     "sample": dict.fromkeys(("spread", "ties"), DRAWN),
     "request_slot_write": {"padding": types_of("Cast ConcatV2 Equal Fill GatherV2 Range ReduceMin SelectV2 SplitV Unsqueeze")},
