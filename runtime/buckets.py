@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from ..graphs.errors import SpecError
 from ..graphs.step_inputs import StepInputs
 from ..graphs.types import Bucket, Limits
+from .constraint import Bitmask
 from .request import Sampling
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -34,6 +35,7 @@ class PrefillRow(NamedTuple):
         sampling: parameters of the sampled token.
         uniform: random number in [0, 1) of the sampled token; greedy sampling needs none.
         logprobs: whether the request asked for log probabilities.
+        bitmask: [1, words] of the sampled token; None restricts nothing.
     """
 
     tokens: Sequence[int]
@@ -45,6 +47,7 @@ class PrefillRow(NamedTuple):
     sampling: Sampling = Sampling()
     uniform: float = 0.0
     logprobs: bool = False
+    bitmask: Bitmask | None = None
 
 
 class DecodeRow(NamedTuple):
@@ -60,6 +63,7 @@ class DecodeRow(NamedTuple):
         uniforms: random numbers in [0, 1) of the 2Q-1 tokens that can be sampled after positions base, base + 1, ...; greedy sampling
             needs none.
         logprobs: whether the request asked for log probabilities.
+        bitmask: [Q, words] of the sampled tokens; None restricts nothing.
     """
 
     request_slot: int
@@ -70,6 +74,7 @@ class DecodeRow(NamedTuple):
     sampling: Sampling = Sampling()
     uniforms: Sequence[float] = ()
     logprobs: bool = False
+    bitmask: Bitmask | None = None
 
 
 Row = PrefillRow | DecodeRow
@@ -154,7 +159,11 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
     """
     if len(rows) > bucket.batch:
         raise SpecError(f"{len(rows)} rows for {bucket.name}, which holds {bucket.batch}")
-    arrays = {name: array.copy() for name, array in _padding(StepInputs(bucket, limits, logprobs=max_logprobs > 0)).items()}
+    # New zeros rather than copies of them: memory that no step writes, as of most bitmasks, is never touched.
+    arrays: Arrays = {
+        name: np.full(shape, padding, dtype) if padding else np.zeros(shape, dtype)
+        for name, shape, dtype, padding in _layout(StepInputs(bucket, limits, logprobs=max_logprobs > 0))
+    }
     if bucket.kind == "decode":
         _fill_decode(arrays, bucket, _all_of(DecodeRow, bucket, rows), limits)
     else:
@@ -164,8 +173,9 @@ def pack(bucket: Bucket, rows: Sequence[Row], limits: Limits, *, max_logprobs: i
 
 
 @functools.cache
-def _padding(inputs: StepInputs) -> Arrays:
-    return {field.name: np.full(shape, field.padding, DTYPES[field.dtype]) for field, shape in inputs.shapes()}
+def _layout(inputs: StepInputs) -> tuple[tuple[str, tuple[int, ...], type, float], ...]:
+    """Name, shape, dtype and padding value of each input."""
+    return tuple((field.name, shape, DTYPES[field.dtype], field.padding) for field, shape in inputs.shapes())
 
 
 def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
@@ -181,6 +191,33 @@ def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
         arrays[name][live] = [getattr(row.sampling, name) for row in rows]
     if "logprobs" in arrays:
         arrays["logprobs"][live] = [row.logprobs for row in rows]
+    _fill_bitmasks(arrays, [(i, row.bitmask) for i, row in enumerate(rows) if row.bitmask is not None])
+
+
+def _fill_bitmasks(arrays: Arrays, masked: Sequence[tuple[int, Bitmask]]) -> None:
+    """Stores the bitmasks of rows in the order of the rows."""
+    most = len(arrays.get("bitmask", ()))
+    if len(masked) > most:
+        raise SpecError(f"{len(masked)} rows with bitmasks; the step takes {most}")
+    for place, (row, bitmask) in enumerate(masked):
+        arrays["bitmask_rows"][row] = place + 1
+        arrays["bitmask"][place] = bitmask
+
+
+def without_unused(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    """The inputs without the bitmasks that no row has, which are long and are not read."""
+    if "bitmask" not in arrays:
+        return dict(arrays)
+    return {**arrays, "bitmask": arrays["bitmask"][: arrays["bitmask_rows"].max()]}
+
+
+def with_all_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    """An input with as many rows as its graph takes; zeros where `without_unused` left them out."""
+    if len(array) == rows:
+        return array
+    whole = np.zeros((rows, *array.shape[1:]), array.dtype)
+    whole[: len(array)] = array
+    return whole
 
 
 def _fill_prefill(arrays: Arrays, bucket: Bucket, rows: Sequence[PrefillRow], limits: Limits) -> None:

@@ -12,6 +12,7 @@ from ..graphs.types import COORDS, Bucket, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import load_shard, local_leaves, local_signature
 from ..lowering.executable import Executable, check_operands, open_executable
+from .buckets import with_all_rows
 from .executor import FinishedStep, Inputs, check_step, compile_evidence
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class CpuExecutor:
         self._coords = mesh.coords(rank or 0)
         self._entries = {entry.bucket: entry for entry in manifest.graphs}
         self._signatures = {bucket: local_signature(manifest, entry) for bucket, entry in self._entries.items()}
-        self._input_names = {bucket: [leaf.path for leaf in s.inputs] for bucket, s in self._signatures.items()}
+        self._input_rows = {bucket: {leaf.path: leaf.aval.shape[0] for leaf in s.inputs} for bucket, s in self._signatures.items()}
         self._output_names = {bucket: [leaf.path for leaf in s.outputs] for bucket, s in self._signatures.items()}
         self._executables = {bucket: self._load(entry) for bucket, entry in self._entries.items()}
         self._compiles_before_ready = compile_evidence()
@@ -83,7 +84,8 @@ class CpuExecutor:
         """
         check_step(self, bucket, inputs)
         arrays = inputs[0]
-        tensors = [self._coords if name == COORDS else torch.from_numpy(arrays[name]) for name in self._input_names[bucket]]
+        rows = self._input_rows[bucket]
+        tensors = [self._coords if name == COORDS else torch.from_numpy(with_all_rows(arrays[name], rows[name])) for name in rows]
         results = self._executables[bucket]([*self._params, *self._state, *tensors])
         return FinishedStep([{name: value.numpy() for name, value in zip(self._output_names[bucket], results, strict=True)}])
 

@@ -16,6 +16,7 @@ from ..graphs.types import COORDS, Bucket, Leaf, Limits, Mesh, Rules
 from ..lowering.artifact.artifact import Artifact, GraphEntry
 from ..lowering.artifact.shards import local_leaves, local_signature
 from ..lowering.device import Device, DeviceExecutable, Event
+from .buckets import without_unused
 from .device_params import DeviceParams, LoadParams
 from .executor import ExecutorError, Inputs, Outputs, check_serving, check_step, compile_evidence
 from .staging import InputBuffer, OutputBuffers, PackedLayout
@@ -142,7 +143,7 @@ class DeviceExecutor:
         """
         check_step(self, bucket, inputs)
         try:
-            self._inputs.send(bucket, {**inputs[0], COORDS: self._coords})
+            self._inputs.send(bucket, {**without_unused(inputs[0]), COORDS: self._coords})
             results = self._executables[bucket](self._operands[bucket])
             outputs = self._outputs.receive(bucket, results)
             event = self.device.record()
@@ -193,4 +194,4 @@ def _open(device: Device, artifact: Artifact, entry: GraphEntry, rank: int, comm
 
 
 def _layout(leaves: Sequence[Leaf]) -> PackedLayout:
-    return PackedLayout.of({leaf.path: leaf.aval for leaf in leaves})
+    return PackedLayout.of({leaf.path: leaf.aval for leaf in leaves}, last="bitmask")

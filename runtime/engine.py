@@ -20,6 +20,7 @@ from typing import Any
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
 from . import step_outputs
+from .constraint import ConstraintError, bitmasks
 from .executor import Executor, ExecutorError, Pending
 from .metrics import Metrics
 from .request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
@@ -261,10 +262,16 @@ class Engine:
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launches a step. If that fails, the steps before it are finished first, so that results are committed in order."""
-        missing = self.executor.missing
+        missing, now_ms = self.executor.missing, self._now_ms()
         wanted = wanted_bucket(self._state, missing) if missing else None
-        state = advance.launch(self._state, step, self._now_ms())
-        inputs = [manager.inputs(step.bucket, part) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
+        try:
+            masks = bitmasks(step, self.executor.limits.bitmask_words)
+        except ConstraintError as error:
+            # Nothing was launched, so the others are scheduled again without it.
+            self._publish(*advance.end(self._state, error.request_id, str(error), now_ms))
+            return
+        state = advance.launch(self._state, step, now_ms)
+        inputs = [manager.inputs(step.bucket, part, masks) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
         with self._wake:
             self._state = state
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..graphs.errors import RequestError
+from .constraint import Constraint
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Request:
         logprobs: number of most likely tokens to return log probabilities of, besides the chosen token's; None returns none at all.
         speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes the speed and
             never the tokens.
+        constraint: what the output may be; None leaves it free. A request with one waits for the tokens of its last step before the next.
     """
 
     id: str
@@ -59,6 +61,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     speculative_tokens: int | None = None
+    constraint: Constraint | None = field(default=None, compare=False)
 
 
 class ExecutionRecord(NamedTuple):

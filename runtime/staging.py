@@ -30,12 +30,12 @@ class PackedLayout:
     nbytes: int
 
     @staticmethod
-    def of(avals: Mapping[str, Aval]) -> PackedLayout:
-        """Packs arrays in the order given."""
+    def of(avals: Mapping[str, Aval], last: str = "") -> PackedLayout:
+        """Packs arrays in the order given, but for one that lies after the others."""
         offsets, end = {}, 0
-        for name, aval in avals.items():
+        for name in sorted(avals, key=lambda name: name == last):
             offsets[name] = -(-end // ALIGNMENT) * ALIGNMENT
-            end = offsets[name] + aval.nbytes
+            end = offsets[name] + avals[name].nbytes
         return PackedLayout(avals, offsets, end)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -58,7 +58,8 @@ class InputBuffer:
     def __init__(self, device: Device, layouts: Mapping[Bucket, PackedLayout], ahead: int, timeout_s: float | None = None) -> None:
         size = max(layout.nbytes for layout in layouts.values())
         self._device, self._layouts, self._timeout_s = device, layouts, timeout_s
-        self._buffer = device.empty((size,), torch.uint8)
+        # Zeros: what is not copied is not read, but must be a number.
+        self._buffer = device.zeros((size,), torch.uint8)
         self._pinned = [device.pinned(size) for _ in range(ahead + 1)]
         self._copied: list[Event | None] = [None] * len(self._pinned)
         self._next = 0
@@ -68,15 +69,18 @@ class InputBuffer:
     def send(self, bucket: Bucket, inputs: Inputs) -> None:
         """Queues the copy of a step's inputs, arrays by name.
 
+        An array may have fewer rows than the graph's input: what the others hold is not read. Of the last one they are not copied.
+
         Raises:
             LoweringError: the copy that reads this host memory is not over in time, or something before it failed.
         """
         turn, self._next = self._next, (self._next + 1) % len(self._pinned)
         if (copied := self._copied[turn]) is not None:
             copied.wait(self._timeout_s)
+        layout, size = self._layouts[bucket], 0
         for name, array in self._host[bucket][turn].items():
-            array.copy_(torch.from_numpy(inputs[name]))
-        size = self._layouts[bucket].nbytes
+            array[: len(inputs[name])].copy_(torch.from_numpy(inputs[name]))
+            size = max(size, layout.offsets[name] + inputs[name].nbytes)
         self._buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
         self._copied[turn] = self._device.record()
 

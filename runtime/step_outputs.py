@@ -25,12 +25,14 @@ class SampledTokens(NamedTuple):
         num_drafts: drafts that were verified; all but the last of `token_ids` are accepted drafts.
         logprobs: of each token, if the request asks for them.
         failure: why there is no token after those; "" where there is.
+        drafts: what the step drafted after the last of them, if the request has a constraint.
     """
 
     token_ids: tuple[int, ...] = ()
     num_drafts: int = 0
     logprobs: tuple[Logprobs, ...] = ()
     failure: str = ""
+    drafts: tuple[int, ...] = ()
 
 
 def read_outputs(
@@ -84,7 +86,8 @@ def _read_group(
             if not all(0 <= token < vocab_size for token in token_ids):
                 legal = f"legal is 0 to {vocab_size - 1}"
                 raise NpucompileError(f"the executor returned token ids {list(token_ids)} for {request.id!r}; {legal}")
-            results.append(SampledTokens(token_ids, num_drafts, _logprobs(outputs, bucket, row, i, len(token_ids)), failure))
+            drafts = _drafts(outputs, bucket, i) if request.request.constraint is not None else ()
+            results.append(SampledTokens(token_ids, num_drafts, _logprobs(outputs, bucket, row, i, len(token_ids)), failure, drafts))
     return tuple(results)
 
 
@@ -98,6 +101,11 @@ def _why_undecided(request: RequestState) -> str:
 def _verified(row: ScheduledRequest, request: RequestState, max_model_len: int) -> int:
     """Drafts that the row can have verified: no token lies beyond the longest context."""
     return min(row.num_drafts, max_model_len - request.num_computed_tokens - 1)
+
+
+def _drafts(outputs: Outputs, bucket: Bucket, i: int) -> tuple[int, ...]:
+    """The drafts of a row; none of graphs that do not draft."""
+    return tuple(_array(outputs, "drafts", "i", bucket.batch, None)[i].tolist()) if "drafts" in outputs else ()
 
 
 def _logprobs(outputs: Outputs, bucket: Bucket, row: ScheduledRequest, i: int, count: int) -> tuple[Logprobs, ...]:

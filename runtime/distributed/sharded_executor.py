@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graphs.types import Bucket, Limits
+from ..buckets import without_unused
 from ..executor import Executor, Inputs, Outputs, Pending, check_serving, check_step
 from .control_plane import ControlPlane, RankError, error_text
 from .messages import encode
@@ -17,14 +18,19 @@ from .messages import encode
 OUTPUTS = ("tokens", "counts")
 """Outputs that the engine reads of every step, if its bucket has them."""
 
+DRAFT_OUTPUTS = ("drafts",)
+"""Outputs that it also reads when a row is constrained."""
+
 LOGPROB_OUTPUTS = ("chosen_logprobs", "top_ids", "top_logprobs")
 """Outputs that it also reads when a row asks for log probabilities."""
 
 
 def select_outputs(names: Sequence[str], inputs: Inputs, outputs: Outputs) -> Outputs:
-    """The outputs of one dp group that rank 0 reads: those of these names, and log probabilities if a row asks for them."""
-    asks = "logprobs" in inputs and inputs["logprobs"].any()
-    return {name: outputs[name] for name in (*names, *(LOGPROB_OUTPUTS if asks else ())) if name in outputs}
+    """The outputs of one dp group that rank 0 reads: those of these names, log probabilities if a row asks for them, and drafts if a
+    row is constrained."""
+    asked = (("logprobs", LOGPROB_OUTPUTS), ("bitmask_rows", DRAFT_OUTPUTS))
+    more = (name for flag, others in asked if flag in inputs and inputs[flag].any() for name in others)
+    return {name: outputs[name] for name in (*names, *more) if name in outputs}
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class ShardedExecutor:
         check_step(self, bucket, inputs)
         self.control_plane.check()
         self._steps += 1
-        frames = [encode("step", step=self._steps, bucket=bucket.name, inputs=dict(arrays)) for arrays in inputs]
+        frames = [encode("step", step=self._steps, bucket=bucket.name, inputs=without_unused(arrays)) for arrays in inputs]
         for rank in self.control_plane.ranks:
             self.control_plane.send(rank, frames[self._group[rank]])
         try:

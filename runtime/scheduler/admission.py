@@ -36,6 +36,9 @@ def check(request: Request, limits: Limits, vocab_size: int, max_logprobs: int, 
         raise RequestError(f"logprobs is {request.logprobs!r}; these graphs return none, so legal is null", param="logprobs")
     _check_count("logprobs", request.logprobs, max_logprobs)
     _check_count("speculative_tokens", request.speculative_tokens, limits.drafts)
+    if request.constraint is not None and not limits.bitmasks:
+        message = "the request constrains its output, and these graphs take no bitmasks; legal is a build with --structured-outputs"
+        raise RequestError(message, param="constraint")
     if max_ranked:
         _check_ranked(request.sampling, vocab_size, max_ranked)
 

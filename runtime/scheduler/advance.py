@@ -84,6 +84,11 @@ def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float
     return _drop(replace(state, steps_in_flight=state.steps_in_flight - 1), arrivals, "error", now_ms, message)
 
 
+def end(state: SchedulerState, request_id: str, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state without this request, which ends with reason "error"."""
+    return _drop(state, {request.arrival for request in _live(state) if request.id == request_id}, "error", now_ms, message)
+
+
 def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state without any request: all end with reason "error"."""
     return _drop(state, {request.arrival for request in _live(state)}, "error", now_ms, message)
@@ -117,9 +122,9 @@ def _commit_row(
     output, reason = request.clip_output(tokens.token_ids, max_model_len)
     failure = tokens.failure if reason is None else ""
     if bucket.kind == "decode":
-        request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding)
+        request = request.decode_committed(bucket.name, output, len(tokens.token_ids), tokens.num_drafts, padding, tokens.drafts)
     else:
-        request = request.prefill_committed(bucket.name, output, padding, now_ms)
+        request = request.prefill_committed(bucket.name, output, padding, now_ms, tokens.drafts)
     visible = output[:-1] if reason == "stop" else output
     events: list[Event] = [TokenEvent(request.id, visible, tokens.logprobs[: len(visible)])] if visible else []
     if failure:

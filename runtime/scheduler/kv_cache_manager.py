@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...graphs.types import Bucket, Limits
 from ..buckets import Arrays, DecodeRow, PrefillRow, Row, pack
+from ..constraint import Bitmask
 from ..rng import random_number
 from .pools import OwnershipError, PagePool, RequestSlotPool, StateSlotPool
 from .schedule import GroupState, GroupStep, ScheduledRequest
@@ -29,8 +30,11 @@ class KVCacheManager:
         self.request_slots = RequestSlotPool(limits.num_request_slots)
         self._max_logprobs = max_logprobs
 
-    def inputs(self, bucket: Bucket, step: GroupStep) -> Arrays:
+    def inputs(self, bucket: Bucket, step: GroupStep, bitmasks: Mapping[str, Bitmask] | None = None) -> Arrays:
         """Applies the group's preemptions, admissions and page growth, and returns the packed inputs of its rows.
+
+        Args:
+            bitmasks: of constrained requests, by id.
 
         Raises:
             OwnershipError: when the pools cannot give what was scheduled.
@@ -40,7 +44,9 @@ class KVCacheManager:
         for request_id in step.admitted:
             self.state_slots.allocate_group(request_id)
             self.request_slots.allocate_group(request_id)
-        rows: list[Row] = [self._decode_row(row) if bucket.kind == "decode" else self._prefill_row(row) for row in step.rows]
+        make: Callable[[ScheduledRequest], Row] = self._decode_row if bucket.kind == "decode" else self._prefill_row
+        masks = bitmasks or {}
+        rows = [make(row)._replace(bitmask=masks[row.request.id]) if row.request.id in masks else make(row) for row in step.rows]
         return pack(bucket, rows, self.limits, max_logprobs=self._max_logprobs)
 
     def release(self, request_id: str) -> None:

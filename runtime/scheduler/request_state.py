@@ -25,6 +25,7 @@ class RequestState(NamedTuple):
         num_pages: KV pages held.
         last_scheduled: rank of its latest row among all rows ever scheduled.
         started_ms: when its first step was launched.
+        drafts: what the device drafted after the last token; known where a constraint has to allow them.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class RequestState(NamedTuple):
     num_pages: int = 0
     last_scheduled: int = 0
     started_ms: float | None = None
+    drafts: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
@@ -53,6 +55,11 @@ class RequestState(NamedTuple):
     def min_num_tokens(self) -> int:
         """Tokens that are known, at the least, once all steps in flight have ended: each decode step produces one or more."""
         return self.num_computed_tokens + 1 + self.steps_in_flight if self.decoding else self.num_tokens
+
+    @property
+    def settled(self) -> bool:
+        """Whether the tokens of all its steps are known."""
+        return not self.steps_in_flight and self.num_tokens == self.num_computed_tokens + self.decoding
 
     def token_ids(self, start: int, count: int) -> tuple[int, ...]:
         """Up to `count` known tokens from position `start` on."""
@@ -86,13 +93,16 @@ class RequestState(NamedTuple):
         """The request once a decode step is launched."""
         return self._replace(steps_in_flight=self.steps_in_flight + 1, num_pages=num_pages, last_scheduled=last_scheduled)
 
-    def prefill_committed(self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float) -> RequestState:
+    def prefill_committed(
+        self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()
+    ) -> RequestState:
         """The request after a prefill step.
 
         Args:
             output: the sampled token; empty unless this was the last chunk.
             padded_rows: rows of padding in the step.
             now_ms: when the results were known.
+            drafts: after the sampled token, where they are read.
         """
         record = self.record
         first_token_ms = now_ms - self.submitted_ms if output and record.first_token_ms is None else record.first_token_ms
@@ -101,9 +111,11 @@ class RequestState(NamedTuple):
             prefill_chunks=(*record.prefill_chunks, bucket_name),
             padded_rows=record.padded_rows + padded_rows,
         )
-        return self._replace(record=record, output_token_ids=(*self.output_token_ids, *output))
+        return self._replace(record=record, output_token_ids=(*self.output_token_ids, *output), drafts=drafts)
 
-    def decode_committed(self, bucket_name: str, output: tuple[int, ...], count: int, num_drafts: int, padded_rows: int) -> RequestState:
+    def decode_committed(
+        self, bucket_name: str, output: tuple[int, ...], count: int, num_drafts: int, padded_rows: int, drafts: tuple[int, ...] = ()
+    ) -> RequestState:
         """The request after a decode step.
 
         Args:
@@ -111,6 +123,7 @@ class RequestState(NamedTuple):
             count: sampled tokens; more than those of the output where the output ended before.
             num_drafts: drafts that were verified; `count` - 1 of them were accepted.
             padded_rows: rows of padding in the step.
+            drafts: after the last of the tokens, where they are read.
         """
         record = self.record
         steps = dict(record.decode_steps)
@@ -127,6 +140,7 @@ class RequestState(NamedTuple):
             output_token_ids=(*self.output_token_ids, *output),
             num_computed_tokens=self.num_computed_tokens + count,
             steps_in_flight=self.steps_in_flight - 1,
+            drafts=drafts,
         )
 
     def clip_output(self, sampled: tuple[int, ...], max_model_len: int) -> tuple[tuple[int, ...], str | None]:

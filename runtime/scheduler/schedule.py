@@ -18,6 +18,9 @@ Policy:
     prefilled. A preempted request returns to the front of the queue and later prefills its prompt and the tokens it had generated.
     A group whose only requests to decode are younger than a prompt in progress, and lack pages, decodes nothing: the older goes first.
 
+A constrained request (`runtime/constraint.py`) decodes only from tokens that are known, so it sits out the step that is launched while
+its last one is in flight; a step has no more of them than bitmasks, and the others wait for the next.
+
 A step may be scheduled while the one before it is in flight. A prefill step has a known outcome, so the next one continues where it
 ends. How many tokens a decode step produces (1 to Q) is known only on the device; the next step starts from the position that the
 device stored in the request slot, and gets pages for the furthest position it can reach. A request whose steps in flight finish it,
@@ -35,6 +38,7 @@ prompt of each group that it can begin or go on with, and rows are always the fi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -72,8 +76,12 @@ class GroupState:
         return limits.num_slots - 1 - len(self.running) * limits.slots_per_request
 
     def decodable(self, limits: Limits) -> tuple[RequestState, ...]:
-        """Running requests that a decode step can continue."""
-        return tuple(r for r in self.running if r.decoding and not r.finishes_in_flight(limits.max_model_len))
+        """Running requests that a decode step can continue; a constrained one only from tokens that are known."""
+        return tuple(
+            r
+            for r in self.running
+            if r.decoding and not r.finishes_in_flight(limits.max_model_len) and (r.request.constraint is None or r.settled)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +242,9 @@ def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
             break
         prompts.append(_Prompt(request, own))
         running, pages, slots = running + 1, pages - own, slots - limits.slots_per_request
-    return prompts
+    # Where a constrained prompt finds no bitmask left, it and all behind it wait.
+    constrained = itertools.accumulate(prompt.request.request.constraint is not None for prompt in prompts)
+    return [prompt for prompt, count in zip(prompts, constrained, strict=True) if count <= limits.bitmasks]
 
 
 def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:
@@ -244,7 +254,7 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
     running, free = list(group.running), group.free_pages(policy.limits)
     preempted: list[str] = []
     while requests:
-        requests = sorted(requests, key=lambda r: r.last_scheduled)
+        requests = _few_constrained(sorted(requests, key=lambda r: r.last_scheduled), policy.limits.bitmasks)
         bucket = choose(policy.buckets, len(requests))
         rows = tuple(_decode_row(policy, request) for request in requests[: bucket.batch])
         if sum(row.num_pages - row.state.num_pages for row in rows) <= free:
@@ -256,6 +266,12 @@ def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState],
         free += victim.num_pages
         requests = [request for request in requests if request.arrival != victim.arrival]
     return None
+
+
+def _few_constrained(requests: Sequence[RequestState], most: int) -> list[RequestState]:
+    """The requests, with no more constrained ones than a step has bitmasks."""
+    constrained = itertools.accumulate(request.request.constraint is not None for request in requests)
+    return [r for r, count in zip(requests, constrained, strict=True) if r.request.constraint is None or count <= most]
 
 
 def _decode_row(policy: Policy, request: RequestState) -> ScheduledRequest:

@@ -419,6 +419,6 @@ def test_the_coordinates_of_a_rank_reach_its_graph(sharded):
     coords = []
     executor._executables[ALL[0]] = lambda operands: coords.append(operands[-1]) or [torch.zeros(1)] * len(executor._output_names[ALL[0]])
     step(executor, ALL[0])
-    assert executor._input_names[ALL[0]][-1] == "coords"
+    assert list(executor._input_rows[ALL[0]])[-1] == "coords"
     assert coords[0].tolist() == [0, 1]
     assert coords[0].dtype == torch.int32

@@ -21,8 +21,8 @@ class Queue:
     def __init__(self):
         self.waited, self.limits, self.pins = [], set(), 0
 
-    def empty(self, shape, dtype):
-        return torch.full(shape, 77, dtype=dtype)
+    def zeros(self, shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
 
     def pinned(self, nbytes):
         self.pins += 1
@@ -74,6 +74,20 @@ def test_inputs_of_all_buckets_arrive_in_one_buffer():
     places = {name: {inputs.arrays[bucket][name].data_ptr() for bucket in (SMALL, LARGE)} for name in ("tokens", "uniform")}
     assert len(places["tokens"]) == 1
     assert queue.pins == 2
+
+
+def test_rows_that_a_step_leaves_out_at_the_end_are_not_copied():
+    """Of the array that lies last, whatever its place among the graph's inputs."""
+    queue = Queue()
+    avals = {"masks": Aval((4, 8), torch.int32), "tokens": Aval((2,), torch.int32)}
+    layout = PackedLayout.of(avals, last="masks")
+    inputs = InputBuffer(queue, {SMALL: layout}, ahead=0)
+    assert list(inputs.arrays[SMALL]) == list(avals)
+    assert layout.offsets["masks"] > layout.offsets["tokens"]
+    for rows, value in ((4, 1), (1, 2), (0, 3)):
+        inputs.send(SMALL, {"masks": np.full((rows, 8), value, np.int32), "tokens": np.full((2,), value, np.int32)})
+    assert inputs.arrays[SMALL]["tokens"].tolist() == [3, 3]
+    assert inputs.arrays[SMALL]["masks"].tolist() == [[2] * 8, *[[1] * 8] * 3]
 
 
 def test_host_memory_is_filled_again_only_after_the_copy_that_read_it():
