@@ -10,9 +10,12 @@ import numpy.typing as npt
 
 from ..graphs.errors import NpucompileError
 from ..graphs.step_inputs import write_width
+from ..graphs.types import WORD_BITS
 
 if TYPE_CHECKING:
     from .scheduler.schedule import ScheduledRequest, ScheduledStep
+
+__all__ = ["EVERYTHING", "WORD_BITS", "Bitmask", "Constraint", "ConstraintError", "bitmasks"]
 
 Bitmask = npt.NDArray[np.int32]
 """[W, words]: a bit a token, the lowest bit first, for each token that a row samples (graphs/ops/mask_logits.py)."""
