@@ -120,7 +120,7 @@ def _text(kind: str, value: Any, param: str) -> str:
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(_schema(value, param))
+        return llguidance.LLMatcher.grammar_from_json_schema(dict(_schema(value, param)))
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param} is {_shown(repr(value))}; legal is a text that is not empty", param=param)
     if kind == "regex":
