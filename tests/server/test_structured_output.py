@@ -8,6 +8,7 @@ from npucompile.server.fields import FieldError
 from npucompile.server.structured_output import OutputFormat, of_chat, of_extension, of_responses
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"name": "x", "schema": SCHEMA}
 
 
 @pytest.mark.parametrize(
@@ -17,10 +18,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (of_responses, {"format": {"type": "text"}}, None),
         (of_responses, {"format": None, "verbosity": "medium"}, None),
         (of_responses, {"format": {"type": "json_object"}}, ("json_object", None, "text.format")),
-        (of_responses, {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}, ("json_schema", SCHEMA, "text.format.schema")),
+        (of_responses, {"format": {"type": "json_schema", **NAMED, "strict": True}}, ("json_schema", SCHEMA, "text.format.schema")),
         (of_chat, {"type": "text"}, None),
         (of_chat, {"type": "json_object"}, ("json_object", None, "response_format")),
-        (of_chat, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, ("json_schema", SCHEMA, "response_format.schema")),
+        (of_chat, {"type": "json_schema", "json_schema": NAMED}, ("json_schema", SCHEMA, "response_format.schema")),
         (of_extension, {"regex": "a+"}, ("regex", "a+", "structured_outputs.regex")),
         (of_extension, {"json": SCHEMA, "regex": None}, ("json_schema", SCHEMA, "structured_outputs.json")),
         (of_extension, {"choice": ["a", "b"]}, ("choice", ["a", "b"], "structured_outputs.choice")),
