@@ -108,7 +108,8 @@ class StepTrace:
 def record_trace(small: SmallModel, checkpoint: Mapping[str, torch.Tensor], generator: torch.Generator) -> StepTrace:
     """Runs requests through the unsharded model: their prompts in chunks where it has prefill buckets, then decode steps.
 
-    Groups have different requests, and different numbers of them; the last of several groups idles at times. Live rows of a decode step
+    Groups have different requests, and different numbers of them; the last of several groups idles at times. One of each samples under
+    bitmasks, where the graphs take them. Live rows of a decode step
     lie at random places among padding. Before each decode step the drafts in the request slots are replaced by right ones and a wrong one,
     so that every count of accepted drafts occurs; some rows verify fewer drafts than they have. One request starts close to the end of
     its context, with a random state as after a prefill on another instance, and reaches the end.
@@ -263,7 +264,15 @@ class _Recorder:
                 inputs[name][row] = value
             if logprobs:
                 inputs["logprobs"][row] = row % 2
+            if request.sampling is SAMPLED and self.small.limits.bitmasks:
+                self._restrict(inputs, row)
         return inputs
+
+    def _restrict(self, inputs: Inputs, row: int) -> None:
+        """Gives a row the last of the step's bitmasks, with about half of the vocabulary after each of its tokens."""
+        masks = inputs["bitmask"]
+        inputs["bitmask_rows"][row] = len(masks)
+        masks[-1] = torch.randint(-(2**31), 2**31, masks[-1].shape, generator=self.generator, dtype=torch.int64).to(torch.int32)
 
     def _prefill_row(self, inputs: Inputs, row: int, request: TraceRequest) -> int:
         """Sets the row's next chunk; returns the number of tokens that need pages."""
