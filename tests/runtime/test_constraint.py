@@ -16,6 +16,7 @@ from npucompile.runtime.constraint import Bitmask
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import Event, FinishEvent, Request, Sampling, TokenEvent
+from npucompile.tools.notation import PrefillSize
 
 PROMPTS = [b"In the beginning", b"a", b"And it came to pass", b"the", b"zz"]
 TOKENS, BITMASKS = 16, 2
@@ -56,7 +57,7 @@ def executors(model, tmp_path_factory):
     """One of graphs that draft, one of graphs that do not, and one of graphs without bitmasks."""
     home, opened = tmp_path_factory.mktemp("built"), []
     for name, drafts, bitmasks in (("drafts", 3, BITMASKS), ("plain", 0, BITMASKS), ("free", 0, 0)):
-        sizes = {"buckets": (1, 4), "prefill": (32,), "num_speculative_tokens": drafts, "structured_outputs": bitmasks}
+        sizes = {"buckets": (1, 4), "prefill": (32, PrefillSize(32, 4)), "num_speculative_tokens": drafts, "structured_outputs": bitmasks}
         tiny.built(tiny.planned(model, **sizes), home / name, fresh=True)
         opened.append(CpuExecutor(Artifact.open(home / name)))
     return opened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,20 +16,18 @@ from ...models import registry, sharding_rules, step
 from ...models.deployed import deployed
 from ...models.draft_model import PREFIX
 from ...models.family_file import FamilyFile
-from ...models.padding import paddings
 from ...models.quant.description import formats_in
 from ...models.quant.formats import Formats
 from ...models.quant.recipes import formats_of_scheme
 from ..notation import PrefillSize, format_prefill
 from .choices import MAX_LOGPROBS, NPU_BACKENDS
-from .deployments import deployment
-from .deviations import deviations
 from .dispatch_size import fit_dispatch
 from .draft_choice import choose_draft_model, draft_name
 from .instance import Instance, resolve, row_of
 from .kv_cache_choice import check_kv_cache, choose_kv_cache
 from .kv_cache_choice import note as kv_cache_note
 from .memory import local_bytes
+from .notes import deviation_notes, drafts_note, eos_note, length_note, padding_notes
 from .pool_size import fit_pool
 from .sizes import decode_sizes, prefill_buckets
 from .targets import Target
@@ -238,15 +235,15 @@ def plan(options: Options) -> Plan:
     notes = (
         f"deployment {instance.deployment}, {instance.phase}" if instance.deployment else None,
         dtype_note,
-        _length_note(options, source, planned),
+        length_note(options, planned),
         f"no prefill of {', '.join(map(str, dropped))} tokens: longer than the context of {limits.max_model_len}" if dropped else None,
         draft_note,
-        _drafts_note(options, planned),
-        _eos_note(planned),
-        *_padding_notes(planned),
+        drafts_note(options, planned),
+        eos_note(planned),
+        *padding_notes(planned),
         weights_note,
         kv_cache_note(formats),
-        *(f"differs from the deployment: {deviation}" for deviation in _deviations(planned)),
+        *(f"differs from the deployment: {deviation}" for deviation in deviation_notes(planned)),
     )
     planned = fit_pool(fit_dispatch(replace(planned, notes=tuple(note for note in notes if note))))
     if target.local:
@@ -306,43 +303,6 @@ def _max_logprobs(options: Options, source: registry.ModelSource, target: Target
     if not 0 <= count <= most:
         raise SpecError(f"max_logprobs is {count}; legal for {source.name} are 0 to {most}")
     return int(count)
-
-
-def _length_note(options: Options, source: registry.ModelSource, plan: Plan) -> str | None:
-    length, longest = plan.limits.max_model_len, source.max_position_embeddings
-    if options.max_model_len is not None or plan.deployment or length >= longest:
-        return None
-    return f"context {length} of {longest} tokens (state is allocated for all of it; --max-model-len to change)"
-
-
-def _drafts_note(options: Options, plan: Plan) -> str | None:
-    k = plan.limits.drafts
-    if not k and plan.source.model.has_draft_head and not plan.source.has_draft_head:
-        return "no drafts: the checkpoint has no tensor of the draft head that its configuration describes"
-    if options.num_speculative_tokens is not None or plan.deployment or not k:
-        return None
-    return f"each step drafts {k} tokens and verifies them in the next (--speculative-tokens to change)"
-
-
-def _deviations(plan: Plan) -> tuple[str, ...]:
-    """What the model and the machine change against the row that the build is for."""
-    if not plan.deployment:
-        return ()
-    row = deployment(plan.deployment)
-    return deviations(row, row.phase(plan.phase), plan.source)
-
-
-def _eos_note(plan: Plan) -> str | None:
-    unreachable = sorted(set(plan.source.eos_ids) - set(plan.eos_ids))
-    vocab = plan.model.config.vocab_size
-    return f"end-of-text ids {unreachable} lie outside the vocabulary of {vocab} and end nothing" if unreachable else None
-
-
-def _padding_notes(plan: Plan) -> Iterator[str]:
-    names = {"vocab": "the vocabulary of", "ffn": "the feed-forward of"}
-    declared = plan.model.family.abstract_params(plan.model.config, plan.dtype)
-    for axis, size, padded, ranks in paddings(declared, plan.model.config.variant):
-        yield f"{names[axis]} {size:,} is padded to {padded:,} over {ranks} ranks"
 
 
 def _variant_of(model: step.Model, formats: Formats, instance: Instance, platform: Platform, backend: str) -> step.Model:

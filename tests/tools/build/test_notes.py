@@ -1,0 +1,37 @@
+"""tools/build/notes.py: what a plan chose for the user, it says."""
+
+from __future__ import annotations
+
+from support import tiny
+
+from npucompile.tools.build import plan as planning
+from npucompile.tools.build.plan import Options
+from npucompile.tools.notation import PrefillSize
+
+
+def test_choices_of_the_plan_are_explained(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "long", max_position_embeddings=4096)
+    plan = planning.plan(Options(str(model), buckets=(1,), prefill=(PrefillSize(32), PrefillSize(2048))))
+    assert plan.limits.max_model_len == 1024
+    assert [bucket.q_len for bucket in plan.buckets if bucket.kind == "prefill"] == [32]
+    notes = "\n".join(plan.notes)
+    assert "context 1024 of 4096 tokens" in notes
+    assert "--max-model-len" in notes
+    assert "no prefill of 2048 tokens" in notes
+    assert f"dtype {planning.dtype_name(plan.dtype)}: " in notes
+
+
+def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentioned(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "odd", eos_token_id=[tiny.VOCAB, 7])
+    plan = tiny.planned(model)
+    assert plan.eos_ids == (7,)
+    assert any(f"[{tiny.VOCAB}] lie outside the vocabulary of {tiny.VOCAB}" in note for note in plan.notes)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_and_said(tmp_path):
+    model = tiny.write_checkpoint(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2, vocab_size=261)
+    planned = tiny.planned(model, mesh="tp=2")
+    assert "the vocabulary of 261 is padded to 262 over 2 ranks" in planned.notes
+    assert planned.model.params(planned.dtype)["embed"].aval.shape == (262, 32)
+    assert planned.model.config.vocab_size == 261
+    assert not any("padded" in note for note in tiny.planned(model).notes)
