@@ -189,6 +189,8 @@ def _fill_shared(arrays: Arrays, rows: Sequence[Row], limits: Limits) -> None:
     arrays["request_slots"][live] = [row.request_slot for row in rows]
     for name in ("temperature", "top_k", "top_p", "min_p"):
         arrays[name][live] = [getattr(row.sampling, name) for row in rows]
+    # A top_p that float32 rounds to 0 would keep no token; this one keeps the most likely, as it should.
+    arrays["top_p"][live] = np.maximum(arrays["top_p"][live], np.finfo(np.float32).tiny)
     if "logprobs" in arrays:
         arrays["logprobs"][live] = [row.logprobs for row in rows]
     _fill_bitmasks(arrays, [(i, row.bitmask) for i, row in enumerate(rows) if row.bitmask is not None])

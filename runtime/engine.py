@@ -15,14 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..graphs.errors import RequestError, SpecError
 from ..graphs.types import Bucket
-from . import step_outputs
+from . import delivery, step_outputs
 from .constraint import ConstraintError, bitmasks
+from .delivery import Sink
 from .executor import Executor, ExecutorError, Pending
 from .metrics import Metrics
+from .refresh import Refresher
 from .request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
 from .scheduler import admission, advance
 from .scheduler.kv_cache_manager import KVCacheManager
@@ -32,13 +34,22 @@ from .scheduler.schedule import GroupState, ScheduledStep, SchedulerState, sched
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[Event], None]
+JOIN_S = 2.0
+"""How long `stop` waits for the stepping thread of an engine that failed."""
+
+
+class Live(NamedTuple):
+    """A request that has not ended; `arrival` tells it from others that had or will have its id."""
+
+    sink: Sink
+    arrival: int
 
 
 class Engine:
     """The serving loop. `submit`, `cancel`, `stop` and `stats` may be called from any thread.
 
-    Sinks are called from the thread that steps, never with a lock held. A sink that raises loses its request.
+    Sinks are called from the thread that steps, never with a lock held; a `BatchSink` once for all its events of a step. A sink that
+    raises loses its request.
 
     Args:
         executor: runs the steps; only the stepping thread calls it, except for `compiles` and `backends`.
@@ -74,13 +85,13 @@ class Engine:
         # Each with the missing bucket that it would have run in, if any.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, Pending]] = deque()
         self._metrics = Metrics(limits.drafts)
-        self._refresh_every_s = refresh_every_s
-        self._refreshed_s = clock()
+        self._refresher = Refresher(executor, refresh_every_s, clock)
         self._arrivals = itertools.count()
-        # New requests, and ids of requests to cancel.
-        self._inbox: deque[RequestState | str] = deque()
-        self._sinks: dict[str, Sink] = {}
-        # Guards the inbox, the sinks, the metrics, the flags, and the binding of the (frozen) state.
+        # New requests, and arrivals of requests to cancel.
+        self._inbox: deque[RequestState | int] = deque()
+        self._live: dict[str, Live] = {}
+        self._busy_since_s: float | None = None
+        # Guards the inbox, the live requests, the metrics, the flags, and the binding of the (frozen) state.
         self._wake = threading.Condition()
         self._refusal: str | None = None
         self._checked = True
@@ -99,24 +110,24 @@ class Engine:
         with self._wake:
             if self._refusal is not None:
                 raise RequestError(f"the engine takes no new requests: {self._refusal}", code="engine_stopped")
-            if request.id in self._sinks:
+            if request.id in self._live:
                 raise RequestError(f"id {request.id!r} is the id of a live request; legal is one that is not", param="id")
-            self._sinks[request.id] = sink
+            arrival = next(self._arrivals)
+            self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
-            self._inbox.append(RequestState(request, next(self._arrivals), self._now_ms(), record))
+            self._inbox.append(RequestState(request, arrival, self._now_ms(), record))
             self._wake.notify_all()
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a request before its next step is scheduled; returns whether it was live.
+    def cancel(self, *request_ids: str) -> bool:
+        """Ends requests before the next step is scheduled; returns whether any was live.
 
-        Its FinishEvent has the reason "cancelled", or another one if it ended before the cancel was handled.
+        Their FinishEvents have the reason "cancelled", or another one if they ended before the cancel was handled.
         """
         with self._wake:
-            if request_id not in self._sinks:
-                return False
-            self._inbox.append(request_id)
+            arrivals = [self._live[name].arrival for name in request_ids if name in self._live]
+            self._inbox.extend(arrivals)
             self._wake.notify_all()
-            return True
+        return bool(arrivals)
 
     def step(self) -> bool:
         """Handles the inbox, launches at most one step, and reads the results of steps until at most `run_ahead` are in flight.
@@ -124,8 +135,15 @@ class Engine:
         Returns:
             Whether there was anything to do.
         """
+        self._busy_since_s = time.monotonic()
+        try:
+            return self._step()
+        finally:
+            self._busy_since_s = None
+
+    def _step(self) -> bool:
         received = self._receive()
-        self._refresh_when_due()
+        self._refresher.when_due()
         step = schedule(self._state)
         if step is not None:
             self._checked = False
@@ -198,15 +216,16 @@ class Engine:
         with self._wake:
             self._refusal = self._refusal or "it is stopping"
             if not drain:
-                self._inbox.extend(self._sinks)
+                self._inbox.extend(live.arrival for live in self._live.values())
             self._wake.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            # A thread that was given up hangs.
+            self._thread.join(None if self.failure is None else JOIN_S)
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters, consistent with each other; `kv_cache_usage_perc` is from 0 to 1."""
         with self._wake:
-            groups, live, counters = self._state.groups, len(self._sinks), self._metrics.snapshot()
+            groups, live, counters = self._state.groups, len(self._live), self._metrics.snapshot()
         running = sum(len(group.running) for group in groups)
         return {
             "num_requests_running": running,
@@ -216,6 +235,36 @@ class Engine:
             "compiles_after_ready_total": self.executor.compiles(),
             "backends": dict(self.executor.backends),
         }
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests and, if it was started, its thread runs."""
+        return self._refusal is None and self.failure is None and (self._thread is None or self._thread.is_alive())
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current call of `step` has taken; 0 between steps."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def give_up(self, message: str) -> None:
+        """Ends all requests with an error, from another thread: the one that steps hangs, and may hang for ever."""
+        with self._wake:
+            if self.failure is not None:
+                return
+            self._refusal = self.failure = message
+            queued = [item for item in self._inbox if isinstance(item, RequestState)]
+            known = {request.arrival: request for request in (*advance.live(self._state), *queued)}
+            self._inbox.clear()
+            live, self._live = self._live, {}
+        deliveries: list[tuple[Sink, Event]] = []
+        for name, (sink, arrival) in live.items():
+            request = known.get(arrival)
+            unknown = FinishEvent(name, "error", 0, 0, ExecutionRecord(), message)
+            deliveries.append((sink, request.finish_event("error", self._now_ms(), message) if request else unknown))
+        self._count_events([event for _, event in deliveries])
+        delivery.send(deliveries)
+        self._on_failure()
 
     def check(self) -> None:
         """Compares the pools with the scheduler's running requests. For the stepping thread, between steps.
@@ -233,27 +282,13 @@ class Engine:
         with self._wake:
             messages = list(self._inbox)
             self._inbox.clear()
-        for message in messages:
-            if isinstance(message, RequestState):
-                self._publish(advance.submit(self._state, message), ())
-            else:
-                self._publish(*advance.cancel(self._state, message, self._now_ms()))
+        new = [message for message in messages if isinstance(message, RequestState)]
+        cancelled = {message for message in messages if not isinstance(message, RequestState)}
+        if new:
+            self._publish(advance.submit(self._state, *new), ())
+        if cancelled:
+            self._publish(*advance.cancel(self._state, cancelled, self._now_ms()))
         return bool(messages)
-
-    def _refresh_when_due(self) -> None:
-        if self._refresh_every_s is None:
-            return
-        now_s = self._clock()
-        if now_s - self._refreshed_s < self._refresh_every_s:
-            return
-        self._refreshed_s = now_s
-        try:
-            if self.executor.refresh():
-                log.info("new executables were loaded")
-        except ExecutorError:
-            raise
-        except Exception:
-            log.exception("refresh failed; the executables stay as they are")
 
     def _check_when_idle(self) -> None:
         if not self._checked:
@@ -314,11 +349,13 @@ class Engine:
             self._state = state
             count()
             self._count_events(events)
-            deliveries = [(self._sinks[event.request_id], event) for event in events]
+            # There are none after `give_up`.
+            deliveries = [(self._live[event.request_id].sink, event) for event in events if event.request_id in self._live]
             for request_id in finished:
-                del self._sinks[request_id]
-        for sink, event in deliveries:
-            self._deliver(sink, event)
+                self._live.pop(request_id, None)
+        lost = delivery.send(deliveries)
+        if lost:
+            self.cancel(*{event.request_id for event in lost})
 
     def _count_step(self, step: ScheduledStep, results: Sequence[advance.GroupResults], wanted: Bucket | None) -> None:
         metrics = self._metrics
@@ -329,7 +366,9 @@ class Engine:
         for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
             if tokens is None:
                 metrics.discarded_rows += 1
-            elif tokens.num_drafts:
+                continue
+            metrics.not_finite += tokens.not_finite
+            if tokens.num_drafts:
                 metrics.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
             elif tokens.token_ids and row.output_index == 0:
                 metrics.prompt_tokens += len(row.request.prompt)
@@ -343,16 +382,10 @@ class Engine:
                 # A stop token was generated but is not in any TokenEvent.
                 self._metrics.generation_tokens += event.reason == "stop"
 
-    def _deliver(self, sink: Sink, event: Event) -> None:
-        try:
-            sink(event)
-        except Exception:
-            log.exception("the sink of %r raised on %s", event.request_id, type(event).__name__)
-            if isinstance(event, TokenEvent):
-                self.cancel(event.request_id)
-
     def _step_or_wait(self) -> bool:
         """Steps, or waits for something to do; returns false when the engine is stopping and no request is live."""
+        if self.failure is not None:
+            return False
         if self.step():
             return True
         with self._wake:
@@ -360,12 +393,14 @@ class Engine:
                 return True
             if self._refusal is not None:
                 return False
-            self._wake.wait(self._refresh_every_s)
+            self._wake.wait(self._refresher.every_s)
         return True
 
     def _abandon(self, message: str) -> None:
         """Ends all requests after a defect of the engine itself, so that no client waits for ever."""
         with self._wake:
+            if self.failure is not None:
+                return
             self._refusal = self.failure = message
         self._receive()
         self._publish(*advance.fail_all(self._state, message, self._now_ms()))

@@ -25,6 +25,7 @@ class Metrics:
         self.accepted = [0] * drafts
         self.preemptions = 0
         self.failed_steps = 0
+        self.not_finite = 0
         self.bucket_steps: dict[str, int] = {}
         self.degraded_steps: dict[str, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
@@ -54,6 +55,7 @@ class Metrics:
 
         `prompt_tokens_total` counts each prompt once, when its first token is sampled. `generation_tokens_total` counts
         sampled tokens, including stop tokens. Failed steps count in `steps_failed_total` and nowhere else.
+        `requests_not_finite_total` counts requests that failed because the model returned what is no number.
         `discarded_rows_total` counts rows whose request had ended before the step's results were known. Drafts are counted as in
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
         verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
@@ -74,6 +76,7 @@ class Metrics:
             "preemptions_total": self.preemptions,
             "steps_total": sum(self.bucket_steps.values()),
             "steps_failed_total": self.failed_steps,
+            "requests_not_finite_total": self.not_finite,
             "bucket_steps": dict(sorted(self.bucket_steps.items())),
             "degraded_steps": dict(sorted(self.degraded_steps.items())),
         }

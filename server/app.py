@@ -1,22 +1,35 @@
-"""The ASGI application of a service."""
+"""The ASGI application of a server."""
 
 from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import WebSocketRoute
 
+from ..graphs.errors import NpucompileError
 from . import http
+from .access import ANY, Access
+from .door import Door
+from .lifecycle import Lifecycle
+from .limits import SocketLimits
 from .service import Service
-from .websocket import SocketHub, SocketLimits
+from .websocket import SocketHub
 
 WEBSOCKET_PATH = "/v1/responses"
 
 
-def create_app(service: Service, limits: SocketLimits | None = None) -> Starlette:
-    """The application: the websocket at `/v1/responses`, and `/health`, `/v1/models`, `/metrics` beside it."""
-    hub = SocketHub(service, limits or SocketLimits())
+def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, access: Access | None = None) -> Starlette:
+    """The application: the websocket at `/v1/responses`, and HTTP beside it; every request comes through the door first."""
+    lifecycle = Lifecycle(served) if isinstance(served, Service) else served
+    access = access or Access()
+    hub = SocketHub(lifecycle, limits or SocketLimits())
+    # Browsers ask before they send a key (CORS), and without one; what is answered then depends on the origin alone.
+    origins = [ANY] if ANY in access.origins else sorted(access.origins)
+    cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY])] if origins else []
     return Starlette(
-        routes=[WebSocketRoute(WEBSOCKET_PATH, hub.serve), *http.routes(service, lambda: hub.connections)],
-        exception_handlers={HTTPException: http.http_error},
+        routes=[WebSocketRoute(WEBSOCKET_PATH, hub.serve), *http.routes(lifecycle, lambda: hub.connections)],
+        middleware=[*cors, Middleware(Door, access=access)],
+        exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), http.http_error),
     )

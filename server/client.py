@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.typing import Subprotocol
 
 from ..graphs.errors import ProtocolError, RequestError
@@ -18,6 +18,7 @@ from .events import TERMINAL_TYPES, ServerEvent
 from .protocol import JSON, decode, encode
 
 MAX_EVENT_BYTES = 64 * 2**20
+MAX_REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,28 @@ class Client:
         self._reader = asyncio.create_task(self._read())
 
     @staticmethod
-    async def connect(url: str, subprotocol: str = JSON) -> Client:
+    async def connect(url: str, subprotocol: str = JSON, *, api_key: str | None = None) -> Client:
         """Opens a connection to e.g. ws://127.0.0.1:8000/v1/responses.
+
+        Args:
+            api_key: of the server, if it asks for one.
 
         Raises:
             ProtocolError: nothing answers there, or it does not speak the subprotocol.
         """
         try:
-            websocket = await connect(url, subprotocols=[Subprotocol(subprotocol)], compression=None, max_size=MAX_EVENT_BYTES, proxy=None)
+            websocket = await connect(
+                url,
+                subprotocols=[Subprotocol(subprotocol)],
+                additional_headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+                compression=None,
+                max_size=MAX_EVENT_BYTES,
+                proxy=None,
+            )
+        except InvalidStatus as refused:
+            reason = refused.response.body.decode(errors="replace").strip()
+            message = f"{url} refuses the connection with status {refused.response.status_code}: {reason[:MAX_REASON_CHARS]}"
+            raise ProtocolError(message, code="connection_refused") from refused
         except (OSError, InvalidHandshake, InvalidURI) as error:
             raise ProtocolError(f"cannot connect to {url}: {error}", code="connection_failed") from error
         if websocket.subprotocol != subprotocol:
@@ -256,7 +271,9 @@ def _refuse_several(options: Mapping[str, Any]) -> None:
         raise RequestError(f"n is {options['n']!r} where one completion is read; legal is 1 (`completions` reads several)", param="n")
 
 
-async def stream_text(url: str, prompt: str | list[int], *, subprotocol: str = JSON, **options: Any) -> AsyncIterator[str]:
+async def stream_text(
+    url: str, prompt: str | list[int], *, subprotocol: str = JSON, api_key: str | None = None, **options: Any
+) -> AsyncIterator[str]:
     """Text deltas of the response to one prompt, over a connection of its own.
 
     Raises:
@@ -264,7 +281,7 @@ async def stream_text(url: str, prompt: str | list[int], *, subprotocol: str = J
         ProtocolError: it cannot be reached, or the connection went away.
     """
     _refuse_several(options)
-    async with await Client.connect(url, subprotocol) as client:
+    async with await Client.connect(url, subprotocol, api_key=api_key) as client:
         async for event in client.create(prompt, **options):
             if raise_if_refused(event)["type"] == "response.output_text.delta":
                 yield event["delta"]

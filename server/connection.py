@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..graphs.errors import ProtocolError
-from .fields import FieldError
-from .protocol import JSON, Frame, ResponseCreate, decode, encode, parse
+from .fields import FieldError, show
+from .limits import MAX_FRAME_BYTES
+from .protocol import JSON, ClientEvent, Frame, ResponseCreate, decode, encode, encode_bytes, parse
 
-MAX_FRAME_BYTES = 4 * 2**20
 MAX_STREAMS = 256
 
 
@@ -66,6 +65,7 @@ class Connection:
         self._max_streams = max_streams
         self._new_id = new_id
         self._open: dict[str, str] = {}
+        self._stream_of: dict[str, str] = {}
 
     @property
     def open(self) -> Mapping[str, str]:
@@ -79,21 +79,39 @@ class Connection:
             ProtocolError: the frame is not a message, or asks for something that this socket's state does not allow
                 (codes stream_in_use, too_many_streams, response_not_found).
         """
-        event = parse(decode(frame, self.subprotocol, self._max_frame_bytes))
+        return self.apply(self.parse(frame))
+
+    def parse(self, frame: Frame) -> ClientEvent:
+        """The message in a frame, whatever the state of the socket; may be called on any thread.
+
+        Raises:
+            ProtocolError: the frame is not a message.
+        """
+        return parse(decode(frame, self.subprotocol, self._max_frame_bytes))
+
+    def apply(self, event: ClientEvent) -> Command:
+        """A message as a command.
+
+        Raises:
+            ProtocolError: this socket's state does not allow it.
+        """
         if isinstance(event, ResponseCreate):
             return self._create(event)
         return self._cancel(event.response_id, event.stream_id)
 
     def finish(self, response_id: str) -> None:
         """Closes the stream of a response, whatever its end; a response that is not open is left alone."""
-        for stream_id, open_id in self._open.items():
-            if open_id == response_id:
-                del self._open[stream_id]
-                return
+        stream_id = self._stream_of.pop(response_id, None)
+        if stream_id is not None:
+            del self._open[stream_id]
 
     def encode(self, event: Mapping[str, Any]) -> Frame:
         """One server event as a frame of this socket's subprotocol."""
         return encode(event, self.subprotocol)
+
+    def encode_bytes(self, event: Mapping[str, Any]) -> bytes:
+        """One server event as the payload of a frame."""
+        return encode_bytes(event, self.subprotocol)
 
     def _create(self, body: ResponseCreate) -> CreateCommand:
         stream_id = body.stream_id
@@ -106,14 +124,14 @@ class Connection:
             message = f"{len(self._open)} responses are open on this socket; the limit is {self._max_streams}"
             raise FieldError(message, param="stream_id", code="too_many_streams", stream_id=stream_id)
         response_id = self._new_id()
-        self._open[stream_id] = response_id
+        self._open[stream_id], self._stream_of[response_id] = response_id, stream_id
         return CreateCommand(response_id, stream_id, body)
 
     def _cancel(self, response_id: str | None, stream_id: str | None) -> CancelCommand:
-        for open_stream, open_id in self._open.items():
-            if response_id in (None, open_id) and stream_id in (None, open_stream):
-                return CancelCommand(open_id, open_stream)
-        named = " and ".join(f"{name} {value!r}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
+        open_stream = stream_id if response_id is None else self._stream_of.get(response_id)
+        if open_stream in self._open and stream_id in (None, open_stream):
+            return CancelCommand(self._open[open_stream], open_stream)
+        named = " and ".join(f"{name} {show(value)}" for name, value in (("response_id", response_id), ("stream_id", stream_id)) if value)
         message = f"no response with {named} is open on this socket; open streams are {self._names()}"
         param = "response_id" if response_id is not None else "stream_id"
         raise FieldError(message, param=param, code="response_not_found", stream_id=stream_id)
@@ -121,8 +139,3 @@ class Connection:
     def _names(self) -> str:
         names = list(self._open)
         return str(names) if len(names) <= 8 else f"{names[:8]} and {len(names) - 8} more"
-
-
-def refusal(error: ProtocolError) -> tuple[str | None, str | None]:
-    """The field and the stream that an error names, or None."""
-    return (error.param, error.stream_id) if isinstance(error, FieldError) else (None, None)

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..graphs.errors import ProtocolError, RequestError
-from .connection import refusal
+from .errors import error_reply
 from .output_items import EventBody, OutputItem
 from .usage import Usage, usage_object
 
@@ -68,18 +67,10 @@ class CompletionEnd:
 
 
 def error_event(error: Exception, *, stream_id: str | None = None) -> ServerEvent:
-    """An `error` event. Errors other than ProtocolError and RequestError are the server's own and are reported without detail."""
-    kind, status, code, message, param = "invalid_request_error", 400, "invalid_request_error", str(error), None
-    if isinstance(error, ProtocolError):
-        code = error.code
-        param, named_stream = refusal(error)
-        stream_id = stream_id or named_stream
-    elif isinstance(error, RequestError):
-        code, param = error.code, error.param
-    else:
-        kind, status, code = "server_error", 500, "internal_error"
-        message = "the server failed to handle this message; its log has the reason"
-    event: ServerEvent = {"type": "error", "status": status, "error": {"type": kind, "code": code, "message": message, "param": param}}
+    """An `error` event; see `errors.error_reply`."""
+    reply = error_reply(error)
+    event: ServerEvent = {"type": "error", "status": reply.status, "error": reply.as_object()}
+    stream_id = stream_id or reply.stream_id
     if stream_id is not None:
         event["stream_id"] = stream_id
     return event

@@ -13,6 +13,8 @@ from ..graphs.errors import ProtocolError
 
 MAX_PARAM_CHARS = 128
 MAX_SHOWN_CHARS = 200
+MAX_SHOWN_KEYS = 100
+LONG_NUMBER = 10**100
 
 T = TypeVar("T")
 
@@ -91,7 +93,11 @@ def choices(legal: Sequence[str]) -> Callable[[Any, str], frozenset[str]]:
 
 
 def show(value: Any) -> str:
-    """A value as an error message shows it, shortened."""
+    """A value as an error message shows it, shortened; of a large object only its size, because `reprlib` sorts its keys."""
+    if isinstance(value, dict) and len(value) > MAX_SHOWN_KEYS:
+        return f"an object of {len(value)} fields"
+    if isinstance(value, int) and abs(value) >= LONG_NUMBER:
+        return "a number of hundreds of digits"
     shown = reprlib.repr(value)
     # reprlib shortens each level of nested lists, which is still long.
     return shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."

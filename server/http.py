@@ -1,4 +1,4 @@
-"""The HTTP endpoints beside the websocket: health, models, metrics.
+"""The HTTP endpoints beside the websocket: liveness and readiness, models, metrics.
 
 OpenAI's HTTP API (completions, responses over SSE) would belong here, over the same service and responses.
 """
@@ -13,7 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from .service import ServedModel, Service
+from .door import error_response
+from .errors import RETRY_AFTER_S, ErrorReply, error_reply
+from .lifecycle import Lifecycle
+from .service import ServedModel
 
 METRIC_PREFIX = "npucompile:"
 """The names behind the prefix mean what vLLM's `vllm:` ones mean, so its dashboards port by replacing it."""
@@ -40,6 +43,8 @@ HELP: Mapping[str, str] = {
     "bucket_steps_total": "Steps run per bucket.",
     "bucket_info": "What runs each bucket; always 1.",
     "websocket_connections": "Sockets open.",
+    "draining": "1 while the server ends and takes no new requests.",
+    "requests_not_finite_total": "Requests that failed because the model returned what is no number.",
     "artifact_info": "The model and artifact being served; always 1.",
 }
 
@@ -52,29 +57,36 @@ ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 Sample = tuple[dict[str, str], float]
 
 
-def routes(service: Service, connections: Callable[[], int]) -> list[Route]:
+def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
     """The HTTP routes; `connections` counts open sockets."""
 
     async def health(_: Request) -> Response:
-        return JSONResponse(dict(service.readiness()))
+        return JSONResponse(dict(lifecycle.state()), status_code=200 if lifecycle.alive() else 503)
+
+    async def ready(_: Request) -> Response:
+        if lifecycle.ready():
+            return JSONResponse(dict(lifecycle.state()))
+        return JSONResponse(dict(lifecycle.state()), status_code=503, headers={"Retry-After": str(RETRY_AFTER_S[503])})
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_object(service.model)]})
+        return JSONResponse({"object": "list", "data": [model_object(lifecycle.serving().model)]})
 
     async def metrics(_: Request) -> Response:
-        stats = {**service.stats(), "websocket_connections": connections()}
+        service = lifecycle.serving()
+        stats = {**service.stats(), "websocket_connections": connections(), "draining": int(lifecycle.draining)}
         return PlainTextResponse(render_metrics(stats, service.model), media_type="text/plain; version=0.0.4")
 
-    return [Route("/health", health), Route("/v1/models", models), Route("/metrics", metrics)]
+    paths = {"/health": health, "/ready": ready, "/v1/models": models, "/metrics": metrics}
+    return [Route(path, endpoint) for path, endpoint in paths.items()]
 
 
 async def http_error(_: Request, error: Exception) -> Response:
-    """The router's errors (404, 405) in OpenAI's format."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else "internal error"
-    headers = error.headers if isinstance(error, HTTPException) else None
-    body = {"error": {"type": "invalid_request_error", "code": None, "message": detail, "param": None}}
-    return JSONResponse(body, status_code=status, headers=headers)
+    """Errors in OpenAI's format: those of requests, the router's own (404, 405), and the server's (500)."""
+    if isinstance(error, HTTPException):
+        response = error_response(ErrorReply(error.status_code, error.detail))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(error_reply(error))
 
 
 def model_object(model: ServedModel) -> dict[str, Any]:

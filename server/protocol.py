@@ -14,13 +14,12 @@ output item; see `service`) and `speculative_tokens` (draft tokens to verify per
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
+import msgspec
 
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
@@ -31,11 +30,13 @@ MSGPACK = "npucompile.msgpack"
 SUBPROTOCOLS = (JSON, MSGPACK)
 
 MAX_STREAM_ID_CHARS = 128
+MAX_MODEL_CHARS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETIONS = 8
+MAX_MESSAGES = 4096
 LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "system", "developer", "assistant")
 TEXT_PARTS = ("input_text", "output_text")
@@ -110,17 +111,25 @@ def choose_subprotocol(offered: Sequence[str]) -> str | None:
         if name in SUBPROTOCOLS:
             return name
     if offered:
-        message = f"subprotocols {list(offered)} are not spoken here; legal are {list(SUBPROTOCOLS)}"
+        message = f"subprotocols {show(list(offered))} are not spoken here; legal are {list(SUBPROTOCOLS)}"
         raise ProtocolError(message, code="unsupported_subprotocol")
     return None
 
 
+_ENCODE: Mapping[str, Callable[[Any], bytes]] = {JSON: msgspec.json.Encoder().encode, MSGPACK: msgspec.msgpack.Encoder().encode}
+_MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+_HALF_PAIR = re.compile(r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F])")
+
+
+def encode_bytes(event: Mapping[str, Any], subprotocol: str) -> bytes:
+    """One event as the payload of a frame. What is no number becomes null in JSON, which has none."""
+    return _ENCODE[subprotocol](event)
+
+
 def encode(event: Mapping[str, Any], subprotocol: str) -> Frame:
     """One event as a frame: str for JSON, bytes for msgpack."""
-    if subprotocol == MSGPACK:
-        packed: bytes = msgpack.packb(event)
-        return packed
-    return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    payload = encode_bytes(event, subprotocol)
+    return payload if subprotocol == MSGPACK else payload.decode()
 
 
 def decode(frame: Frame, subprotocol: str, max_frame_bytes: int) -> dict[str, Any]:
@@ -137,7 +146,7 @@ def decode(frame: Frame, subprotocol: str, max_frame_bytes: int) -> dict[str, An
             raise ProtocolError(f"text frame on subprotocol {MSGPACK}; legal are binary frames", code="wrong_frame_kind")
         value = _decode_msgpack(data)
     else:
-        value = _decode_json(frame)
+        value = _decode_json(data)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ProtocolError(f"message is {show(value)}; legal is an object with text keys", code="not_an_object")
     return value
@@ -147,34 +156,26 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ProtocolError(f"message holds a lone surrogate: {error}; legal is UTF-8 text", code="invalid_utf8") from None
+        raise ProtocolError(f"message holds a lone surrogate at {error.start}; legal is UTF-8 text", code="invalid_utf8") from None
 
 
-def _decode_json(frame: Frame) -> Any:
+def _decode_json(data: bytes) -> Any:
     try:
-        text = frame if isinstance(frame, str) else frame.decode()
-    except UnicodeDecodeError as error:
-        raise ProtocolError(f"frame is not UTF-8: {error}", code="invalid_utf8") from None
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        # An escaped half of a surrogate pair passes json.loads but cannot be encoded again.
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            _utf8(json.dumps(value, ensure_ascii=False))
-    except ProtocolError:
-        raise
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(data)
+    except _MALFORMED as error:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as reason:
+            raise ProtocolError(f"frame is not UTF-8: {reason.reason} at {reason.start}", code="invalid_utf8") from None
+        if _HALF_PAIR.search(text):
+            raise ProtocolError("message holds half of a surrogate pair; legal is UTF-8 text", code="invalid_utf8") from None
         raise ProtocolError(f"frame is not JSON: {error}", code="invalid_json") from None
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ProtocolError(f"frame is not JSON: {name} is not a JSON number", code="invalid_json")
 
 
 def _decode_msgpack(data: bytes) -> Any:
     try:
-        return msgpack.unpackb(data)
-    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        return msgspec.msgpack.decode(data)
+    except _MALFORMED as error:
         raise ProtocolError(f"frame is not msgpack: {str(error) or type(error).__name__}", code="invalid_msgpack") from None
 
 
@@ -219,7 +220,7 @@ def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
         raise FieldError(message, param="previous_response_id")
     return ResponseCreate(
         prompt=_prompt(body),
-        model=optional(body, "model", string()),
+        model=optional(body, "model", string(MAX_MODEL_CHARS)),
         stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
         max_output_tokens=optional(body, "max_output_tokens", integer(1)),
         sampling=_sampling(body),
@@ -251,7 +252,7 @@ def _parse_cancel(fields: dict[str, Any]) -> ResponseCancel:
     fields = {name: value for name, value in fields.items() if value is not None}
     if not fields:
         raise FieldError(f"response.cancel names no response; legal is one of {list(_CANCEL_FIELDS)}", param="response_id")
-    response_id = optional(fields, "response_id", string())
+    response_id = optional(fields, "response_id", string(MAX_STREAM_ID_CHARS))
     return ResponseCancel(response_id, optional(fields, "stream_id", string(MAX_STREAM_ID_CHARS)))
 
 
@@ -294,6 +295,8 @@ def _prompt(body: Mapping[str, Any]) -> Prompt:
         return value
     if not isinstance(value, list):
         raise FieldError(f"input is {show(value)}; legal is a string or a list of message items", param="input")
+    if len(value) > MAX_MESSAGES:
+        raise FieldError(f"input has {len(value)} messages; legal are at most {MAX_MESSAGES}", param="input")
     return Conversation(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
 
 
@@ -309,6 +312,8 @@ def _message(item: Any, where: str) -> ChatMessage:
     parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise FieldError(f"{where}.content is {show(content)}; legal is a string or a list of parts", param=f"{where}.content")
+    if len(parts) > MAX_MESSAGES:
+        raise FieldError(f"{where}.content has {len(parts)} parts; legal are at most {MAX_MESSAGES}", param=f"{where}.content")
     for i, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
             at = f"{where}.content[{i}]"

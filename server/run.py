@@ -1,4 +1,4 @@
-"""Runs the server in this process or in a thread of it."""
+"""Runs the server in a thread of this process, from the moment that it listens to the moment that its last stream has ended."""
 
 from __future__ import annotations
 
@@ -7,49 +7,132 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from ..graphs.errors import NpucompileError, SpecError
+from .access import Access
 from .app import WEBSOCKET_PATH, create_app
+from .connections import Connections
+from .lifecycle import Lifecycle
+from .limits import SocketLimits
 from .service import Service
-from .websocket import SocketLimits
+from .transport import protocols
 
 GRACE_S = 5
-"""How long sockets may take to close after a signal before their tasks are cancelled."""
+"""How long sockets may take to close after the last stream has ended before their tasks are cancelled."""
 
 UNREAD_MS = 60_000
 """How long sent bytes may lie unread by a client before the kernel drops the connection."""
 
 BACKLOG = 1024
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a server serves.
+
+    Attributes:
+        tls_cert, tls_key: PEM files; with a certificate the server speaks TLS alone. The key may be in the certificate's file.
+        drain_timeout_s: how long streams may go on after the server was told to end.
+    """
+
+    limits: SocketLimits = field(default_factory=SocketLimits)
+    access: Access = field(default_factory=Access)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    drain_timeout_s: float = 30.0
 
 
 def serve(
-    service: Service,
+    served: Service,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: int = 0,
     *,
-    limits: SocketLimits | None = None,
-    max_frame_bytes: int | None = None,
+    settings: Serving | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then closes every socket with 1012 and returns.
+    """Serves until SIGINT or SIGTERM; then drains, closes every socket with 1012 and returns.
 
     Call it on the main thread, which is where signals arrive.
 
     Args:
         port: 0 takes a free one.
-        max_frame_bytes: overrides the one in `limits`.
         on_ready: called with host and port once connections are accepted.
 
     Raises:
         SpecError: the address cannot be listened on.
     """
-    with _listen(host, port) as listener:
-        _server(service, host, listener, limits, max_frame_bytes, on_ready).run(sockets=[listener])
+    with Stop() as stop, running(served, host, port, settings=settings) as server:
+        if on_ready:
+            on_ready(host, server.port)
+        server.wait(stop)
+
+
+class Stop:
+    """Notes SIGINT and SIGTERM in a `with` on the main thread.
+
+    Attributes:
+        raises: whether a signal also ends whatever runs, as KeyboardInterrupt.
+        wanted: the server is to end.
+        forced: it is to end at once: there was a second signal.
+    """
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.wanted = self.forced = False
+        self.raises = raises
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, _: int, __: FrameType | None) -> None:
+        self.forced, self.wanted = self.wanted, True
+        if self.raises:
+            raise KeyboardInterrupt
+
+
+class RunningServer:
+    """A server that accepts connections.
+
+    Attributes:
+        url: of its websocket.
+        port: that it listens on.
+        lifecycle: a service set there is served from then on.
+    """
+
+    def __init__(
+        self, server: uvicorn.Server, thread: threading.Thread, lifecycle: Lifecycle, url: str, port: int, settings: Serving
+    ) -> None:
+        self.url, self.port, self.lifecycle = url, port, lifecycle
+        self._server, self._thread, self._settings = server, thread, settings
+
+    def wait(self, stop: Stop, failed: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the server is to end or has failed; then drains, unless it failed or a second signal comes."""
+        while not (stop.wanted or failed()) and self._thread.is_alive():
+            time.sleep(POLL_S)
+        self.lifecycle.draining = True
+        service = self.lifecycle.service
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while service and service.admission.live and time.monotonic() < deadline and not (stop.forced or failed()):
+            time.sleep(POLL_S)
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Closes every socket and ends the thread."""
+        self._server.config.timeout_graceful_shutdown = int(grace_s)
+        self._server.should_exit = True
+        self._thread.join()
 
 
 @contextlib.contextmanager
@@ -59,92 +142,64 @@ def serving(service: Service, host: str = "127.0.0.1", port: int = 0, *, limits:
     Raises:
         SpecError: the address cannot be listened on.
     """
+    with running(service, host, port, settings=Serving(limits or SocketLimits())) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def running(
+    served: Service | Lifecycle,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    settings: Serving | None = None,
+    listener: socket.socket | None = None,
+) -> Iterator[RunningServer]:
+    """Serves from a thread of this process for the length of a `with`.
+
+    Args:
+        listener: made by `listen` for this host; None makes one.
+
+    Raises:
+        SpecError: the address cannot be listened on, or the certificate cannot be used.
+    """
+    settings = settings or Serving()
+    lifecycle = Lifecycle(served) if isinstance(served, Service) else served
     ready = threading.Event()
-    with _listen(host, port) as listener:
-        server = _server(service, host, listener, limits, None, lambda *_: ready.set())
+    with listener or listen(host, port) as bound:
+        server = _Server(_config(lifecycle, settings), ready.set)
 
         def run() -> None:
             try:
-                server.run(sockets=[listener])
+                server.run(sockets=[bound])
             finally:
                 ready.set()
 
         thread = threading.Thread(target=run, name="npucompile-server", daemon=True)
         thread.start()
+        number = bound.getsockname()[1]
+        url = websocket_url(host, number, settings.tls_cert is not None)
+        answer = RunningServer(server, thread, lifecycle, url, number, settings)
         try:
             ready.wait()
             if not server.started:
                 raise NpucompileError(f"the server on {host}:{port} ended before it was ready; the log has the reason")
-            yield websocket_url(host, listener.getsockname()[1])
+            yield answer
         finally:
-            server.should_exit = True
-            thread.join()
+            answer.close()
 
 
-def websocket_url(host: str, port: int) -> str:
+def websocket_url(host: str, port: int, tls: bool = False) -> str:
     """URL of the websocket."""
-    return f"ws://{f'[{host}]' if ':' in host else host}:{port}{WEBSOCKET_PATH}"
+    return f"{'wss' if tls else 'ws'}://{f'[{host}]' if ':' in host else host}:{port}{WEBSOCKET_PATH}"
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that reports when it is ready, and whose `run` returns on a signal instead of ending the process."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens: from now on the port is taken, and connections wait to be accepted.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._stop) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, number: int, _: FrameType | None) -> None:
-        # A second Ctrl-C exits without waiting for clients.
-        self.force_exit = self.force_exit or (self.should_exit and number == signal.SIGINT)
-        self.should_exit = True
-
-
-def _server(
-    service: Service,
-    host: str,
-    listener: socket.socket,
-    limits: SocketLimits | None,
-    max_frame_bytes: int | None,
-    on_ready: Callable[[str, int], None] | None,
-) -> _Server:
-    limits = limits or SocketLimits()
-    if max_frame_bytes is not None:
-        limits = replace(limits, max_frame_bytes=max_frame_bytes)
-    config = uvicorn.Config(
-        create_app(service, limits),
-        # uvicorn's "websockets" implementation uses a deprecated interface of that library.
-        ws="websockets-sansio",
-        ws_max_size=limits.transport_frame_bytes,
-        # Deltas are too small for compression to pay.
-        ws_per_message_deflate=False,
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    port = listener.getsockname()[1]
-    return _Server(config, lambda: on_ready(host, port) if on_ready else None)
-
-
-def _listen(host: str, port: int) -> socket.socket:
+    Raises:
+        SpecError: the address cannot be listened on.
+    """
     if not 0 <= port <= 65535:
         raise SpecError(f"cannot listen on {host} port {port}; legal are ports 0 to 65535, 0 takes a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -156,3 +211,46 @@ def _listen(host: str, port: int) -> socket.socket:
         # Accepted sockets inherit it. Without it a client that never reads keeps its socket open after the server has closed it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
     return listener
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that reports when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+
+def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
+    limits = settings.limits
+    connections = Connections(limits.max_connections, limits.max_connections_per_client)
+    http, websocket = protocols(connections, limits.handshake_s)
+    config = uvicorn.Config(
+        create_app(lifecycle, limits, settings.access),
+        http=http,
+        ws=websocket,
+        ws_max_size=limits.transport_frame_bytes,
+        # Deltas are too small for compression to pay.
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        # Whoever connects could name another address as its own.
+        proxy_headers=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise SpecError(
+            f"TLS certificate {settings.tls_cert} with key {settings.tls_key or 'in the same file'}: {error}; legal are PEM files"
+        ) from error
+    return config

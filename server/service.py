@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
-from ..runtime.request import Event, Request
+from ..runtime.delivery import Sink
+from ..runtime.request import Event, FinishEvent, Request
+from .admission import Admission
 from .connection import CreateCommand
 from .events import ResponseInfo, completion_id
+from .fields import show
+from .limits import SocketLimits
+from .mailbox import Mailbox
 from .protocol import Conversation, ResponseCreate
 from .response import PreparedResponse, Response
 from .tokenizer import TextTokenizer
@@ -27,15 +29,15 @@ FIELD_OF = {"logprobs": "top_logprobs"}
 class EngineClient(Protocol):
     """The interface of `runtime.engine` that the server uses; its methods may be called from any thread."""
 
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+    def submit(self, request: Request, sink: Sink) -> None:
         """Queues a request; `sink` is called with its events, the FinishEvent last, on the engine's thread.
 
         Raises:
             RequestError: the request can never be served.
         """
 
-    def cancel(self, request_id: str) -> object:
-        """Ends a request early, with a FinishEvent of reason "cancelled"; unknown and finished requests are ignored."""
+    def cancel(self, *request_ids: str) -> object:
+        """Ends requests early, with FinishEvents of reason "cancelled"; unknown and finished requests are ignored."""
 
     def stats(self) -> Mapping[str, Any]:
         """Numbers by name; `bucket_steps` maps bucket names to numbers, `backends` to backend names, and
@@ -52,6 +54,7 @@ class ServedModel:
         eos_token_ids: ids that end an output.
         created_s: Unix time of the build.
         artifact: digest of the artifact, if it comes from one.
+        max_running: requests that the engine can run at once; more wait.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ServedModel:
     eos_token_ids: frozenset[int] = frozenset()
     created_s: int = 0
     artifact: str | None = None
+    max_running: int = 1
 
 
 def _always_ok() -> Mapping[str, Any]:
@@ -73,7 +77,8 @@ class Service:
         engine: runs the requests.
         tokenizer: of the model.
         model: the model that the engine runs.
-        readiness: body of /health; `status` is "ok" or "starting", the rest is detail.
+        readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
+        limits: of requests that wait or run.
         clock: Unix time in seconds.
     """
 
@@ -84,10 +89,14 @@ class Service:
         model: ServedModel,
         *,
         readiness: Callable[[], Mapping[str, Any]] = _always_ok,
+        limits: SocketLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        limits = limits or SocketLimits()
         self.model = model
         self.readiness = readiness
+        self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client)
+        self._mailbox: Mailbox | None = None
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
@@ -102,7 +111,7 @@ class Service:
         """
         body = create.body
         if body.model not in (None, self.model.name):
-            raise RequestError(f"model is {body.model!r}; served here is {self.model.name!r}", param="model", code="model_not_found")
+            raise RequestError(f"model is {show(body.model)}; served here is {self.model.name!r}", param="model", code="model_not_found")
         prompt = self._token_ids(body)
         request = Request(
             id=create.response_id,
@@ -134,29 +143,54 @@ class Service:
         """The response to be driven with the engine's events."""
         return Response(prepared, self._tokenizer)
 
-    def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None]) -> None:
+    def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None], client: str = "") -> None:
         """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
 
+        Args:
+            client: whose requests they are (`door.CLIENT`).
+
         Raises:
-            RequestError: the engine refuses one; the others are cancelled, and `deliver` is never called.
+            RequestError: there is no room, or the engine refuses one; the others are cancelled, and `deliver` is never called.
         """
-        mailbox = Mailbox(asyncio.get_running_loop(), deliver)
+        mailbox = self._open_mailbox()
+        leave = self.admission.enter(client, len(requests))
+
+        def receive(event: Event) -> None:
+            try:
+                deliver(event)
+            except Exception:
+                # The mailbox delivers nothing of it after that.
+                leave()
+                raise
+            if isinstance(event, FinishEvent):
+                leave()
+
         submitted: list[str] = []
         try:
             for request in requests:
-                self._engine.submit(request, mailbox.post)
+                mailbox.open(request.id, receive)
+                self._engine.submit(request, mailbox)
                 submitted.append(request.id)
         except Exception as error:
-            mailbox.close()
-            for request_id in submitted:
-                self._engine.cancel(request_id)
+            for request in requests:
+                mailbox.close(request.id)
+            for _ in requests:
+                leave()
+            self.cancel(*submitted)
             if isinstance(error, RequestError):
                 error.param = FIELD_OF.get(error.param or "", error.param)
             raise
 
-    def cancel(self, request_id: str) -> None:
-        """Asks the engine to end a request; ended requests are ignored."""
-        self._engine.cancel(request_id)
+    def cancel(self, *request_ids: str) -> None:
+        """Asks the engine to end requests, all in one pass; ended ones are ignored."""
+        if request_ids:
+            self._engine.cancel(*request_ids)
+
+    def _open_mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop, self.cancel)
+        return self._mailbox
 
     def stats(self) -> Mapping[str, Any]:
         """The engine's numbers."""
@@ -171,11 +205,16 @@ class Service:
                 param="input",
                 code="chat_template_missing",
             )
+        limit = self.model.max_model_len
+        param = "input" if isinstance(prompt, str) else "input_token_ids"
+        # Known before any token is looked at, which would take seconds for a text of megabytes.
+        least = self._tokenizer.fewest_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+        if least >= limit:
+            count = f"{len(prompt)} characters, which are at least {least} tokens," if isinstance(prompt, str) else f"{least} tokens"
+            message = f"{param} has {count} and needs room for 1 more; the context of {self.model.name!r} is {limit} tokens"
+            raise RequestError(message, param=param, code="context_length_exceeded")
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt)
-            param = "input"
-        else:
-            param = "input_token_ids"
         if not prompt:
             raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
         illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
@@ -205,37 +244,3 @@ def completion_seed(seed: int | None, index: int) -> int | None:
     if seed is None or index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
-
-
-class Mailbox:
-    """Passes events from the engine's thread to a callback on the event loop, in order, waking the loop once per burst."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
-        self._loop = loop
-        self._deliver = deliver
-        self._events: deque[Event] = deque()
-        self._awake = False
-        self._closed = False
-        self._lock = Lock()
-
-    def post(self, event: Event) -> None:
-        """Called on any thread; events are dropped after the loop has closed."""
-        with self._lock:
-            self._events.append(event)
-            if self._awake:
-                return
-            self._awake = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._drain)
-
-    def close(self) -> None:
-        """Called on the loop; delivers nothing from now on."""
-        self._closed = True
-
-    def _drain(self) -> None:
-        with self._lock:
-            events, self._events = self._events, deque()
-            self._awake = False
-        for event in events:
-            if not self._closed:
-                self._deliver(event)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from ..graphs.errors import ModelError
+from .prompt_bound import chars_per_token
 from .token_text import REPLACEMENT, TokenText, token_text
 
 UNFINISHED_CHARS = 3
@@ -42,13 +43,24 @@ class TextTokenizer:
         if not file.is_file():
             raise ModelError(f"{file} does not exist; text needs a tokenizer.json")
         try:
-            return TextTokenizer(Tokenizer.from_file(str(file)))
+            tokenizer = TextTokenizer(Tokenizer.from_file(str(file)))
         except Exception as error:  # The library raises bare Exception for every malformed file.
             raise ModelError(f"{file} is not a tokenizer.json: {error}") from error
+        # Takes as long as reading the file; not to be left to the first long prompt.
+        _ = tokenizer._most_chars
+        return tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with whatever the tokenizer adds around it."""
-        return tuple(self._tokenizer.encode(text).ids)
+        """Token ids of a prompt, with whatever the tokenizer adds around it. Other threads run meanwhile, as the library's batches do."""
+        return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, from its length alone; 0 where the tokenizer allows no such bound."""
+        return 0 if self._most_chars is None else -(-len(text) // self._most_chars)
+
+    @cached_property
+    def _most_chars(self) -> int | None:
+        return chars_per_token(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -86,6 +87,9 @@ class Commands(click.Group):
         except NpucompileError as error:
             raise click.ClickException(str(error)) from None
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                where = error.filename or "artifacts, caches and temporary files"
+                raise click.ClickException(f"{error.strerror} for {where}; what is finished is kept, and the next try goes on") from None
             if error.filename is None:
                 raise
             raise click.ClickException(str(error)) from None

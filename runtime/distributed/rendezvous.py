@@ -1,7 +1,8 @@
 """Rendezvous of the ranks: each proves that it runs the same artifact and versions, or all are refused with the difference.
 
 Rank 0 listens and the others connect to it; nothing is allocated before all match. The store of torch, which gloo needs anyway, only
-says where rank 0 listens.
+says at which port. It answers whoever reaches it, so it listens where it was asked to and nowhere else, and the token that proves that a
+connection comes from a rank is not in it: whoever starts the ranks gives it to each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -24,7 +25,7 @@ CONTROL = "control"
 """Substore in which rank 0 says where it listens."""
 
 ADDRESS = "address"
-"""Key there: rank 0's port, and the token that proves that a connection comes from a rank."""
+"""Key there: rank 0's port."""
 
 POLL_S = 0.1
 HELLO_S = 5.0
@@ -43,6 +44,7 @@ class RendezvousConfig:
         prefix: of the keys in the store.
         hosts_store: whether this process creates the store; port 0 takes a free one.
         local_rank: number of this rank on its machine.
+        token: the same on all ranks, and known to nobody else.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class RendezvousConfig:
     prefix: str = "npucompile"
     hosts_store: bool = False
     local_rank: int = 0
+    token: str = field(default="", repr=False)
 
 
 def open_store(config: RendezvousConfig) -> TCPStore:
@@ -64,8 +67,13 @@ def open_store(config: RendezvousConfig) -> TCPStore:
     """
     timeout = datetime.timedelta(seconds=config.timeout_s)
     try:
-        return TCPStore(config.host, config.port, None, config.hosts_store, timeout, wait_for_workers=False)
-    except RuntimeError as error:
+        if not config.hosts_store:
+            return TCPStore(config.host, config.port, None, False, timeout, wait_for_workers=False)
+        # By itself it would listen on all addresses of the machine.
+        with _listener(config.host, config.port, config.world_size) as listener:
+            port, descriptor = listener.getsockname()[1], listener.detach()
+        return TCPStore(config.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    except (RuntimeError, OSError) as error:
         action = "create the store at" if config.hosts_store else f"reach the store within {config.timeout_s:g} s at"
         where = f"{config.host} port {config.port}"
         raise RankError(f"rank {config.rank} of {config.world_size} cannot {action} {where}: {_first_line(error)}") from None
@@ -94,10 +102,10 @@ def accept_ranks(
     connections: dict[int, socket.socket] = {}
     refusal: str | None = None
     deadline = time.monotonic() + config.timeout_s
-    with _listening(config, store) as (listener, token):
+    with _listening(config, store) as listener:
         try:
             while refusal is None and len(connections) < config.world_size - 1:
-                refusal = _accept_one(listener, token, connections, config, identity) or _late(connections, config, deadline) or exited()
+                refusal = _accept_one(listener, connections, config, identity) or _late(connections, config, deadline) or exited()
             answer = encode("welcome") if refusal is None else encode("refused", message=refusal)
             for stream in connections.values():
                 stream.sendall(answer)
@@ -118,14 +126,14 @@ def connect_to_rank_0(config: RendezvousConfig, store: TCPStore, identity: Mappi
     """
     me = f"rank {config.rank} of {config.world_size}"
     try:
-        port, token = substore(store, config, CONTROL).get(ADDRESS).decode().split()
+        port = int(substore(store, config, CONTROL).get(ADDRESS))
     except RuntimeError as error:
         late = f"rank 0 did not come to {config.host} port {config.port} within {config.timeout_s:g} s"
         raise RankError(f"{me}: {late}: {_first_line(error)}") from None
     with contextlib.ExitStack() as stack:
         try:
-            stream = stack.enter_context(socket.create_connection((config.host, int(port)), timeout=config.timeout_s))
-            stream.sendall(encode("hello", token=token, rank=config.rank, world_size=config.world_size, identity=dict(identity)))
+            stream = stack.enter_context(socket.create_connection((config.host, port), timeout=config.timeout_s))
+            stream.sendall(encode("hello", token=config.token, rank=config.rank, world_size=config.world_size, identity=dict(identity)))
             # Rank 0 may wait as long for the others as this rank waited for it.
             stream.settimeout(2 * config.timeout_s)
             answer = receive(stream)
@@ -138,22 +146,24 @@ def connect_to_rank_0(config: RendezvousConfig, store: TCPStore, identity: Mappi
 
 
 @contextlib.contextmanager
-def _listening(config: RendezvousConfig, store: TCPStore) -> Iterator[tuple[socket.socket, str]]:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def _listening(config: RendezvousConfig, store: TCPStore) -> Iterator[socket.socket]:
     try:
-        listener = socket.create_server((config.host, 0), family=family, backlog=config.world_size)
+        listener = _listener(config.host, 0, config.world_size)
     except OSError as error:
         legal = "legal is an address of the machine that rank 0 runs on"
         raise RankError(f"rank 0 cannot listen on {config.host}: {error}; {legal}") from None
     with listener:
         listener.settimeout(POLL_S)
-        token = secrets.token_hex(16)
-        substore(store, config, CONTROL).set(ADDRESS, f"{listener.getsockname()[1]} {token}")
-        yield listener, token
+        substore(store, config, CONTROL).set(ADDRESS, str(listener.getsockname()[1]))
+        yield listener
+
+
+def _listener(host: str, port: int, backlog: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
 
 
 def _accept_one(
-    listener: socket.socket, token: str, connections: dict[int, socket.socket], config: RendezvousConfig, identity: Mapping[str, str]
+    listener: socket.socket, connections: dict[int, socket.socket], config: RendezvousConfig, identity: Mapping[str, str]
 ) -> str | None:
     """Accepts one rank if one is connecting; returns the reason if all must be refused because of it."""
     try:
@@ -166,13 +176,17 @@ def _accept_one(
     except (OSError, ProtocolError):
         hello = None
     # Whoever does not know the token is not a rank; the rendezvous goes on without that connection.
-    if hello is None or hello.kind != "hello" or not secrets.compare_digest(str(hello.fields.get("token")), token):
+    if hello is None or hello.kind != "hello" or not _is_token(hello.fields.get("token"), config.token):
         stream.close()
         return None
     refusal = _mismatch(hello, connections, config, identity)
     rank = hello.fields["rank"]
     connections[rank if rank not in connections else -1] = stream
     return refusal
+
+
+def _is_token(given: object, token: str) -> bool:
+    return isinstance(given, str) and secrets.compare_digest(given.encode(), token.encode())
 
 
 def _mismatch(

@@ -21,17 +21,20 @@ GroupResults = Sequence[SampledTokens | None]
 """Results of the rows of one dp group; None for a request that has ended (`step_outputs.read_outputs`)."""
 
 
-def submit(state: SchedulerState, request: RequestState) -> SchedulerState:
-    """The state with a new request, last in the queue of the group with the fewest requests; among those, the fewest used pages."""
+def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
+    """The state with new requests, each last in the queue of the group with the fewest requests; among those, the fewest used pages."""
     loads = [(group.num_requests, group.used_pages) for group in state.groups]
-    chosen = loads.index(min(loads))
-    groups = [replace(g, waiting=(*g.waiting, request)) if i == chosen else g for i, g in enumerate(state.groups)]
-    return replace(state, groups=tuple(groups))
+    new: list[list[RequestState]] = [[] for _ in state.groups]
+    for request in requests:
+        chosen = loads.index(min(loads))
+        loads[chosen] = (loads[chosen][0] + 1, loads[chosen][1])
+        new[chosen].append(request)
+    return replace(state, groups=tuple(replace(g, waiting=(*g.waiting, *added)) for g, added in zip(state.groups, new, strict=True)))
 
 
-def cancel(state: SchedulerState, request_id: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
-    """The state without this request, and its last event; the same state and no event when it is not live."""
-    return _drop(state, {request.arrival for request in _live(state) if request.id == request_id}, "cancelled", now_ms)
+def cancel(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state without the requests of these arrivals, and their last events; the others are not live any more."""
+    return _drop(state, arrivals, "cancelled", now_ms)
 
 
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:
@@ -86,12 +89,12 @@ def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float
 
 def end(state: SchedulerState, request_id: str, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state without this request, which ends with reason "error"."""
-    return _drop(state, {request.arrival for request in _live(state) if request.id == request_id}, "error", now_ms, message)
+    return _drop(state, {request.arrival for request in live(state) if request.id == request_id}, "error", now_ms, message)
 
 
 def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state without any request: all end with reason "error"."""
-    return _drop(state, {request.arrival for request in _live(state)}, "error", now_ms, message)
+    return _drop(state, {request.arrival for request in live(state)}, "error", now_ms, message)
 
 
 def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
@@ -134,7 +137,8 @@ def _commit_row(
     return None, [*events, request.finish_event(reason, now_ms)]
 
 
-def _live(state: SchedulerState) -> list[RequestState]:
+def live(state: SchedulerState) -> list[RequestState]:
+    """All requests that have not ended."""
     return [request for group in state.groups for request in (*group.running, *group.waiting)]
 
 
@@ -144,5 +148,5 @@ def _drop(
     def remaining(requests: tuple[RequestState, ...]) -> tuple[RequestState, ...]:
         return tuple(request for request in requests if request.arrival not in arrivals)
 
-    events = tuple(request.finish_event(reason, now_ms, message) for request in _live(state) if request.arrival in arrivals)
+    events = tuple(request.finish_event(reason, now_ms, message) for request in live(state) if request.arrival in arrivals)
     return replace(state, groups=tuple(GroupState(remaining(g.waiting), remaining(g.running)) for g in state.groups)), events

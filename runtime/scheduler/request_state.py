@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..request import ExecutionRecord, FinishEvent, Request
+from .token_log import TokenLog
 
 
 class RequestState(NamedTuple):
@@ -32,7 +33,7 @@ class RequestState(NamedTuple):
     arrival: int
     submitted_ms: float
     record: ExecutionRecord = ExecutionRecord()
-    output_token_ids: tuple[int, ...] = ()
+    output_token_ids: TokenLog | tuple[int, ...] = ()
     num_computed_tokens: int = 0
     decoding: bool = False
     steps_in_flight: int = 0
@@ -66,7 +67,8 @@ class RequestState(NamedTuple):
         boundary = len(self.request.prompt)
         if start >= boundary:
             return self.output_token_ids[start - boundary : start - boundary + count]
-        return (self.request.prompt[start : start + count] + self.output_token_ids)[:count]
+        known = self.request.prompt[start : start + count]
+        return known + self.output_token_ids[: count - len(known)]
 
     def finishes_in_flight(self, max_model_len: int) -> bool:
         """Whether the steps in flight finish the request, however few tokens they produce."""
@@ -111,7 +113,7 @@ class RequestState(NamedTuple):
             prefill_chunks=(*record.prefill_chunks, bucket_name),
             padded_rows=record.padded_rows + padded_rows,
         )
-        return self._replace(record=record, output_token_ids=(*self.output_token_ids, *output), drafts=drafts)
+        return self._replace(record=record, output_token_ids=self._extended(output), drafts=drafts)
 
     def decode_committed(
         self, bucket_name: str, output: tuple[int, ...], count: int, num_drafts: int, padded_rows: int, drafts: tuple[int, ...] = ()
@@ -137,11 +139,16 @@ class RequestState(NamedTuple):
         )
         return self._replace(
             record=record,
-            output_token_ids=(*self.output_token_ids, *output),
+            output_token_ids=self._extended(output),
             num_computed_tokens=self.num_computed_tokens + count,
             steps_in_flight=self.steps_in_flight - 1,
             drafts=drafts,
         )
+
+    def _extended(self, output: tuple[int, ...]) -> TokenLog:
+        """The output with more tokens; a tuple would be copied at every step."""
+        log = self.output_token_ids
+        return (log if isinstance(log, TokenLog) else TokenLog(log)).extended(output)
 
     def clip_output(self, sampled: tuple[int, ...], max_model_len: int) -> tuple[tuple[int, ...], str | None]:
         """Which of the tokens just sampled belong to the output.

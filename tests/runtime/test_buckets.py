@@ -1,10 +1,12 @@
 """runtime/buckets.py: the smallest bucket that fits is chosen, and rows are packed by the step convention."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npucompile.graphs.errors import SpecError
+from npucompile.graphs.ops.sample import Sample, sample_reference
 from npucompile.graphs.step_inputs import StepInputs
 from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.buckets import DecodeRow, PrefillRow, choose, choose_prefill, of_kind, pack
@@ -199,3 +201,12 @@ def test_rows_that_do_not_fit_are_refused(bucket, rows, message):
 def test_rows_that_just_fit_are_packed():
     assert pack(Bucket("decode", 2, 3), [DECODE._replace(base=3)], LIMITS[2])["base"].tolist() == [3, 0]
     assert pack(Bucket("prefill", 2, 1), [PREFILL._replace(start=3)], LIMITS[2])["num_computed_tokens"].tolist() == [3, 0]
+
+
+def test_a_top_p_below_what_float32_knows_keeps_the_most_likely_token():
+    row = PrefillRow((1,), 0, (1,), 1, 1, sampling=Sampling(temperature=1.0, top_p=1e-60))
+    arrays = pack(Bucket("prefill", 1, 4), [row], Limits(4, 9, 9, 16))
+    logits = torch.tensor([[[0.0, 1.0, 3.0, 2.0]]])
+    sampling = (torch.from_numpy(arrays[name]) for name in ("temperature", "top_k", "top_p", "min_p"))
+    # It was token 0: with a top_p of 0 none is kept.
+    assert sample_reference(Sample(logits, *sampling, torch.tensor([[0.5]]))).tolist() == [[2]]

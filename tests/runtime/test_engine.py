@@ -16,9 +16,11 @@ from support import toy_device as toy
 
 from npucompile.graphs.errors import ArtifactError, RequestError, SpecError
 from npucompile.graphs.types import Bucket, Limits
+from npucompile.runtime.delivery import BatchSink
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.engine import Engine
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
 from npucompile.runtime.scheduler.schedule import GroupStep
 
@@ -929,3 +931,96 @@ def test_from_loader_raises_what_loading_raises():
 
     with pytest.raises(ArtifactError, match="no weights"):
         Engine.from_loader(load)
+
+
+# Many at once, and an engine that cannot go on.
+
+
+class Shared(BatchSink):
+    """A sink of many requests."""
+
+    def __init__(self):
+        self.batches = []
+
+    def deliver(self, events):
+        self.batches.append(list(events))
+
+
+def test_many_requests_come_and_go_in_one_pass_each(monkeypatch):
+    """One dropped socket of 2048 requests took a second, four took fourteen: each cancel walked over all that lived."""
+    passes = Counter()
+    for name in ("submit", "cancel"):
+        monkeypatch.setattr(advance, name, counting(getattr(advance, name), passes, name))
+    served, sink = toy.serving(), Shared()
+    names = [f"r{i}" for i in range(300)]
+    for name in names:
+        served.engine.submit(ask(name, max_tokens=20), sink)
+    served.engine.step()
+    assert passes == {"submit": 1}
+    assert served.engine.cancel(*names)
+    sink.batches.clear()
+    served.engine.step()
+    assert passes == {"submit": 1, "cancel": 1}
+    (ended,) = [batch for batch in sink.batches if any(event.reason == "cancelled" for event in batch if isinstance(event, FinishEvent))]
+    assert {event.request_id for event in ended} == set(names)
+    served.drain()
+    served.engine.check()
+
+
+def counting(function, passes, name):
+    def counted(*args):
+        passes[name] += 1
+        return function(*args)
+
+    return counted
+
+
+def test_a_sink_that_several_share_gets_their_events_of_a_step_in_one_call():
+    served, shared, own = toy.serving(), Shared(), toy.Collector()
+    for name in "ab":
+        served.engine.submit(ask(name), shared)
+    served.engine.submit(ask("c"), own)
+    served.drain()
+    together = [batch for batch in shared.batches if {event.request_id for event in batch} == {"a", "b"}]
+    assert together
+    events = [event for batch in shared.batches for event in batch if isinstance(event, TokenEvent)]
+    tokens = {name: [token for event in events if event.request_id == name for token in event.token_ids] for name in "ab"}
+    expected = toy.reference_run(ask(), 32).tokens
+    assert tokens == {"a": expected, "b": expected}
+    assert own.tokens == expected
+
+
+def test_a_step_that_hangs_is_given_up_by_another_thread():
+    served = toy.serving()
+    entered, release, told = threading.Event(), threading.Event(), []
+    launch = served.device.launch
+
+    def hanging(bucket, inputs):
+        if served.device.runs == 2:
+            entered.set()
+            release.wait(WAIT_S)
+        return launch(bucket, inputs)
+
+    served.device.launch = hanging
+    served.engine._on_failure = lambda: told.append(served.engine.failure)
+    running, waiting = served.submit(ask("running", max_tokens=20)), served.submit(ask("waiting", max_tokens=20))
+    served.engine.start()
+    assert entered.wait(WAIT_S)
+    queued = served.submit(ask("queued"))
+    assert served.engine.alive
+    assert served.engine.step_age_s > 0
+    served.engine.give_up("a step hangs")
+    for sink in (running, waiting, queued):
+        assert (sink.end.reason, sink.end.message) == ("error", "a step hangs")
+    assert not served.engine.alive
+    with pytest.raises(RequestError, match="takes no new requests: a step hangs") as refused:
+        served.submit(ask("late"))
+    assert refused.value.code == "engine_stopped"
+    # Its thread may come back: nothing is sent twice, and it ends.
+    release.set()
+    served.engine._thread.join(WAIT_S)
+    assert not served.engine._thread.is_alive()
+    assert told == ["a step hangs"]
+    assert served.engine.stats()["requests_finished_error"] == 3
+    served.engine.give_up("again")
+    assert served.engine.failure == "a step hangs"

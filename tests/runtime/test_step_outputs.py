@@ -11,7 +11,7 @@ from npucompile.runtime.request import Logprobs, Request
 from npucompile.runtime.scheduler.policy import Policy
 from npucompile.runtime.scheduler.request_state import RequestState
 from npucompile.runtime.scheduler.schedule import GroupState, GroupStep, ScheduledRequest, ScheduledStep, SchedulerState
-from npucompile.runtime.step_outputs import SampledTokens, read_outputs
+from npucompile.runtime.step_outputs import NOT_FINITE, SampledTokens, read_outputs
 
 VOCAB = 13
 DECODE, PREFILL = Bucket("decode", 3, 3), Bucket("prefill", 2, 4)
@@ -129,3 +129,22 @@ def test_log_probabilities_of_the_requests_that_asked():
 def test_outputs_that_make_no_sense_are_refused(outputs, message):
     with pytest.raises(NpucompileError, match=message):
         read(outputs, DECODE, (row(0), row(1, drafts=1, logprobs=1)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_no_token(value):
+    logits = np.zeros((3, 3, VOCAB), np.float32)
+    logits[0, 1], logits[1, 2] = value, value
+    first, second = read(decoded(logits=logits), DECODE, [row(0), row(1, drafts=0)])
+    assert (first.token_ids, first.failure, first.not_finite) == ((1,), NOT_FINITE, True)
+    # What lies behind the tokens that count does not.
+    assert (second.token_ids, second.failure, second.not_finite) == ((4,), "", False)
+
+
+def test_what_is_no_number_is_seen_in_log_probabilities_where_there_are_no_logits():
+    chosen = np.full((3, 3), -1.0, np.float32)
+    chosen[0, 2] = np.nan
+    logprobs = {"chosen_logprobs": chosen, "top_ids": np.zeros((3, 3, 2), np.int32), "top_logprobs": np.zeros((3, 3, 2), np.float32)}
+    asked, unasked = read(decoded(**logprobs), DECODE, [row(0, logprobs=0), row(1, drafts=0)])
+    assert (asked.token_ids, asked.not_finite, len(asked.logprobs)) == ((1, 2), True, 2)
+    assert not unasked.not_finite

@@ -14,10 +14,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from npucompile.runtime.request import FinishEvent, Logprobs, TokenEvent
+from npucompile.server.limits import SocketLimits
 from npucompile.server.protocol import JSON, MSGPACK
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
-from npucompile.server.websocket import SocketLimits
 
 MODEL = ServedModel("tiny", max_model_len=128, vocab_size=256)
 LIMITS = SocketLimits(max_frame_bytes=4096)
@@ -42,9 +42,9 @@ class EchoEngine:
             self._live[request.id] = (request, sink, [])
             self._wake.notify_all()
 
-    def cancel(self, request_id):
+    def cancel(self, *request_ids):
         with self._wake:
-            self._cancelled.append(request_id)
+            self._cancelled.extend(request_ids)
             self._wake.notify_all()
 
     def stats(self):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from npucompile.graphs.errors import ProtocolError
-from npucompile.server.connection import CancelCommand, Connection, CreateCommand, new_response_id, refusal
-from npucompile.server.fields import FieldError
+from npucompile.server.connection import CancelCommand, Connection, CreateCommand, new_response_id
 from npucompile.server.protocol import JSON, MSGPACK, ResponseCreate, encode
 
 
@@ -106,11 +105,6 @@ def test_the_frame_limit_is_kept():
     conn = connection(max_frame_bytes=100)
     assert refused(conn, create(model="x" * 100)).code == "frame_too_large"
     conn.receive(create())
-
-
-def test_refusal_reads_what_a_field_error_is_about():
-    assert refusal(ProtocolError("x")) == (None, None)
-    assert refusal(FieldError("x", param="top_k", stream_id="a")) == ("top_k", "a")
 
 
 def test_response_ids_are_new():

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models
 from websockets.sync.client import connect
 
 from npucompile.server.http import HELP, render_metrics
-from npucompile.server.run import serving
+from npucompile.server.lifecycle import Lifecycle
+from npucompile.server.run import running, serving
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.tokenizer import TextTokenizer
 
@@ -62,12 +63,33 @@ def get(url, path, method="GET"):
         return response.status, response.headers, response.read().decode()
 
 
-def test_health_says_how_far_the_server_is(url, readiness):
-    assert json.loads(get(url, "/health")[2]) == {"status": "starting", "compiled_buckets": 1}
-    readiness.update(status="ok", compiled_buckets=2)
-    status, headers, body = get(url, "/health")
-    assert (status, headers["content-type"]) == (200, "application/json")
-    assert json.loads(body) == {"status": "ok", "compiled_buckets": 2}
+@pytest.mark.parametrize(
+    ("state", "alive", "ready"),
+    [("ok", 200, 200), ("starting", 200, 503), ("failed", 503, 503), ("stuck", 503, 503), ("stopped", 503, 503)],
+)
+def test_liveness_and_readiness_are_told_apart(url, readiness, state, alive, ready):
+    before = dict(readiness)
+    readiness.update(status=state, compiled_buckets=2)
+    for path, expected in (("/health", alive), ("/ready", ready)):
+        status, headers, body = get(url, path)
+        assert (status, headers["content-type"]) == (expected, "application/json")
+        assert json.loads(body) == {"status": state, "compiled_buckets": 2}
+    readiness.update(before)
+
+
+def test_before_there_is_a_model_and_while_the_server_ends():
+    lifecycle = Lifecycle()
+    with running(lifecycle) as server:
+        assert get(server.url, "/health")[0] == 200
+        assert get(server.url, "/ready")[0] == 503
+        for path in ("/v1/models", "/metrics"):
+            status, headers, body = get(server.url, path)
+            assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "2", "starting")
+        lifecycle.service = Service(Engine(), TextTokenizer(Tokenizer(models.BPE())), MODEL)
+        assert get(server.url, "/ready")[0] == get(server.url, "/v1/models")[0] == 200
+        lifecycle.draining = True
+        assert [get(server.url, path)[0] for path in ("/health", "/ready")] == [200, 503]
+        assert "npucompile:draining 1\n" in get(server.url, "/metrics")[2]
 
 
 def test_models_is_a_list_in_openai_shape(url):
@@ -121,6 +143,7 @@ def test_metrics_have_the_engines_numbers(url):
         'npucompile:spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 1,
         "npucompile:something_new": 1.5,
         "npucompile:websocket_connections": 0,
+        "npucompile:draining": 0,
         'npucompile:artifact_info{model="tiny",artifact="sha256:ab"}': 1,
     }
     assert {name for name, kind in types.items() if kind == "counter"} == {name for name in types if name.endswith("_total")}

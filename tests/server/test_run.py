@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import signal
 import socket
+import ssl
+import subprocess
 import sys
 import threading
+import time
 from urllib.parse import urlsplit
 
 import pytest
+from support.texts import RECORD, byte_codec
 from tokenizers import Tokenizer, models
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import connect
 
 from npucompile.graphs.errors import SpecError
+from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server import run
-from npucompile.server.run import serve, serving, websocket_url
+from npucompile.server.limits import SocketLimits
+from npucompile.server.run import Serving, Stop, running, serve, serving, websocket_url
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.tokenizer import TextTokenizer
-from npucompile.server.websocket import SocketLimits
 
 
 class Engine:
@@ -44,7 +51,7 @@ def test_a_signal_ends_serve_and_handlers_come_back(service, number):
         ready.append((host, port))
         signal.raise_signal(number)
 
-    serve(service, port=0, on_ready=on_ready)
+    serve(service, on_ready=on_ready)
     ((host, port),) = ready
     assert host == "127.0.0.1"
     assert port > 0
@@ -81,7 +88,7 @@ def test_connections_are_served_when_it_is_ready(service):
         clients.append(thread)
 
     clients = []
-    serve(service, port=0, max_frame_bytes=100, on_ready=on_ready)
+    serve(service, port=0, settings=Serving(SocketLimits(max_frame_bytes=100)), on_ready=on_ready)
     clients[0].join()
     assert '"frame_too_large"' in answers[0]
     assert answers[1] == 1009
@@ -101,11 +108,8 @@ def test_an_address_that_is_not_ours_is_named(service, host, port):
 
 
 def test_serving_leaves_no_thread_behind(service):
-    with serving(service, limits=SocketLimits(max_connections=0)) as url:
+    with serving(service) as url:
         assert "npucompile-server" in threads()
-        with connect(url, proxy=None, compression=None) as websocket, pytest.raises(ConnectionClosed) as closed:
-            websocket.recv(timeout=60)
-        assert closed.value.rcvd.code == 1013
     assert "npucompile-server" not in threads()
     place = urlsplit(url)
     with pytest.raises(ConnectionRefusedError):
@@ -114,13 +118,137 @@ def test_serving_leaves_no_thread_behind(service):
 
 def test_urls():
     assert websocket_url("127.0.0.1", 8000) == "ws://127.0.0.1:8000/v1/responses"
+    assert websocket_url("h", 1, tls=True) == "wss://h:1/v1/responses"
     assert websocket_url("::1", 1) == "ws://[::1]:1/v1/responses"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
 def test_the_kernel_drops_clients_that_never_read():
-    with run._listen("127.0.0.1", 0) as listener:
+    with run.listen("127.0.0.1", 0) as listener:
         with socket.create_connection(listener.getsockname()):
             accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == run.UNREAD_MS
+
+
+class Slow(Engine):
+    """Takes requests; `finish` ends them."""
+
+    def __init__(self):
+        self.sinks = {}
+        self.cancelled = []
+
+    def submit(self, request, sink):
+        self.sinks[request.id] = sink
+
+    def cancel(self, *request_ids):
+        self.cancelled += request_ids
+
+    def finish(self):
+        for name, sink in self.sinks.items():
+            sink(TokenEvent(name, byte_codec().encode("last words")))
+            sink(FinishEvent(name, "stop", 1, 10, RECORD))
+
+
+def ready(server):
+    """Status of /ready."""
+    place = urlsplit(server.url)
+    with contextlib.closing(http.client.HTTPConnection(place.hostname, place.port, timeout=60)) as connection:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status
+
+
+@contextlib.contextmanager
+def streaming(server):
+    """A socket with a response that has begun."""
+    with connect(server.url, proxy=None, compression=None) as socket:
+        socket.send('{"type":"response.create","input":"x"}')
+        while '"response.in_progress"' not in socket.recv(timeout=60):
+            pass
+        yield socket
+
+
+def refused(url, error):
+    with pytest.raises(error) as caught, connect(url, proxy=None):
+        pass
+    return caught.value
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_stream_ends_before_the_server_does_and_nothing_new_begins():
+    engine = Slow()
+    service = Service(engine, byte_codec(), ServedModel("tiny", 16, 256))
+    with Stop() as stop, running(service) as server, streaming(server) as websocket:
+        waiting = threading.Thread(target=server.wait, args=(stop,))
+        waiting.start()
+        assert ready(server) == 200
+        signal.raise_signal(signal.SIGTERM)
+        until(lambda: ready(server) == 503)
+        answer = refused(server.url, InvalidStatus).response
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert waiting.is_alive()
+        engine.finish()
+        waiting.join(60)
+        frames = [websocket.recv(timeout=60)]
+        while '"type":"response.completed"' not in frames[-1]:
+            frames.append(websocket.recv(timeout=60))
+    assert "last words" in frames[-1]
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize("how", ["timeout", "second signal", "failure"])
+def test_a_stream_that_does_not_end_is_not_waited_for_for_ever(how):
+    engine = Slow()
+    service = Service(engine, byte_codec(), ServedModel("tiny", 16, 256))
+    settings = Serving(drain_timeout_s=0.2 if how == "timeout" else 3600.0)
+    with Stop() as stop, running(service, settings=settings) as server, streaming(server) as websocket:
+        signals = 0 if how == "failure" else 1 if how == "timeout" else 2
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGTERM)
+        server.wait(stop, lambda: how == "failure")
+        server.close()
+        with pytest.raises(ConnectionClosed) as closed:
+            websocket.recv(timeout=60)
+        assert closed.value.rcvd.code == 1012
+    assert len(engine.cancelled) == 1
+
+
+def test_a_signal_while_starting_ends_what_runs():
+    with pytest.raises(KeyboardInterrupt), Stop(raises=True):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", folder / "key", "-out", folder / "cert"],
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+def test_tls(service, certificate):
+    settings = Serving(tls_cert=certificate / "cert", tls_key=certificate / "key")
+    trusting = ssl.create_default_context(cafile=certificate / "cert")
+    with running(service, settings=settings) as server:
+        assert server.url.startswith("wss://")
+        with connect(server.url, proxy=None, ssl=trusting) as websocket:
+            websocket.send("{")
+            assert "invalid_json" in websocket.recv(timeout=60)
+        refused(server.url.replace("wss:", "ws:"), InvalidMessage)
+
+
+def test_a_certificate_that_cannot_be_used_is_named(service, certificate, tmp_path):
+    (tmp_path / "cert").write_text("no certificate")
+    for cert in (tmp_path / "cert", tmp_path / "none"):
+        with pytest.raises(SpecError, match=f"TLS certificate {cert}"), running(service, settings=Serving(tls_cert=cert)):
+            pass

@@ -16,7 +16,7 @@ from npucompile.server.connection import CreateCommand
 from npucompile.server.events import ResponseInfo
 from npucompile.server.protocol import MAX_SEED, ChatMessage, Conversation, ResponseCreate
 from npucompile.server.response import PreparedResponse
-from npucompile.server.service import Mailbox, ServedModel, Service, completion_seed
+from npucompile.server.service import ServedModel, Service, completion_seed
 
 MODEL = ServedModel("tiny", max_model_len=16, vocab_size=300, eos_token_ids=frozenset({299}))
 
@@ -29,8 +29,8 @@ class Engine:
     def submit(self, request, sink):
         self.submitted.append((request, sink))
 
-    def cancel(self, request_id):
-        self.cancelled.append(request_id)
+    def cancel(self, *request_ids):
+        self.cancelled += request_ids
 
     def stats(self):
         return {"num_requests_running": 1}
@@ -155,36 +155,6 @@ def test_events_come_to_the_loop_in_order_from_any_thread():
     assert threads == {threading.current_thread()}
 
 
-def test_a_burst_wakes_the_loop_once():
-    calls, delivered = [], []
-
-    class Loop:
-        def call_soon_threadsafe(self, callback):
-            calls.append(callback)
-
-    box = Mailbox(Loop(), delivered.append)
-    first, second, third = (TokenEvent("r", (i,)) for i in range(3))
-    box.post(first)
-    box.post(second)
-    assert len(calls) == 1
-    calls[0]()
-    assert delivered == [first, second]
-    box.post(third)
-    assert len(calls) == 2
-    calls[1]()
-    assert delivered == [first, second, third]
-
-
-def test_the_engine_survives_a_loop_that_is_gone():
-    loop = asyncio.new_event_loop()
-    loop.close()
-    delivered = []
-    box = Mailbox(loop, delivered.append)
-    box.post(TokenEvent("r", (1,)))
-    box.post(TokenEvent("r", (2,)))
-    assert delivered == []
-
-
 REQUESTS = tuple(Request(name, (1,), 1) for name in "abc")
 
 
@@ -203,10 +173,11 @@ class Refusing(Engine):
         super().submit(request, sink)
         sink(TokenEvent(request.id, (1,)))
 
-    def cancel(self, request_id):
-        super().cancel(request_id)
-        sink = next(sink for request, sink in self.submitted if request.id == request_id)
-        sink(FinishEvent(request_id, "cancelled", 1, 1, RECORD))
+    def cancel(self, *request_ids):
+        super().cancel(*request_ids)
+        for request, sink in self.submitted:
+            if request.id in request_ids:
+                sink(FinishEvent(request.id, "cancelled", 1, 1, RECORD))
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2])

@@ -103,3 +103,8 @@ def run_step(state: SchedulerState, *tokens: int) -> tuple[SchedulerState, Sched
 def ids(step: ScheduledStep, group: int = 0) -> list[str]:
     """Ids of a group's rows."""
     return [row.request.id for row in step.groups[group].rows]
+
+
+def arrivals(state: SchedulerState, *names: str) -> set[int]:
+    """Of the live requests with these ids."""
+    return {r.arrival for group in state.groups for r in (*group.waiting, *group.running) if r.id in names}

@@ -131,3 +131,18 @@ def test_variables_reach_this_process_and_those_it_starts(monkeypatch, tmp_path)
     assert os.environ["NPUCOMPILE_TEST"] == "after"
     assert changed == Home(tmp_path, {"PATH": "/bin", "NPUCOMPILE_TEST": "after"})
     assert home.environment["NPUCOMPILE_TEST"] == "before"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line(monkeypatch, number):
+    def full(*_):
+        # As write() raises it: without the name of a file.
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Commands, "get_command", lambda *_: click.Command("models", callback=full))
+    result = CliRunner().invoke(main, ["models"])
+    assert result.exit_code == 1
+    assert (
+        result.output == f"Error: {os.strerror(number)} for artifacts, caches and temporary files; what is finished is kept, "
+        "and the next try goes on\n"
+    )

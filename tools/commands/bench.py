@@ -20,6 +20,7 @@ from ...server.tokenizer import TextTokenizer
 from ..bench import build, peer, step
 from ..bench import load as bench_load
 from ..bench import machine as bench_machine
+from ..bench import overhead as bench_overhead
 from ..bench import speculation as bench_speculation
 from ..bench import streams as bench_streams
 from ..bench.report import Table, as_data, as_markdown, as_text
@@ -33,8 +34,8 @@ from .family_option import family_option
 
 T = TypeVar("T")
 
-FIGURES = ("build", "load", "decode", "prefill", "streams", "speculation", "peer")
-SLOW = ("build", "speculation")
+FIGURES = ("build", "load", "decode", "prefill", "streams", "overhead", "speculation", "peer")
+SLOW = ("build", "overhead", "speculation")
 """Figures that are measured only if `--only` names them."""
 
 BUSY = 0.5
@@ -48,7 +49,7 @@ class Settings:
     Attributes:
         loads: request loads of streams, speculation and peer.
         repetitions: of a step.
-        rounds: of load, streams, speculation and peer.
+        rounds: of load, streams, overhead, speculation and peer.
         builds: rounds of builds.
         jobs: graphs compiled at a time.
         prompts: file of prompts for speculation; None means the model's own.
@@ -70,7 +71,7 @@ class Settings:
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens each request generates.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each prompt.")
 @click.option("--repetitions", type=click.IntRange(1), default=20, show_default=True, help="Repetitions of a step.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of load, streams, speculation and peer.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Repetitions of all figures but steps and builds.")
 @click.option("--builds", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of a build.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Graphs compiled at a time.")
 @click.option(
@@ -213,6 +214,7 @@ def figures(artifact: Artifact, home: Home, settings: Settings, progress: Progre
             *step.prefill_together(artifact, settings.repetitions, progress),
         ],
         "streams": lambda: [bench_streams.streams(artifact, settings.loads, settings.rounds, progress)],
+        "overhead": lambda: [bench_overhead.overhead(artifact, settings.rounds, progress)],
         "speculation": lambda: [speculation(artifact, home, settings, progress)],
         "peer": lambda: [peer.peer(artifact, settings.loads, settings.rounds, progress)],
     }

@@ -10,6 +10,8 @@ import click
 
 from ...graphs.errors import ProtocolError
 from ...server.client import stream_text
+from ..cli import Home
+from .server_options import API_KEY_VARIABLE
 
 
 @click.command("chat")
@@ -22,7 +24,9 @@ from ...server.client import stream_text
 @click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the most likely one.")
 @click.option("--seed", type=int, default=None, help="Seed that makes sampling repeatable.")
 @click.option("--speculative-tokens", type=click.IntRange(0), help="Drafts verified per step; 0 disables them.  [default: as built]")
+@click.pass_obj
 def command(
+    home: Home,
     prompt: str,
     url: str,
     max_tokens: int,
@@ -33,7 +37,7 @@ def command(
     seed: int | None,
     speculative_tokens: int | None,
 ) -> None:
-    """Stream the continuation of PROMPT from `npucompile serve`.
+    """Stream the continuation of PROMPT from `npucompile serve`, with the key in $NPUCOMPILE_API_KEY if the server asks for one.
 
     Example: npucompile chat "In the beginning" --temperature 0.7 --top-p 0.9
     """
@@ -44,7 +48,7 @@ def command(
         options["speculative_tokens"] = speculative_tokens
 
     async def stream() -> None:
-        async for delta in stream_text(url, prompt, **options):
+        async for delta in stream_text(url, prompt, api_key=home.environment.get(API_KEY_VARIABLE), **options):
             sys.stdout.write(delta)
             sys.stdout.flush()
         sys.stdout.write("\n")

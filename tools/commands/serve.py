@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -16,22 +15,28 @@ from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecE
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
+from ...server.access import Access
 from ...server.app import WEBSOCKET_PATH
-from ...server.run import serve, websocket_url
+from ...server.lifecycle import Lifecycle
+from ...server.run import Stop, running, websocket_url
 from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
 from ..serve.environment import applied
 from ..serve.executors import settled
-from ..serve.launch import open_named_artifact, opened_ranks, run_rank
-from ..serve.rank_settings import RankSettings
+from ..serve.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
+from ..serve.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
 from ..serve.torchrun import launcher_config
 from .device_options import device_options
 from .family_option import family_option
+from .server_options import server_options, serving_settings
+
+log = logging.getLogger(__name__)
 
 HOST, PORT = "127.0.0.1", 8000
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("serve")
@@ -43,11 +48,13 @@ HOST, PORT = "127.0.0.1", 8000
 @click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
 @device_options
 @family_option
+@server_options
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
 def command(
     home: Home,
+    /,
     artifact_or_model: str | None,
     host: str,
     port: int,
@@ -59,6 +66,7 @@ def command(
     family: str | None,
     no_build: bool,
     verbose: bool,
+    **options: Any,
 ) -> None:
     """Serve an artifact, or build and serve a model.
 
@@ -77,9 +85,19 @@ def command(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     if threads:
         torch.set_num_threads(threads)
-    progress, settings = Progress(), RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache)
+    settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, home.cache)
     config = launcher_config(home.environment, settings)
-    with ExitStack() as stack:
+    if config and config.rank:
+        artifact = open_named_artifact(home, artifact_or_model, config.local_rank)
+        settings = settled(artifact, settings)
+        applied(home, artifact, settings, Progress())
+        run_rank(artifact, config, settings)
+        return
+    serving = serving_settings(home.environment, options)
+    warn_if_open(host, serving.access)
+    # Bound before anything is built, and answering: whoever watches the server sees it start.
+    with Stop(raises=True) as stop, running(Lifecycle(), host, port, settings=serving) as server, ExitStack() as stack:
+        progress = Progress()
         if config:
             artifact, build = open_named_artifact(home, artifact_or_model, config.local_rank), None
         else:
@@ -88,30 +106,33 @@ def command(
             stack.callback(build.stop)
         settings = settled(artifact, settings)
         home = applied(home, artifact, settings, progress)
-        if config and config.rank:
-            run_rank(artifact, config, settings)
-            return
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
-        running = start_service(artifact, load_executor, checkpoint, end_server)
-        stack.callback(running.engine.stop, drain=False)
-        serve(running.service, host, port, on_ready=announce(running, artifact, build is not None, progress))
-        if running.engine.failure:
-            raise NpucompileError(running.engine.failure)
+        limit_s = settings.step_limit_s + SILENCE_MARGIN_S
+        served = start_service(artifact, load_executor, checkpoint, limits=serving.limits, step_limit_s=limit_s)
+        stack.callback(served.engine.stop, drain=False)
+        server.lifecycle.service = served.service
+        stop.raises = False
+        announce(served, artifact, build is not None, progress)(server.url)
+        server.wait(stop, lambda: served.engine.failure is not None)
+        if served.engine.failure:
+            # A step that hangs may hold this process at its end.
+            exit_after(ABORT_S, 1, f"Error: {served.engine.failure}")
+            raise NpucompileError(served.engine.failure)
 
 
-def end_server() -> None:
-    """Ends the server as SIGTERM would, from another thread."""
-    _thread.interrupt_main(signal.SIGTERM)
+def warn_if_open(host: str, access: Access) -> None:
+    """Says so where anyone who reaches this machine may use the server."""
+    if not access.key_digests and host not in LOOPBACK:
+        log.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
-def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str, int], None]:
-    """A callback for when connections are accepted, which prints what is served and how to reach it."""
+def announce(running: RunningService, artifact: Artifact, building: bool, progress: Progress) -> Callable[[str], None]:
+    """A callback for when requests are served, which prints what is served and how to reach it."""
     backends = running.engine.executor.backends
     uncompiled = [name for name, backend in backends.items() if backend == "eager"]
     ranks = Mesh.parse(artifact.manifest.mesh).size
 
-    def ready(address: str, bound: int) -> None:
-        url = websocket_url(address, bound)
+    def ready(url: str) -> None:
         progress.say(f"serving {running.service.model.name} from {artifact.path}: {len(backends)} buckets, {len(uncompiled)} uncompiled")
         if ranks > 1:
             progress.say(f"  {ranks} ranks of mesh {artifact.manifest.mesh}, a process each")

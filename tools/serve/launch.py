@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -138,7 +139,8 @@ def lead_ranks(
         yield None
         return
     starts_ranks = config is None
-    config = config or RendezvousConfig(0, mesh.size, LOCALHOST, 0, mesh.size, settings.join_timeout_s, hosts_store=True)
+    own = RendezvousConfig(0, mesh.size, LOCALHOST, 0, mesh.size, settings.join_timeout_s, hosts_store=True, token=secrets.token_hex(16))
+    config = config or own
     _divide_threads(settings, config.local_world_size)
     with ExitStack() as stack:
         store = open_store(config)
@@ -195,14 +197,14 @@ def run_rank(artifact: Artifact, config: RendezvousConfig, settings: RankSetting
     _divide_threads(settings, config.local_world_size)
     # Ctrl-C goes to all ranks at once, and torchrun sends SIGTERM to all; rank 0 ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _: _exit_after(EXIT_S, 128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: exit_after(EXIT_S, 128 + number))
     check_weights(artifact, settings)
     store = open_store(config)
     stream = connect_to_rank_0(config, store, rank_identity(artifact, settings))
     place = RankPlace(mesh, config.rank, config.local_rank, substore(store, config, GROUPS), stream.getsockname()[0])
 
     def end(text: str) -> None:
-        _exit_after(ABORT_S, 1, f"Error: {text}")
+        exit_after(ABORT_S, 1, f"Error: {text}")
 
     worker = Worker(config.rank, mesh, stream, on_end=end, silence_s=settings.silence_s)
     with ExitStack() as stack, closing(worker):
@@ -226,7 +228,8 @@ def _interrupt(error: RankError, left: threading.Event) -> None:
         _thread.interrupt_main(signal.SIGTERM)
 
 
-def _exit_after(seconds: float, status: int, text: str = "") -> None:
+def exit_after(seconds: float, status: int, text: str = "") -> None:
+    """Ends this process by force if it still runs after that time."""
     timer = threading.Timer(seconds, _exit, (text, status))
     timer.daemon = True
     timer.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
 import subprocess
 import sys
@@ -33,7 +35,11 @@ class RankProcesses:
             command = [sys.executable, "-m", f"{__package__}.rank", str(path)]
             command += [f"--rank={rank}", f"--world-size={config.world_size}", f"--port={config.port}"]
             command += settings.as_arguments(torch.get_num_threads())
-            self._processes[rank] = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            self._processes[rank] = process
+            # Unlike a command line, nobody else can read it.
+            with contextlib.suppress(BrokenPipeError), process.stdin or io.BytesIO() as stdin:
+                stdin.write(f"{config.token}\n".encode())
 
     def first_exit(self) -> str | None:
         """Which rank has ended, and how; None while all run."""

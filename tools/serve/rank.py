@@ -46,12 +46,14 @@ def main(
     ship_compiled: bool,
     check_collectives: bool,
 ) -> None:
-    """Run one rank that rank 0 started on this machine."""
+    """Run one rank that rank 0 started on this machine; the token of the rendezvous is the first line of standard input."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s %(message)s")
     try:
         # Rank 0 has compared the files with the manifest; the rendezvous compares the manifests.
         artifact = Artifact.open(path, check=False)
-        config = RendezvousConfig(rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank)
+        config = RendezvousConfig(
+            rank, world_size, LOCALHOST, port, world_size, join_timeout, local_rank=rank, token=sys.stdin.readline().strip()
+        )
         before = collectives_check(artifact) if check_collectives else None
         settings = RankSettings(threads, join_timeout, step_timeout, device, checkpoint, cache, random_weights, before, ship_compiled)
         run_rank(artifact, config, settings)

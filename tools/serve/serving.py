@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
 import subprocess
 import sys
 import time
@@ -15,8 +17,10 @@ from ...graphs.errors import ArtifactError, NpucompileError
 from ...lowering.artifact.artifact import MANIFEST, Artifact, stamp
 from ...runtime.engine import Engine
 from ...runtime.executor import Executor
+from ...server.limits import SocketLimits
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
+from .watchdog import watch
 
 POLL_S = 0.1
 TOKENIZER = "tokenizer.json"
@@ -48,6 +52,9 @@ def start_service(
     load_executor: Callable[[], Executor],
     checkpoint: Path | None = None,
     on_failure: Callable[[], None] = lambda: None,
+    *,
+    limits: SocketLimits | None = None,
+    step_limit_s: float = math.inf,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -55,6 +62,8 @@ def start_service(
         load_executor: called on the engine's thread.
         checkpoint: a directory that the user named.
         on_failure: called when no step can run any more; `engine.failure` says why.
+        limits: of requests that wait or run.
+        step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -64,8 +73,7 @@ def start_service(
     codec = tokenizer_of(artifact, checkpoint)
     if codec is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
-    # Modules live as long as the process. A full collection would walk over all of torch's objects, 50 ms, while loading or in a step.
-    gc.freeze()
+    calm_collector()
     engine = Engine.from_loader(load_executor, on_failure)
     model = ServedModel(
         name=str(manifest.model["name"]),
@@ -74,18 +82,32 @@ def start_service(
         eos_token_ids=frozenset(manifest.model["eos_ids"]),
         created_s=int((artifact.path / MANIFEST).stat().st_mtime),
         artifact=artifact.digest,
+        max_running=manifest.limits.num_request_slots * engine.executor.groups,
     )
+    watch(engine, step_limit_s)
 
     def readiness() -> Mapping[str, Any]:
         backends = engine.executor.backends
         compiled = sum(name != "eager" for name in backends.values())
-        return {"status": "ok", "buckets": len(backends), "compiled_buckets": compiled}
+        step_age_s = engine.step_age_s
+        status = "stuck" if step_age_s > step_limit_s else "ok" if engine.alive else "failed" if engine.failure else "stopped"
+        return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
-    return RunningService(Service(engine, codec, model, readiness=readiness), engine)
+    return RunningService(Service(engine, codec, model, readiness=readiness, limits=limits), engine)
+
+
+def calm_collector() -> None:
+    """Keeps the garbage collector out of steps.
+
+    Modules live as long as the process: a full collection would walk over all of torch's objects, 50 ms, while loading or in a step. And
+    each step makes thousands of records that no cycle holds; looking for cycles after every 700 of them took a third of a step's time.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class BackgroundBuild:
-    """`npucompile build` in a process of its own, one graph at a time and at low priority.
+    """`npucompile build` in a process of its own, one graph at a time and at low priority. It ends with this process at the latest.
 
     Args:
         arguments: of the build command, without its output directory and scheduling options.
@@ -95,7 +117,7 @@ class BackgroundBuild:
 
     def __init__(self, arguments: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
         self.out, self._stamp_before = out, stamp(out)
-        command = [sys.executable, "-m", "npucompile.tools.cli", "build", *arguments]
+        command = [sys.executable, "-m", "npucompile.tools.serve.child", str(os.getpid()), "build", *arguments]
         command += ["--out", str(out), "--jobs", "1", "--nice", str(BUILD_NICENESS)]
         self.process = subprocess.Popen(command, env=dict(environment), stdout=subprocess.DEVNULL)
 

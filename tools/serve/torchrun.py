@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from ...graphs.errors import SpecError
 from ...runtime.distributed.rendezvous import RendezvousConfig
 from .rank_settings import RankSettings
+
+log = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "NPUCOMPILE_RANK_TOKEN"
+"""What ranks prove that they are ranks with. Without it whoever reaches rank 0 may be one: all else that torchrun gives its ranks is in
+its store, which answers everybody."""
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> RendezvousConfig | None:
@@ -23,6 +32,9 @@ def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> R
     rank, size, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= size:
         raise SpecError(f"RANK is {rank} and WORLD_SIZE {size}; legal is 0 to {size - 1}")
+    token = environment.get(TOKEN_VARIABLE, "")
+    if not (rank or token or environment["MASTER_ADDR"] in LOOPBACK):
+        log.warning("ranks meet at %s without $%s: whoever reaches it can join them", environment["MASTER_ADDR"], TOKEN_VARIABLE)
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
     run, restart = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -36,6 +48,7 @@ def launcher_config(environment: Mapping[str, str], settings: RankSettings) -> R
         prefix=f"npucompile/{run}/{restart}",
         hosts_store=rank == 0 and not agent_hosts_store,
         local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank % local_size,
+        token=token,
     )
 
 

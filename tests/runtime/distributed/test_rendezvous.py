@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ class Rank(threading.Thread):
 @pytest.fixture
 def first():
     """Rank 0's configuration and store, for three ranks; the store is on a free port."""
-    config = RendezvousConfig(0, 3, "127.0.0.1", 0, 3, timeout_s=20, hosts_store=True)
+    config = RendezvousConfig(0, 3, "127.0.0.1", 0, 3, timeout_s=20, hosts_store=True, token="the token")
     store = open_store(config)
     return replace(config, port=store.port), store
 
@@ -166,3 +167,36 @@ def test_prefixes_do_not_see_each_others_keys(first):
     substore(store, config, "a").set("x", "1")
     assert not substore(store, replace(config, prefix="again"), "a").check(["x"])
     assert not substore(store, config, "b").check(["x"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback network is Linux's")
+def test_the_store_listens_where_it_was_asked_to(first):
+    config, _ = first
+    with socket.create_connection(("127.0.0.1", config.port)):
+        pass
+    # Another address of this machine, as any of a network would be.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", config.port))
+
+
+def test_whoever_reads_the_store_is_no_rank(first):
+    config, store = first
+    accepted, refused = [], []
+    thread = threading.Thread(target=lambda: accepted.append(accept_ranks(config, store, IDENTITY)))
+    thread.start()
+    # A client of its own: while a client waits for a key, others of the same process cannot set it.
+    known = substore(open_store(other(config, 1)), config, rendezvous.CONTROL).get(rendezvous.ADDRESS).decode()
+    for token in (known, "", "the toke", None):
+        with socket.create_connection(("127.0.0.1", int(known.split()[0])), timeout=WAIT_S) as stream:
+            stream.sendall(encode("hello", token=token, rank=1, world_size=3, identity=IDENTITY))
+            refused.append(stream.recv(100))
+    assert refused == [b""] * 4
+    good = [Rank(other(config, rank)) for rank in (1, 2)]
+    thread.join(WAIT_S)
+    assert [rank.ended() for rank in good] == [None, None]
+    for stream in accepted[0].values():
+        stream.close()
+
+
+def test_the_token_is_not_printed(first):
+    assert "the token" not in repr(first[0])

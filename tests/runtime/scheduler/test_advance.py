@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.scheduling import add, fresh, grouped, ids, policy, queued, request, run_step, sampled
+from support.scheduling import add, arrivals, fresh, grouped, ids, policy, queued, request, run_step, sampled
 
 from npucompile.runtime.request import Logprobs, TokenEvent
 from npucompile.runtime.scheduler.advance import cancel, commit, fail, fail_all, launch, submit
@@ -109,9 +109,10 @@ def test_cancel_anywhere(groups):
     state = add(grouped(RULES, *[()] * groups), request("a"), request("b"), request("c"))
     state, _, _ = run_step(state)
     for name in ("a", "c", "b"):
-        state, events = cancel(state, name, 5.0)
+        gone = arrivals(state, name)
+        state, events = cancel(state, gone, 5.0)
         assert [(event.request_id, event.reason) for event in events] == [(name, "cancelled")]
-        assert cancel(state, name, 5.0) == (state, ())
+        assert cancel(state, gone, 5.0) == (state, ())
     assert schedule(state) is None
 
 
@@ -119,7 +120,7 @@ def test_results_for_a_request_that_has_ended_are_dropped_even_where_its_id_live
     state = decoding(request("a"), request("b"))
     step = schedule(state)
     flying = launch(state, step, 0.0)
-    flying, _ = cancel(flying, "a", 0.0)
+    flying, _ = cancel(flying, arrivals(flying, "a"), 0.0)
     flying = add(flying, request("a", prompt=1))
     admission = schedule(flying)
     assert admission.groups[0].admitted == ("a",)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scheduling import add, fresh, grouped, ids, policy, request, run_step, sampled, state_with
+from support.scheduling import add, arrivals, fresh, grouped, ids, policy, request, run_step, sampled, state_with
 
 from npucompile.graphs.types import Bucket
 from npucompile.runtime.request import FinishEvent
@@ -444,7 +444,7 @@ class World:
         self.state = add(self.state, new)
 
     def cancel(self):
-        self.state, events = cancel(self.state, self.data.draw(st.sampled_from(self.live)), 0.0)
+        self.state, events = cancel(self.state, arrivals(self.state, self.data.draw(st.sampled_from(self.live))), 0.0)
         self.events += events
 
     def go_on(self):

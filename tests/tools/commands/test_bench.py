@@ -45,7 +45,9 @@ def test_figures_and_counts_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "decode,", "decoding", "decode;peer"])
 def test_other_figures_are_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, speculation, peer"):
+    with pytest.raises(
+        SpecError, match="legal is a comma-separated list of build, load, decode, prefill, streams, overhead, speculation, peer"
+    ):
         bench.figure_names(text)
 
 

@@ -7,8 +7,10 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from npucompile.models.presets import BUNDLED
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.request import Sampling
 from npucompile.server.client import Client
+from npucompile.server.run import websocket_url
 from npucompile.tools.cli import Home
 from npucompile.tools.commands import serve
 from npucompile.tools.commands.serve import announce, find_or_build
@@ -170,7 +173,9 @@ def announced(backends, building, host, port, mesh="1"):
     output = io.StringIO()
     engine, model = SimpleNamespace(executor=SimpleNamespace(backends=backends)), SimpleNamespace(name="m")
     running = SimpleNamespace(engine=engine, service=SimpleNamespace(model=model))
-    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(output))(host, port)
+    announce(running, SimpleNamespace(path="/a", manifest=SimpleNamespace(mesh=mesh)), building, Progress(output))(
+        websocket_url(host, port)
+    )
     return output.getvalue().splitlines()
 
 
@@ -288,3 +293,45 @@ def test_a_rank_that_stands_still_is_named(server, sharded):
     assert status == 1
     assert "rank 1 of mesh tp=2 was lost: it has been silent for" in output
     assert not os.path.exists(f"/proc/{sharded_server.others[0]}")
+
+
+# --- before there is a model ---
+
+
+def test_a_server_that_builds_answers_and_sigterm_ends_it_with_its_build(tmp_path, tiny_checkpoint):
+    """It listened only after the build, and left the build running."""
+    model = tmp_path / "model"
+    model.symlink_to(tiny_checkpoint)
+    port = ranks.free_port()
+    process = ranks.spawn(ranks.command("serve", model, "--port", port, "--threads", 1), ranks.environment(tmp_path))
+    try:
+        ranks.eventually(lambda: probe(port, "/health") == 200, 60)
+        ranks.eventually(lambda: ranks.children_of(process.pid), 60)
+        assert probe(port, "/ready") == 503
+        (build,) = ranks.children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        status, _, output = ranks.finished(process, 60)
+    finally:
+        process.kill()
+        process.wait()
+    assert status != 0
+    assert "Traceback" not in output
+    assert not os.path.exists(f"/proc/{build}")
+
+
+def probe(port, path):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def test_a_taken_port_is_found_before_anything_is_built(tmp_path, builder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        output = tiny.refused(tmp_path, "serve", "--port", port)
+    assert f"127.0.0.1 port {port}" in output
+    assert builder.latest is None

@@ -296,8 +296,8 @@ def test_it_waits_for_what_the_build_publishes_and_not_for_what_was_there(own_ar
     assert artifact.manifest.source_digest == "new"
     assert artifact.digest != old.digest
     assert started.environment == {"A": "b"}
-    assert started.command[:4] == [sys.executable, "-m", "npucompile.tools.cli", "build"]
-    assert started.command[4:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]
+    assert started.command[:5] == [sys.executable, "-m", "npucompile.tools.serve.child", str(os.getpid()), "build"]
+    assert started.command[5:] == ["model", "--out", str(own_artifact), "--jobs", "1", "--nice", str(module.BUILD_NICENESS)]
 
 
 def test_a_build_that_ends_at_once_is_seen(own_artifact, started):

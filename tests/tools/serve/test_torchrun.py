@@ -45,3 +45,14 @@ def test_the_configuration_of_torchrun():
 def test_a_launcher_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(SpecError, match=message):
         launcher_config(TORCHRUN | changes, RankSettings())
+
+
+def test_ranks_that_anyone_could_join_are_told_of_a_token(caplog):
+    machine = TORCHRUN | {"RANK": "0"}
+    assert launcher_config(machine, RankSettings()).token == ""
+    assert "ranks meet at node0 without $NPUCOMPILE_RANK_TOKEN" in caplog.text
+    caplog.clear()
+    assert launcher_config(machine | {"NPUCOMPILE_RANK_TOKEN": "secret"}, RankSettings()).token == "secret"
+    launcher_config(machine | {"MASTER_ADDR": "127.0.0.1"}, RankSettings())
+    launcher_config(TORCHRUN, RankSettings())
+    assert caplog.text == ""

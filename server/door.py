@@ -1,0 +1,52 @@
+"""The ASGI middleware in front of every route: lets in what `Access` allows, and answers the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from ..graphs.errors import RequestError
+from .access import KEY_SUBPROTOCOL, Access
+from .errors import ErrorReply, error_reply
+
+CLIENT = "npucompile.client"
+"""Key of a scope: whose request it is, the digest of its key or else the address that it comes from."""
+
+
+class Door:
+    """Checks each HTTP request and each websocket before its route sees it."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._access.check(scope)
+        except RequestError as error:
+            await refuse(scope, receive, send, error_reply(error))
+            return
+        known: dict[str, Any] = {CLIENT: key or (scope.get("client") or ("",))[0]}
+        if "subprotocols" in scope:
+            known["subprotocols"] = [name for name in scope["subprotocols"] if not name.startswith(KEY_SUBPROTOCOL)]
+        await self._app({**scope, **known}, receive, send)
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, reply: ErrorReply) -> None:
+    """Answers a request, or the handshake of a websocket, with an error."""
+    response = error_response(reply)
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(response)
+    else:
+        await response(scope, receive, send)
+
+
+def error_response(reply: ErrorReply) -> JSONResponse:
+    """An error as an HTTP response."""
+    return JSONResponse({"error": reply.as_object()}, status_code=reply.status, headers=reply.headers())

@@ -1,0 +1,58 @@
+"""Limits on clients, each of them and all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..graphs.errors import SpecError
+
+MAX_FRAME_BYTES = 4 * 2**20
+LEAST_FRAME_BYTES = 2**18
+BYTES_PER_TOKEN = 32
+"""Of a prompt in a frame: text of one token, escaped as JSON, and what stands around it."""
+
+
+@dataclass(frozen=True)
+class SocketLimits:
+    """Limits on clients. A client is a key where keys are asked for, else an address.
+
+    Attributes:
+        max_frame_bytes: larger frames are refused with an error event; None derives it from the longest context.
+        max_streams: responses open at once on a socket, of up to protocol.MAX_COMPLETIONS requests each.
+        max_connections: connections open at once, HTTP and websocket together.
+        max_connections_per_client: of one address.
+        max_queue: requests that may wait beside those that run.
+        max_requests_per_client: requests of one client that may wait or run.
+        max_queue_bytes: bytes that may wait to be sent on a socket.
+        slow_reader_s: how old what waits to be sent may get before the client is too slow.
+        handshake_s: how long a connection may take to send a whole request.
+        close_timeout_s: how long sending the close frame may take.
+    """
+
+    max_frame_bytes: int | None = None
+    max_streams: int = 256
+    max_connections: int = 1024
+    max_connections_per_client: int = 256
+    max_queue: int = 2048
+    max_requests_per_client: int = 2048
+    max_queue_bytes: int = 64 * 2**20
+    slow_reader_s: float = 10.0
+    handshake_s: float = 10.0
+    close_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_frame_bytes", "max_streams", "max_requests_per_client", "max_queue_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SpecError(f"{name} is {value}; legal is at least 1")
+
+    @property
+    def transport_frame_bytes(self) -> int:
+        """Frame size at which the transport closes the socket; above max_frame_bytes, so that most oversized frames get an error event."""
+        return 2 * (self.max_frame_bytes or MAX_FRAME_BYTES)
+
+    def frame_bytes(self, max_model_len: int) -> int:
+        """Size of the largest legal frame: what a prompt that fills the context takes, within bounds."""
+        if self.max_frame_bytes is not None:
+            return self.max_frame_bytes
+        return min(MAX_FRAME_BYTES, max(LEAST_FRAME_BYTES, BYTES_PER_TOKEN * max_model_len))

@@ -1,0 +1,69 @@
+"""Passes the engine's events to the event loop: one wake-up for all events of a step, whoever they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from ..runtime.delivery import BatchSink
+from ..runtime.request import Event, FinishEvent
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Event], None]
+
+
+class Mailbox(BatchSink):
+    """The sink of all requests of a server. `deliver` is called on any thread, all else on the loop.
+
+    Events of a request reach its receiver in order. A receiver that raises loses its own request and nothing else.
+
+    Args:
+        failed: called with the id of a request whose receiver raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, failed: Callable[[str], None] = lambda _: None) -> None:
+        self.loop = loop
+        self._failed = failed
+        self._receivers: dict[str, Deliver] = {}
+        self._events: list[Event] = []
+        self._awake = False
+        self._lock = Lock()
+
+    def open(self, request_id: str, receiver: Deliver) -> None:
+        """Names the receiver of a request's events; before the request is submitted."""
+        self._receivers[request_id] = receiver
+
+    def close(self, request_id: str) -> None:
+        """Delivers nothing of this request from now on."""
+        self._receivers.pop(request_id, None)
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Events of one step; dropped after the loop has closed."""
+        with self._lock:
+            self._events += events
+            if self._awake:
+                return
+            self._awake = True
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+            self._awake = False
+        for event in events:
+            receiver = self._receivers.get(event.request_id)
+            if receiver is None:
+                continue
+            if isinstance(event, FinishEvent):
+                del self._receivers[event.request_id]
+            try:
+                receiver(event)
+            except Exception:
+                log.exception("the receiver of %r raised on %s", event.request_id, type(event).__name__)
+                self.close(event.request_id)
+                self._failed(event.request_id)

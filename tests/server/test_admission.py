@@ -1,0 +1,73 @@
+"""server/admission.py: places for requests, of all clients and of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npucompile.graphs.errors import RequestError
+from npucompile.server.admission import Admission
+
+
+def refusal(admission, client, count=1):
+    with pytest.raises(RequestError) as caught:
+        admission.enter(client, count)
+    return caught.value.code
+
+
+def test_one_client_has_at_most_its_own_and_all_at_most_the_places():
+    admission = Admission(places=10, per_client=6)
+    leave = admission.enter("a", 6)
+    assert refusal(admission, "a") == "too_many_requests"
+    admission.enter("b", 4)
+    assert refusal(admission, "c") == "queue_full"
+    leave()
+    assert admission.live == 9
+    admission.enter("c")
+
+
+def test_several_completions_come_in_together_or_not_at_all():
+    admission = Admission(places=10, per_client=10)
+    admission.enter("a", 4)
+    assert refusal(admission, "a", 8) == "too_many_requests"
+    assert admission.live == 4
+
+
+def test_a_client_among_others_has_an_equal_part():
+    admission = Admission(places=12, per_client=12)
+    admission.enter("b")
+    admission.enter("c")
+    admission.enter("a", 4)
+    # Half of the places are free for whoever comes; the others are shared.
+    assert refusal(admission, "a") == "too_many_requests"
+    admission.enter("b", 3)
+    admission.enter("c", 3)
+    assert admission.live == 12
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 4)), max_size=60))
+def test_places_are_counted_whatever_comes_and_goes(moves):
+    admission, held, leaves = Admission(8, 5), Counter(), {name: [] for name in "abc"}
+    for client, count in moves:
+        if count > 0:
+            try:
+                leaves[client] += [admission.enter(client, count)] * count
+            except RequestError:
+                continue
+            held[client] += count
+        else:
+            for _ in range(min(-count, held[client])):
+                leaves[client].pop()()
+                held[client] -= 1
+        assert admission.live == held.total() <= 8
+        assert all(number <= 5 for number in held.values())
+    for client, rest in leaves.items():
+        for leave in rest:
+            leave()
+        held[client] = 0
+    assert admission.live == 0
+    # A client that has left takes no share.
+    assert not admission._held

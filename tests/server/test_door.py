@@ -1,0 +1,115 @@
+"""server/door.py: over a real port, nothing passes the door that `access` refuses, by HTTP or by websocket."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+from support.texts import byte_codec
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from npucompile.graphs.errors import ProtocolError
+from npucompile.server.access import Access
+from npucompile.server.client import Client
+from npucompile.server.run import Serving, running
+from npucompile.server.service import ServedModel, Service
+
+
+class Engine:
+    def stats(self):
+        return {}
+
+
+@pytest.fixture(scope="module")
+def url():
+    access = Access.of(["the-key"], ["https://chat.example.org"], ["llm.example.org"])
+    with running(Service(Engine(), byte_codec(), ServedModel("tiny", 16, 256)), settings=Serving(access=access)) as server:
+        yield server.url
+
+
+KEY = {"Authorization": "Bearer the-key"}
+
+
+def ask(url, path, method="GET", **headers):
+    place = urlsplit(url)
+    with closing(http.client.HTTPConnection(place.hostname, place.port, timeout=60)) as connection:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        return response.status, response.headers, body
+
+
+def handshake(url, subprotocols=(), **headers):
+    """Status and body of a refused handshake, or 101."""
+    place = urlsplit(url)
+    # The library sends the host of the URL.
+    url = url.replace(place.netloc, headers.pop("Host", place.netloc))
+    stream = socket.create_connection((place.hostname, place.port), timeout=60)
+    try:
+        with connect(url, proxy=None, sock=stream, additional_headers=headers, subprotocols=list(subprotocols) or None):
+            return 101, b""
+    except InvalidStatus as refused:
+        return refused.response.status_code, refused.response.body
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 401, "invalid_api_key"),
+        ({"Authorization": "Bearer other"}, 401, "invalid_api_key"),
+        (KEY | {"Origin": "https://evil.example"}, 403, "origin_not_allowed"),
+        (KEY | {"Host": "rebound.example"}, 421, "host_not_allowed"),
+    ],
+)
+def test_what_is_refused_is_refused_for_both(url, headers, status, code, caplog):
+    actual, answer, body = ask(url, "/v1/models", **headers)
+    assert (actual, json.loads(body)["error"]["code"]) == (status, code)
+    assert set(json.loads(body)["error"]) == {"type", "code", "message", "param"}
+    assert (answer["www-authenticate"] == "Bearer") == (status == 401)
+    actual, body = handshake(url, **headers)
+    assert (actual, json.loads(body)["error"]["code"]) == (status, code)
+    # What strangers send does not fill the log.
+    assert caplog.text == ""
+
+
+def test_what_is_let_in(url):
+    for headers in (KEY, KEY | {"Origin": "https://chat.example.org"}, KEY | {"Host": "llm.example.org"}):
+        assert ask(url, "/v1/models", **headers)[0] == 200
+        assert handshake(url, **headers)[0] == 101
+    assert handshake(url, ["npucompile.json", "openai-insecure-api-key.the-key"])[0] == 101
+    assert handshake(url, ["npucompile.json", "openai-insecure-api-key.other"])[0] == 401
+
+
+def test_probes_need_no_key_but_their_own_host(url):
+    for path in ("/health", "/ready"):
+        assert ask(url, path)[0] == 200
+        assert ask(url, path, Host="rebound.example")[0] == 421
+        assert ask(url, path, Origin="https://evil.example")[0] == 403
+
+
+def test_a_page_that_is_allowed_may_read_the_answer_and_another_may_not(url):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    status, headers, _ = ask(url, "/v1/models", "OPTIONS", Origin="https://chat.example.org", **asked)
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://chat.example.org")
+    assert "authorization" in headers["access-control-allow-headers"].lower()
+    assert ask(url, "/v1/models", Origin="https://chat.example.org", **KEY)[1]["access-control-allow-origin"] == "https://chat.example.org"
+    for origin in ("https://evil.example", "null"):
+        status, headers, _ = ask(url, "/v1/models", "OPTIONS", Origin=origin, **asked)
+        assert (status, headers["access-control-allow-origin"]) == (400, None)
+
+
+def test_our_client_has_a_key(url):
+    async def run():
+        async with await Client.connect(url, api_key="the-key"):
+            pass
+        with pytest.raises(ProtocolError, match=r"refuses the connection with status 401: .*the API key is missing") as refused:
+            await Client.connect(url)
+        assert refused.value.code == "connection_refused"
+
+    asyncio.run(run())

@@ -1,0 +1,68 @@
+"""tools/commands/server_options.py: what a user types becomes limits and keys."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from npucompile.graphs.errors import SpecError
+from npucompile.server.access import digest
+from npucompile.server.run import Serving
+from npucompile.tools.commands.server_options import read_keys, server_options, serving_settings
+
+
+def settings(*arguments, **environment):
+    made = []
+
+    @click.command()
+    @server_options
+    def command(**options):
+        made.append(serving_settings(environment, options))
+
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False, standalone_mode=False)
+    assert result.exception is None
+    return made[0]
+
+
+def test_the_defaults_are_those_of_the_server():
+    assert settings() == Serving()
+
+
+def test_every_option_is_one_of_the_settings(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# two\nfirst\n\nsecond\n")
+    chosen = settings(
+        "--api-key", keys, "--allowed-origin", "https://a.example", "--allowed-origin", "https://b.example", "--allowed-host", "c.example",
+        "--tls-cert", "cert", "--tls-key", "key", "--max-queue", 1, "--max-client-requests", 2, "--max-connections", 3,
+        "--max-client-connections", 4, "--max-frame-bytes", 5, "--handshake-timeout", 6, "--slow-reader-timeout", 7, "--drain-timeout", 8,
+    )  # fmt: skip
+    assert chosen.access.key_digests == (digest("first"), digest("second"))
+    assert chosen.access.origins == {"https://a.example", "https://b.example"}
+    assert chosen.access.hosts == {"c.example"}
+    assert (str(chosen.tls_cert), str(chosen.tls_key), chosen.drain_timeout_s) == ("cert", "key", 8)
+    limits = chosen.limits
+    assert (limits.max_queue, limits.max_requests_per_client, limits.max_connections, limits.max_connections_per_client) == (1, 2, 3, 4)
+    assert (limits.max_frame_bytes, limits.handshake_s, limits.slow_reader_s) == (5, 6, 7)
+
+
+def test_keys_come_from_a_file_or_else_the_environment(tmp_path):
+    variable = {"NPUCOMPILE_API_KEY": "of the environment"}
+    assert read_keys(None, {}) == []
+    assert read_keys(None, variable) == ["of the environment"]
+    (tmp_path / "keys").write_text("of the file\n")
+    assert read_keys(tmp_path / "keys", variable) == ["of the file"]
+
+
+def test_a_file_without_keys_opens_nothing(tmp_path):
+    (tmp_path / "keys").write_text("# none yet\n\n")
+    with pytest.raises(SpecError, match="holds no key"):
+        read_keys(tmp_path / "keys", {})
+    # A key where a file is expected is not taken for one, and not repeated with a hint to put it there.
+    with pytest.raises(SpecError, match="NPUCOMPILE_API_KEY: all users of a machine can read a command line"):
+        read_keys(tmp_path / "sk-123", {})
+
+
+def test_a_key_needs_its_certificate():
+    with pytest.raises(SpecError, match="--tls-key is key without --tls-cert"):
+        settings("--tls-key", "key")

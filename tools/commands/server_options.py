@@ -1,0 +1,93 @@
+"""The options of `npucompile serve` that say who may come in and how much of the server a client may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...graphs.errors import SpecError
+from ...server.access import Access
+from ...server.limits import SocketLimits
+from ...server.run import Serving
+
+API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
+_DEFAULTS = SocketLimits()
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+_OPTIONS = (
+    click.option("--api-key", "api_key_file", metavar="FILE", type=_FILE,
+                 help=f"File of the keys that clients may use, one a line.  [default: ${API_KEY_VARIABLE}, or none needed]"),
+    click.option("--allowed-origin", multiple=True, metavar="ORIGIN", help="Origin of pages that may use the server; may be repeated."),
+    click.option("--allowed-host", multiple=True, metavar="NAME", help="Name that the server is reached by; may be repeated."),
+    click.option("--tls-cert", type=_FILE, help="PEM file of a certificate: speak TLS alone."),
+    click.option("--tls-key", type=_FILE, help="PEM file of its key.  [default: in the same file]"),
+    click.option("--max-queue", type=click.IntRange(0), default=_DEFAULTS.max_queue, show_default=True,
+                 help="Requests that may wait beside those that run."),
+    click.option("--max-client-requests", type=click.IntRange(1), default=_DEFAULTS.max_requests_per_client, show_default=True,
+                 help="Requests of one client, by key or address, that may wait or run."),
+    click.option("--max-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections, show_default=True,
+                 help="Connections open at once."),
+    click.option("--max-client-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections_per_client, show_default=True,
+                 help="Connections of one address open at once."),
+    click.option("--max-frame-bytes", type=click.IntRange(1), help="Largest message of a client.  [default: by the longest context]"),
+    click.option("--handshake-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.handshake_s, show_default=True,
+                 help="Seconds in which a connection has to bring a whole request."),
+    click.option("--slow-reader-timeout", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.slow_reader_s, show_default=True,
+                 help="Seconds that a client may be behind in reading."),
+    click.option("--drain-timeout", type=click.FloatRange(0), default=Serving().drain_timeout_s, show_default=True,
+                 help="Seconds that streams may go on after SIGTERM."),
+)  # fmt: skip
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options; the command gets them by their names and passes them to `serving_settings`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any]) -> Serving:
+    """The settings that the options stand for.
+
+    Raises:
+        SpecError: a key file cannot be read or holds no legal key, or an option is not legal.
+    """
+    limits = SocketLimits(
+        max_frame_bytes=options["max_frame_bytes"],
+        max_connections=options["max_connections"],
+        max_connections_per_client=options["max_client_connections"],
+        max_queue=options["max_queue"],
+        max_requests_per_client=options["max_client_requests"],
+        slow_reader_s=options["slow_reader_timeout"],
+        handshake_s=options["handshake_timeout"],
+    )
+    access = Access.of(read_keys(options["api_key_file"], environment), options["allowed_origin"], options["allowed_host"])
+    cert, key = options["tls_cert"], options["tls_key"]
+    if key and not cert:
+        raise SpecError(f"--tls-key is {key} without --tls-cert; legal is a key beside its certificate")
+    return Serving(limits, access, cert, key, options["drain_timeout"])
+
+
+def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
+    """Keys of a file, one a line, or else of the environment; blank lines and lines that begin with # are left out.
+
+    Raises:
+        SpecError: the file cannot be read, or there is no key in it.
+    """
+    if file is None:
+        key = environment.get(API_KEY_VARIABLE, "")
+        return [key] if key else []
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"--api-key: {file} cannot be read: {getattr(error, 'strerror', None) or error}; legal is a file of keys, or the key in "
+            f"${API_KEY_VARIABLE}: all users of a machine can read a command line"
+        ) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise SpecError(f"--api-key: {file} holds no key; legal is one a line")
+    return keys
