@@ -82,7 +82,7 @@ def start_service(
         eos_token_ids=frozenset(manifest.model["eos_ids"]),
         created_s=int((artifact.path / MANIFEST).stat().st_mtime),
         artifact=artifact.digest,
-        max_running=manifest.limits.num_request_slots * engine.executor.groups,
+        max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
     )
     watch(engine, step_limit_s)
 

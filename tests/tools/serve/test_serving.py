@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import pytest
 import torch
 from support import tiny
 
-from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError
+from npucompile.graphs.errors import ArtifactError, ArtifactTampered, NpucompileError, RequestError
 from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.lowering.executable import open_executable
 from npucompile.models import request_slots
@@ -231,7 +232,23 @@ def test_the_service_describes_its_artifact(tiny_artifact):
         assert model.eos_token_ids == {tiny.EOS}
         assert model.artifact == artifact.digest
         assert model.created_s == int((tiny_artifact / "manifest.msgpack").stat().st_mtime)
-        assert health(url) == {"status": "ok", "buckets": 5, "compiled_buckets": 0}
+        assert model.max_running == artifact.manifest.limits.num_request_slots - 1
+        assert health(url) == {"status": "ok", "buckets": 5, "compiled_buckets": 0, "step_age_s": 0.0}
+
+
+def test_an_engine_that_died_is_not_said_to_be_well(tiny_artifact):
+    """It was: and each request was then told that it was wrong itself."""
+    with served(Artifact.open(tiny_artifact)) as (running, url):
+        running.engine.give_up("the device is gone")
+        for path in ("/health", "/ready"):
+            with pytest.raises(urllib.error.HTTPError) as answer:
+                urllib.request.urlopen(url.replace("ws:", "http:").replace("/v1/responses", path))
+            assert answer.value.code == 503
+            assert json.load(answer.value)["status"] == "failed"
+            answer.value.close()
+        with pytest.raises(RequestError, match="takes no new requests: the device is gone") as refused:
+            ask(url)
+        assert refused.value.code == "engine_stopped"
 
 
 def test_text_needs_a_tokenizer(own_artifact):
