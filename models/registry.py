@@ -7,7 +7,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from .step import Model
 
 _HERE = Path(__file__).parent
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -38,6 +41,8 @@ class ModelSource:
         eos_ids: token ids that end a response; empty where no file names any.
         text: the config.json, as JSON with sorted keys: `from_config(name, json.loads(text))` equals `model`.
         chat_template: text of its chat template, in Jinja, or None where there is none.
+        special_tokens: texts of the special tokens that chat templates name, such as bos_token.
+        sampling: sampling parameters that generation_config.json recommends: temperature, top_p, top_k, min_p.
         draft: the second checkpoint that its draft head is of, or None.
         family_file: the file that its family is of; None where this package has it.
     """
@@ -49,6 +54,8 @@ class ModelSource:
     eos_ids: tuple[int, ...]
     text: str
     chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)
     draft: DraftSource | None = None
     family_file: FamilyFile | None = None
 
@@ -167,8 +174,18 @@ def _from_directory(name: str, directory: Path, family: FamilyFile | None) -> Mo
     values = read_json(directory / "config.json")
     model = from_config(name, values, str(directory / "config.json"), family)
     file = directory / "tokenizer.json"
-    tokenizer, eos_ids = file if file.is_file() else None, _eos_ids(directory, values)
-    return ModelSource(name, model, directory, tokenizer, eos_ids, _text(values), _chat_template(directory), family_file=family)
+    return ModelSource(
+        name=name,
+        model=model,
+        checkpoint_dir=directory,
+        tokenizer=file if file.is_file() else None,
+        eos_ids=_eos_ids(directory, values),
+        text=_text(values),
+        chat_template=_chat_template(directory),
+        special_tokens=_special_tokens(directory),
+        sampling=_sampling(directory),
+        family_file=family,
+    )
 
 
 def _eos_ids(directory: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -207,6 +224,29 @@ def _chat_template(directory: Path) -> str | None:
     if default is not None and not isinstance(default, str):
         raise ConfigError(f"{config}: the chat_template named default is {default!r}; expected a text")
     return default
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """From tokenizer_config.json, where a token is a text or an object with its text as content."""
+    config = directory / "tokenizer_config.json"
+    values = read_json(config) if config.is_file() else {}
+    tokens = {name: values.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
+    for name, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"{config}: {name} is {tokens[name]!r}; expected a text, or an object with content")
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _sampling(directory: Path) -> dict[str, float]:
+    """From generation_config.json, for servers; its do_sample is a setting of transformers' own loop."""
+    path = directory / "generation_config.json"
+    values = read_json(path) if path.is_file() else {}
+    found = {name: values[name] for name in SAMPLING if values.get(name) is not None}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float) if name != "top_k" else int) or value < 0:
+            raise ConfigError(f"{path}: {name} is {value!r}; expected a number of at least 0")
+    return found
 
 
 def _text(values: Mapping[str, Any]) -> str:

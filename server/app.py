@@ -14,6 +14,7 @@ from .access import ANY, Access
 from .door import Door
 from .lifecycle import Lifecycle
 from .limits import SocketLimits
+from .openai.routes import routes
 from .service import Service
 from .websocket import SocketHub
 
@@ -29,7 +30,11 @@ def create_app(served: Service | Lifecycle, limits: SocketLimits | None = None, 
     origins = [ANY] if ANY in access.origins else sorted(access.origins)
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY])] if origins else []
     return Starlette(
-        routes=[WebSocketRoute(WEBSOCKET_PATH, hub.serve), *http.routes(lifecycle, lambda: hub.connections)],
+        routes=[
+            WebSocketRoute(WEBSOCKET_PATH, hub.serve),
+            *http.routes(lifecycle, lambda: hub.connections),
+            *routes(lifecycle),
+        ],
         middleware=[*cors, Middleware(Door, access=access)],
         exception_handlers=dict.fromkeys((HTTPException, NpucompileError, Exception), http.http_error),
     )

@@ -164,8 +164,8 @@ class Client:
             raise ProtocolError(f"{url} speaks subprotocol {websocket.subprotocol!r}, not {subprotocol!r}", code="unsupported_subprotocol")
         return Client(websocket, subprotocol)
 
-    def create(self, prompt: str | list[int], *, stream_id: str | None = None, **options: Any) -> ResponseStream:
-        """A response to text or token ids.
+    def create(self, prompt: str | list[int] | list[dict[str, Any]], *, stream_id: str | None = None, **options: Any) -> ResponseStream:
+        """A response to text, token ids or messages.
 
         Args:
             options: fields of `response.create`, such as max_output_tokens, temperature, seed, stop, top_logprobs (0 to 20),
@@ -174,7 +174,8 @@ class Client:
         if stream_id is None:
             stream_id = f"c{self._created}"
             self._created += 1
-        key = "input" if isinstance(prompt, str) else "input_token_ids"
+        ids = isinstance(prompt, list) and not any(isinstance(item, dict) for item in prompt)
+        key = "input_token_ids" if ids else "input"
         return ResponseStream(self, stream_id, {"type": "response.create", "stream_id": stream_id, key: prompt, **options})
 
     async def cancel(self, *, response_id: str | None = None, stream_id: str | None = None) -> None:

@@ -12,7 +12,7 @@ completion fails the others run to their ends, and their items are in the output
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import error_reply
@@ -35,6 +35,8 @@ class ResponseInfo:
         created_s: Unix time.
         max_output_tokens: of each completion, with defaults resolved.
         top_logprobs: most likely tokens listed per position.
+        stream_id: "" where there is one stream only.
+        instructions, metadata: the request's.
     """
 
     response_id: str
@@ -45,6 +47,8 @@ class ResponseInfo:
     temperature: float
     top_p: float
     top_logprobs: int = 0
+    instructions: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class ResponseEvents:
             "usage": None,
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
+            "instructions": self._info.instructions,
             "max_output_tokens": self._info.max_output_tokens,
             "temperature": self._info.temperature,
             "top_p": self._info.top_p,
@@ -137,12 +141,17 @@ class ResponseEvents:
             "previous_response_id": None,
             "tool_choice": "none",
             "tools": [],
-            "metadata": {},
+            "metadata": dict(self._info.metadata),
+            "store": False,
+            "background": False,
+            "truncation": "disabled",
+            "text": {"format": {"type": "text"}},
+            "reasoning": None,
         }
 
     def _numbered(self, bodies: Sequence[EventBody]) -> list[ServerEvent]:
         first, self._sequence = self._sequence, self._sequence + len(bodies)
-        stream = {"stream_id": self._info.stream_id}
+        stream = {"stream_id": self._info.stream_id} if self._info.stream_id else {}
         return [{"type": body["type"], "sequence_number": number, **stream, **body} for number, body in enumerate(bodies, first)]
 
 

@@ -1,7 +1,4 @@
-"""The HTTP endpoints beside the websocket: liveness and readiness, models, metrics.
-
-OpenAI's HTTP API (completions, responses over SSE) would belong here, over the same service and responses.
-"""
+"""The HTTP endpoints that say how the server is: liveness and readiness, metrics."""
 
 from __future__ import annotations
 
@@ -68,15 +65,12 @@ def routes(lifecycle: Lifecycle, connections: Callable[[], int]) -> list[Route]:
             return JSONResponse(dict(lifecycle.state()))
         return JSONResponse(dict(lifecycle.state()), status_code=503, headers={"Retry-After": str(RETRY_AFTER_S[503])})
 
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_object(lifecycle.serving().model)]})
-
     async def metrics(_: Request) -> Response:
         service = lifecycle.serving()
         stats = {**service.stats(), "websocket_connections": connections(), "draining": int(lifecycle.draining)}
         return PlainTextResponse(render_metrics(stats, service.model), media_type="text/plain; version=0.0.4")
 
-    paths = {"/health": health, "/ready": ready, "/v1/models": models, "/metrics": metrics}
+    paths = {"/health": health, "/ready": ready, "/metrics": metrics}
     return [Route(path, endpoint) for path, endpoint in paths.items()]
 
 
@@ -87,18 +81,6 @@ async def http_error(_: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return error_response(error_reply(error))
-
-
-def model_object(model: ServedModel) -> dict[str, Any]:
-    """An entry of OpenAI's model list, with the context length added."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "npucompile",
-        "max_model_len": model.max_model_len,
-        "artifact": model.artifact,
-    }
 
 
 def render_metrics(stats: Mapping[str, Any], model: ServedModel) -> str:

@@ -8,6 +8,9 @@ Log probabilities are requested as in OpenAI's API: "message.output_text.logprob
 `top_logprobs` adds those of the most likely tokens at each position; here `top_logprobs` is enough by itself. Without `temperature`
 sampling is greedy; the response object has the values that were used. A field that is null counts as absent.
 
+A message list goes through the model's chat template, with `instructions` as the system's message before it; a text does not: it is
+continued as it is. Fields that change nothing are accepted at the values that change nothing (`neutral`).
+
 Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `n` (completions, each an
 output item; see `service`) and `speculative_tokens` (draft tokens to verify per step; 0 is off).
 """
@@ -24,10 +27,15 @@ import msgspec
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
 from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string
+from .neutral import IGNORED, NEUTRAL, without_neutral
+from .structured_output import OutputFormat, of_extension, of_responses
 
 JSON = "npucompile.json"
 MSGPACK = "npucompile.msgpack"
 SUBPROTOCOLS = (JSON, MSGPACK)
+
+INLINE_PROMPT_CHARS = 4096
+"""Longer prompts are tokenized on a thread."""
 
 MAX_STREAM_ID_CHARS = 128
 MAX_MODEL_CHARS = 1024
@@ -36,6 +44,8 @@ MAX_STOP_CHARS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETIONS = 8
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 512
 MAX_MESSAGES = 4096
 LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "system", "developer", "assistant")
@@ -76,6 +86,9 @@ class ResponseCreate:
         logprobs: None for no log probabilities; else those of the output tokens and of this many most likely tokens at each position.
         n: completions of the prompt.
         speculative_tokens: draft tokens to verify per step, 0 for none; None means as many as the artifact was built for.
+        instructions: what the system says before the input; part of `prompt` too.
+        metadata: the client's, repeated in the response.
+        format: what the output must be; None leaves it free.
     """
 
     prompt: Prompt
@@ -88,6 +101,21 @@ class ResponseCreate:
     logprobs: int | None = None
     n: int = 1
     speculative_tokens: int | None = None
+    instructions: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    format: OutputFormat | None = None
+
+    @property
+    def prompt_chars(self) -> int:
+        """Characters of the prompt that have to be tokenized."""
+        if isinstance(self.prompt, Conversation):
+            return sum(len(message.text) for message in self.prompt.messages)
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether it is better prepared on a thread, so that it does not block the streams of others: a long prompt, or a grammar."""
+        return self.prompt_chars > INLINE_PROMPT_CHARS or self.format is not None
 
 
 @dataclass(frozen=True)
@@ -208,18 +236,21 @@ def _readable_stream_id(message: Mapping[str, Any]) -> str | None:
 
 def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
     body = _flatten(fields)
-    refuse_unknown(body, _CREATE_FIELDS, "response.create")
-    body = {name: value for name, value in body.items() if value is not None}
-    if body.get("stream", True) is not True:
+    if body.get("stream") not in (None, True) or type(body.get("stream")) is int:
         raise FieldError(f"stream is {show(body['stream'])}; a websocket always streams, legal is true or absent", param="stream")
-    for name, why in (("background", "work ends with its socket"), ("store", "responses are not kept")):
-        if body.get(name, False) is not False:
-            raise FieldError(f"{name} is {show(body[name])}; {why}, legal is false or absent", param=name)
-    if "previous_response_id" in body:
-        message = "previous_response_id is not supported: responses are not kept; send the whole input"
-        raise FieldError(message, param="previous_response_id")
+    return read_create({name: value for name, value in body.items() if name != "stream"})
+
+
+def read_create(body: dict[str, Any]) -> ResponseCreate:
+    """The body of a `response.create`, without `stream`, which depends on the transport.
+
+    Raises:
+        FieldError: a field is missing, unknown, or has an illegal value.
+    """
+    refuse_unknown(body, (*_CREATE_FIELDS, *NEUTRAL, *IGNORED), "response.create")
+    body = without_neutral({name: value for name, value in body.items() if value is not None})
     return ResponseCreate(
-        prompt=_prompt(body),
+        prompt=_with_instructions(_prompt(body), optional(body, "instructions", string())),
         model=optional(body, "model", string(MAX_MODEL_CHARS)),
         stream_id=optional(body, "stream_id", string(MAX_STREAM_ID_CHARS)),
         max_output_tokens=optional(body, "max_output_tokens", integer(1)),
@@ -229,6 +260,9 @@ def _parse_create(fields: dict[str, Any]) -> ResponseCreate:
         logprobs=_logprobs(body),
         n=optional(body, "n", integer(1, MAX_COMPLETIONS)) or 1,
         speculative_tokens=optional(body, "speculative_tokens", integer(0)),
+        instructions=body.get("instructions"),
+        metadata=optional(body, "metadata", _metadata) or {},
+        format=_format(body),
     )
 
 
@@ -273,10 +307,11 @@ _CREATE_FIELDS = (
     "top_logprobs",
     "n",
     "speculative_tokens",
+    "instructions",
+    "metadata",
+    "text",
+    "structured_outputs",
     "stream",
-    "store",
-    "background",
-    "previous_response_id",
 )
 _CANCEL_FIELDS = ("response_id", "stream_id")
 _PARSERS: Mapping[str, Callable[[dict[str, Any]], ClientEvent]] = {"response.create": _parse_create, "response.cancel": _parse_cancel}
@@ -300,10 +335,35 @@ def _prompt(body: Mapping[str, Any]) -> Prompt:
     return Conversation(tuple(_message(item, f"input[{i}]") for i, item in enumerate(value)))
 
 
+def _with_instructions(prompt: Prompt, instructions: str | None) -> Prompt:
+    if instructions is None:
+        return prompt
+    if isinstance(prompt, tuple):
+        raise FieldError("instructions and input_token_ids are given; legal is instructions with input", param="instructions")
+    messages = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt.messages
+    return Conversation((ChatMessage("system", instructions), *messages))
+
+
+def _format(body: Mapping[str, Any]) -> OutputFormat | None:
+    standard, extended = optional(body, "text", of_responses), optional(body, "structured_outputs", of_extension)
+    if standard and extended:
+        raise FieldError("text.format and structured_outputs are given; legal is one of them", param="structured_outputs")
+    return standard or extended
+
+
+def _metadata(value: Any, name: str) -> dict[str, str]:
+    legal = isinstance(value, dict) and len(value) <= MAX_METADATA and all(isinstance(entry, str) for entry in value.values())
+    if not legal or any(len(entry) > MAX_METADATA_CHARS for item in value.items() for entry in item):
+        shown = f"an object of at most {MAX_METADATA} strings of up to {MAX_METADATA_CHARS} characters"
+        raise FieldError(f"{name} is {show(value)}; legal is {shown}", param=name)
+    return dict(value)
+
+
 def _message(item: Any, where: str) -> ChatMessage:
     if not isinstance(item, dict):
         raise FieldError(f"{where} is {show(item)}; legal is a message object (token ids go into input_token_ids)", param=where)
-    refuse_unknown(item, ("type", "role", "content"), where)
+    # With what an output item of an earlier response has.
+    refuse_unknown(item, ("type", "role", "content", "id", "status", "phase"), where)
     if item.get("type", "message") != "message":
         raise FieldError(f"{where}.type is {show(item['type'])}; legal is 'message'", param=f"{where}.type")
     if item.get("role") not in ROLES:

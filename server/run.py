@@ -207,6 +207,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise SpecError(f"cannot listen on {host} port {port}: {error}; legal is an address of this machine and a free port") from error
+    # Accepted sockets inherit it. asyncio sets it on sockets that name their protocol, which those of `create_server` do not; without it
+    # a small write waits for the acknowledgement of the one before it, some 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
         # Accepted sockets inherit it. Without it a client that never reads keeps its socket open after the server has closed it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)

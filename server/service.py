@@ -6,23 +6,29 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from ..graphs.errors import RequestError
 from ..runtime.delivery import Sink
 from ..runtime.request import Event, FinishEvent, Request
 from .admission import Admission
+from .chat_format import ChatFormat
+from .chat_template import Chat
 from .connection import CreateCommand
 from .events import ResponseInfo, completion_id
 from .fields import show
+from .generation import GenerationOptions
+from .grammar import GrammarCompiler, GrammarConstraint
 from .limits import SocketLimits
 from .mailbox import Mailbox
 from .protocol import Conversation, ResponseCreate
 from .response import PreparedResponse, Response
+from .structured_output import OutputFormat
 from .tokenizer import TextTokenizer
 
-FIELD_OF = {"logprobs": "top_logprobs"}
+FIELD_OF = {"logprobs": "top_logprobs", "constraint": "text"}
 """Names in the API of request fields that have another name in the runtime."""
 
 
@@ -55,6 +61,8 @@ class ServedModel:
         created_s: Unix time of the build.
         artifact: digest of the artifact, if it comes from one.
         max_running: requests that the engine can run at once; more wait.
+        aliases: further names that requests may have for it.
+        defaults: sampling parameters of HTTP requests that do not set them, where they are not OpenAI's.
     """
 
     name: str
@@ -64,6 +72,8 @@ class ServedModel:
     created_s: int = 0
     artifact: str | None = None
     max_running: int = 1
+    aliases: tuple[str, ...] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def _always_ok() -> Mapping[str, Any]:
@@ -77,6 +87,7 @@ class Service:
         engine: runs the requests.
         tokenizer: of the model.
         model: the model that the engine runs.
+        chat: how it converses.
         readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
         limits: of requests that wait or run.
         clock: Unix time in seconds.
@@ -88,60 +99,137 @@ class Service:
         tokenizer: TextTokenizer,
         model: ServedModel,
         *,
+        chat: ChatFormat | None = None,
         readiness: Callable[[], Mapping[str, Any]] = _always_ok,
         limits: SocketLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         limits = limits or SocketLimits()
         self.model = model
+        self.tokenizer = tokenizer
+        self.chat = chat or ChatFormat()
         self.readiness = readiness
         self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client)
         self._mailbox: Mailbox | None = None
         self._engine = engine
-        self._tokenizer = tokenizer
         self._clock = clock
 
     def prepare(self, create: CreateCommand) -> PreparedResponse:
         """Validates a message against the model and tokenizes its prompt.
 
-        Each of `n` completions is a request of its own; they differ in id and seed (`completion_seed`).
-
         Raises:
-            RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation.
+            RequestError: wrong model, empty or too long prompt, ids outside the vocabulary, or a conversation without a chat template.
         """
         body = create.body
-        if body.model not in (None, self.model.name):
-            raise RequestError(f"model is {show(body.model)}; served here is {self.model.name!r}", param="model", code="model_not_found")
-        prompt = self._token_ids(body)
-        request = Request(
-            id=create.response_id,
-            prompt=prompt,
-            max_tokens=self._max_tokens(len(prompt), body.max_output_tokens),
+        self.check_model(body.model)
+        prompt, param = self._token_ids(body)
+        options = GenerationOptions(
+            max_tokens=body.max_output_tokens,
+            max_tokens_field="max_output_tokens",
             sampling=body.sampling,
-            stop_token_ids=frozenset() if body.ignore_eos else self.model.eos_token_ids,
+            ignore_eos=body.ignore_eos,
             logprobs=body.logprobs,
+            n=body.n,
             speculative_tokens=body.speculative_tokens,
+            format=body.format,
         )
-        seeds = [completion_seed(body.sampling.seed, index) for index in range(body.n)]
-        requests = tuple(
-            replace(request, id=completion_id(request.id, index), sampling=replace(body.sampling, seed=seed))
-            for index, seed in enumerate(seeds)
-        )
+        requests = self.requests(create.response_id, prompt, options, param)
         info = ResponseInfo(
             response_id=create.response_id,
             stream_id=create.stream_id,
             model=self.model.name,
-            created_s=int(self._clock()),
-            max_output_tokens=request.max_tokens,
+            created_s=self.now_s(),
+            max_output_tokens=requests[0].max_tokens,
             temperature=body.sampling.temperature,
             top_p=body.sampling.top_p,
             top_logprobs=body.logprobs or 0,
+            instructions=body.instructions,
+            metadata=body.metadata,
         )
         return PreparedResponse(info, requests, body.stop)
 
+    def check_model(self, name: str | None) -> None:
+        """Raises RequestError when a request names another model than the one that is served."""
+        if name not in (None, self.model.name, *self.model.aliases):
+            served = " or ".join(map(repr, (self.model.name, *self.model.aliases)))
+            raise RequestError(f"model is {show(name)}; served here is {served}", param="model", code="model_not_found")
+
+    def encode(self, text: str, param: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt; `param` is its field, for errors. May take long, and may be called on any thread.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        # Known before any token is looked at, which would take seconds for a text of megabytes.
+        least = self.tokenizer.fewest_tokens(text)
+        if least >= self.model.max_model_len:
+            raise self._too_long(f"{len(text)} characters, which are at least {least} tokens,", param)
+        return self.checked(self.tokenizer.encode(text, add_special=add_special), param)
+
+    def checked(self, prompt: tuple[int, ...], param: str) -> tuple[int, ...]:
+        """The prompt itself.
+
+        Raises:
+            RequestError: it is empty, too long, or holds ids outside the vocabulary.
+        """
+        if len(prompt) >= self.model.max_model_len:
+            raise self._too_long(f"{len(prompt)} tokens", param)
+        if not prompt:
+            raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
+        illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
+        if illegal is not None:
+            message = f"token id {illegal} in {param}; legal are 0 to {self.model.vocab_size - 1}"
+            raise RequestError(message, param=param, code="token_out_of_range")
+        return prompt
+
+    def requests(self, base_id: str, prompt: tuple[int, ...], options: GenerationOptions, param: str) -> tuple[Request, ...]:
+        """Engine requests for the completions of a prompt; they differ in id (`completion_id`) and seed (`completion_seed`).
+
+        A large grammar takes up to a second, so that this may be called on any thread.
+
+        Args:
+            param: the prompt's field, for errors.
+
+        Raises:
+            RequestError: prompt and output do not fit into the context, or what the output must be is no grammar.
+        """
+        sampling = options.sampling
+        stops = frozenset() if options.ignore_eos else self.model.eos_token_ids
+        request = Request(
+            id=base_id,
+            prompt=prompt,
+            max_tokens=self._max_tokens(len(prompt), param, options),
+            sampling=sampling,
+            stop_token_ids=stops | options.stop_token_ids,
+            logprobs=options.logprobs,
+            speculative_tokens=options.speculative_tokens,
+        )
+        seeds = [completion_seed(sampling.seed, index) for index in range(options.n)]
+        return tuple(
+            replace(
+                request,
+                id=completion_id(base_id, index),
+                sampling=replace(sampling, seed=seed),
+                # Each follows its own output.
+                constraint=self._constraint(options.format),
+            )
+            for index, seed in enumerate(seeds)
+        )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return self.tokenizer.grammars(self.model.eos_token_ids)
+
+    def _constraint(self, form: OutputFormat | None) -> GrammarConstraint | None:
+        return None if form is None else self._grammars.constraint(form.kind, form.value, form.param)
+
+    def now_s(self) -> int:
+        """Unix time."""
+        return int(self._clock())
+
     def response(self, prepared: PreparedResponse) -> Response:
         """The response to be driven with the engine's events."""
-        return Response(prepared, self._tokenizer)
+        return Response(prepared, self.tokenizer)
 
     def submit(self, requests: Sequence[Request], deliver: Callable[[Event], None], client: str = "") -> None:
         """Submits requests to the engine; `deliver` is called with their events on the running loop, in order.
@@ -196,43 +284,31 @@ class Service:
         """The engine's numbers."""
         return self._engine.stats()
 
-    def _token_ids(self, body: ResponseCreate) -> tuple[int, ...]:
+    def _token_ids(self, body: ResponseCreate) -> tuple[tuple[int, ...], str]:
+        """Token ids of the prompt, and the field that it is from."""
         prompt = body.prompt
         if isinstance(prompt, Conversation):
-            raise RequestError(
-                f"input is a list of {len(prompt.messages)} messages, but chat templates are not supported by model {self.model.name!r}; "
-                "legal are text in input, or input_token_ids",
-                param="input",
-                code="chat_template_missing",
-            )
-        limit = self.model.max_model_len
-        param = "input" if isinstance(prompt, str) else "input_token_ids"
-        # Known before any token is looked at, which would take seconds for a text of megabytes.
-        least = self._tokenizer.fewest_tokens(prompt) if isinstance(prompt, str) else len(prompt)
-        if least >= limit:
-            count = f"{len(prompt)} characters, which are at least {least} tokens," if isinstance(prompt, str) else f"{least} tokens"
-            message = f"{param} has {count} and needs room for 1 more; the context of {self.model.name!r} is {limit} tokens"
-            raise RequestError(message, param=param, code="context_length_exceeded")
+            try:
+                text = self.chat.render(Chat([{"role": message.role, "content": message.text} for message in prompt.messages]))
+            except RequestError as error:
+                error.param = "input"
+                raise
+            return self.encode(text, "input", add_special=False), "input"
         if isinstance(prompt, str):
-            prompt = self._tokenizer.encode(prompt)
-        if not prompt:
-            raise RequestError(f"{param} holds no tokens; legal is a prompt of at least 1", param=param, code="empty_prompt")
-        illegal = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
-        if illegal is not None:
-            message = f"token id {illegal} in {param}; legal are 0 to {self.model.vocab_size - 1}"
-            raise RequestError(message, param=param, code="token_out_of_range")
-        return prompt
+            return self.encode(prompt, "input"), "input"
+        return self.checked(prompt, "input_token_ids"), "input"
 
-    def _max_tokens(self, prompt_tokens: int, max_output_tokens: int | None) -> int:
-        limit = self.model.max_model_len
+    def _max_tokens(self, prompt_tokens: int, param: str, options: GenerationOptions) -> int:
+        limit, wanted, name = self.model.max_model_len, options.max_tokens, options.max_tokens_field
         room = limit - prompt_tokens
-        if room < 1:
-            message = f"input has {prompt_tokens} tokens and needs room for 1 more; the context of {self.model.name!r} is {limit} tokens"
-            raise RequestError(message, param="input", code="context_length_exceeded")
-        if max_output_tokens is not None and max_output_tokens > room:
-            message = f"input has {prompt_tokens} tokens and max_output_tokens is {max_output_tokens}; together at most {limit} are legal"
-            raise RequestError(message, param="max_output_tokens", code="context_length_exceeded")
-        return room if max_output_tokens is None else max_output_tokens
+        if wanted is not None and wanted > room:
+            message = f"{param} has {prompt_tokens} tokens and {name} is {wanted}; together at most {limit} are legal"
+            raise RequestError(message, param=name, code="context_length_exceeded")
+        return room if wanted is None else wanted
+
+    def _too_long(self, what: str, param: str) -> RequestError:
+        message = f"{param} has {what} and needs room for 1 more; the context of {self.model.name!r} is {self.model.max_model_len} tokens"
+        return RequestError(message, param=param, code="context_length_exceeded")
 
 
 def completion_seed(seed: int | None, index: int) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from ..graphs.errors import ModelError
+from .grammar import GrammarCompiler
 from .prompt_bound import chars_per_token
 from .token_text import REPLACEMENT, TokenText, token_text
 
@@ -50,9 +51,12 @@ class TextTokenizer:
         _ = tokenizer._most_chars
         return tokenizer
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with whatever the tokenizer adds around it. Other threads run meanwhile, as the library's batches do."""
-        return tuple(self._tokenizer.encode_batch_fast([text])[0].ids)
+    def encode(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, with whatever the tokenizer adds around it; without that for the text of a chat template.
+
+        Other threads run meanwhile, as the library's batches do.
+        """
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, from its length alone; 0 where the tokenizer allows no such bound."""
@@ -62,13 +66,25 @@ class TextTokenizer:
     def _most_chars(self) -> int | None:
         return chars_per_token(self._tokenizer)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ids; special tokens are left out unless `skip_special` is false, bytes that are not UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
 
-    def detokenizer(self) -> Detokenizer:
+    def grammars(self, eos_token_ids: Collection[int]) -> GrammarCompiler:
+        """What makes constraints over this tokenizer's tokens."""
+        return GrammarCompiler(self._tokenizer, eos_token_ids)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a special token, which `decode` leaves out."""
+        return text in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """An incremental detokenizer for one completion."""
-        return Detokenizer(self.decode)
+        return Detokenizer(partial(self.decode, skip_special=skip_special))
 
     def token_text(self, token_id: int) -> TokenText:
         """Text and bytes of a single token."""

@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 
 POLICY_VIOLATION = 1008
 
-INLINE_PROMPT_CHARS = 4096
-"""Longer prompts are tokenized on a thread, so that they do not block the other streams."""
-
 INLINE_FRAME_BYTES = 2**16
 """Larger frames are parsed on a thread."""
 
@@ -168,8 +165,7 @@ class _Socket:
 
     async def _start(self, create: CreateCommand) -> None:
         self._lifecycle.admitting()
-        prompt = create.body.prompt
-        if isinstance(prompt, str) and len(prompt) > INLINE_PROMPT_CHARS:
+        if create.body.takes_long:
             prepared = await asyncio.to_thread(self._service.prepare, create)
         else:
             prepared = self._service.prepare(create)

@@ -117,7 +117,8 @@ class Manifest:
     """Everything about an artifact except the contents of its files.
 
     Attributes:
-        model: name, family, config (its config.json), vocab_size, eos_ids; `draft_model` (name, config, parts, checkpoint) where its draft
+        model: name, family, config (its config.json), vocab_size, eos_ids, special_tokens (texts that the chat template names), sampling
+            (what its generation_config.json recommends); `draft_model` (name, config, parts, checkpoint) where its draft
             head is of a second checkpoint, whose parameters are among `params`; `family_file` (name, sha256, path, text) where its family
             is of a file of the user's.
         dtype: name of the dtype that the model computes in.

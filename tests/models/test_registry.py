@@ -93,6 +93,29 @@ def test_a_malformed_chat_template_is_named(directory, value):
         registry.find(directory(config=TINY, tokenizer_config={"chat_template": value}))
 
 
+def test_special_tokens_are_texts_or_objects_with_one(directory):
+    assert registry.find(directory(config=TINY)).special_tokens == {}
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "unk_token": None, "extra": 1}
+    assert registry.find(directory(config=TINY, tokenizer_config=config)).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("value", [3, ["a"], {"text": 1, "content": 2}])
+def test_a_malformed_special_token_is_named(directory, value):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: bos_token is .*expected a text"):
+        registry.find(directory(config=TINY, tokenizer_config={"bos_token": value}))
+
+
+def test_recommended_sampling_is_of_the_generation_config(directory):
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "repetition_penalty": 1.05, "min_p": None}
+    assert registry.find(directory(config=TINY, generation_config=values)).sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("temperature", -1), ("top_k", 1.5), ("top_p", True)])
+def test_malformed_sampling_is_named(directory, name, value):
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {name} is .*expected a number"):
+        registry.find(directory(config=TINY, generation_config={name: value}))
+
+
 @pytest.mark.parametrize("trailing", ["", "/", "/."])
 def test_the_name_is_the_directorys_however_it_is_written(directory, trailing):
     assert registry.find(f"{directory(config=TINY)}{trailing}").name == "some-model"

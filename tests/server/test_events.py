@@ -77,6 +77,11 @@ def test_the_response_object_of_the_first_event():
         "tool_choice": "none",
         "tools": [],
         "metadata": {},
+        "store": False,
+        "background": False,
+        "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "reasoning": None,
     }
 
 

@@ -173,7 +173,7 @@ def test_every_help_is_one_line_and_ends():
     assert all("\n" not in text and text.endswith(".") for text in HELP.values())
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("POST", "/health", 405), ("GET", "/v1/responses", 404)])
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("POST", "/health", 405), ("GET", "/v1/responses", 405)])
 def test_what_is_not_there_is_an_openai_error(url, method, path, status):
     actual, _, body = get(url, path, method)
     assert actual == status

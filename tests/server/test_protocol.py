@@ -129,6 +129,27 @@ def test_cancel_names_a_response_or_a_stream():
     assert parse({"type": "response.cancel", "stream_id": "s", "response_id": None}) == ResponseCancel(None, "s")
 
 
+def test_instructions_come_before_the_input():
+    conversation = Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "ab")))
+    made = create(input="ab", instructions="be brief", metadata={"k": "v"})
+    assert (made.prompt, made.instructions, made.metadata) == (conversation, "be brief", {"k": "v"})
+    assert create(input=[{"role": "user", "content": "ab"}], instructions="be brief").prompt == conversation
+
+
+def test_a_turn_may_hold_an_output_item_of_the_turn_before():
+    part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
+    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    assert create(input=[{"role": "user", "content": "a"}, item]).prompt.messages[1] == ChatMessage("assistant", "b")
+
+
+@pytest.mark.parametrize(
+    ("body", "chars"),
+    [({"input": "abc"}, 3), ({"input_token_ids": [1, 2]}, 0), ({"input": [{"role": "user", "content": "ab"}] * 2}, 4)],
+)
+def test_the_length_of_a_prompt_is_known_before_it_is_tokenized(body, chars):
+    assert create(**body).prompt_chars == chars
+
+
 # --- refused: (message, code, param, what the text must name) ---
 
 CREATE = {"type": "response.create", "input": "x"}
@@ -151,13 +172,17 @@ REFUSED = [
     (CREATE | {"input": [{"role": "user", "content": 1}]}, "invalid_field", "input[0].content", ["1"]),
     (CREATE | {"input": [{"role": "user"}]}, "invalid_field", "input[0].content", ["None"]),
     (CREATE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "invalid_field", "input[0].content[0]", ["input_image"]),
-    (CREATE | {"input": [{"role": "user", "content": "x", "id": 1}]}, "unknown_field", "id", ["input[0]", "'role'"]),
+    (CREATE | {"input": [{"role": "user", "content": "x", "name": 1}]}, "unknown_field", "name", ["input[0]", "'role'"]),
     (CREATE | {"input": [{"type": "reasoning"}]}, "invalid_field", "input[0].type", ["'reasoning'", "'message'"]),
     ({"type": "response.create", "input_token_ids": "12"}, "invalid_field", "input_token_ids", ["'12'", "integers"]),
     ({"type": "response.create", "input_token_ids": [1, True]}, "invalid_field", "input_token_ids", ["True"]),
     ({"type": "response.create", "input_token_ids": [1.0]}, "invalid_field", "input_token_ids", ["1.0"]),
     (CREATE | {"stream": False}, "invalid_field", "stream", ["False", "true"]),
     (CREATE | {"stream": 1}, "invalid_field", "stream", ["1", "true"]),
+    (CREATE | {"instructions": ""}, "invalid_field", "instructions", ["not empty"]),
+    ({"type": "response.create", "input_token_ids": [1], "instructions": "a"}, "invalid_field", "instructions", ["input_token_ids"]),
+    (CREATE | {"metadata": {"a": 1}}, "invalid_field", "metadata", ["16 strings"]),
+    (CREATE | {"metadata": {"a": "x" * 513}}, "invalid_field", "metadata", ["512"]),
     (CREATE | {"background": True}, "invalid_field", "background", ["True", "false"]),
     (CREATE | {"store": True}, "invalid_field", "store", ["True", "false"]),
     (CREATE | {"previous_response_id": "resp_1"}, "invalid_field", "previous_response_id", ["not supported", "whole input"]),

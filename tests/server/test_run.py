@@ -94,6 +94,14 @@ def test_connections_are_served_when_it_is_ready(service):
     assert answers[1] == 1009
 
 
+def test_small_writes_do_not_wait_for_acknowledgements():
+    """asyncio sets TCP_NODELAY only on sockets that name their protocol: a response took 46 ms instead of 0.5 ms."""
+    with run.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_taken_port_is_named(service):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

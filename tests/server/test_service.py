@@ -12,6 +12,8 @@ from support.texts import RECORD, byte_codec
 
 from npucompile.graphs.errors import RequestError
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
 from npucompile.server.connection import CreateCommand
 from npucompile.server.events import ResponseInfo
 from npucompile.server.protocol import MAX_SEED, ChatMessage, Conversation, ResponseCreate
@@ -49,6 +51,20 @@ def test_a_text_becomes_a_request():
     prepared = prepare(prompt="abc", max_output_tokens=4, sampling=sampling, stop=("x",), logprobs=2, speculative_tokens=0)
     request = Request("resp_1", byte_codec().encode("abc"), 4, sampling, frozenset({299}), logprobs=2, speculative_tokens=0)
     assert prepared == PreparedResponse(ResponseInfo("resp_1", "s", "tiny", 1700000000, 4, 0.5, 0.9, top_logprobs=2), (request,), ("x",))
+
+
+def test_a_conversation_goes_through_the_chat_template():
+    form = ChatFormat(ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"))
+    conversation = Conversation((ChatMessage("system", "b"), ChatMessage("user", "c")))
+    prepared = service(chat=form).prepare(CreateCommand("resp_1", "s", ResponseCreate(conversation)))
+    assert prepared.requests[0].prompt == byte_codec().encode("sbucTrue")
+
+
+def test_a_model_has_further_names():
+    facade = Service(Engine(), byte_codec(), replace(MODEL, aliases=("other",)))
+    facade.check_model("other")
+    with pytest.raises(RequestError, match="served here is 'tiny' or 'other'"):
+        facade.check_model("third")
 
 
 @pytest.mark.parametrize(("logprobs", "top_logprobs"), [(None, 0), (0, 0), (20, 20)])
@@ -106,7 +122,7 @@ def test_the_default_length_is_what_the_context_holds():
         ({"prompt": "a" * 16}, "context_length_exceeded", "input", ["16 tokens", "'tiny'"]),
         ({"prompt": "a" * 17}, "context_length_exceeded", "input", ["17 tokens", "is 16 tokens"]),
         ({"prompt": "a" * 10, "max_output_tokens": 7}, "context_length_exceeded", "max_output_tokens", ["10", "7", "16"]),
-        ({"prompt": Conversation((ChatMessage("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "not supported"]),
+        ({"prompt": Conversation((ChatMessage("user", "a"),))}, "chat_template_missing", "input", ["1 messages", "--chat-template"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, code, param, names):

@@ -177,3 +177,10 @@ def test_after_a_hit_nothing_follows():
     assert matcher.push("three") == ""
     assert matcher.flush() == ""
     assert matcher.hit
+
+
+def test_special_tokens_are_known_by_their_texts():
+    assert codec().is_special("<|end|>")
+    assert not codec().is_special("a")
+    assert codec().decode([0], skip_special=False) == "<|end|>"
+    assert codec().encode("<|end|>a", add_special=False)[0] == 0

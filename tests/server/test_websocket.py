@@ -18,11 +18,10 @@ from npucompile.runtime.request import FinishEvent, TokenEvent
 from npucompile.server.app import create_app
 from npucompile.server.lifecycle import Lifecycle
 from npucompile.server.limits import SocketLimits
-from npucompile.server.protocol import MSGPACK
+from npucompile.server.protocol import INLINE_PROMPT_CHARS, MSGPACK
 from npucompile.server.response import Response
 from npucompile.server.service import ServedModel, Service
 from npucompile.server.tokenizer import TextTokenizer
-from npucompile.server.websocket import INLINE_PROMPT_CHARS
 
 MODEL = ServedModel("tiny", max_model_len=3 * INLINE_PROMPT_CHARS, vocab_size=256)
 
@@ -639,9 +638,9 @@ def test_long_prompts_are_tokenized_off_the_loop(chars):
     threads = []
 
     class Watched(TextTokenizer):
-        def encode(self, text):
+        def encode(self, text, **options):
             threads.append(threading.current_thread())
-            return super().encode(text)
+            return super().encode(text, **options)
 
     async def play(peer, engine):
         response_id = await opened(peer, "a", input="x" * chars)

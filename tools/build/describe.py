@@ -41,6 +41,8 @@ def describe(plan: Plan, writer: ArtifactWriter, progress: Progress) -> Manifest
             "vocab_size": int(plan.model.config.vocab_size),
             "eos_ids": list(plan.eos_ids),
             **({"family_file": plan.source.family_file.as_fields()} if plan.source.family_file else {}),
+            "special_tokens": dict(plan.source.special_tokens),
+            "sampling": dict(plan.source.sampling),
             **({"draft_model": plan.source.draft.as_fields()} if plan.source.draft else {}),
         },
         dtype=DTYPE_NAMES[plan.dtype],

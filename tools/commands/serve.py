@@ -23,12 +23,14 @@ from ..build import plan as planning
 from ..cli import Home
 from ..locate import artifact_path, check_family, newest_runnable
 from ..progress import Progress
+from ..serve.api_settings import ApiSettings
 from ..serve.environment import applied
 from ..serve.executors import settled
 from ..serve.launch import ABORT_S, exit_after, open_named_artifact, opened_ranks, run_rank
 from ..serve.rank_settings import SILENCE_MARGIN_S, RankSettings
 from ..serve.serving import BackgroundBuild, RunningService, incomplete, start_service
 from ..serve.torchrun import launcher_config
+from .api_options import api_options
 from .device_options import device_options
 from .family_option import family_option
 from .server_options import server_options, serving_settings
@@ -48,6 +50,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
 @device_options
 @family_option
+@api_options
 @server_options
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
@@ -66,6 +69,7 @@ def command(
     family: str | None,
     no_build: bool,
     verbose: bool,
+    api: ApiSettings,
     **options: Any,
 ) -> None:
     """Serve an artifact, or build and serve a model.
@@ -108,7 +112,7 @@ def command(
         home = applied(home, artifact, settings, progress)
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
-        served = start_service(artifact, load_executor, checkpoint, limits=serving.limits, step_limit_s=limit_s)
+        served = start_service(artifact, load_executor, checkpoint, api=api, limits=serving.limits, step_limit_s=limit_s)
         stack.callback(served.engine.stop, drain=False)
         server.lifecycle.service = served.service
         stop.raises = False

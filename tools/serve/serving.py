@@ -20,6 +20,7 @@ from ...runtime.executor import Executor
 from ...server.limits import SocketLimits
 from ...server.service import ServedModel, Service
 from ...server.tokenizer import TextTokenizer
+from .api_settings import ApiSettings
 from .watchdog import watch
 
 POLL_S = 0.1
@@ -53,6 +54,7 @@ def start_service(
     checkpoint: Path | None = None,
     on_failure: Callable[[], None] = lambda: None,
     *,
+    api: ApiSettings | None = None,
     limits: SocketLimits | None = None,
     step_limit_s: float = math.inf,
 ) -> RunningService:
@@ -62,26 +64,33 @@ def start_service(
         load_executor: called on the engine's thread.
         checkpoint: a directory that the user named.
         on_failure: called when no step can run any more; `engine.failure` says why.
+        api: how the model presents itself.
         limits: of requests that wait or run.
         step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
 
     Raises:
         ArtifactError: it cannot run here.
         RankError: another rank cannot run it.
+        ModelError: the chat template cannot be used.
+        SpecError: there is no parser of that name.
     """
     manifest = artifact.manifest
     codec = tokenizer_of(artifact, checkpoint)
     if codec is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer; serving text needs a checkpoint directory with tokenizer.json")
+    api = api or ApiSettings()
+    (name, *aliases), chat = api.names_of(artifact), api.chat_of(artifact)
     calm_collector()
     engine = Engine.from_loader(load_executor, on_failure)
     model = ServedModel(
-        name=str(manifest.model["name"]),
+        name=name,
         max_model_len=manifest.limits.max_model_len,
         vocab_size=int(manifest.model["vocab_size"]),
         eos_token_ids=frozenset(manifest.model["eos_ids"]),
         created_s=int((artifact.path / MANIFEST).stat().st_mtime),
         artifact=artifact.digest,
+        aliases=tuple(aliases),
+        defaults=api.defaults_of(artifact),
         max_running=(manifest.limits.num_request_slots - 1) * engine.executor.groups,
     )
     watch(engine, step_limit_s)
@@ -93,7 +102,7 @@ def start_service(
         status = "stuck" if step_age_s > step_limit_s else "ok" if engine.alive else "failed" if engine.failure else "stopped"
         return {"status": status, "buckets": len(backends), "compiled_buckets": compiled, "step_age_s": round(step_age_s, 3)}
 
-    return RunningService(Service(engine, codec, model, readiness=readiness, limits=limits), engine)
+    return RunningService(Service(engine, codec, model, chat=chat, readiness=readiness, limits=limits), engine)
 
 
 def calm_collector() -> None:

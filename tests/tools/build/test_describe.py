@@ -18,6 +18,8 @@ from npucompile.tools.build.describe import describe
 def test_targets_differ_in_what_their_rows_say_and_in_nothing_else(tmp_path):
     model = tiny.write_checkpoint(tmp_path / "npu", **tiny.NPU_SIZES)
     (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
     here, there = tiny.planned(model), tiny.planned_device(model)
     with ArtifactWriter(tmp_path / "out") as writer:
         local, device = (describe(plan, writer, tiny.QUIET) for plan in (here, there))
@@ -27,6 +29,7 @@ def test_targets_differ_in_what_their_rows_say_and_in_nothing_else(tmp_path):
     }  # fmt: skip
     assert (local.target, local.backend, device.target, device.backend) == ("cpu", "eager", "ascend-a3", "ge")
     assert None not in (local.weights, device.weights, local.tokenizer, local.chat_template)
+    assert (local.model["special_tokens"], local.model["sampling"]) == ({"bos_token": "<s>"}, {"temperature": 0.5})
     assert device.toolchain.items() > local.toolchain.items()
 
 

@@ -1,0 +1,97 @@
+"""How a model converses: its chat template, and how what it writes is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..graphs.errors import RequestError, SpecError
+from .chat_template import Chat, ChatTemplate
+from .parsers import call_formats, reasoning
+from .parsers.message import MessageParser
+from .parsers.tool_calls import ToolCallParser
+
+AUTO, NONE = "auto", "none"
+
+PROMPT_END_CHARS = 64
+"""Enough of a prompt's end to see whether it opened or closed reasoning."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model converses.
+
+    Attributes:
+        template: None where the model has none.
+        reasoning: name of the parser of reasoning (`parsers.reasoning.PARSERS`); None leaves it in the answer.
+        tool_calls: name of the format of tool calls (`parsers.call_formats.FORMATS`); None leaves them in the answer.
+    """
+
+    template: ChatTemplate | None = None
+    reasoning: str | None = None
+    tool_calls: str | None = None
+
+    @staticmethod
+    def of(template: ChatTemplate | None, reasoning_parser: str = AUTO, tool_call_parser: str = AUTO) -> ChatFormat:
+        """With parsers as a user names them: `auto` takes what the template shows, `none` none.
+
+        Raises:
+            SpecError: there is no parser of that name.
+        """
+        text = template.text if template else ""
+        thinking, calls = reasoning.choose(text), call_formats.choose(text)
+        if reasoning_parser != AUTO:
+            thinking = _named(reasoning_parser, reasoning.PARSERS, reasoning.ALIASES)
+        if tool_call_parser != AUTO:
+            calls = _named(tool_call_parser, call_formats.FORMATS, call_formats.ALIASES)
+        return ChatFormat(template, thinking, calls)
+
+    def render(self, chat: Chat) -> str:
+        """The prompt of a conversation.
+
+        Raises:
+            RequestError: there is no template, or it refuses the conversation.
+        """
+        if self.template is None:
+            raise RequestError(
+                f"the model has no chat template, which {len(chat.messages)} messages need; legal are a prompt at /v1/completions, or "
+                "a server started with --chat-template FILE",
+                param="messages",
+                code="chat_template_missing",
+            )
+        if "developer" not in self.template.text:
+            # OpenAI's newer name of a role that most templates know by the older one.
+            messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat.messages]
+            chat = replace(chat, messages=messages)
+        return self.template.render(chat)
+
+    def begins_with_reasoning(self, prompt: str) -> bool:
+        """Whether what follows a prompt is reasoning, as far as its end tells."""
+        return self.reasoning is not None and reasoning.begins_inside(self.reasoning, prompt[-PROMPT_END_CHARS:])
+
+    def marks(self, *, tools: bool) -> tuple[str, ...]:
+        """Marks that parsers look for in the text, those of tool calls only where tools are offered."""
+        thinking = (reasoning.OPEN, reasoning.CLOSE) if self.reasoning else ()
+        if not tools or self.tool_calls is None:
+            return thinking
+        form = call_formats.FORMATS[self.tool_calls]
+        return (*thinking, form.begin, form.end, *form.around)
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, separate_reasoning: bool = True) -> MessageParser:
+        """A parser of one completion of a prompt that offers tools, given as in a request."""
+        separates = separate_reasoning and self.reasoning is not None
+        thinking = reasoning.reasoning_parser(str(self.reasoning), prompt[-PROMPT_END_CHARS:]) if separates else None
+        if not tools or self.tool_calls is None:
+            return MessageParser(thinking)
+        schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
+        return MessageParser(thinking, ToolCallParser(call_formats.FORMATS[self.tool_calls], schemas))
+
+
+def _named(name: str, legal: Mapping[str, object], aliases: Mapping[str, str]) -> str | None:
+    if name == NONE:
+        return None
+    name = aliases.get(name, name)
+    if name not in legal:
+        raise SpecError(f"there is no parser {name!r}; legal are {', '.join((AUTO, NONE, *legal, *aliases))}")
+    return name

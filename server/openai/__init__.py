@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API, and the routes that bench tools of the field expect beside it."""

@@ -1,0 +1,177 @@
+"""What the endpoints share: the service, the completions that run, and how a request becomes one."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from ...graphs.errors import RequestError
+from ...runtime.request import Request, Sampling
+from ..door import CLIENT
+from ..generation import Generation, GenerationOptions, Output
+from ..lifecycle import Lifecycle
+from ..protocol import INLINE_PROMPT_CHARS
+from ..service import Service
+from ..structured_output import OutputFormat, of_chat, of_extension
+from .bodies import MAX_BODY_BYTES
+from .live import MAX_WAITING, Core, Live, Out
+from .request_models import SamplingFields
+
+DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 1.0, 1.0
+"""OpenAI's, where the checkpoint has none of its own."""
+
+T = TypeVar("T")
+
+
+class Api:
+    """One server's HTTP endpoints.
+
+    Args:
+        lifecycle: of the server.
+        max_body_bytes: largest legal body.
+
+    Attributes:
+        service: returns the service for a new response; raises RequestError where there is none now.
+        serving: returns it for anything else.
+        live: completions that run, by the id of their request.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.service = lifecycle.admitting
+        self.serving = lifecycle.serving
+        self.max_body_bytes = max_body_bytes
+        self.live: dict[str, Live[Any]] = {}
+
+    def start(self, request_id: str, requests: Sequence[Request], core: Core[Out], client: str, *, streams: bool) -> Live[Out]:
+        """Submits requests of a client (`client_of`), whose events `core` turns into outputs.
+
+        Raises:
+            RequestError: the engine refuses one; none runs then.
+        """
+        bound = MAX_WAITING if streams else None
+        live = Live(self.service(), requests, core, lambda: self.live.pop(request_id, None), bound)
+        live.start(client)
+        self.live[request_id] = live
+        return live
+
+    def generate(
+        self, request_id: str, requests: Sequence[Request], options: GenerationOptions, client: str, *, streams: bool
+    ) -> Live[Output]:
+        """`start` for text."""
+        core = Generation(requests, self.service().tokenizer, options.stop, options.skip_special_tokens)
+        try:
+            return self.start(request_id, requests, core, client, streams=streams)
+        except RequestError as error:
+            fields = {"top_logprobs": options.logprobs_field, "text": options.format.param if options.format else None}
+            error.param = fields.get(error.param or "", error.param)
+            raise
+
+
+def client_of(request: HttpRequest) -> str:
+    """Whose request it is."""
+    return str(request.scope.get(CLIENT, ""))
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other request has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+async def off_loop(takes_long: bool, work: Callable[[], T]) -> T:
+    """The result of work for one request, done on a thread if it takes long."""
+    return await asyncio.to_thread(work) if takes_long else work()
+
+
+def takes_long(prompt_chars: int, options: GenerationOptions | None = None) -> bool:
+    """Whether a request is better prepared on a thread: a long prompt, or a grammar, however short."""
+    return prompt_chars > INLINE_PROMPT_CHARS or (options is not None and options.format is not None)
+
+
+def sampling_of(body: SamplingFields, service: Service) -> Sampling:
+    """How tokens are picked: as the request says, else as the checkpoint does, else OpenAI's way.
+
+    Raises:
+        RequestError: a value is not legal.
+    """
+    chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
+    chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p", "seed") if (value := getattr(body, name)) is not None}
+    if chosen.get("top_k") == -1:  # vLLM's and SGLang's "all"
+        chosen["top_k"] = 0
+    return Sampling(**chosen)
+
+
+def options_of(
+    body: SamplingFields, service: Service, max_tokens: int | None, logprobs: int | None, field: str, logprobs_field: str = "top_logprobs"
+) -> GenerationOptions:
+    """The options of a request.
+
+    Args:
+        max_tokens: of each completion, which the request's field `field` sets.
+        logprobs: see GenerationOptions; `logprobs_field` sets it.
+
+    Raises:
+        RequestError: a value is not legal.
+    """
+    options = GenerationOptions(
+        max_tokens=max_tokens,
+        max_tokens_field=field,
+        sampling=sampling_of(body, service),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+        stop_token_ids=frozenset(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        logprobs_field=logprobs_field,
+        n=body.n,
+        speculative_tokens=body.speculative_tokens,
+        skip_special_tokens=body.skip_special_tokens,
+        format=_format(body),
+    )
+    check_min_tokens(options, body.min_tokens, "min_tokens")
+    return options
+
+
+def _format(body: SamplingFields) -> OutputFormat | None:
+    standard = None if body.response_format is None else of_chat(body.response_format)
+    extended = None if body.structured_outputs is None else of_extension(body.structured_outputs)
+    if standard and extended:
+        message = "response_format and structured_outputs are given; legal is one of them"
+        raise RequestError(message, param="structured_outputs")
+    return standard or extended
+
+
+def check_min_tokens(options: GenerationOptions, least: int, field: str) -> None:
+    """Raises RequestError where an output could end before it has this many tokens.
+
+    The end of the sequence would have to be masked for that, which graphs cannot yet; what nothing ends needs no mask.
+    """
+    if least == 0:
+        return
+    if options.max_tokens is None or least > options.max_tokens:
+        message = f"{field} is {least} and {options.max_tokens_field} is {options.max_tokens or 'absent'}; legal is {field} up to that"
+        raise RequestError(message, param=field)
+    if not options.ignore_eos or options.stop or options.stop_token_ids:
+        legal = "0, or ignore_eos: true without stop and stop_token_ids"
+        message = f"{field} is {least}, and what ends the output cannot be masked yet; legal is {legal}"
+        raise RequestError(message, param=field, code="unsupported_value")
+
+
+def includes_usage(body: SamplingFields) -> bool:
+    """Whether a stream ends with its usage.
+
+    Raises:
+        RequestError: there are options of a stream and no stream.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "stream_options is given, but stream is false; legal is stream_options with stream: true", param="stream_options"
+        )
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def fingerprint(service: Service) -> str | None:
+    """OpenAI's `system_fingerprint`: the artifact that is served."""
+    return f"fp_{service.model.artifact[:16]}" if service.model.artifact else None

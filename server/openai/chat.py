@@ -1,0 +1,118 @@
+"""`/v1/chat/completions`: conversations continued."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...graphs.errors import RequestError
+from ...runtime.request import Request as EngineRequest
+from ..chat_template import Chat
+from ..parsers.message import MessageParser
+from ..service import Service
+from .api import Api, client_of, fingerprint, includes_usage, new_id, off_loop, options_of, takes_long
+from .chat_choice import ChatChoice
+from .choices import ChunkFrames, Header, whole_answer
+from .messages import messages_of
+from .request_models import ChatRequest
+from .sse import EventStream, whole
+
+
+async def chat_completions(api: Api, body: ChatRequest, request: Request) -> Response:
+    """Answers a request.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    service, usage = api.service(), includes_usage(body)
+    service.check_model(body.model)
+    max_tokens, field = _max_tokens(body)
+    options = options_of(body, service, max_tokens, _logprobs(body), field)
+    if any(map(service.tokenizer.is_special, service.chat.marks(tools=_offers_tools(body)))):
+        # Text without special tokens would be text without marks.
+        options = replace(options, skip_special_tokens=False)
+    header = Header(
+        new_id("chatcmpl-"), "chat.completion", service.now_s(), service.model.name, fingerprint(service), "chat.completion.chunk"
+    )
+    chat = chat_of(body, service)
+
+    def made() -> tuple[str, tuple[int, ...], tuple[EngineRequest, ...]]:
+        text, prompt = _encoded(service, chat)
+        _check_format(body, service, text)
+        return text, prompt, service.requests(header.id, prompt, options, "messages")
+
+    text, prompt, requests = await off_loop(takes_long(sum(len(str(message["content"])) for message in chat.messages), options), made)
+    live = api.generate(header.id, requests, options, client_of(request), streams=body.stream)
+    choices = [ChatChoice(index, _parser(body, service, text), body, prompt, service.tokenizer) for index in range(body.n)]
+    if body.stream:
+        return EventStream(live, ChunkFrames(header, choices, body.n, usage))
+    return JSONResponse(whole_answer(header, choices, body.n, await whole(live, request.receive)))
+
+
+def chat_of(body: ChatRequest, service: Service) -> Chat:
+    """What the chat template is rendered with.
+
+    Raises:
+        RequestError: fields contradict each other, or a message is not legal.
+    """
+    if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        message = "continue_final_message and add_generation_prompt are both true; legal is one of them"
+        raise RequestError(message, param="continue_final_message")
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        template = service.chat.template
+        if template is not None and "reasoning_effort" not in template.text:
+            message = f"reasoning_effort is {body.reasoning_effort!r}, and the model's chat template has no such setting; legal is absent"
+            raise RequestError(message, param="reasoning_effort", code="unsupported_value")
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return Chat(
+        messages=messages_of(body.messages),
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if _offers_tools(body) else None,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables=variables,
+    )
+
+
+def _encoded(service: Service, chat: Chat) -> tuple[str, tuple[int, ...]]:
+    text = service.chat.render(chat)
+    return text, service.encode(text, "messages", add_special=False)
+
+
+def _parser(body: ChatRequest, service: Service, prompt: str) -> MessageParser:
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools] if _offers_tools(body) else []
+    return service.chat.parser(prompt, tools, separate_reasoning=body.separate_reasoning)
+
+
+def _check_format(body: ChatRequest, service: Service, prompt: str) -> None:
+    """Raises RequestError where the output must have a form, and begins with reasoning, which has none."""
+    form = body.response_format if body.structured_outputs is None else body.structured_outputs
+    if form not in (None, {"type": "text"}) and service.chat.begins_with_reasoning(prompt):
+        param = "response_format" if body.structured_outputs is None else "structured_outputs"
+        message = f"{param} is given, and the chat template begins the answer with reasoning, which has no form; legal is {param} with "
+        raise RequestError(f'{message}chat_template_kwargs that turn reasoning off, such as {{"enable_thinking": false}}', param=param)
+
+
+def _offers_tools(body: ChatRequest) -> bool:
+    """What is not to be called is not in the prompt either."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:
+    """The limit, and the field that set it."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        message = f"max_tokens is {old} and max_completion_tokens is {new}; legal is one of them, or both the same"
+        raise RequestError(message, param="max_completion_tokens")
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs == 0:
+            return None
+        message = f"top_logprobs is {body.top_logprobs} and logprobs is false; legal is top_logprobs with logprobs: true"
+        raise RequestError(message, param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None

@@ -1,0 +1,104 @@
+"""One completion of a chat: its text as reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from ..events import CompletionEnd
+from ..logprobs import token_objects
+from ..output_stream import TextDelta
+from ..parsers.message import MessageParser, Part
+from ..parsers.reasoning import Content, Reasoning
+from ..parsers.tool_calls import ToolCall
+from ..tokenizer import TextTokenizer
+from .choices import FINISH_REASONS
+from .request_models import ChatRequest
+
+
+class ChatChoice:
+    """One completion. Log probabilities are of all tokens of the text, marks included; they come with the text that they are part of.
+
+    Args:
+        parser: of its text.
+        body: the request.
+        prompt: token ids.
+    """
+
+    def __init__(self, index: int, parser: MessageParser, body: ChatRequest, prompt: tuple[int, ...], tokenizer: TextTokenizer) -> None:
+        self._index = index
+        self._parser = parser
+        self._single_call = not body.parallel_tool_calls
+        self._returns_ids = body.return_token_ids
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._begun = False
+        self._text: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] | None = [] if body.logprobs else None
+        self._ids: list[int] = []
+        self._finish_reason: str | None = None
+        # What has come and not been sent: parsers hold text back.
+        self._held_logprobs: list[dict[str, Any]] = []
+        self._held_ids: list[int] = []
+
+    def chunk(self, delta: TextDelta | None, end: CompletionEnd | None) -> dict[str, Any] | None:
+        parts = self._parser.push(delta.text) if delta else []
+        if end:
+            parts += self._parser.finish()
+        if delta:
+            self._held_ids += delta.token_ids
+            self._held_logprobs += token_objects(self._tokenizer.token_text, delta.token_ids, delta.logprobs) if delta.logprobs else []
+        fields = self._fields(parts)
+        if end:
+            self._finish_reason = self._reason(end)
+        elif not fields:
+            return None
+        first, self._begun = not self._begun, True
+        message = {"role": "assistant", "content": "", **fields} if first else fields
+        logprobs, ids = self._take_held()
+        choice = {"index": self._index, "delta": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+        return choice | ({"token_ids": ids} | ({"prompt_token_ids": self._prompt} if first else {}) if self._returns_ids else {})
+
+    def whole(self) -> dict[str, Any]:
+        content, reasoning = ("".join(self._text[name]) for name in ("content", "reasoning_content"))
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else "")}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in self._calls]
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+        return choice | ({"token_ids": self._ids, "prompt_token_ids": self._prompt} if self._returns_ids else {})
+
+    def _fields(self, parts: list[Part]) -> dict[str, Any]:
+        """The new parts of the message."""
+        calls = [call for part in parts if isinstance(part, ToolCall) and (call := self._call(part))]
+        texts = {
+            "reasoning_content": "".join(part.text for part in parts if isinstance(part, Reasoning)),
+            "content": "".join(part.text for part in parts if isinstance(part, Content)),
+        }
+        fields: dict[str, Any] = {name: text for name, text in texts.items() if text}
+        for name, text in fields.items():
+            self._text[name].append(text)
+        return fields | ({"tool_calls": calls} if calls else {})
+
+    def _call(self, part: ToolCall) -> dict[str, Any] | None:
+        if self._single_call and self._calls:
+            return None
+        function = {"name": part.name, "arguments": part.arguments}
+        call = {"index": len(self._calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self._calls.append(call)
+        return call
+
+    def _reason(self, end: CompletionEnd) -> str | None:
+        return "tool_calls" if self._calls and end.reason == "stop" else FINISH_REASONS.get(end.reason)
+
+    def _take_held(self) -> tuple[dict[str, Any] | None, list[int]]:
+        logprobs, self._held_logprobs = self._held_logprobs, []
+        ids, self._held_ids = self._held_ids, []
+        self._ids += ids
+        if self._logprobs is None:
+            return None, ids
+        self._logprobs += logprobs
+        return {"content": logprobs, "refusal": None}, ids

@@ -1,0 +1,136 @@
+"""What `/v1/completions` and `/v1/chat/completions` have in common: pieces of choices, chunks, and the end of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ..events import CompletionEnd
+from ..generation import Output
+from ..output_stream import TextDelta
+from .errors import EngineFailure, server_error
+from .sse import DONE, frame
+from .usage import usage_object
+
+FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+"""OpenAI's names of the engine's finish reasons; vLLM's for a request that was aborted."""
+
+
+class Piece(NamedTuple):
+    """New text of a choice, its end, or both."""
+
+    choice: int
+    delta: TextDelta | None
+    end: CompletionEnd | None
+
+
+def pieces(outputs: Sequence[Output]) -> Iterator[Piece]:
+    """Outputs, with an end beside the text that it came with: what counts chunks counts no empty one."""
+    last: Piece | None = None
+    for index, output in outputs:
+        if isinstance(output, TextDelta):
+            if last is not None:
+                yield last
+            last = Piece(index, output, None)
+        elif last is not None and last.choice == index:
+            yield Piece(index, last.delta, output)
+            last = None
+        else:
+            if last is not None:
+                yield last
+                last = None
+            yield Piece(index, None, output)
+    if last is not None:
+        yield last
+
+
+class Choice(Protocol):
+    """One completion on its way to the client."""
+
+    def chunk(self, delta: TextDelta | None, end: CompletionEnd | None) -> Mapping[str, Any] | None:
+        """The next entry of a chunk's `choices`; None where there is nothing to tell yet."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """The entry of the whole answer's `choices`, once it has ended."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Fields that an answer and all its chunks have.
+
+    Attributes:
+        object: of an answer; chunks of a chat have another.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    chunk_object: str
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """The fields, with `object` of that kind."""
+        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return fields | ({"system_fingerprint": self.system_fingerprint} if self.system_fingerprint else {})
+
+
+@dataclass
+class ChunkFrames:
+    """The chunks of a stream.
+
+    Attributes:
+        n: choices of each prompt.
+        usage: whether the stream ends with its usage.
+    """
+
+    header: Header
+    choices: Sequence[Choice]
+    n: int
+    usage: bool
+    failed: bool = False
+    _ends: dict[int, CompletionEnd] = field(default_factory=dict)
+
+    def begin(self) -> Sequence[bytes]:
+        return ()
+
+    def feed(self, outputs: Sequence[Output]) -> list[bytes]:
+        frames: list[bytes] = []
+        for index, delta, end in pieces(outputs):
+            if end is not None and end.reason == "error":
+                self.failed = True
+                return [*frames, frame({"error": server_error(end.message or "the engine gave no reason")}), DONE]
+            if end is not None:
+                self._ends[index] = end
+            choice = self.choices[index].chunk(delta, end)
+            if choice is not None:
+                frames.append(self._chunk([choice]))
+        return frames
+
+    def end(self) -> list[bytes]:
+        if not self.usage:
+            return [DONE]
+        usages = [self._ends[index].usage for index in range(len(self.choices))]
+        return [self._chunk([], usage_object(usages, self.n)), DONE]
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
+        body = {**self.header.of(self.header.chunk_object), "choices": choices}
+        return frame({**body, "usage": usage} if self.usage else body)
+
+
+def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Sequence[Output]) -> dict[str, Any]:
+    """The answer to a request that does not stream.
+
+    Raises:
+        EngineFailure: a completion failed.
+    """
+    ends: dict[int, CompletionEnd] = {}
+    for index, delta, end in pieces(outputs):
+        choices[index].chunk(delta, end)
+        if end is not None:
+            ends[index] = end
+            if end.reason == "error":
+                raise EngineFailure(end.message or "the engine gave no reason")
+    usage = usage_object([ends[index].usage for index in range(len(choices))], n)
+    return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}

@@ -1,0 +1,101 @@
+"""What operators and bench tools ask of a server beside completions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ... import __version__
+from ...graphs.errors import RequestError
+from ..events import CompletionEnd
+from ..generation import GenerationOptions
+from .api import Api, client_of, new_id
+from .bodies import Body
+from .sse import whole
+
+PROBE_TIMEOUT_S = 20.0
+"""SGLang's."""
+
+ACCEPTED, DRAFTS = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
+
+
+class AbortRequest(Body):
+    """`/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def abort_request(api: Api, body: AbortRequest, _: Request) -> Response:
+    """Ends the completions of one request, by the id in its answer or the `rid` that it gave, or of all; unknown ids are ignored.
+
+    Raises:
+        RequestError: it names none.
+    """
+    if body.rid is None and not body.abort_all:
+        raise RequestError("rid is missing; legal is the id of a request, or abort_all: true", param="rid")
+    named = list(api.live.values()) if body.abort_all else [api.live[body.rid]] if body.rid in api.live else []
+    for live in named:
+        live.cancel()
+    return JSONResponse({"aborted": len(named)})
+
+
+async def ping(_: Api, __: Request) -> Response:
+    """Answers."""
+    return PlainTextResponse("")
+
+
+async def version(_: Api, __: Request) -> Response:
+    """Which npucompile this is."""
+    return JSONResponse({"version": __version__})
+
+
+async def flush_cache(_: Api, __: Request) -> Response:
+    """There is nothing to flush; bench tools ask before each run."""
+    return PlainTextResponse("no prefix cache is kept; there was nothing to flush\n")
+
+
+async def model_info(api: Api, _: Request) -> Response:
+    """What is served, as SGLang tells it."""
+    model = api.serving().model
+    return JSONResponse({"model_path": model.name, "tokenizer_path": model.name, "is_generation": True, "weight_version": model.artifact})
+
+
+async def server_info(api: Api, _: Request) -> Response:
+    """What is served and how, with the engine's numbers; `internal_states` has what SGLang's benchmark looks for."""
+    service = api.serving()
+    model, chat, stats = service.model, service.chat, service.stats()
+    drafts = stats.get(DRAFTS, 0)
+    info: dict[str, Any] = {
+        "version": __version__,
+        "model_path": model.name,
+        "served_model_names": [model.name, *model.aliases],
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "artifact": model.artifact,
+        "default_sampling": dict(model.defaults),
+        "has_chat_template": chat.template is not None,
+        "reasoning_parser": chat.reasoning,
+        "tool_call_parser": chat.tool_calls,
+        "stats": dict(stats),
+        "internal_states": [{"avg_spec_accept_length": 1 + stats[ACCEPTED] / drafts} if drafts else {}],
+    }
+    return JSONResponse(info)
+
+
+async def health_generate(api: Api, request: Request) -> Response:
+    """Whether a token can be generated, end to end: 200 or 503."""
+    service = api.service()
+    base, options = new_id("probe-"), GenerationOptions(max_tokens=1, ignore_eos=True)
+    live = api.generate(base, service.requests(base, (0,), options, "prompt"), options, client_of(request), streams=False)
+    try:
+        outputs = await asyncio.wait_for(whole(live, request.receive), PROBE_TIMEOUT_S)
+    except TimeoutError:
+        raise RequestError(f"no token was generated within {PROBE_TIMEOUT_S:g} s", code="not_ready") from None
+    (end,) = (output for _, output in outputs if isinstance(output, CompletionEnd))
+    if end.reason not in ("stop", "length"):
+        raise RequestError(f"the probe ended with reason {end.reason!r}: {end.message}", code="not_ready")
+    return JSONResponse({"status": "ok"})

@@ -1,0 +1,248 @@
+"""`/generate`: completions with SGLang's native bodies, as its benchmark sends and reads them. Text is cumulative in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...graphs.errors import RequestError
+from ...runtime.request import Request as EngineRequest
+from ...runtime.request import Sampling
+from ..events import CompletionEnd
+from ..generation import GenerationOptions, Output
+from ..output_stream import TextDelta
+from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_TOP_LOGPROBS
+from ..service import Service
+from ..structured_output import OutputFormat
+from ..tokenizer import TextTokenizer
+from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, check_min_tokens, client_of, new_id, off_loop, takes_long
+from .bodies import Body, FailFast, Ignored, Neutral, validate
+from .choices import pieces
+from .errors import EngineFailure, server_error
+from .request_models import GRAPH_INPUT, MAX_STOP_TOKENS, Prompt, StopString, TokenId, prompts
+from .sse import DONE, EventStream, frame, whole
+
+DEFAULT_NEW_TOKENS = 128
+"""SGLang's."""
+
+Absent = Neutral((), "it is not supported")
+
+
+class SamplingParams(Body):
+    """`sampling_params`."""
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = DEFAULT_NEW_TOKENS
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: StopString | Annotated[list[StopString], FailFast()] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
+    ignore_eos: bool = False
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    skip_special_tokens: bool = True
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
+    presence_penalty: Annotated[Any, Neutral((0,), GRAPH_INPUT)] = None
+    frequency_penalty: Annotated[Any, Neutral((0,), GRAPH_INPUT)] = None
+    repetition_penalty: Annotated[Any, Neutral((1,), GRAPH_INPUT)] = None
+    logit_bias: Annotated[Any, Neutral(({},), GRAPH_INPUT)] = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Annotated[Any, Absent] = None
+    no_stop_trim: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral((True,), "text is what the tokenizer decodes")] = None
+    stream_interval: Annotated[Any, Ignored("every step is sent")] = None
+    custom_params: Annotated[Any, Absent] = None
+
+
+class GenerateRequest(Body):
+    """`/generate`."""
+
+    text: Annotated[Any, AfterValidator(prompts)] = None
+    input_ids: Annotated[Any, AfterValidator(prompts)] = None
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    return_text_in_logprobs: bool = False
+    rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    logprob_start_len: Annotated[Any, Neutral((-1,), "prefill graphs return no log probabilities of the prompt")] = None
+    lora_path: Annotated[Any, Absent] = None
+    image_data: Annotated[Any, Neutral(([],), "prompts are text")] = None
+    input_embeds: Annotated[Any, Absent] = None
+    token_ids_logprob: Annotated[Any, Absent] = None
+    return_hidden_states: Annotated[Any, Neutral((False,), "graphs return none")] = None
+    return_routed_experts: Annotated[Any, Neutral((False,), "graphs return none")] = None
+    stream_options: Annotated[Any, Ignored("meta_info has the usage")] = None
+    log_metrics: Annotated[Any, Ignored("metrics are of all requests")] = None
+    model: str | None = None
+
+
+async def generate(api: Api, body: GenerateRequest, request: Request) -> Response:
+    """Answers a request.
+
+    Raises:
+        RequestError: it cannot be served.
+    """
+    service = api.service()
+    service.check_model(body.model)
+    params = validate(SamplingParams, body.sampling_params, "sampling_params")
+    given, param = _prompts(body)
+    rid = body.rid or new_id("")
+    if rid in api.live:
+        raise RequestError(f"rid {rid!r} is the id of a request that runs; legal is one that is not", param="rid")
+    options = _options(params, service, body)
+    base = new_id("gen-")
+
+    def made() -> list[EngineRequest]:
+        encoded = [_encoded(service, prompt, param) for prompt in given]
+        return [one for index, ids in enumerate(encoded) for one in service.requests(f"{base}-{index}", ids, options, param)]
+
+    requests = await off_loop(takes_long(sum(map(len, given)), options), made)
+    several = len(requests) > 1 or (isinstance(body.text, tuple) and len(body.text) > 1)
+    answers = [Answer(index, rid if len(requests) == 1 else f"{rid}-{index}", body, service.tokenizer) for index in range(len(requests))]
+    live = api.generate(rid, requests, options, client_of(request), streams=body.stream)
+    if body.stream:
+        return EventStream(live, AnswerFrames(answers, several))
+    for index, delta, end in pieces(await whole(live, request.receive)):
+        answers[index].add(delta, end)
+        if end is not None and end.reason == "error":
+            raise EngineFailure(end.message or "the engine gave no reason")
+    found = [answer.as_object() for answer in answers]
+    return JSONResponse(found if several else found[0])
+
+
+def _prompts(body: GenerateRequest) -> tuple[tuple[Prompt, ...], str]:
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("text and input_ids: legal is exactly one of them", param="text")
+    if body.text is not None:
+        if not all(isinstance(prompt, str) for prompt in body.text):
+            raise RequestError("text holds other than strings; token ids go into input_ids", param="text")
+        return body.text, "text"
+    if any(isinstance(prompt, str) for prompt in body.input_ids):
+        raise RequestError("input_ids holds a string; legal is a list of token ids, or a list of such lists", param="input_ids")
+    return body.input_ids, "input_ids"
+
+
+def _encoded(service: Service, prompt: Prompt, param: str) -> tuple[int, ...]:
+    return service.encode(prompt, param) if isinstance(prompt, str) else service.checked(prompt, param)
+
+
+def _options(params: SamplingParams, service: Service, body: GenerateRequest) -> GenerationOptions:
+    chosen: dict[str, Any] = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
+    chosen |= {name: value for name in ("temperature", "top_p", "top_k", "min_p") if (value := getattr(params, name)) is not None}
+    if chosen.get("top_k") == -1:
+        chosen["top_k"] = 0
+    options = GenerationOptions(
+        max_tokens=params.max_new_tokens,
+        max_tokens_field="max_new_tokens",
+        sampling=Sampling(**chosen, seed=params.sampling_seed),
+        stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+        stop_token_ids=frozenset(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=body.top_logprobs_num if body.return_logprob else None,
+        logprobs_field="top_logprobs_num",
+        n=params.n,
+        skip_special_tokens=params.skip_special_tokens,
+        format=_format(params),
+    )
+    check_min_tokens(options, params.min_new_tokens, "min_new_tokens")
+    return options
+
+
+def _format(params: SamplingParams) -> OutputFormat | None:
+    kinds = {"json_schema": "json_schema", "regex": "regex", "ebnf": "grammar"}
+    given = [OutputFormat(kind, value, name) for name, kind in kinds.items() if (value := getattr(params, name)) is not None]
+    if len(given) > 1:
+        raise RequestError(f"{given[0].param} and {given[1].param} are given; legal is one of them", param=given[1].param)
+    return given[0] if given else None
+
+
+class Answer:
+    """One completion, and all that is known of it so far."""
+
+    def __init__(self, index: int, rid: str, body: GenerateRequest, tokenizer: TextTokenizer) -> None:
+        self.index = index
+        self._rid = rid
+        self._tokenizer = tokenizer
+        self._with_text = body.return_text_in_logprobs
+        self._logprobs: list[Any] | None = [] if body.return_logprob else None
+        self._top: list[Any] = []
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._end: CompletionEnd | None = None
+
+    def add(self, delta: TextDelta | None, end: CompletionEnd | None) -> None:
+        """New text, the end, or both."""
+        self._end = end
+        if delta is None:
+            return
+        self._text.append(delta.text)
+        self._ids += delta.token_ids
+        if self._logprobs is not None:
+            entries = zip(delta.token_ids, delta.logprobs, strict=True)
+            self._logprobs += [self._entry(entry.logprob, token) for token, entry in entries]
+            self._top += [[self._entry(value, token) for token, value in entry.top] for entry in delta.logprobs]
+
+    def as_object(self) -> dict[str, Any]:
+        """All of it."""
+        meta: dict[str, Any] = {"id": self._rid, "finish_reason": None, "completion_tokens": len(self._ids)}
+        if self._end is not None:
+            usage = self._end.usage
+            meta |= {
+                "finish_reason": _finish_reason(self._end),
+                "prompt_tokens": usage.input_tokens,
+                "completion_tokens": usage.output_tokens,
+                "cached_tokens": usage.record.cached_tokens,
+                "e2e_latency": usage.record.total_ms / 1e3,
+                "spec_verify_ct": usage.record.verify_steps,
+            }
+        if self._logprobs is not None:
+            meta |= {"input_token_logprobs": [], "output_token_logprobs": self._logprobs, "output_top_logprobs": self._top}
+        return {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}
+
+    def _entry(self, logprob: float, token: int) -> list[Any]:
+        return [logprob, token, self._tokenizer.token_text(token).text if self._with_text else None]
+
+
+def _finish_reason(end: CompletionEnd) -> dict[str, Any]:
+    if end.reason == "length":
+        return {"type": "length", "length": end.usage.output_tokens}
+    return {"type": "abort", "message": "aborted"} if end.reason == "cancelled" else {"type": "stop", "matched": None}
+
+
+@dataclass
+class AnswerFrames:
+    """A stream of answers, each time with all that is known.
+
+    Attributes:
+        several: whether frames say whose they are.
+    """
+
+    answers: Sequence[Answer]
+    several: bool
+    failed: bool = False
+
+    def begin(self) -> list[bytes]:
+        return []
+
+    def feed(self, outputs: Sequence[Output]) -> list[bytes]:
+        frames: list[bytes] = []
+        for index, delta, end in pieces(outputs):
+            if end is not None and end.reason == "error":
+                self.failed = True
+                return [*frames, frame({"error": server_error(end.message or "the engine gave no reason")}), DONE]
+            self.answers[index].add(delta, end)
+            body = self.answers[index].as_object()
+            frames.append(frame(body | {"index": index} if self.several else body))
+        return frames
+
+    def end(self) -> list[bytes]:
+        return [DONE]

@@ -1,0 +1,117 @@
+"""One HTTP request's completions while they run: what the engine has made and the client has not got yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ...runtime.request import Event, Request, TokenEvent
+from ..service import Service
+
+MAX_WAITING = 2**16
+"""Tokens, each with those whose log probabilities are listed beside it, that may wait for a client that reads slowly; some 100 bytes
+each."""
+
+
+Out = TypeVar("Out")
+
+
+class Core(Protocol[Out]):
+    """Completions without I/O: `Generation`, or `Response`."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def live(self) -> tuple[str, ...]: ...
+    def feed(self, event: Event) -> list[Out]: ...
+    def take_stopped(self) -> tuple[str, ...]: ...
+
+
+class TooSlow(Exception):
+    """More waited for the client than may."""
+
+
+class Live(Generic[Out]):
+    """Completions from their submission to their ends; every method runs on the event loop.
+
+    Args:
+        requests: of the engine.
+        core: what turns their events into outputs.
+        on_end: called once, when all completions have ended.
+        max_waiting: see MAX_WAITING; None sets no bound, where the client gets all at the end.
+
+    Attributes:
+        ended: set when all completions have ended.
+        overflow: set when too much waits; the completions have been cancelled then.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[Request],
+        core: Core[Out],
+        on_end: Callable[[], object],
+        max_waiting: int | None = MAX_WAITING,
+    ) -> None:
+        self.ended = asyncio.Event()
+        self.overflow = asyncio.Event()
+        self._service = service
+        self._requests = tuple(requests)
+        self._core = core
+        self._on_end = on_end
+        self._max_waiting = max_waiting
+        self._waiting: list[Out] = []
+        self._size = 0
+        self._filled = asyncio.Event()
+
+    def start(self, client: str = "") -> None:
+        """Submits the requests, which are this client's.
+
+        Raises:
+            RequestError: the engine refuses one; none runs then.
+        """
+        self._service.submit(self._requests, self._deliver, client)
+
+    async def take(self) -> list[Out]:
+        """What has come since the last call, at least something; nothing when all has been taken.
+
+        Raises:
+            TooSlow: too much had come.
+        """
+        if not self.ended.is_set():
+            await self._filled.wait()
+        if self.overflow.is_set():
+            raise TooSlow
+        self._filled.clear()
+        outputs, self._waiting, self._size = self._waiting, [], 0
+        return outputs
+
+    def cancel(self) -> None:
+        """Ends what still runs."""
+        self._service.cancel(*self._core.live)
+
+    def _deliver(self, event: Event) -> None:
+        outputs = self._core.feed(event)
+        self._service.cancel(*self._core.take_stopped())
+        if self._core.done:
+            self._on_end()
+        if self.overflow.is_set():
+            return
+        self._waiting += outputs
+        self._size += _size(event)
+        if self._max_waiting is not None and self._size > self._max_waiting:
+            self._waiting = []
+            self.overflow.set()
+            self.cancel()
+            return
+        if self._core.done:
+            self.ended.set()
+        if outputs:
+            self._filled.set()
+
+
+def _size(event: Event) -> int:
+    if not isinstance(event, TokenEvent):
+        return 0
+    return sum(1 + len(entry.top) for entry in event.logprobs) or len(event.token_ids)

@@ -1,0 +1,63 @@
+"""Messages of a request as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...graphs.errors import RequestError
+from ..fields import show
+from .request_models import Message, MessageToolCall, TextPart
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages: content is text, arguments of calls are objects.
+
+    Raises:
+        RequestError: a message is not legal.
+    """
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            values[name] = getattr(message, name)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        values["reasoning_content"] = reasoning
+    if message.tool_calls:
+        values["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)]
+    return values
+
+
+def _content(message: Message, where: str) -> str:
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"{where}.content is missing; only messages of the assistant may have none", param=f"{where}.content")
+    if not isinstance(message.content, list):
+        return message.content or ""
+    # As vLLM joins parts for templates that read a text.
+    return "\n".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(message.content))
+
+
+def _part(part: TextPart, where: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise RequestError(f"{where} has no text", param=where)
+    return text
+
+
+def _call(call: MessageToolCall, where: str) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.function.arguments"
+        raise RequestError(f"{param} is {show(call.function.arguments)}; legal is the text of a JSON object", param=param)
+    values = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    return values if call.id is None else {"id": call.id, **values}

@@ -1,0 +1,184 @@
+"""Bodies of OpenAI's requests, with the extensions of vLLM and SGLang that are supported here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from .bodies import Body, FailFast, Ignored, Neutral
+
+MAX_PROMPTS = 1024
+MAX_STOP_TOKENS = 256
+GRAPH_INPUT = "sampling graphs have no input for it yet"
+FOR_THE_PROVIDER = "concerns the provider's bookkeeping"
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0)]
+Penalty = Annotated[Any, Neutral((0,), GRAPH_INPUT)]
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Body):
+    """What both endpoints share."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FailFast()] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FailFast()] = Field(default_factory=list)
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    skip_special_tokens: bool = True
+    speculative_tokens: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    user: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    store: Annotated[Any, Neutral((False,), "completions are not kept")] = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    repetition_penalty: Annotated[Any, Neutral((1,), GRAPH_INPUT)] = None
+    length_penalty: Annotated[Any, Neutral((1,), "there is no beam search")] = None
+    logit_bias: Annotated[Any, Neutral(({},), GRAPH_INPUT)] = None
+    bad_words: Annotated[Any, Neutral(([],), GRAPH_INPUT)] = None
+    allowed_token_ids: Annotated[Any, Neutral((), GRAPH_INPUT)] = None
+    prompt_logprobs: Annotated[Any, Neutral((), "prefill graphs return no log probabilities of the prompt")] = None
+    use_beam_search: Annotated[Any, Neutral((False,), "there is no beam search")] = None
+    include_stop_str_in_output: Annotated[Any, Neutral((False,), "stop strings are cut off")] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral((True,), "text is what the tokenizer decodes")] = None
+    return_tokens_as_token_ids: Annotated[Any, Neutral((False,), "return_token_ids has them")] = None
+    truncate_prompt_tokens: Annotated[Any, Neutral((), "prompts are not cut")] = None
+    priority: Annotated[Any, Neutral((0,), "requests are served in their order")] = None
+    request_id: Annotated[Any, Neutral((), "the server makes ids")] = None
+
+
+Prompt = str | tuple[int, ...]
+
+
+def prompts(value: Any) -> tuple[Prompt, ...]:
+    """The prompts of a request: a text, token ids, or a list of either. Not left to pydantic, which would report every item of a list."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts")
+    for prompt in several:
+        ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not ids and not isinstance(prompt, str):
+            raise ValueError("a string, a list of token ids, or a list of strings or of lists of token ids")
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in several)
+
+
+class CompletionRequest(SamplingFields):
+    """`/v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(prompts)]
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+    best_of: Annotated[Any, Neutral((1,), "completions are not ranked")] = None
+    suffix: Annotated[Any, Neutral(("",), "the models complete forwards only")] = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    """A call in a message of the assistant."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class MessageToolCall(Body):
+    """A tool call in a message of the assistant."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], FailFast()] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], FailFast()] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Body):
+    """What a tool is."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(SamplingFields):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    include_reasoning: Annotated[Any, Neutral((True,), "separate_reasoning keeps it out of the answer")] = None
+    add_special_tokens: Annotated[Any, Neutral((False,), "the chat template has them")] = None
+    echo: Annotated[Any, Neutral((False,), "a chat's prompt is not repeated")] = None
+    chat_template: Annotated[Any, Neutral((), "npucompile serve --chat-template FILE sets it")] = None
+    documents: Annotated[Any, Neutral(([],), "templates are given no documents")] = None
+    modalities: Annotated[Any, Neutral((["text"],), "the output is text")] = None
+    audio: Annotated[Any, Neutral((), "the output is text")] = None
+    prediction: Annotated[Any, Ignored("a hint for speed; drafts come from the model")] = None
+    functions: Annotated[Any, Neutral(([],), "tools took their place")] = None
+    function_call: Annotated[Any, Neutral(("none",), "tool_choice took its place")] = None
+    service_tier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    safety_identifier: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
+    prompt_cache_key: Annotated[Any, Ignored("a hint for caches")] = None
+    verbosity: Annotated[Any, Neutral(("medium",), "the models have no such setting")] = None
+    web_search_options: Annotated[Any, Neutral((), "there is no web search")] = None

@@ -1,0 +1,86 @@
+"""`/v1/responses` over HTTP: the events of the websocket as server-sent events, or the response that the last one has.
+
+Other than on the websocket, a text is a message of the user, and sampling that is not set is OpenAI's, as everywhere over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..connection import CreateCommand, new_response_id
+from ..events import ServerEvent
+from ..fields import FieldError, boolean
+from ..protocol import ChatMessage, Conversation, ResponseCreate, read_create
+from ..service import Service
+from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
+from .sse import EventStream, frame, whole
+
+OVER_HTTP = ("stream", "stream_options")
+
+
+async def responses(api: Api, body: dict[str, Any], request: Request) -> Response:
+    """Answers a request.
+
+    Raises:
+        ProtocolError: the body is not legal.
+        RequestError: it cannot be served.
+    """
+    service = api.service()
+    fields = {name: value for name, value in body.items() if value is not None}
+    streams = boolean(fields.get("stream", False), "stream")
+    _check_stream_options(fields.get("stream_options", {}), streams)
+    create = _create(fields, service)
+    command = CreateCommand(new_response_id(), "", create)
+    prepared = await off_loop(create.takes_long, lambda: service.prepare(command))
+    core = service.response(prepared)
+    live = api.start(command.response_id, prepared.requests, core, client_of(request), streams=streams)
+    opening = core.begin()
+    if streams:
+        return EventStream(live, EventFrames(opening))
+    events = await whole(live, request.receive)
+    return JSONResponse(events[-1]["response"])
+
+
+class EventFrames:
+    """The events of a response as frames.
+
+    Args:
+        opening: the first ones.
+    """
+
+    failed = False
+
+    def __init__(self, opening: Sequence[ServerEvent]) -> None:
+        self._opening = opening
+
+    def begin(self) -> list[bytes]:
+        return self.feed(self._opening)
+
+    def feed(self, events: Sequence[ServerEvent]) -> list[bytes]:
+        return [frame(event, event["type"]) for event in events]
+
+    def end(self) -> list[bytes]:
+        return []
+
+
+def _create(fields: dict[str, Any], service: Service) -> ResponseCreate:
+    own = {name: value for name, value in fields.items() if name not in OVER_HTTP}
+    if "stream_id" in own:
+        raise FieldError("stream_id is for websockets; over HTTP a connection has one stream", param="stream_id", code="unknown_field")
+    defaults = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, **service.model.defaults}
+    create = read_create(defaults | own)
+    if isinstance(create.prompt, str):
+        return replace(create, prompt=Conversation((ChatMessage("user", create.prompt),)))
+    return create
+
+
+def _check_stream_options(options: Any, streams: bool) -> None:
+    if options in ({}, {"include_obfuscation": False}):
+        return
+    legal = '{"include_obfuscation": false}' if streams else "absent, as stream is false"
+    raise FieldError(f"stream_options is {options!r:.200}; legal is {legal}", param="stream_options")

@@ -1,0 +1,105 @@
+"""The routes of the HTTP API. What a route raises becomes an error object."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..lifecycle import Lifecycle
+from .api import Api
+from .bodies import Body, read_json, validate
+from .chat import chat_completions
+from .completions import completions
+from .control import AbortRequest, abort_request, flush_cache, health_generate, model_info, ping, server_info, version
+from .errors import error_response
+from .generate import GenerateRequest, generate
+from .model_list import model_list, one_model
+from .request_models import ChatRequest, CompletionRequest
+from .responses import responses
+from .sse import ClientGone
+from .tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+
+CLIENT_CLOSED = 499
+"""Nginx's status for a request whose client has gone; nobody reads it."""
+
+Endpoint = Callable[[Api, Any, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Post:
+    """A path that takes a body.
+
+    Attributes:
+        model: of the body; None where the endpoint reads it itself.
+    """
+
+    path: str
+    model: type[Body] | None
+    endpoint: Endpoint
+
+
+POSTS = (
+    Post("/v1/completions", CompletionRequest, completions),
+    Post("/v1/chat/completions", ChatRequest, chat_completions),
+    Post("/v1/responses", None, responses),
+    Post("/tokenize", TokenizeRequest, tokenize),
+    Post("/detokenize", DetokenizeRequest, detokenize),
+    Post("/generate", GenerateRequest, generate),
+    Post("/abort_request", AbortRequest, abort_request),
+)
+
+GETS: Mapping[str, Callable[[Api, Request], Awaitable[Response]]] = {
+    "/health_generate": health_generate,
+    "/ping": ping,
+    "/version": version,
+    "/flush_cache": flush_cache,
+    "/server_info": server_info,
+    "/get_server_info": server_info,
+    "/model_info": model_info,
+    "/get_model_info": model_info,
+}
+"""Paths without a body; clients differ in whether they GET or POST them."""
+
+
+def routes(lifecycle: Lifecycle) -> list[Route]:
+    """The routes."""
+    api = Api(lifecycle)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse(model_list(lifecycle.serving().model))
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(one_model(lifecycle.serving().model, request.path_params["name"]))
+
+    return [
+        *(Route(post.path, _guarded(_posted(api, post)), methods=["POST"]) for post in POSTS),
+        *(Route(path, _guarded(partial(endpoint, api)), methods=["GET", "POST"]) for path, endpoint in GETS.items()),
+        Route("/v1/models", _guarded(models)),
+        Route("/v1/models/{name:path}", _guarded(model)),
+    ]
+
+
+def _posted(api: Api, post: Post) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        body = await read_json(request, api.max_body_bytes)
+        return await post.endpoint(api, validate(post.model, body, post.path) if post.model else body, request)
+
+    return answer
+
+
+def _guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (ClientGone, ClientDisconnect):
+            return Response(status_code=CLIENT_CLOSED)
+        except Exception as error:
+            return error_response(error)
+
+    return answer

@@ -1,0 +1,118 @@
+"""Answers over HTTP: all at once, or as server-sent events while the completions run.
+
+A client that disconnects ends its completions. One that reads too slowly loses its connection: without the end of the stream, so that
+it cannot take what it got for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .live import Live, Out
+
+log = logging.getLogger(__name__)
+
+In = TypeVar("In", contravariant=True)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Frames(Protocol[In]):
+    """Makes the frames of one stream."""
+
+    def begin(self) -> Sequence[bytes]:
+        """Before anything has come."""
+
+    def feed(self, outputs: Sequence[In]) -> Sequence[bytes]:
+        """For what has come; what follows an error is not asked for (`failed`)."""
+
+    def end(self) -> Sequence[bytes]:
+        """When all completions have ended."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the stream has told an error, and is over."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class EventStream(Response):
+    """A response of server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, live: Live[Out], frames: Frames[Out]) -> None:
+        self.status_code = 200
+        self.background = None
+        # Proxies such as nginx would hold events back.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._live: Live[Any] = live
+        self._frames: Frames[Any] = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [asyncio.create_task(part) for part in (self._write(send), gone(receive), self._live.overflow.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._live.cancel()
+            for task in tasks:
+                task.cancel()
+            written, *_ = await asyncio.gather(*tasks, return_exceptions=True)
+        if self._live.overflow.is_set():
+            log.warning("a client read too slowly; its completions were cancelled and its connection closed")
+        elif isinstance(written, Exception):
+            raise written
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _body(send, self._frames.begin())
+        while not self._frames.failed and (outputs := await self._live.take()):
+            await _body(send, self._frames.feed(outputs))
+        if not self._frames.failed:
+            await _body(send, self._frames.end())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _body(send: Send, frames: Sequence[bytes]) -> None:
+    if frames:
+        await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has disconnected. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(live: Live[Out], receive: Receive) -> list[Out]:
+    """All that the completions become, once they have ended.
+
+    Raises:
+        ClientGone: nobody waits for it any more; the completions have been cancelled.
+    """
+    tasks = [asyncio.create_task(live.ended.wait()), asyncio.create_task(gone(receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not live.ended.is_set():
+            raise ClientGone
+        return await live.take()
+    finally:
+        live.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,77 @@
+"""`/tokenize` and `/detokenize`, with vLLM's bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...graphs.errors import RequestError
+from ..chat_template import Chat
+from ..service import Service
+from .api import Api, off_loop, takes_long
+from .bodies import Body, FailFast
+from .messages import messages_of
+from .request_models import Message, TokenId, Tool
+
+
+class TokenizeRequest(Body):
+    """`/tokenize`: of a prompt, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()] | None = None
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], FailFast()]
+
+
+async def tokenize(api: Api, body: TokenizeRequest, _: Request) -> Response:
+    """Token ids of a text, and what the model takes.
+
+    Raises:
+        RequestError: there is not one text.
+    """
+    service = api.serving()
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt and messages: legal is exactly one of them", param="prompt")
+    chars = len(body.prompt or "") + sum(len(str(message.content)) for message in body.messages or ())
+    tokens = await off_loop(takes_long(chars), lambda: _tokens(service, body))
+    texts = [service.tokenizer.token_text(token).text for token in tokens] if body.return_token_strs else None
+    found = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens, "token_strs": texts}
+    return JSONResponse(found)
+
+
+async def detokenize(api: Api, body: DetokenizeRequest, _: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service = api.serving()
+    service.check_model(body.model)
+    tokens = service.checked(tuple(body.tokens), "tokens") if body.tokens else ()
+    return JSONResponse({"prompt": service.tokenizer.decode(tokens, skip_special=False)})
+
+
+def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+    if body.messages is None:
+        add_special = True if body.add_special_tokens is None else body.add_special_tokens
+        return service.tokenizer.encode(body.prompt or "", add_special=add_special)
+    chat = Chat(
+        messages=messages_of(body.messages),
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] or None,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    return service.tokenizer.encode(service.chat.render(chat), add_special=bool(body.add_special_tokens))

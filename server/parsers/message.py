@@ -1,0 +1,38 @@
+"""An assistant's message out of a model's text: reasoning, then the answer with its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .reasoning import Content, Reasoning, ReasoningParser
+from .tool_calls import ToolCall, ToolCallParser
+
+Part = Reasoning | Content | ToolCall
+
+
+class MessageParser:
+    """One completion; without a parser for something, that is part of the answer."""
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tool_calls: ToolCallParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._tool_calls = tool_calls
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain with this text."""
+        return list(self._with_calls(self._reasoning.push(text) if self._reasoning else [Content(text)]))
+
+    def finish(self) -> list[Part]:
+        """The rest, at the end of the text."""
+        parts = list(self._with_calls(self._reasoning.finish() if self._reasoning else []))
+        return [*parts, *_parts(self._tool_calls.finish())] if self._tool_calls else parts
+
+    def _with_calls(self, parts: Iterable[Reasoning | Content]) -> Iterable[Part]:
+        for part in parts:
+            if self._tool_calls and isinstance(part, Content):
+                yield from _parts(self._tool_calls.push(part.text))
+            elif part.text:
+                yield part
+
+
+def _parts(found: Iterable[str | ToolCall]) -> list[Part]:
+    return [Content(part) if isinstance(part, str) else part for part in found]

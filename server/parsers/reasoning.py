@@ -1,0 +1,135 @@
+"""Tells reasoning from the answer: text up to `</think>`, as Qwen and DeepSeek models write it.
+
+The template may have opened the reasoning in the prompt, or the model opens it itself. Blanks at the marks belong to them. However the
+text is cut into pieces, the parts add up to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import marks
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """A piece of the answer."""
+
+    text: str
+
+
+class ReasoningParser:
+    """One completion's reasoning and answer.
+
+    Args:
+        inside: whether the text begins within reasoning; else only where it begins with `<think>`.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self._inside = inside
+        self._pending = ""
+        self._step: Callable[[bool], Reasoning | Content | None] = self._at_start
+
+    def push(self, text: str) -> list[Reasoning | Content]:
+        """The parts that are certain with this text."""
+        self._pending += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Reasoning | Content]:
+        """The rest, at the end of the text."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> list[Reasoning | Content]:
+        parts: list[Reasoning | Content] = []
+        while self._pending or final:
+            step = self._step
+            part = step(final)
+            if part is not None and part.text:
+                parts.append(part)
+            if self._step == step:
+                break
+        return parts
+
+    def _at_start(self, final: bool) -> Reasoning | Content | None:
+        text = self._pending.lstrip()
+        if text.startswith(OPEN):
+            self._pending = text[len(OPEN) :]
+            self._step = self._at_reasoning
+        elif final or not OPEN.startswith(text):
+            self._step = self._at_reasoning if self._inside else self._in_answer
+        return None
+
+    def _at_reasoning(self, final: bool) -> Reasoning | Content | None:
+        self._pending = self._pending.lstrip()
+        if self._pending or final:
+            self._step = self._in_reasoning
+        return None
+
+    def _in_reasoning(self, final: bool) -> Reasoning | Content | None:
+        text, _, rest = self._pending.partition(CLOSE)
+        if len(text) < len(self._pending):
+            self._pending = rest
+            self._step = self._at_answer
+            return Reasoning(text.rstrip())
+        end = len(text) if final else marks.certain(text, [CLOSE])
+        self._pending = text[end:]
+        return Reasoning(text[:end])
+
+    def _at_answer(self, final: bool) -> Reasoning | Content | None:
+        self._pending = self._pending.lstrip()
+        if self._pending or final:
+            self._step = self._in_answer
+        return None
+
+    def _in_answer(self, _: bool) -> Reasoning | Content | None:
+        text, self._pending = self._pending, ""
+        return Content(text)
+
+
+ALWAYS, AS_OPENED = "always", "as opened"
+
+PARSERS = {
+    "qwen3": AS_OPENED,
+    "deepseek_r1": ALWAYS,
+    "deepseek_v3": AS_OPENED,
+}
+"""Names as vLLM and SGLang have them: whether text begins within reasoning always, unless the prompt has closed it, or only where the
+prompt has opened it."""
+
+ALIASES = {"deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v31": "deepseek_v3", "qwen3-thinking": "deepseek_r1"}
+
+
+def choose(template: str) -> str | None:
+    """The parser for a chat template; None where it knows no reasoning."""
+    return "qwen3" if CLOSE in template else None
+
+
+def reasoning_parser(name: str, prompt: str) -> ReasoningParser:
+    """A parser of what a model writes after a prompt.
+
+    Args:
+        name: one of PARSERS.
+        prompt: that the chat template made, or its end.
+    """
+    return ReasoningParser(begins_inside(name, prompt))
+
+
+def begins_inside(name: str, prompt: str) -> bool:
+    """Whether text after a prompt begins within reasoning."""
+    end = prompt.rstrip()
+    return end.endswith(OPEN) or (PARSERS[name] == ALWAYS and not end.endswith(CLOSE))
+
+
+def names() -> Sequence[str]:
+    """Legal names of parsers."""
+    return (*PARSERS, *ALIASES)

@@ -1,0 +1,116 @@
+"""server/openai/bodies.py: any body is a request or an error that is short and names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+from starlette.requests import Request
+
+from npucompile.graphs.errors import RequestError
+from npucompile.server.errors import error_reply
+from npucompile.server.openai.bodies import Body, FailFast, Ignored, Neutral, mark_of, read_json, validate
+from npucompile.server.openai.generate import GenerateRequest, SamplingParams
+from npucompile.server.openai.request_models import ChatRequest, CompletionRequest
+from npucompile.server.openai.tokens import TokenizeRequest
+
+
+class Inner(Body):
+    text: str
+
+
+class Example(Body):
+    size: Annotated[int, Field(ge=1)] = 1
+    parts: str | Annotated[list[Inner], FailFast()] = ""
+    nothing: Annotated[Any, Neutral((0, {}), "it is not done")] = None
+    never: Annotated[Any, Neutral((), "it is not done")] = None
+    user: Annotated[Any, Ignored("unused")] = None
+
+
+def refusal(model, body):
+    with pytest.raises(RequestError) as caught:
+        validate(model, body, "/path")
+    return caught.value.code, caught.value.param, str(caught.value)
+
+
+def test_null_is_absent_and_marks_say_what_may_come():
+    body = validate(Example, {"size": 2, "parts": [{"text": "a"}], "nothing": 0.0, "never": None, "user": [1]}, "/path")
+    assert (body.size, body.parts) == (2, [Inner(text="a")])
+    assert [type(mark_of(Example, name)) for name in Example.model_fields] == [type(None), type(None), Neutral, Neutral, Ignored]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"sise": 1}, ("unknown_field", "sise", "/path has no field 'sise'; it has size, parts, nothing, never, user")),
+        ({"size": "1"}, ("invalid_field", "size", "size is '1'; legal is a valid integer")),
+        ({"size": True}, ("invalid_field", "size", "size is True; legal is a valid integer")),
+        ({"size": 0}, ("invalid_field", "size", "size is 0; legal is greater than or equal to 1")),
+        ({"parts": [{}]}, ("missing_field", "parts[0].text", "parts[0].text is missing in the body for /path")),
+        ({"parts": [{"text": "a", "x": 1}]}, ("unknown_field", "parts[0].x", "parts[0].x is not a field that /path has")),
+        ({"nothing": False}, ("unsupported_value", "nothing",
+                              "nothing is False, which is not supported (it is not done); legal is 0, {}, absent")),
+        ({"never": 0}, ("unsupported_value", "never", "never is 0, which is not supported (it is not done); legal is absent")),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_its_value_and_what_is_legal(body, expected):
+    assert refusal(Example, body) == expected
+
+
+def test_errors_stay_short_and_cheap():
+    for body in ({"x" * 10**6: 1}, {"size": "y" * 10**6}, {"parts": [{}] * 10**5}, {"parts": [1] * 10**5}, {"never": ["z" * 10**5] * 9}):
+        code, param, message = refusal(Example, body)
+        assert len(message) < 700
+        assert len(param) <= 128, code
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "a"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GenerateRequest, SamplingParams, TokenizeRequest])
+@given(data=st.data())
+def test_any_body_is_a_request_or_an_error(model, data):
+    names = st.sampled_from(["extra", *model.model_fields])
+    body = data.draw(st.dictionaries(names, JSON, max_size=4))
+    try:
+        validate(model, body, "/path")
+    except RequestError as error:
+        reply = error_reply(error)
+        assert reply.status == 400
+        assert len(json.dumps(reply.as_object())) < 4000
+
+
+def read(chunks, limit=100):
+    messages = iter([*({"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks), {"type": "http.request"}])
+
+    async def receive():
+        return next(messages)
+
+    coroutine = read_json(Request({"type": "http", "method": "POST", "headers": []}, receive), limit)
+    with pytest.raises(StopIteration) as stopped:
+        coroutine.send(None)
+    return stopped.value.value
+
+
+def test_a_body_is_an_object_of_bounded_size():
+    assert read([b'{"a":', b" 1}"]) == {"a": 1}
+    for chunks, code in (
+        ([b"{"], "invalid_json"),
+        ([b"\xff"], "invalid_json"),
+        ([b"[" * 100], "invalid_json"),
+        ([b"[1]"], "not_an_object"),
+        ([b" " * 60] * 2, "body_too_large"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            read(chunks)
+        assert caught.value.code == code

@@ -1,0 +1,132 @@
+"""The bundled model behind the HTTP API: the same tokens as over the websocket, and what the README shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from support import tiny
+
+from npucompile.lowering.artifact.artifact import Artifact
+from npucompile.runtime.cpu_executor import CpuExecutor
+from npucompile.server.client import Client
+from npucompile.server.run import serving
+from npucompile.tools.serve.api_settings import ApiSettings
+from npucompile.tools.serve.serving import start_service
+
+README = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """URL of the HTTP API."""
+    sizes = {"buckets": (1, 4), "prefill": (32,), "max_model_len": 128, "max_logprobs": 2}
+    out = tmp_path_factory.mktemp("bundled") / "tiny"
+    tiny.built(tiny.planned("qwen3.5-tiny", **sizes), out)
+    artifact = Artifact.open(out)
+    running = start_service(artifact, lambda: CpuExecutor(artifact), api=ApiSettings(names=("qwen3.5-tiny", "tiny")))
+    with contextlib.ExitStack() as stack:
+        stack.callback(running.engine.stop, drain=False)
+        yield stack.enter_context(serving(running.service)).replace("ws://", "http://").removesuffix("/responses")
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_every_way_to_ask_gives_the_tokens_of_the_websocket(url, client, options):
+    prompt, tokens = "And God said", 12
+
+    async def over_websocket():
+        async with await Client.connect(url.replace("http", "ws") + "/responses") as socket:
+            return await socket.create(prompt, max_output_tokens=tokens, **options).completion()
+
+    expected = asyncio.run(over_websocket())
+    extra = {"extra_body": {"return_token_ids": True}}
+    messages = [{"role": "user", "content": prompt}]
+    completion = client.completions.create(model="tiny", prompt=prompt, max_tokens=tokens, **options, **extra)
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=tokens, **options, **extra)
+    assert (completion.choices[0].text, tuple(completion.choices[0].token_ids)) == (expected.text, expected.token_ids)
+    assert (chat.choices[0].message.content, tuple(chat.choices[0].token_ids)) == (expected.text, expected.token_ids)
+    chunks = client.completions.create(model="tiny", prompt=prompt, max_tokens=tokens, stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    own = {name: value for name, value in options.items() if name != "seed"}
+    response = client.responses.create(
+        model="tiny", input=prompt, max_output_tokens=tokens, extra_body={"seed": options.get("seed")}, **own
+    )
+    assert response.output_text == expected.text
+    assert completion.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    assert completion.system_fingerprint.startswith("fp_")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"tribe": {"enum": ["Judah", "Levi"]}, "sons": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["tribe", "sons"],
+    "additionalProperties": False,
+    # The model would fill the context with blanks.
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_outputs_have_the_form_that_is_asked_for(url, client):
+    """As the four APIs ask for it; drafts are verified under the grammar."""
+    messages = [{"role": "user", "content": "The tribe and its sons: "}]
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    for seed in (1, 2):
+        chat = client.chat.completions.create(model="tiny", messages=messages, response_format=named, seed=seed, max_tokens=60)
+        response = client.responses.create(
+            model="tiny", input=messages, text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, max_output_tokens=60
+        )
+        for text in (chat.choices[0].message.content, response.output_text):
+            found = json.loads(text)
+            assert found["tribe"] in ("Judah", "Levi")
+            assert 0 <= found["sons"] <= 99
+    extra = {"structured_outputs": {"choice": ["Amos", "Hosea"]}}
+    answer = client.completions.create(model="tiny", prompt="The prophet", n=2, max_tokens=20, extra_body=extra)
+    assert {choice.text for choice in answer.choices} <= {"Amos", "Hosea"}
+    params = {"regex": "[0-9]{3}", "max_new_tokens": 20}
+    native = httpx.post(f"{url.removesuffix('/v1')}/generate", json={"text": "And", "sampling_params": params}).json()
+    assert re.fullmatch("[0-9]{3}", native["text"])
+    with pytest.raises(openai.BadRequestError, match="no legal regex") as caught:
+        client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+    assert caught.value.param == "structured_outputs.regex"
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["qwen3.5-tiny", "tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match=r"served here is qwen3\.5-tiny, tiny"):
+        client.models.retrieve("gpt")
+
+
+def test_prompts_of_a_batch_and_log_probabilities(client):
+    answer = client.completions.create(model="tiny", prompt=["And God", "In the"], max_tokens=4, logprobs=2, temperature=0)
+    for choice in answer.choices:
+        assert len(choice.logprobs.token_logprobs) == 4
+        for chosen, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+            assert chosen == max(top.values()) < 0
+
+
+def test_the_readmes_curl_line_runs(url):
+    (line,) = re.findall(r"^    (curl .*/v1/chat/completions.*)$", README, re.MULTILINE)
+    command = line.replace("http://127.0.0.1:8000/v1", url)
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_readmes_snippet_runs(url, capsys):
+    (snippet,) = re.findall(r"^    from openai import OpenAI\n(?:(?:    .*)?\n)+", README, re.MULTILINE)
+    code = "\n".join(line.removeprefix("    ") for line in snippet.splitlines())
+    exec(compile(code.replace("http://127.0.0.1:8000/v1", url), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 10

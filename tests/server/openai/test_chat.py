@@ -1,0 +1,250 @@
+"""server/openai/chat.py and chat_choice.py: chats as openai-python and LangChain see them. The engine repeats its prompt, so that the
+last message is what the model says; a template ends in what the prompt is to end in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import openai
+import pytest
+from support.scripted import MODEL, scripted
+from support.texts import byte_codec, byte_tokenizer
+from tokenizers import AddedToken
+
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.tokenizer import TextTokenizer
+
+TEMPLATE = "{{ effort or '' }}{{ messages[-1].content }}{% if tools %}{{ tools | tojson }}{% endif %}"
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+USER = [{"role": "user", "content": "äbc"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def only_message(prompt):
+    """What the model says: the prompt up to the tools."""
+    return prompt.partition('[{"type"')[0]
+
+
+DIGITS = {"structured_outputs": {"regex": "[0-9]+"}}
+
+
+@pytest.fixture(scope="module")
+def served():
+    form = ChatFormat.of(ChatTemplate(TEMPLATE), "qwen3", "hermes")
+    with scripted(only_message, chat=form) as (url, engine):
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0), engine, url
+
+
+@pytest.fixture
+def client(served):
+    return served[0]
+
+
+def ask(client, content, stream=False, **options):
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], stream=stream, **options)
+
+
+def joined(chunks):
+    """The message of a stream, its finish reason, and log probabilities."""
+    message, reasons, logprobs = {}, [], []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = choice.delta.to_dict()
+            for name, value in delta.items():
+                message[name] = message[name] + value if name in message else value
+            reasons.append(choice.finish_reason)
+            logprobs += choice.logprobs.content if choice.logprobs else []
+    assert reasons[:-1] == [None] * (len(reasons) - 1)
+    return message, reasons[-1], logprobs
+
+
+def test_a_chat_is_continued(client):
+    answer = ask(client, "äbc", max_completion_tokens=3)
+    assert (answer.object, answer.id[:9]) == ("chat.completion", "chatcmpl-")
+    (choice,) = answer.choices
+    assert choice.message.to_dict() == {"role": "assistant", "content": "äb"}
+    assert choice.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 3)
+
+
+def test_a_stream_is_the_answer_in_pieces(client):
+    chunks = list(ask(client, "äbc", stream=True, stream_options={"include_usage": True}))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert joined(chunks) == ({"role": "assistant", "content": "äbc"}, "stop", [])
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 4)
+
+
+THOUGHT = f"<think>\nhm\n</think>\n\nI call.\n{CALL}\n{CALL}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content_and_calls_are_told_apart(client, stream):
+    answer = ask(client, THOUGHT, stream, tools=[TOOL])
+    if stream:
+        message, reason, _ = joined(answer)
+    else:
+        message, reason = answer.choices[0].message.to_dict(), answer.choices[0].finish_reason
+    calls = message.pop("tool_calls")
+    assert message == {"role": "assistant", "reasoning_content": "hm", "content": "I call."}
+    assert [call["function"] for call in calls] == [{"name": "f", "arguments": '{"a": 1}'}] * 2
+    assert len({call["id"] for call in calls}) == 2
+    assert [call.get("index") for call in calls] == ([0, 1] if stream else [None, None])
+    assert reason == "tool_calls"
+
+
+def test_what_is_not_asked_for_is_not_parsed(client, served):
+    said = ask(client, THOUGHT, tools=[TOOL], tool_choice="none").choices[0]
+    assert (said.message.content, said.message.tool_calls, said.finish_reason) == (f"I call.\n{CALL}\n{CALL}", None, "stop")
+    assert byte_codec().decode(served[1].requests[-1].prompt) == THOUGHT
+    said = ask(client, THOUGHT, tools=[TOOL], parallel_tool_calls=False, extra_body={"separate_reasoning": False}).choices[0]
+    assert said.message.content == "<think>\nhm\n</think>\n\nI call."
+    assert len(said.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_of_every_token(client, stream):
+    answer = ask(client, "<think>a</think>b", stream, logprobs=True, top_logprobs=1)
+    logprobs = joined(answer)[2] if stream else answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in logprobs) == "<think>a</think>b"
+    assert [entry.logprob for entry in logprobs] == [-float(i) for i in range(17)]
+    assert logprobs[0].bytes == [ord("<")]
+    assert [[likely.logprob for likely in entry.top_logprobs] for entry in logprobs] == [[-0.5]] * 17
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_choices_are_told_apart(client, stream):
+    answer = ask(client, "ab", stream, n=3)
+    contents = [""] * 3
+    for chunk in answer if stream else [answer]:
+        for choice in chunk.choices:
+            contents[choice.index] += (choice.delta if stream else choice.message).content or ""
+    assert contents == ["ab"] * 3
+
+
+def test_parts_and_calls_reach_the_template(client, served):
+    form = ChatFormat(ChatTemplate("{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}"))
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    ]  # fmt: skip
+    with scripted(chat=form) as (url, _):
+        other = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        extra = {"chat_template_kwargs": {"enable_thinking": False}}
+        said = other.chat.completions.create(model="tiny", messages=messages, tools=[TOOL], extra_body=extra).choices[0].message.content
+    end = json.dumps([TOOL]) + "False"
+    assert said.endswith(end)
+    assert json.loads(said.removesuffix(end)) == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm"},
+    ]  # fmt: skip
+
+
+def test_the_last_message_is_continued():
+    form = ChatFormat(ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}!{% endif %}"))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with scripted(chat=form) as (url, _):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+        def said(**extra):
+            return client.chat.completions.create(model="tiny", messages=messages, extra_body=extra).choices[0].message.content
+
+        assert said() == "<a><b>!"
+        assert said(add_generation_prompt=False) == "<a><b>"
+        assert said(continue_final_message=True) == "<a><b"
+        with pytest.raises(openai.BadRequestError, match="both true"):
+            said(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_without_a_template_the_error_says_how_to_give_one():
+    with scripted() as (url, _):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as caught:
+            ask(client, "a")
+    assert caught.value.code == "chat_template_missing"
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "'robot'; legal is 'system', 'developer', 'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]", "image"),
+        ({"messages": [{"role": "user", "content": "a", "extra": 1}]}, "messages[0].extra", "not a field"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "JSON object"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "max_tokens is 1"),
+        ({"max_completion_tokens": 9999}, "max_completion_tokens", "4096"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "'none' or 'auto'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "legal is 0, absent"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "legal is {}, absent"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object' and 'json_schema'"),
+        ({"response_format": {"type": "json_object"}, "extra_body": DIGITS}, "structured_outputs", "one of"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "no such setting"),
+        ({"max_tokens": 9, "extra_body": {"min_tokens": 3}}, "min_tokens", "cannot be masked yet"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "'messages'"),
+        ({"extra_body": {"temprature": 3}}, "temprature", "has no field 'temprature'; it has model, n, temperature"),
+        ({"temperature": "hot"}, "temperature", "'hot'; legal is a valid number"),
+        ({"temperature": 1000}, "temperature", "0.0 to 100.0"),
+        ({"n": 9}, "n", "8"),
+        ({"stop": [""]}, "stop", "at least 1 character"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(client, options, param, words):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": USER, **options})
+    message = caught.value.message
+    assert words in message
+    assert caught.value.param.startswith(param)
+    assert len(message) < 1200
+
+
+def test_neutral_values_are_no_error(client):
+    neutral = {
+        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
+        "parallel_tool_calls": True, "metadata": {}, "store": False, "user": "me", "service_tier": "auto", "top_logprobs": 0,
+    }  # fmt: skip
+    extra = {"repetition_penalty": 1.0, "min_tokens": 0, "length_penalty": 1, "chat_template_kwargs": {}, "suffix": None}
+    extra.pop("suffix")
+    assert ask(client, "ab", **neutral, extra_body=extra).choices[0].message.content == "ab"
+
+
+def test_langchain_chats(served):
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model="tiny", base_url=served[2], api_key="none", max_retries=0)
+    assert chat.invoke("äbc").content == "äbc"
+    assert "".join(chunk.content for chunk in chat.stream("äbc")) == "äbc"
+    called = chat.bind_tools([TOOL]).invoke(CALL)
+    assert [(call["name"], call["args"]) for call in called.tool_calls] == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_may_be_special_tokens(special):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    codec, form = TextTokenizer(tokenizer), ChatFormat.of(ChatTemplate(TEMPLATE), "qwen3", "hermes")
+    with scripted(only_message, chat=form, codec=codec, model=replace(MODEL, vocab_size=300)) as (url, _):
+        choice = ask(openai.OpenAI(base_url=url, api_key="none", max_retries=0), THOUGHT, tools=[TOOL]).choices[0]
+    assert (choice.message.content, len(choice.message.tool_calls)) == ("I call.", 2)
+
+
+def test_reasoning_has_no_form():
+    form = ChatFormat.of(ChatTemplate("{{ messages[-1].content }}{% if enable_thinking is not false %}<think>{% endif %}"), "qwen3")
+    with scripted(chat=form) as (url, _):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="begins the answer with reasoning"):
+            ask(client, "a", response_format={"type": "json_object"})

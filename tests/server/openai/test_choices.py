@@ -1,0 +1,68 @@
+"""server/openai/choices.py: which outputs share a chunk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.texts import RECORD
+
+from npucompile.server.events import CompletionEnd
+from npucompile.server.openai.choices import ChunkFrames, Header, pieces, whole_answer
+from npucompile.server.openai.errors import EngineFailure
+from npucompile.server.output_stream import TextDelta
+from npucompile.server.usage import Usage
+
+HEADER = Header("id", "whole", 1, "tiny", None, "chunk")
+
+
+def delta(text="a"):
+    return TextDelta(text, (1,))
+
+
+def end(reason="stop"):
+    return CompletionEnd(reason, Usage(1, 1, RECORD), "gone" if reason == "error" else None)
+
+
+class Choice:
+    def __init__(self):
+        self.told = []
+
+    def chunk(self, delta, end):
+        self.told.append((delta.text if delta else None, end.reason if end else None))
+        return {"told": self.told[-1]}
+
+    def whole(self):
+        return {"told": self.told}
+
+
+def test_an_end_is_with_its_text():
+    a, b, stop = delta("a"), delta("b"), end()
+    assert list(pieces([(0, a), (0, stop)])) == [(0, a, stop)]
+    assert list(pieces([(0, a), (1, stop)])) == [(0, a, None), (1, None, stop)]
+    assert list(pieces([(0, stop), (0, a), (1, b), (1, stop)])) == [(0, None, stop), (0, a, None), (1, b, stop)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=9))
+def test_nothing_is_lost_or_reordered(shape):
+    outputs = [(index, end() if ends else delta(str(place))) for place, (index, ends) in enumerate(shape)]
+    flat = [(piece.choice, part) for piece in pieces(outputs) for part in (piece.delta, piece.end) if part is not None]
+    assert flat == outputs
+
+
+def test_an_answer_has_its_choices_and_usage():
+    answer = whole_answer(HEADER, [Choice(), Choice()], 2, [(1, delta()), (1, end()), (0, end("length"))])
+    assert (answer["object"], answer["usage"]["completion_tokens"]) == ("whole", 2)
+    assert answer["choices"] == [{"told": [(None, "length")]}, {"told": [("a", "stop")]}]
+    with pytest.raises(EngineFailure, match="gone"):
+        whole_answer(HEADER, [Choice()], 1, [(0, end("error"))])
+
+
+def test_a_failure_ends_a_stream():
+    frames = ChunkFrames(HEADER, [Choice(), Choice()], 2, usage=True)
+    sent = frames.feed([(0, delta()), (1, end("error")), (0, delta())])
+    assert frames.failed
+    assert json.loads(sent[1].removeprefix(b"data: "))["error"]["message"] == "gone"
+    assert sent[2:] == [b"data: [DONE]\n\n"]

@@ -1,0 +1,72 @@
+"""server/openai/control.py: probes, information, and the end of requests."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+from support.scripted import MODEL, scripted
+
+from npucompile import __version__
+from npucompile.server.openai import control
+
+
+@pytest.fixture
+def served():
+    with scripted() as (url, engine), httpx.Client(base_url=url.removesuffix("/v1"), timeout=30) as client:
+        yield client, engine
+
+
+@pytest.mark.parametrize(("body", "reason"), [({"rid": "mine"}, "abort"), ({"abort_all": True}, "abort")])
+def test_a_request_is_aborted(served, body, reason):
+    client, engine = served
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(client.post("/generate", json={"text": "ab…", "rid": "mine"})))
+    thread.start()
+    assert engine.wait_submitted()
+    other = client.post("/generate", json={"text": "a", "rid": "mine"})
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "rid")
+    assert client.post("/abort_request", json={"rid": "another"}).json() == {"aborted": 0}
+    assert client.post("/abort_request", json=body).json() == {"aborted": 1}
+    thread.join(30)
+    assert answers[0].json()["meta_info"]["finish_reason"]["type"] == reason
+    assert client.post("/abort_request", json=body).json() == {"aborted": 0}
+
+
+def test_an_abort_names_what_to_abort(served):
+    assert served[0].post("/abort_request", json={}).json()["error"]["param"] == "rid"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_bench_tools_find_what_they_ask_for(served, method):
+    client, _ = served
+
+    def ask(path):
+        answer = client.request(method, path)
+        assert answer.status_code == 200
+        return answer
+
+    assert ask("/ping").text == ""
+    assert ask("/version").json() == {"version": __version__}
+    assert "nothing to flush" in ask("/flush_cache").text
+    for path in ("/server_info", "/get_server_info"):
+        info = ask(path).json()
+        assert (info["served_model_names"], info["artifact"], info["internal_states"]) == (["tiny", "small"], MODEL.artifact, [{}])
+    for path in ("/model_info", "/get_model_info"):
+        assert ask(path).json()["model_path"] == "tiny"
+
+
+def test_a_token_is_generated_to_see_whether_one_can_be(served):
+    client, engine = served
+    answer = client.get("/health_generate")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert engine.requests[-1].max_tokens == 1
+
+
+def test_an_engine_that_hangs_is_not_healthy(monkeypatch):
+    monkeypatch.setattr(control, "PROBE_TIMEOUT_S", 0.05)
+    with scripted(lambda prompt: "…") as (url, engine):
+        answer = httpx.get(f"{url.removesuffix('/v1')}/health_generate")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert engine.wait_cancelled()

@@ -1,0 +1,52 @@
+"""server/openai/messages.py: messages as chat templates read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from npucompile.graphs.errors import RequestError
+from npucompile.server.openai.messages import messages_of
+from npucompile.server.openai.request_models import Message
+
+CALLED = {"name": "f", "arguments": {"a": 1}}
+CALL = "messages[0].tool_calls[0]"
+
+
+def read(**fields):
+    return messages_of([Message.model_validate(fields)])[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"role": "user", "content": "a", "name": "me"}, {"role": "user", "content": "a", "name": "me"}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"role": "user", "content": "a\nb"}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"role": "assistant", "content": "no"}),
+        ({"role": "assistant", "reasoning": "hm", "content": "a"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}),
+        ({"role": "tool", "tool_call_id": "1", "content": ""}, {"role": "tool", "tool_call_id": "1", "content": ""}),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "function": CALLED}]},
+         {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]}),
+    ],
+)  # fmt: skip
+def test_content_is_text_and_arguments_are_objects(fields, expected):
+    assert read(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+        *[
+            ({"role": "assistant", "tool_calls": [{"function": CALLED | {"arguments": text}}]}, f"{CALL}.function.arguments")
+            for text in ("[1]", "{", "[" * 10**5)
+        ],
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields, param):
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert caught.value.param == param

@@ -1,0 +1,93 @@
+"""server/openai/request_models.py: docs/api.md says of each field what the models do with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from npucompile.server.neutral import IGNORED, NEUTRAL
+from npucompile.server.openai.bodies import Ignored, Neutral, mark_of
+from npucompile.server.openai.generate import GenerateRequest, SamplingParams
+from npucompile.server.openai.request_models import MAX_PROMPTS, ChatRequest, CompletionRequest, SamplingFields, prompts
+from npucompile.server.openai.routes import GETS, POSTS
+from npucompile.server.protocol import _CREATE_FIELDS
+
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+SHARED = set(SamplingFields.model_fields)
+SECTIONS = {
+    "Fields of both": (SamplingFields, set()),
+    "Fields of /v1/completions": (CompletionRequest, SHARED),
+    "Fields of /v1/chat/completions": (ChatRequest, SHARED),
+    "Fields of /generate": (GenerateRequest, set()),
+    "Fields of sampling_params": (SamplingParams, set()),
+}
+
+
+def rows(section):
+    """The table's rows of a section: name to its other cells."""
+    (text,) = re.findall(rf"^### {re.escape(section)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len({row[0] for row in cells}) == len(cells)
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def shown(values):
+    """Legal values as the tables have them."""
+    return ", ".join([*(f"`{json.dumps(value)}`" for value in values), "absent"])
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_table_has_every_field_and_what_becomes_of_it(section):
+    model, others = SECTIONS[section]
+    found = rows(section)
+    assert set(found) == set(model.model_fields) - others
+    for name, (legal, why) in found.items():
+        mark = mark_of(model, name)
+        if isinstance(mark, Neutral):
+            assert (legal, why) == (shown(mark.values), mark.why), name
+        elif isinstance(mark, Ignored):
+            assert (legal, why) == ("ignored", mark.why), name
+        else:
+            assert legal not in ("", "ignored"), name
+            assert not legal.endswith("absent"), name
+
+
+def test_the_fields_of_responses_are_those_of_the_websocket():
+    found = rows("Fields of /v1/responses")
+    own = set(_CREATE_FIELDS) - {"stream_id"} | {"stream_options"}
+    assert set(found) == own | set(NEUTRAL) | set(IGNORED)
+    for name, (values, why) in NEUTRAL.items():
+        assert found[name] == [shown(values), why], name
+    for name, why in IGNORED.items():
+        assert found[name] == ["ignored", why], name
+
+
+def test_every_path_is_there():
+    paths = {post.path for post in POSTS} | set(GETS) | {"/v1/models", "/v1/models/{id}", "/health", "/ready", "/metrics"}
+    listed = re.findall(r"^\| `(?:GET |POST )?(/[^`]*)`((?:, `/[^`]*`)*)", DOCUMENT, re.MULTILINE)
+    assert {first for first, _ in listed} | {other for _, more in listed for other in re.findall(r"`(/[^`]*)`", more)} == paths
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        ([], ((),)),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
+def test_prompts_have_four_forms(value, expected):
+    assert prompts(value) == expected
+
+
+@pytest.mark.parametrize("value", [1, None, {}, [1, "a"], ["a", 1], [[1], ["a"]], [True], [1.0], ["a"] * (MAX_PROMPTS + 1)])
+def test_nothing_else_is_a_prompt(value):
+    with pytest.raises(ValueError, match=r"prompts|token ids"):
+        prompts(value)

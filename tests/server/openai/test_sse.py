@@ -1,0 +1,93 @@
+"""server/openai/sse.py and live.py: clients that leave, clients that do not read, and completions that fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from support.scripted import scripted
+
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
+from npucompile.server.openai import api as module
+
+
+@pytest.fixture
+def served():
+    with scripted() as (url, engine):
+        yield url, engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_completions(served, stream):
+    url, engine = served
+    with post(url, "/completions", {"prompt": ["ab…", "c…"], "max_tokens": 99, "stream": stream}):
+        assert engine.wait_submitted(2)
+        assert engine.cancelled == set()
+    assert engine.wait_cancelled(2)
+
+
+def post(url, path, body):
+    """A raw socket on which a request was sent and nothing is read."""
+    parts = urlsplit(url)
+    data = json.dumps(body).encode()
+    raw = socket.create_connection((parts.hostname, parts.port))
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    head = f"POST {parts.path}{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    raw.sendall(head.encode() + data)
+    return raw
+
+
+def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 500)
+    with scripted(lambda prompt: prompt * 1000 + "…") as (url, engine):
+        with post(url, "/completions", {"prompt": "abcd", "max_tokens": 4000, "stream": True, "logprobs": 5}) as raw:
+            assert engine.wait_cancelled()
+            raw.settimeout(30)
+            received = b""
+            while data := raw.recv(65536):
+                received += data
+        assert received.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in received
+        # Others go on.
+        assert httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 3}).json()["choices"][0]["text"] == "aaa"
+
+
+def test_a_client_that_keeps_up_may_get_any_number(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING", 3000)
+    with scripted(lambda prompt: prompt * 1000) as (url, _):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        chunks = list(client.completions.create(model="tiny", prompt="abcd", max_tokens=3000, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "abcd" * 750
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_of_the_engine_is_told(path, stream):
+    """Over HTTP as an error, in a stream as an error in it; a response says itself that it failed."""
+    form = ChatFormat(ChatTemplate("{{ messages[0].content }}"))
+    with scripted(lambda prompt: f"{prompt}!", fails="!", chat=form) as (url, _):
+        messages = {"messages": [{"role": "user", "content": "ab"}]}
+        body = {"/completions": {"prompt": "ab"}, "/chat/completions": messages, "/responses": {"input": "ab"}}[path]
+        answer = httpx.post(f"{url}{path}", json={**body, "stream": stream})
+    if path == "/responses":
+        assert answer.status_code == 200
+        assert '"status":"failed"' in answer.text
+        assert "the device is gone" in answer.text
+    elif stream:
+        *_, error, done = (line.removeprefix("data: ") for line in answer.text.split("\n") if line)
+        assert json.loads(error)["error"]["message"] == "the device is gone"
+        assert done == "[DONE]"
+    else:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the device is gone")
+
+
+def test_what_runs_is_forgotten_when_it_ends(served):
+    url, engine = served
+    assert httpx.post(f"{url}/completions", json={"prompt": "a"}).status_code == 200
+    assert httpx.post(f"{url.removesuffix('/v1')}/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
+    assert engine.cancelled == set()

@@ -1,0 +1,48 @@
+"""server/openai/tokens.py: token ids of texts and conversations, and back."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from support.scripted import scripted
+from support.texts import byte_codec
+
+from npucompile.server.chat_format import ChatFormat
+from npucompile.server.chat_template import ChatTemplate
+
+
+@pytest.fixture(scope="module")
+def client():
+    form = ChatFormat(ChatTemplate("{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}"))
+    with scripted(chat=form) as (url, _), httpx.Client(base_url=url.removesuffix("/v1")) as client:
+        yield client
+
+
+def test_a_text_has_tokens(client):
+    found = client.post("/tokenize", json={"model": "tiny", "prompt": "äb", "return_token_strs": True}).json()
+    ids = list(byte_codec().encode("äb"))
+    assert found == {"count": 3, "max_model_len": 4096, "tokens": ids, "token_strs": [byte_codec().token_text(i).text for i in ids]}
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "äb"}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_a_conversation_has_tokens(client):
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "add_generation_prompt": False}
+    tokens = client.post("/tokenize", json=body).json()["tokens"]
+    assert byte_codec().decode(tokens) == "a1False"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/detokenize", {"tokens": [256]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_what_has_none_is_refused_by_name(client, path, body, param):
+    answer = client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,153 @@
+"""server/parsers/call_formats.py: calls as Qwen and DeepSeek models write them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.chat_templates import TEMPLATES
+from support.parsing import joined, pieces_of
+
+from npucompile.server.parsers.call_formats import ALIASES, FORMATS, choose
+from npucompile.server.parsers.tool_calls import ToolCall, ToolCallParser
+
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "at": {"type": "array"},
+            "metric": {"type": ["boolean", "null"]},
+            "code": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "where": {"type": "object"},
+        },
+    }
+}
+ARGUMENTS = {"city": "Zürich", "days": 2, "at": [1.5], "metric": True, "code": 12, "where": {"x": None}}
+
+
+def hermes(name, arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def coder(name, arguments):
+    def text(value):
+        return value if isinstance(value, str) else json.dumps(value)
+
+    values = "".join(f"<parameter={key}>\n{text(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def fenced(name, arguments):
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+
+
+def bare(name, arguments):
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+
+
+def invoked(name, arguments):
+    values = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
+        f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+
+
+WRITERS = {"hermes": hermes, "qwen3_coder": coder, "deepseek_v3": fenced, "deepseek_v31": bare, "deepseek_v32": invoked}
+AROUND = {
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+}
+
+
+def parser(name):
+    return ToolCallParser(FORMATS[name], TOOLS)
+
+
+def call(name, arguments):
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read(name):
+    before, after = AROUND.get(name, ("", ""))
+    text = f"I look.\n\n{before}{WRITERS[name]('weather', ARGUMENTS)}\n{WRITERS[name]('list_all', {})}{after}"
+    assert joined(parser(name), [text]) == ["I look.", call("weather", ARGUMENTS), call("list_all", {})]
+
+
+VALUES = st.one_of(st.text("aé <>/\"'\\\n{}", max_size=6).map(str.strip), st.integers(-9, 9), st.booleans(), st.just([{"a": "</x>"}]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data(), before=st.sampled_from(["", "text\n\n", "<tool", "<｜"]), cut=st.integers(0, 30))
+def test_pieces_do_not_matter(name, data, before, cut):
+    arguments = data.draw(st.dictionaries(st.sampled_from(["city", "days", "at", "metric"]), VALUES, max_size=2))
+    opening, closing = AROUND.get(name, ("", ""))
+    text = before + opening + WRITERS[name]("weather", arguments) + WRITERS[name]("other", {}) + closing
+    text = text[: len(text) - cut]
+    assert joined(parser(name), data.draw(pieces_of(text))) == joined(parser(name), [text])
+
+
+@given(arguments=st.dictionaries(st.text("abc", min_size=1, max_size=3), VALUES, max_size=3))
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31"])
+def test_any_json_is_read_back(name, arguments):
+    assert joined(parser(name), [WRITERS[name]("weather", arguments)]) == [call("weather", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "12", "12"),
+        ("days", "12", 12),
+        ("days", "1.5", "1.5"),
+        ("days", "true", "true"),
+        ("days", "many", "many"),
+        ("metric", "False", False),
+        ("metric", "None", "None"),
+        ("metric", "null", None),
+        ("code", "12", 12),
+        ("code", "x", "x"),
+        ("where", "[1]", "[1]"),
+        ("unknown", "12", "12"),
+        ("city", "a\nb", "a\nb"),
+    ],
+)
+def test_a_schema_says_what_a_value_in_tags_is(key, text, value):
+    written = f"<tool_call>\n<function=weather>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert joined(parser("qwen3_coder"), [written]) == [call("weather", {key: value})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>\n[1]\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + "[" * 100_000 + "</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\nwhat\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1\n</function>\n</tool_call>"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">what</｜DSML｜invoke>'),
+    ],
+)
+def test_what_is_no_call_stays_text(name, text):
+    assert joined(parser(name), [text]) == [text]
+
+
+def test_a_template_tells_its_format():
+    assert {name: choose(template) for name, template in TEMPLATES.items()} == {
+        "chatml": "hermes",
+        "deepseek": "deepseek_v31",
+        "rare": None,
+    }
+    assert choose("<tool_call> <function=x>") == "qwen3_coder"
+    assert choose("<｜tool▁call▁begin｜> ```json") == "deepseek_v3"
+    assert choose("<｜DSML｜invoke") == "deepseek_v32"
+    assert set(ALIASES.values()) <= set(FORMATS)

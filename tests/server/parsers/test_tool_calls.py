@@ -1,0 +1,52 @@
+"""server/parsers/tool_calls.py: the frame of all formats: text, calls, marks, and what is no call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.parsing import joined, pieces_of
+
+from npucompile.server.parsers.tool_calls import CallFormat, ToolCall, ToolCallParser
+
+
+def parse_body(body, tools):
+    name, _, arguments = body.partition(":")
+    json.loads(arguments)
+    return ToolCall(f"{name}{tools.get(name, '')}", arguments)
+
+
+FORM = CallFormat("<c>", "</c>", parse_body, ("<all>", "</all>"))
+JSON = CallFormat("<c>", "</c>", lambda body, _: ToolCall("f", json.dumps(json.loads(body))))
+WORDS = ["<c>", "</c>", "<all>", "</all>", "<", "</", "a:1", "b:{}", '{"x": "', '"}', "\\", '"', " ", "\n", "t"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("only text \n", ["only text \n"]),
+        ("<c>a:1</c>", [ToolCall("a!", "1")]),
+        ("so:\n<all>\n<c>a:1</c>\n<c>b:2</c></all>\n", ["so:", ToolCall("a!", "1"), ToolCall("b", "2")]),
+        ("<c>a:1</c> then\n", [ToolCall("a!", "1"), "then\n"]),
+        ("<c>a:nothing</c> x", ["<c>a:nothing</c> x"]),
+        ("x <c>a:1", ["x<c>a:1"]),
+        ("x <c", ["x <c"]),
+        ("", []),
+    ],
+)
+def test_a_text_has_calls_and_text_around_them(text, expected):
+    assert joined(ToolCallParser(FORM, {"a": "!"}), [text]) == expected
+
+
+def test_a_mark_in_an_argument_is_part_of_it():
+    text = '<c>{"x": "</c> \\" </c>"}</c>'
+    assert joined(ToolCallParser(JSON, {}), [text]) == [ToolCall("f", json.dumps({"x": '</c> " </c>'}))]
+
+
+@pytest.mark.parametrize("form", [FORM, JSON], ids=["marks", "json"])
+@given(words=st.lists(st.sampled_from(WORDS), max_size=12), data=st.data())
+def test_pieces_do_not_matter(form, words, data):
+    text = "".join(words)
+    assert joined(ToolCallParser(form, {}), data.draw(pieces_of(text))) == joined(ToolCallParser(form, {}), [text])

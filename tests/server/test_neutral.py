@@ -1,0 +1,40 @@
+"""server/neutral.py: what clients send without meaning anything by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from npucompile.server.fields import FieldError
+from npucompile.server.neutral import IGNORED, NEUTRAL, without_neutral
+
+NOTHING = {
+    "user": "me", "service_tier": "auto", "parallel_tool_calls": True, "store": False, "background": False, "tools": [],
+    "tool_choice": "auto", "truncation": "disabled", "reasoning": {"effort": None},
+}  # fmt: skip
+
+
+def test_what_says_nothing_is_dropped():
+    assert without_neutral({"input": "a", **NOTHING}) == {"input": "a"}
+    for name, (values, _) in NEUTRAL.items():
+        for value in values:
+            assert without_neutral({name: value}) == {}
+    assert not IGNORED.keys() & NEUTRAL.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("store", True, "legal is false or absent"),
+        ("store", 0, "legal is false or absent"),
+        ("tools", [{"type": "function"}], "/v1/chat/completions; legal is [] or absent"),
+        ("reasoning", {"effort": "high"}, "legal is {} or absent"),
+        ("truncation", "auto", "legal is disabled or absent"),
+        ("previous_response_id", "resp_1", "send the whole input; legal is absent"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(name, value, legal):
+    with pytest.raises(FieldError) as caught:
+        without_neutral({name: value})
+    assert caught.value.param == name
+    assert str(caught.value).startswith(f"{name} is ")
+    assert legal in str(caught.value)

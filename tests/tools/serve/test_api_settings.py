@@ -1,0 +1,68 @@
+"""tools/serve/api_settings.py: names, templates and sampling are the artifact's unless a user says otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support import tiny
+
+from npucompile.graphs.errors import ModelError, SpecError
+from npucompile.lowering.artifact.artifact import Artifact, ArtifactWriter
+from npucompile.server.chat_template import Chat
+from npucompile.tools.build.describe import describe
+from npucompile.tools.serve.api_settings import OPENAI, ApiSettings
+
+HELLO = Chat([{"role": "user", "content": "a"}])
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    root = tmp_path_factory.mktemp("settings")
+    model = tiny.write_checkpoint(root / "model", seed=7)
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}</think>")
+    (model / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    with ArtifactWriter(root / "out") as writer:
+        writer.publish(describe(tiny.planned(model), writer, tiny.QUIET))
+    return Artifact.open(root / "out")
+
+
+def test_all_is_the_artifacts(artifact):
+    settings = ApiSettings()
+    assert settings.names_of(artifact) == ("model",)
+    assert settings.defaults_of(artifact) == {"temperature": 0.5}
+    chat = settings.chat_of(artifact)
+    assert chat.render(HELLO) == "<s>a</think>"
+    assert (chat.reasoning, chat.tool_calls) == ("qwen3", None)
+    assert (artifact.path / artifact.manifest.chat_template).is_file()
+
+
+def test_unless_a_user_says_otherwise(artifact, tmp_path):
+    (tmp_path / "other.jinja").write_text("{{ bos_token }}!")
+    settings = ApiSettings(("a", "b"), tmp_path / "other.jinja", "deepseek_r1", "hermes", OPENAI)
+    assert settings.names_of(artifact) == ("a", "b")
+    assert settings.defaults_of(artifact) == {}
+    chat = settings.chat_of(artifact)
+    assert chat.render(HELLO) == "<s>!"
+    assert (chat.reasoning, chat.tool_calls) == ("deepseek_r1", "hermes")
+
+
+def test_an_artifact_without_a_template_has_none(artifact):
+    bare = Artifact(artifact.path, replace(artifact.manifest, chat_template=None, model={"name": "m"}), "")
+    assert ApiSettings().chat_of(bare).template is None
+    assert ApiSettings().defaults_of(bare) == {}
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("",)])
+def test_names_differ_and_are_not_empty(names):
+    with pytest.raises(SpecError, match="legal are names"):
+        ApiSettings(names)
+
+
+def test_a_template_that_cannot_be_used_is_named(artifact, tmp_path):
+    (tmp_path / "bad.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match="cannot be read as UTF-8"):
+        ApiSettings(chat_template=tmp_path / "bad.jinja").chat_of(artifact)
+    with pytest.raises(SpecError, match="no parser 'x'"):
+        ApiSettings(tool_call_parser="x").chat_of(artifact)

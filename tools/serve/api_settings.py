@@ -1,0 +1,66 @@
+"""How a served model presents itself: its names, how it converses, and the sampling that requests start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...graphs.errors import ModelError, SpecError
+from ...lowering.artifact.artifact import Artifact
+from ...server.chat_format import AUTO, ChatFormat
+from ...server.chat_template import ChatTemplate
+
+CHECKPOINT, OPENAI = "checkpoint", "openai"
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """What a user says of it.
+
+    Attributes:
+        names: of the model in requests, the first in answers; with none, the artifact's.
+        chat_template: a file that takes the place of the artifact's template.
+        reasoning_parser, tool_call_parser: see `ChatFormat.of`.
+        sampling: CHECKPOINT takes defaults from the checkpoint's generation_config.json where it has some, OPENAI never.
+    """
+
+    names: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    reasoning_parser: str = AUTO
+    tool_call_parser: str = AUTO
+    sampling: str = CHECKPOINT
+
+    def __post_init__(self) -> None:
+        if "" in self.names or len(set(self.names)) < len(self.names):
+            raise SpecError(f"served model names are {', '.join(map(repr, self.names))}; legal are names that differ and are not empty")
+
+    def names_of(self, artifact: Artifact) -> tuple[str, ...]:
+        """Names of the model in requests."""
+        return self.names or (str(artifact.manifest.model["name"]),)
+
+    def defaults_of(self, artifact: Artifact) -> Mapping[str, float]:
+        """Sampling parameters of HTTP requests that do not set them, where they are not OpenAI's."""
+        return dict(artifact.manifest.model.get("sampling", {})) if self.sampling == CHECKPOINT else {}
+
+    def chat_of(self, artifact: Artifact) -> ChatFormat:
+        """How the model converses.
+
+        Raises:
+            ModelError: the template is none, or its file cannot be read.
+            SpecError: there is no parser of that name.
+        """
+        file = self.chat_template
+        if file is None and artifact.manifest.chat_template:
+            file = artifact.path / artifact.manifest.chat_template
+        template = None
+        if file is not None:
+            template = ChatTemplate(_text(file), artifact.manifest.model.get("special_tokens", {}))
+        return ChatFormat.of(template, self.reasoning_parser, self.tool_call_parser)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read as UTF-8 text: {error}") from None
