@@ -163,6 +163,10 @@ def _inputs(
         scalars |= {"base": row.start, "logprobs": row.row % 2, "next_tokens": _random(-1, vocab - 1, generator)}
         for name, value in scalars.items():
             inputs[name][row.row] = value
+    masks = inputs["bitmask"]
+    for place, row in enumerate(rows[::2][: len(masks)]):
+        inputs["bitmask_rows"][row.row] = place + 1
+        masks[place] = torch.randint(-(2**31), 2**31, masks[place].shape, generator=generator, dtype=torch.int64).to(torch.int32)
     return inputs
 
 

@@ -97,14 +97,23 @@ class RowByRow:
         self.single = single
         manifest = artifact.manifest
         self.shared = len(manifest.params) + len(manifest.state)
-        self.request_slots = self.shared + [leaf.path for leaf in entry.inputs].index("request_slots")
+        self.inputs = [leaf.path for leaf in entry.inputs]
         self.outputs = [(leaf.aval.shape, leaf.aval.dtype) for leaf in entry.outputs]
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the batch; rows of padding are zero."""
         results = [torch.zeros(shape, dtype=dtype) for shape, dtype in self.outputs]
-        for row in torch.nonzero(operands[self.request_slots]).flatten().tolist():
-            inputs = [operand[row : row + 1] for operand in operands[self.shared :]]
-            for result, value in zip(results, self.single([*operands[: self.shared], *inputs]), strict=True):
+        inputs = dict(zip(self.inputs, operands[self.shared :], strict=True))
+        for row in torch.nonzero(inputs["request_slots"]).flatten().tolist():
+            own = {name: operand[row : row + 1] for name, operand in inputs.items()} | _own_bitmask(inputs, row)
+            for result, value in zip(results, self.single([*operands[: self.shared], *own.values()]), strict=True):
                 result[row] = value[0]
         return results
+
+
+def _own_bitmask(inputs: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """The inputs by which one row has the bitmask that it has among the others: bitmasks are not in the order of rows."""
+    if "bitmask" not in inputs:
+        return {}
+    place = inputs["bitmask_rows"][row : row + 1]
+    return {"bitmask_rows": place.clamp(max=1), "bitmask": inputs["bitmask"].index_select(0, (place - 1).clamp(min=0))}

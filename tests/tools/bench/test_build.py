@@ -15,16 +15,17 @@ from npucompile.graphs.errors import NpucompileError
 from npucompile.tools.bench import build
 from npucompile.tools.bench.stats import spread
 from npucompile.tools.build.plan import Options, plan
+from npucompile.tools.notation import PrefillSize
 from npucompile.tools.progress import Progress
 
 QUIET = Progress(quiet=True)
 
 
 def test_arguments_are_read_as_the_build_command_reads_them(tiny_checkpoint: Path) -> None:
-    arguments = plan(Options(str(tiny_checkpoint), (2, 4), (8,), 64, 5, "float32", "eager")).arguments
-    expected = Options(str(tiny_checkpoint.resolve()), (2, 4), (8,), 64, 5, "float32", "eager")
+    arguments = plan(Options(str(tiny_checkpoint), (2, 4), (PrefillSize(8),), 64, 5, "float32", "eager")).arguments
+    expected = Options(str(tiny_checkpoint.resolve()), (2, 4), (PrefillSize(8),), 64, 5, "float32", "eager")
     # What the plan chose is said, so that another version's choice does not make another artifact.
-    assert build.options(arguments) == replace(expected, num_speculative_tokens=3, max_logprobs=20)
+    assert build.options(arguments) == replace(expected, num_speculative_tokens=3, max_logprobs=20, structured_outputs=8)
     assert plan(build.options(arguments)).arguments == arguments
     assert build.options(["qwen3.5-tiny"]) == Options("qwen3.5-tiny")
     with pytest.raises(click.UsageError, match="no-such"):

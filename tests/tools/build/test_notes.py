@@ -29,7 +29,8 @@ def test_an_end_of_text_that_can_never_be_generated_ends_nothing_and_is_mentione
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_and_said(tmp_path):
-    model = tiny.write_checkpoint(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2, vocab_size=261)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = tiny.write_checkpoint(tmp_path / "model", **heads, vocab_size=261)
     planned = tiny.planned(model, mesh="tp=2")
     assert "the vocabulary of 261 is padded to 262 over 2 ranks" in planned.notes
     assert planned.model.params(planned.dtype)["embed"].aval.shape == (262, 32)

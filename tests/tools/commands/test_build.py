@@ -42,7 +42,7 @@ def test_drafts_and_log_probabilities_are_as_asked_for(tmp_path, tiny_checkpoint
     manifest = Artifact.open(tmp_path / "artifacts" / "tiny").manifest
     decode = manifest.graphs[-1]
     assert (decode.bucket, manifest.limits.drafts, decode.max_logprobs) == (Bucket("decode", 1, 2), 1, 2)
-    assert manifest.build_arguments[-4:] == ("--speculative-tokens", "1", "--max-logprobs", "2")
+    assert manifest.build_arguments[-6:-2] == ("--speculative-tokens", "1", "--max-logprobs", "2")
 
 
 def test_out_says_where(tmp_path, tiny_checkpoint):

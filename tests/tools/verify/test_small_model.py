@@ -51,8 +51,8 @@ def test_buckets_of_one_form_share_a_small_one():
     images = [(case.bucket.name, [entry.bucket.batch * entry.bucket.q_len for entry in case.stands_for]) for case in cases]
     assert images == [
         ("prefill-b1-q192", [3584, 64, 4096]),
-        ("decode-b5-q4", [12, 20, 28]),
         ("decode-b1-q4", [4]),
+        ("decode-b5-q4", [12, 20, 28]),
         ("decode-b4-q4", [8, 16, 24, 32]),
     ]
 

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from support import ge_calls as gc
 
 from npucompile.graphs.errors import LoweringError
-from npucompile.graphs.quantise import quantise_rows, quantise_w4, quantise_w8
+from npucompile.graphs.quantise import pack_w4, quantise_rows, quantise_w4, quantise_w8
 from npucompile.graphs.types import Mesh
 from npucompile.lowering.ascend import packages
 from npucompile.lowering.ascend.emulator.ge_interpreter import GeInterpreter
@@ -110,6 +110,12 @@ def static() -> tuple[Any, ...]:
     return (rows, weight, scale), {"bias": gc.i32(5, -3, 100, 0, 7, -40), "output_dtype": BF16}
 
 
+def int4() -> tuple[Any, ...]:
+    """With scales of groups."""
+    weight = pack_w4(torch.arange(-8, 8, dtype=torch.int8).repeat(64).view(64, 16))
+    return (d(4, 64), weight, d(2, 16, seed=1)), {"antiquant_group_size": 32}
+
+
 ACTIVATION = {"group_index": COUNTS, "activate_left": True, "quant_mode": 1}
 FINALIZE = (None, None, None, d(4, 2, seed=1))
 KV = (d(2, 2, 8), d(2, 2, 8, seed=1), d(3, 4, 2, 8, seed=2), d(3, 4, 2, 8, seed=3), gc.i32(5, 10))
@@ -129,6 +135,7 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("AscendQuantV2", "npu.npu_quantize", ((d(4, 16), d(16, seed=1), None, torch.int8, -1, False), {})),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", dense()),
     ("QuantBatchMatmulV3", "npu.npu_quant_matmul", static()),
+    ("WeightQuantBatchMatmulV2", "npu.npu_weight_quant_batchmatmul", int4()),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8, dtype=F32),), {"k": 3, "renorm": 1})),
     ("MoeGatingTopKSoftmaxV2", "npu.npu_moe_gating_top_k_softmax_v2", ((d(4, 8),), {"k": 3})),
     ("MoeGatingTopK", "npu.npu_moe_gating_top_k", ((d(4, 8, dtype=F32), 3), {"bias": d(8, seed=1, dtype=F32), "k_group": 2,

@@ -57,6 +57,7 @@ CONVERTED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
     ("FloorMod", torch.remainder, (INTS, OTHERS)),
     ("Pow", torch.pow, (POSITIVE, ROW)),
     ("Pow", lambda x: 10000.0**x, (X,)),
+    ("BitwiseAnd", torch.bitwise_and, (INTS, OTHERS)),
     ("Maximum", torch.maximum, (X, Y)),
     ("Minimum", torch.minimum, (X, Y)),
     ("Equal", torch.eq, (INTS, OTHERS + 4)),

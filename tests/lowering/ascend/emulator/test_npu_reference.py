@@ -86,6 +86,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
         "npu.npu_quant_matmul.default",
         lambda: ((t(4, 16, d=i8), t(16, 32, d=i8), t(32)), {"pertoken_scale": t(4, d=f32), "output_dtype": bf16}),
     ),
+    ("npu.npu_weight_quant_batchmatmul.default", lambda: ((t(4, 64), t(64, 2, d=i32), t(2, 16)), {"antiquant_group_size": 32})),
     (
         "npu.npu_scatter_pa_kv_cache_functional.default",
         lambda: ((t(2, 2, 8), t(2, 2, 8), t(3, 4, 2, 8), t(3, 4, 2, 8), torch.arange(2, dtype=i32)), {"cache_mode": "Norm"}),
