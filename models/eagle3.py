@@ -263,7 +263,8 @@ def extend_cache(cfg: Config, params: Tree, state: Tree, inputs: Tree, hidden: t
     # One gather of all that the layer reads: two would not wait for each other, nor one of the stream for the embedding.
     read = [token, normed] if cfg.norm_before_residual else [token, normed, stream]
     gathered = sequence_parallel.whole(torch.cat(read, -1), batch.size * batch.q_len)
-    x, stream = gathered[:, : 2 * cfg.hidden_size], gathered[:, -cfg.hidden_size :]
+    # Rows of their own, so that a draft from these is the same body as one from the rows of another pass.
+    x, stream = gathered[:, : 2 * cfg.hidden_size].contiguous(), gathered[:, -cfg.hidden_size :].contiguous()
     pool = attention.write_kv(cfg, head["mixer"], state[DRAFT], batch, x)
     return {"stream": stream, "normed": x}, {**state, DRAFT: pool}
 
