@@ -1,15 +1,16 @@
 """Computes once in a step what several calls of bodies compute alike: slots, angles, masks and lengths that all layers read.
 
 Each node of each call gets a number; nodes of equal numbers have equal values. What two calls compute alike moves out of their bodies, in
-front of the first call that finds its operands there; the bodies take the value as an operand instead. So does what a call computes of the
-step alone, without weights and other layers, even where no other call does: a layer then has the same operators however many there are.
+front of the first call that finds its operands there; the bodies take the value as an operand instead. Where an earlier call computes it
+of values of its own, that call returns it. So does what a call computes of the step alone, without weights and other layers, even where no
+other call does: a layer then has the same operators however many there are.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,10 @@ def share(graph: GraphModule, signature: Signature, runs: Collection[str]) -> Gr
     numbers = _Numbers(single, signature)
     places = numbers.places()
     moved = {name: _moved(single, name, numbers, places) for name in bodies(single)}
+    returned = _returned(numbers, moved)
+    first = {name: _return(body, returned[name]) for name, body in bodies(single).items()}
     rest = {name: taking(body, moved[name].values, moved[name].nodes) for name, body in bodies(single).items()}
-    shared = outline(_Rebuilding(numbers, moved, rest).run(single))
+    shared = outline(_Rebuilding(numbers, moved, rest, {name: (first[name], returned[name]) for name in first}).run(single))
     for name, body in bodies(shared).items():
         if name not in moved:
             operands = [node.meta["val"] for node in body.graph.nodes if node.op == "placeholder"]
@@ -297,19 +300,47 @@ def _moved(graph: GraphModule, name: str, numbers: _Numbers, places: Mapping[int
     return _Moved(frozenset(moved), values)
 
 
+def _returned(numbers: _Numbers, moved: Mapping[str, _Moved]) -> dict[str, list[Node]]:
+    """By body, values that stay in it and that a later call is given, which else would be computed again between the calls."""
+    last = {numbers.of_call[call][node]: i for i, call in enumerate(numbers.of_call) for node in moved[str(call.target)].values}
+    returned: dict[str, list[Node]] = {name: [] for name in moved}
+    for i, (call, values) in enumerate(numbers.of_call.items()):
+        name = str(call.target)
+        for node, number in values.items():
+            own = node.op == "call_function" and node not in moved[name].nodes and is_operand(node.meta["val"])
+            if own and last.get(number, -1) > i and node not in returned[name]:
+                returned[name].append(node)
+    return returned
+
+
+def _return(body: GraphModule, nodes: Sequence[Node]) -> int:
+    """Makes a body return more of its values; returns the place of the first among its results."""
+    results = results_of(body)
+    body.graph.output_node().args = ((*results, *nodes),)
+    return len(results)
+
+
 class _Rebuilding:
     """The main graph under construction: calls of the bodies that are left, and between them what has moved out.
 
     Args:
         moved: what leaves each body.
         rest: by name, the body that is left and the positions of the operands that it reads (`taking`).
+        returned: by name, what a body returns beside its results, and the place of the first of these.
     """
 
-    def __init__(self, numbers: _Numbers, moved: Mapping[str, _Moved], rest: Mapping[str, tuple[GraphModule, list[int]]]) -> None:
-        self._numbers, self._moved, self._rest = numbers, moved, rest
+    def __init__(
+        self,
+        numbers: _Numbers,
+        moved: Mapping[str, _Moved],
+        rest: Mapping[str, tuple[GraphModule, list[int]]],
+        returned: Mapping[str, tuple[int, Sequence[Node]]],
+    ) -> None:
+        self._numbers, self._moved, self._rest, self._returned = numbers, moved, rest, returned
         self._graph = Graph()
         self._values: dict[Node, Node] = {}
         self._computed: dict[int, Node] = {}
+        self._given = {numbers.of_call[call][node] for call in numbers.of_call for node in moved[str(call.target)].values}
         self._pending = [(call, node, self._leaves(call, node)) for call in numbers.of_call for node in moved[str(call.target)].values]
 
     def run(self, graph: GraphModule) -> GraphModule:
@@ -334,6 +365,12 @@ class _Rebuilding:
         kept = [self._values[node.args[position]] for position in self._rest[name][1]]  # type: ignore[index]
         call = self._graph.call_module(name, (*kept, *(self._value(node, inner) for inner in self._moved[name].values)))
         call.meta = dict(node.meta)
+        first, others = self._returned[name]
+        for place, inner in enumerate(others, start=first):
+            number = self._numbers.of_call[node][inner]
+            if number in self._given and number not in self._computed:
+                self._computed[number] = value = self._graph.call_function(operator.getitem, (call, place))
+                value.meta["val"] = inner.meta["val"]
         return call
 
     def _compute_what_can_be(self) -> None:

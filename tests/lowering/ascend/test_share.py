@@ -172,3 +172,25 @@ def test_a_value_that_later_calls_share_waits_for_what_it_is_computed_of() -> No
     shared = agree(*main.done(*main.call("third", x, lengths)))
     assert [str(n.target) for n in shared.graph.nodes if n.op == "call_module"] == ["first", "between_1", "second", "third"]
     assert ops(shared, "between_1") == ["aten.sin", "aten.cos"]
+
+
+def test_what_a_later_call_computes_of_a_result_is_returned_by_the_call_that_has_it() -> None:
+    """As the rounding of a draft's rows: the call that writes them to the cache rounds them for its own products."""
+    main = gb.Main()
+    x, pool = main.operand("params.x", X), main.operand("state.pool", POOL)
+
+    def writes(x: Any, pool: Any) -> tuple[Any, ...]:
+        pool.copy_(x)
+        rows = pool.sin()
+        return rows, rows.cos() + 1
+
+    main.body("writes", writes, [X, POOL])
+    main.body("drafts", lambda rows: (rows.cos() * 2,), [X])
+    rows, _ = main.call("writes", x, pool)
+    (drafted,) = main.call("drafts", rows)
+    rows, other = main.call("writes", drafted, pool)
+    (drafted,) = main.call("drafts", rows)
+    shared = agree(*main.done(drafted, other))
+    assert [str(n.target) for n in shared.graph.nodes if n.op == "call_module"] == ["writes", "drafts", "writes", "drafts"]
+    assert ops(shared, "writes") == ["aten.copy_", "aten.sin", "aten.cos", "aten.add.Tensor"]
+    assert ops(shared, "drafts") == ["aten.mul.Tensor"]
