@@ -6,9 +6,11 @@ where it has one. Widths are multiples of 8, as packed int4 matrices need.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ..graphs.step_inputs import MAX_RANKED
+from ..graphs.types import WORD_BITS
 
 HIDDEN, HEAD, EXPERT_FFN = 64, 16, 32
 """`hidden_size`, `head_dim` and `moe_intermediate_size`, which no mesh splits."""
@@ -30,9 +32,15 @@ divides. Numbers of heads, which a mesh divides, stay."""
 
 
 def vocabulary(size: int, tp: int) -> int:
-    """Tokens of a small vocabulary: of one that has more tokens than graphs rank, sampling has other operators; so has a padded one."""
-    count = tp * (max(8, 256 // tp) if size <= MAX_RANKED else 8 * (MAX_RANKED // (8 * tp) + 1))
-    return count - 1 if size % tp else count
+    """Tokens of a small vocabulary that graphs treat as the large one: sampling has other operators where graphs rank all tokens, where
+    ranks do not share the vocabulary evenly, and where the last word of a bitmask has bits beyond it."""
+    least = tp * max(8, 256 // tp) if size <= MAX_RANKED else MAX_RANKED + 1
+
+    def alike(count: int) -> bool:
+        share = -(-count // tp)
+        return all((count % n == 0) == (size % n == 0) for n in (tp, WORD_BITS)) and share * (tp - 1) < count
+
+    return next(count for count in itertools.count(least) if alike(count))
 
 
 def attention_heads(queries: int, keys: int, copies: int, tp: int) -> tuple[int, int]:

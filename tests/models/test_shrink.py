@@ -41,7 +41,8 @@ def test_every_device_has_a_small_share_of_what_it_has_a_large_share_of(name, me
         before.num_attention_heads > before.num_key_value_heads * before.variant.kv_repeat
     )
     assert after.vocab_size % tp == 0
-    assert after.vocab_size <= 512 if before.vocab_size <= MAX_RANKED else MAX_RANKED < after.vocab_size <= MAX_RANKED + 8 * tp
+    assert after.vocab_size % 32 == 0
+    assert after.vocab_size <= 512 if before.vocab_size <= MAX_RANKED else MAX_RANKED < after.vocab_size <= MAX_RANKED + 32 * tp
     assert (after.num_experts > 0) == (before.num_experts > 0)
     if before.num_experts:
         assert after.num_experts % at.size == 0
@@ -85,3 +86,13 @@ def test_layers_keep_their_period(kinds, small):
 )
 def test_of_runs_one_layer_is_left_and_two_of_the_last(kinds, small):
     assert shrink.runs(kinds) == small
+
+
+@pytest.mark.parametrize("size", [40, 260, 261, 512, 151_643, 151_936, 248_320])
+@pytest.mark.parametrize("tp", [1, 2, 4, 12, 16, 64])
+def test_a_small_vocabulary_is_ranked_shared_and_masked_as_the_large_one(size, tp):
+    small = shrink.vocabulary(size, tp)
+    assert (small > MAX_RANKED) == (size > MAX_RANKED) or size <= MAX_RANKED < 8 * tp
+    assert (small % tp == 0, small % 32 == 0) == (size % tp == 0, size % 32 == 0)
+    assert -(-small // tp) * (tp - 1) < small
+    assert small <= MAX_RANKED + 32 * tp
