@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "Verify again that every bucket equals the reference.",
     "bringup": "Find the first thing that is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",
+    "bench serve": "Load a running server and report its latencies.",
     "deployments": "List the published deployments that can be built.",
     "doctor": "Check what this machine can build and run.",
     "models": "List the model presets.",
@@ -62,7 +63,10 @@ class Home:
 
 
 class Commands(click.Group):
-    """A group whose commands are `command` in `tools/commands/<name>.py`; `--help` imports none of them."""
+    """A group whose commands are `command` in `tools/commands/<name>.py`; `--help` imports none of them.
+
+    A name may have two words, of which the first is a command itself; the file has `_` between them.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of the pipeline."""
@@ -72,8 +76,14 @@ class Commands(click.Group):
         """Imports one command."""
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f".commands.{name}", __package__).command
+        command: click.Command = importlib.import_module(f".commands.{name.replace(' ', '_')}", __package__).command
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first two words name, else the first."""
+        if (name := " ".join(args[:2])) in COMMANDS:
+            return name, self.get_command(ctx, name), args[2:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table of commands, without importing them."""

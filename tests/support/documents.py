@@ -84,6 +84,8 @@ def wrong_commands(text: str) -> Iterator[str]:
     """Calls of `npucompile` with a command, an option or a choice that does not exist."""
     for in_block, in_span in _COMMAND.findall(text):
         name, *words = shlex.split(in_block or in_span, comments=True)
+        if words and f"{name} {words[0]}" in COMMANDS:
+            name = f"{name} {words.pop(0)}"
         if name not in COMMANDS:
             yield f"npucompile has no command {name!r}"
             continue

@@ -45,8 +45,14 @@ def test_help_lists_every_command_and_a_first_session():
 
 
 def test_commands_are_the_files_that_hold_one():
-    files = {path.stem for path in Path(cli.__file__).parent.glob("commands/*.py") if "\n@click.command(" in path.read_text()}
+    sources = Path(cli.__file__).parent.glob("commands/*.py")
+    files = {path.stem.replace("_", " ") for path in sources if "\n@click.command(" in path.read_text()}
     assert set(COMMANDS) == files
+
+
+# `bench serve` has the options of `vllm bench serve` and `sglang.bench_serving`, so that their command lines can be used as they are;
+# `serve` has those of a server that faces a network, each of which has a default.
+MOST_OPTIONS = {"bench serve": 30, "serve": 32}
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -57,7 +63,7 @@ def test_every_command_explains_itself(name):
     command = main.get_command(context, name)
     assert command.name == name
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    assert len(options) < 25
+    assert len(options) < MOST_OPTIONS.get(name, 25)
     assert all(option.help for option in options)
 
 

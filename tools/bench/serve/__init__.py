@@ -1,0 +1,1 @@
+"""The load of a running server: what is sent, when, and what came of it."""

@@ -1,0 +1,64 @@
+"""Sends a load to a server, each request when it is due, and records what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import httpx2
+
+from ....graphs.errors import NpucompileError
+from ..stats import Clock
+from .backends import Backend
+from .outcome import Arrival, Outcome, Told
+from .workload import Prompt
+
+FAILURES = (NpucompileError, OSError, httpx2.HTTPError, httpx2.SSEError, json.JSONDecodeError, KeyError, TypeError, AttributeError)
+"""What a request fails with when the server or the connection does; malformed answers lead to the last four."""
+
+
+async def drive(
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    arrivals: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    clock: Clock = time.perf_counter,
+    on_end: Callable[[Outcome], None] = lambda _: None,
+) -> tuple[Outcome, ...]:
+    """Sends every request when it is due, or as soon after that as fewer than `max_concurrency` are open.
+
+    A failed request does not end the load.
+
+    Args:
+        arrivals: seconds since the start at which each request is due, ascending.
+        on_end: called with every outcome, as requests end.
+
+    Returns:
+        The outcomes, in the order of `prompts`.
+    """
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    began = clock()
+
+    async def serve(index: int, prompt: Prompt, due_s: float) -> Outcome:
+        async with gate:
+            sent_s, found = clock() - began, []
+            said, error = Told(), None
+            try:
+                said = await backend.send(prompt, lambda tokens: found.append(Arrival(clock() - began, tokens)))
+            except FAILURES as failure:
+                error = str(failure) or type(failure).__name__
+            outcome = Outcome(index, due_s, sent_s, clock() - began, len(prompt.token_ids), tuple(found), said, error)
+        on_end(outcome)
+        return outcome
+
+    tasks = []
+    async with asyncio.TaskGroup() as group:
+        for index, (prompt, due_s) in enumerate(zip(prompts, arrivals, strict=True)):
+            if (wait := due_s - (clock() - began)) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(serve(index, prompt, due_s)))
+    return tuple(task.result() for task in tasks)

@@ -1,0 +1,337 @@
+"""`npucompile bench serve`: loads a running server, ours or any that speaks OpenAI's API, and reports its latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx2
+
+from ...graphs.errors import ModelError, NpucompileError, SpecError
+from ...lowering.artifact.artifact import Artifact
+from ...models import registry
+from ..bench.serve import report, timeline, workload
+from ..bench.serve.arrivals import arrival_times
+from ..bench.serve.backends import BACKENDS, Target
+from ..bench.serve.drive import drive
+from ..bench.serve.outcome import Outcome
+from ..bench.serve.summary import read_objectives, summarise
+from ..bench.serve.workload import Prompt, Vocabulary
+from ..cli import Home
+from ..locate import artifact_path
+from ..progress import Progress
+from .server_options import API_KEY_VARIABLE
+
+OURS = "npucompile-ws"
+TOKENIZER = "tokenizer.json"
+DATASETS = ("random", "generated-shared-prefix", "trace", "prompts")
+FROM_FILES = ("trace", "prompts")
+WARMUP_TOKENS = 32
+"""Most tokens that a warm-up request generates."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load that has been made.
+
+    Attributes:
+        arrivals: seconds since its start at which each request is due.
+    """
+
+    prompts: tuple[Prompt, ...]
+    arrivals: tuple[float, ...]
+
+
+@click.command("bench serve")
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default=OURS, show_default=True, help="API that is spoken.")
+@click.option("--base-url", help="URL of the server.  [default: http://HOST:PORT]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server.")
+@click.option("--api-key", help=f"Key of the server.  [default: ${API_KEY_VARIABLE} for {OURS}, else $OPENAI_API_KEY]")
+@click.option("--model", help="Name of the model in requests.  [default: the first that the server lists]")
+@click.option("--tokenizer", help="tokenizer.json, a directory with one, an artifact or a model.  [default: of the served model's name]")
+@click.option("--dataset", type=click.Choice(DATASETS), default="random", show_default=True, help="What is sent.")
+@click.option(
+    "--dataset-path", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="File of the datasets trace and prompts."
+)
+@click.option("--num-prompts", type=click.IntRange(1), help="Requests.  [default: random 100; trace and prompts: all lines]")
+@click.option("--random-input-len", type=click.IntRange(1), default=1024, show_default=True, help="random: tokens of a prompt.")
+@click.option("--random-output-len", type=click.IntRange(1), default=128, show_default=True, help="random and prompts: tokens generated.")
+@click.option("--random-range-ratio", type=float, default=0.0, show_default=True, help="random: lengths vary by this share up and down.")
+@click.option("--gsp-num-groups", type=click.IntRange(1), default=64, show_default=True, help="Shared prefix: groups.")
+@click.option("--gsp-prompts-per-group", type=click.IntRange(1), default=16, show_default=True, help="Shared prefix: prompts of a group.")
+@click.option("--gsp-system-prompt-len", type=click.IntRange(1), default=2048, show_default=True, help="Shared prefix: tokens shared.")
+@click.option(
+    "--gsp-question-len", type=click.IntRange(0), default=128, show_default=True, help="Shared prefix: tokens of each prompt's own."
+)
+@click.option("--gsp-output-len", type=click.IntRange(1), default=256, show_default=True, help="Shared prefix: tokens generated.")
+@click.option("--request-rate", type=float, default="inf", show_default=True, help="Requests per second; inf sends all at once.")
+@click.option(
+    "--burstiness", type=float, default=1.0, show_default=True, help="1 is a Poisson process; below it bursts, above it evenness."
+)
+@click.option("--max-concurrency", type=click.IntRange(1), help="Most requests open at once.")
+@click.option("--warmup-requests", type=click.IntRange(0), default=1, show_default=True, help="Requests before, which do not count.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--ignore-eos", is_flag=True, help="Generate past the end of text, so that all lengths are exact.")
+@click.option("--extra-body", default="{}", help="JSON object with further fields of every request, such as temperature.")
+@click.option("--goodput", metavar="LIST", help="Count requests that stay within ms, as in ttft:200,tpot:50,e2el:2000.")
+@click.option(
+    "--json", "json_to", is_flag=False, flag_value="-", metavar="[FILE]", help="Write the report as JSON, to FILE or instead of text."
+)
+@click.option("--timeline", "timeline_to", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page with all requests.")
+@click.pass_obj
+def command(home: Home, /, **given: Any) -> None:
+    """Send a load to a running server and report throughput and latencies.
+
+    Options, report lines and names in JSON are those of `vllm bench serve` and `sglang.bench_serving`. The exit status is 1 if any
+    request failed. Requests are greedy unless --extra-body says otherwise.
+
+    A trace has Mooncake's format: a JSON object a line with timestamp (ms), input_length, output_length and optionally hash_ids; its
+    requests arrive as its timestamps say.
+
+    \b
+    Examples: npucompile bench serve --random-input-len 64 --random-output-len 64 --ignore-eos --max-concurrency 16
+              npucompile bench serve --backend openai --base-url http://HOST:8000 --tokenizer DIR --request-rate 4
+    """
+    options = Options(**given)
+    objectives = read_objectives(options.goodput) if options.goodput else None
+    if options.timeline_to:
+        timeline.check(options.timeline_to)
+    progress = Progress()
+    target, vocabulary, max_model_len = find_target(home, options)
+    load = make_load(options, vocabulary)
+    check_lengths(load, max_model_len)
+    outcomes = asyncio.run(run(options, target, vocabulary, load, progress))
+    summary = summarise(outcomes, objectives)
+    settings = describe(options, target, load)
+    if options.json_to:
+        text = json.dumps(report.as_data(summary, settings, outcomes), indent=1)
+        if options.json_to == "-":
+            click.echo(text)
+        else:
+            Path(options.json_to).write_text(text + "\n", encoding="utf-8")
+    if options.json_to != "-":
+        lines = report.lines(summary, backend=options.backend, request_rate=options.request_rate, max_concurrency=options.max_concurrency)
+        click.echo("\n".join(lines))
+    if options.timeline_to:
+        timeline.write(outcomes, f"{len(outcomes)} requests to {target.model} over {options.backend}", options.timeline_to)
+        progress.say(f"timeline: {options.timeline_to}")
+    if summary.failed:
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options, by the names of its parameters."""
+
+    backend: str
+    base_url: str | None
+    host: str
+    port: int
+    api_key: str | None
+    model: str | None
+    tokenizer: str | None
+    dataset: str
+    dataset_path: Path | None
+    num_prompts: int | None
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    gsp_num_groups: int
+    gsp_prompts_per_group: int
+    gsp_system_prompt_len: int
+    gsp_question_len: int
+    gsp_output_len: int
+    request_rate: float
+    burstiness: float
+    max_concurrency: int | None
+    warmup_requests: int
+    seed: int
+    ignore_eos: bool
+    extra_body: str
+    goodput: str | None
+    json_to: str | None
+    timeline_to: Path | None
+
+    @property
+    def url(self) -> str:
+        """Of the server, without a slash or /v1 at its end."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        url = self.base_url or f"http://{host}:{self.port}"
+        if not url.startswith(("http://", "https://")):
+            raise SpecError(f"--base-url is {url!r}; legal is http://HOST:PORT or https://HOST:PORT")
+        return url.rstrip("/").removesuffix("/v1")
+
+
+def find_target(home: Home, options: Options) -> tuple[Target, Vocabulary, int | None]:
+    """The server with its model's name, the tokenizer that prompts are made with, and the model's context if the server tells it.
+
+    Raises:
+        NpucompileError: the server does not answer or lists no model, or there is no tokenizer.
+    """
+    try:
+        extra = json.loads(options.extra_body)
+    except ValueError as error:
+        raise SpecError(f"--extra-body is not JSON: {error}; legal is an object") from None
+    if not isinstance(extra, dict):
+        raise SpecError(f"--extra-body is {options.extra_body!r}; legal is a JSON object")
+    # A key of one server is not shown to another.
+    variable = API_KEY_VARIABLE if options.backend == OURS else "OPENAI_API_KEY"
+    key = options.api_key or home.environment.get(variable)
+    target = Target(options.url, options.model or "", options.ignore_eos, key, extra, lambda _: "")
+    model, max_model_len = (options.model, None) if options.model else served_model(target)
+    vocabulary = Vocabulary.load(tokenizer_file(home, options.tokenizer, model))
+    return replace(target, model=model, decode=vocabulary.decode), vocabulary, max_model_len
+
+
+def served_model(target: Target) -> tuple[str, int | None]:
+    """The first model that the server lists, and its context in tokens where it tells it (as vLLM, SGLang and we do).
+
+    Raises:
+        NpucompileError: it does not answer, or lists none.
+    """
+    url = f"{target.base_url}/v1/models"
+    try:
+        answer = httpx2.get(url, headers=target.headers, timeout=30, trust_env=False)
+        answer.raise_for_status()
+        first = answer.json()["data"][0]
+        return str(first["id"]), first.get("max_model_len")
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        hint = "`npucompile serve` starts a server" if isinstance(error, httpx2.ConnectError) else "--model names the model"
+        raise NpucompileError(f"{url} lists no model: {error!r}; {hint}") from None
+
+
+def tokenizer_file(home: Home, name: str | None, model: str) -> Path:
+    """The tokenizer.json that an option names, or of a model of the served name on this machine.
+
+    Raises:
+        SpecError: there is none.
+    """
+    wanted = name or model
+    path = Path(wanted).expanduser()
+    for file in (path, path / TOKENIZER):
+        if file.is_file():
+            return file
+    try:
+        artifact = Artifact.open(artifact_path(home.artifacts, wanted))
+        if artifact.manifest.tokenizer:
+            return artifact.path / artifact.manifest.tokenizer
+    except NpucompileError:
+        pass
+    try:
+        directory = registry.find(wanted).checkpoint_dir
+        if directory and (directory / TOKENIZER).is_file():
+            return directory / TOKENIZER
+    except ModelError:
+        pass
+    given = "--tokenizer is" if name else "the served model is"
+    raise SpecError(f"{given} {wanted!r}, and nothing of that name here has a tokenizer; legal is --tokenizer with a {TOKENIZER}, a "
+                    "directory with one, an artifact or a model")  # fmt: skip
+
+
+def make_load(options: Options, vocabulary: Vocabulary) -> Load:
+    """The requests and their times.
+
+    Raises:
+        SpecError: options that do not fit together, or a file that cannot be read.
+    """
+    if (options.dataset in FROM_FILES) != (options.dataset_path is not None):
+        needs = "needs" if options.dataset in FROM_FILES else "takes no"
+        raise SpecError(f"--dataset {options.dataset} {needs} --dataset-path; legal is one with {' or '.join(FROM_FILES)} only")
+    prompts = make_prompts(options, vocabulary)
+    if options.dataset == "trace":
+        if not math.isinf(options.request_rate):
+            raise SpecError(f"--request-rate is {options.request_rate} with --dataset trace, whose requests have times; legal is inf")
+        return Load(prompts, tuple(prompt.at_s or 0.0 for prompt in prompts))
+    return Load(prompts, arrival_times(len(prompts), options.request_rate, options.burstiness, options.seed))
+
+
+def check_lengths(load: Load, max_model_len: int | None) -> None:
+    """Refuses a load of which the server would refuse requests.
+
+    Raises:
+        SpecError: naming the longest request and the context.
+    """
+    longest = max(load.prompts, key=lambda prompt: len(prompt.token_ids) + prompt.output_tokens)
+    prompt, output = len(longest.token_ids), longest.output_tokens
+    if max_model_len is not None and prompt + output > max_model_len:
+        raise SpecError(
+            f"the longest request has {prompt} prompt tokens and {output} to generate; legal is together at most the {max_model_len} "
+            "of the model's context"
+        )
+
+
+def make_prompts(options: Options, vocabulary: Vocabulary) -> tuple[Prompt, ...]:
+    """The prompts of a dataset."""
+    if options.dataset == "random":
+        sizes = (options.num_prompts or 100, options.random_input_len, options.random_output_len, options.random_range_ratio)
+        return workload.drawn(vocabulary, *sizes, options.seed)
+    if options.dataset == "generated-shared-prefix":
+        prompts = workload.shared_prefix(
+            vocabulary,
+            groups=options.gsp_num_groups,
+            per_group=options.gsp_prompts_per_group,
+            system_tokens=options.gsp_system_prompt_len,
+            question_tokens=options.gsp_question_len,
+            output_tokens=options.gsp_output_len,
+            seed=options.seed,
+        )
+        return prompts[: options.num_prompts]
+    assert options.dataset_path is not None
+    if options.dataset == "trace":
+        return workload.traced(vocabulary, options.dataset_path, options.num_prompts, options.seed)
+    return workload.read(vocabulary, options.dataset_path, options.num_prompts, options.random_output_len)
+
+
+async def run(options: Options, target: Target, vocabulary: Vocabulary, load: Load, progress: Progress) -> tuple[Outcome, ...]:
+    """Warms up, and sends the load.
+
+    Raises:
+        NpucompileError: a warm-up request failed.
+    """
+    async with BACKENDS[options.backend](target) as backend:
+        first = load.prompts[0]
+        # Prompts of their own, so that no prefix of the load is in a cache before it begins.
+        sizes = (options.warmup_requests, len(first.token_ids), min(first.output_tokens, WARMUP_TOKENS), 0.0)
+        warmup = workload.drawn(vocabulary, *sizes, options.seed + 1)
+        for outcome in await drive(backend, warmup, (0.0,) * len(warmup), max_concurrency=options.max_concurrency):
+            if outcome.error is not None:
+                raise NpucompileError(f"a warm-up request failed: {outcome.error}")
+        with progress.bar("requests", len(load.prompts)) as bar:
+            step = max(1, len(load.prompts) // 20)
+            ended = 0
+
+            def end(outcome: Outcome) -> None:
+                nonlocal ended
+                ended += 1
+                if ended % step == 0 or ended == len(load.prompts):
+                    bar.step("", ended - bar.done)
+                if outcome.error is not None:
+                    progress.say(f"request {outcome.index} failed: {outcome.error}")
+
+            return await drive(backend, load.prompts, load.arrivals, max_concurrency=options.max_concurrency, on_end=end)
+
+
+def describe(options: Options, target: Target, load: Load) -> Mapping[str, Any]:
+    """The settings as they stand in JSON."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": options.backend,
+        "model_id": target.model,
+        "dataset": options.dataset,
+        "num_prompts": len(load.prompts),
+        "request_rate": options.request_rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+        "seed": options.seed,
+        "ignore_eos": options.ignore_eos,
+        "goodput": options.goodput,
+    }
