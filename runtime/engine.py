@@ -23,9 +23,10 @@ from . import delivery, step_outputs
 from .constraint import ConstraintError, bitmasks
 from .delivery import Sink
 from .executor import Executor, ExecutorError, Pending
+from .journal import Journal, NoJournal
 from .metrics import Metrics
 from .refresh import Refresher
-from .request import Event, ExecutionRecord, FinishEvent, Request, TokenEvent
+from .request import Event, ExecutionRecord, FinishEvent, Request
 from .scheduler import admission, advance
 from .scheduler.kv_cache_manager import KVCacheManager
 from .scheduler.policy import Policy
@@ -51,6 +52,10 @@ class Engine:
     Sinks are called from the thread that steps, never with a lock held; a `BatchSink` once for all its events of a step. A sink that
     raises loses its request.
 
+    Attributes:
+        journal: is told every input and decision; to be set before the first request.
+        on_end: called with the FinishEvent of every request, after its sink, by the thread that ends it.
+
     Args:
         executor: runs the steps; only the stepping thread calls it, except for `compiles` and `backends`.
         clock: monotonic seconds.
@@ -75,16 +80,18 @@ class Engine:
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         limits, allowed = executor.limits, executor.run_ahead
-        self._run_ahead = allowed if run_ahead is None else run_ahead
-        if not 0 <= self._run_ahead <= min(allowed, 1):
-            raise SpecError(f"run_ahead is {self._run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
+        self.run_ahead = allowed if run_ahead is None else run_ahead
+        if not 0 <= self.run_ahead <= min(allowed, 1):
+            raise SpecError(f"run_ahead is {self.run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
         self.executor, self._clock, self._on_failure = executor, clock, on_failure
         self.failure: str | None = None
+        self.on_end: Callable[[FinishEvent], None] = lambda _: None
+        self.journal: Journal = NoJournal()
         self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
         # Each with the missing bucket that it would have run in, if any.
         self._in_flight: deque[tuple[ScheduledStep, Bucket | None, Pending]] = deque()
-        self._metrics = Metrics(limits.drafts)
+        self._metrics = Metrics(limits.drafts, limits.max_model_len)
         self._refresher = Refresher(executor, refresh_every_s, clock)
         self._arrivals = itertools.count()
         # New requests, and arrivals of requests to cancel.
@@ -152,9 +159,11 @@ class Engine:
             # What comes next depends on the results of the steps in flight.
             self._finish_oldest()
         else:
-            self._check_when_idle()
+            if not self._checked:
+                self.check()
+                self._checked = True
             return received
-        while len(self._in_flight) > self._run_ahead:
+        while len(self._in_flight) > self.run_ahead:
             self._finish_oldest()
         return True
 
@@ -262,8 +271,9 @@ class Engine:
             request = known.get(arrival)
             unknown = FinishEvent(name, "error", 0, 0, ExecutionRecord(), message)
             deliveries.append((sink, request.finish_event("error", self._now_ms(), message) if request else unknown))
-        self._count_events([event for _, event in deliveries])
-        delivery.send(deliveries)
+        with self._wake:
+            self._metrics.count_events([event for _, event in deliveries])
+        self._send(deliveries)
         self._on_failure()
 
     def check(self) -> None:
@@ -282,6 +292,7 @@ class Engine:
         with self._wake:
             messages = list(self._inbox)
             self._inbox.clear()
+        self.journal.received(messages)
         new = [message for message in messages if isinstance(message, RequestState)]
         cancelled = {message for message in messages if not isinstance(message, RequestState)}
         if new:
@@ -289,11 +300,6 @@ class Engine:
         if cancelled:
             self._publish(*advance.cancel(self._state, cancelled, self._now_ms()))
         return bool(messages)
-
-    def _check_when_idle(self) -> None:
-        if not self._checked:
-            self.check()
-            self._checked = True
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launches a step. If that fails, the steps before it are finished first, so that results are committed in order."""
@@ -303,8 +309,10 @@ class Engine:
             masks = bitmasks(step, self.executor.limits.bitmask_words)
         except ConstraintError as error:
             # Nothing was launched, so the others are scheduled again without it.
+            self.journal.dead_end(error.request_id)
             self._publish(*advance.end(self._state, error.request_id, str(error), now_ms))
             return
+        self.journal.launched(step, masks)
         state = advance.launch(self._state, step, now_ms)
         inputs = [manager.inputs(step.bucket, part, masks) for manager, part in zip(self._cache_managers, step.groups, strict=True)]
         with self._wake:
@@ -329,12 +337,15 @@ class Engine:
         except Exception as error:
             self._fail(step, error)
         else:
-            state, events = advance.commit(self._state, step, results, self._now_ms())
-            self._publish(state, events, lambda: self._count_step(step, results, wanted))
+            self.journal.finished(step, results)
+            now_ms = self._now_ms()
+            state, events = advance.commit(self._state, step, results, now_ms)
+            self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
 
     def _fail(self, step: ScheduledStep, error: Exception) -> None:
         name = step.bucket.name
         log.error("a step of %s failed", name, exc_info=error)
+        self.journal.failed(step, f"{type(error).__name__}: {error}")
         state, events = advance.fail(self._state, step, f"{name}: {type(error).__name__}: {error}", self._now_ms())
         self._publish(state, events, self._metrics.count_failure)
 
@@ -348,39 +359,20 @@ class Engine:
         with self._wake:
             self._state = state
             count()
-            self._count_events(events)
-            # There are none after `give_up`.
+            # There are none after `give_up`, which ended all requests.
             deliveries = [(self._live[event.request_id].sink, event) for event in events if event.request_id in self._live]
+            self._metrics.count_events([event for _, event in deliveries])
             for request_id in finished:
                 self._live.pop(request_id, None)
+        self._send(deliveries)
+
+    def _send(self, deliveries: Sequence[tuple[Sink, Event]]) -> None:
         lost = delivery.send(deliveries)
         if lost:
             self.cancel(*{event.request_id for event in lost})
-
-    def _count_step(self, step: ScheduledStep, results: Sequence[advance.GroupResults], wanted: Bucket | None) -> None:
-        metrics = self._metrics
-        rows = [row for part in step.groups for row in part.rows]
-        metrics.count_step(step.bucket, len(rows), len(step.groups))
-        if wanted is not None:
-            metrics.count_degraded(wanted)
-        for row, tokens in zip(rows, itertools.chain.from_iterable(results), strict=True):
-            if tokens is None:
-                metrics.discarded_rows += 1
-                continue
-            metrics.not_finite += tokens.not_finite
-            if tokens.num_drafts:
-                metrics.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
-            elif tokens.token_ids and row.output_index == 0:
-                metrics.prompt_tokens += len(row.request.prompt)
-
-    def _count_events(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, TokenEvent):
-                self._metrics.generation_tokens += len(event.token_ids)
-            else:
-                self._metrics.finished[event.reason] += 1
-                # A stop token was generated but is not in any TokenEvent.
-                self._metrics.generation_tokens += event.reason == "stop"
+        for _, event in deliveries:
+            if isinstance(event, FinishEvent):
+                self.on_end(event)
 
     def _step_or_wait(self) -> bool:
         """Steps, or waits for something to do; returns false when the engine is stopping and no request is live."""

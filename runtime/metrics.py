@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ..graphs.types import Bucket
-from .request import FINISH_REASONS
+from .latencies import Latencies
+from .request import FINISH_REASONS, Event, TokenEvent
+from .scheduler.advance import GroupResults
+from .scheduler.schedule import ScheduledStep
 
 
 class Metrics:
@@ -13,9 +18,11 @@ class Metrics:
 
     Args:
         drafts: most drafts verified for a request in a step.
+        max_model_len: longest request in tokens.
     """
 
-    def __init__(self, drafts: int = 0) -> None:
+    def __init__(self, drafts: int = 0, max_model_len: int = 1) -> None:
+        self.latencies = Latencies(max_model_len)
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.padded_rows = 0
@@ -29,6 +36,48 @@ class Metrics:
         self.bucket_steps: dict[str, int] = {}
         self.degraded_steps: dict[str, int] = {}
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
+
+    def count_results(self, step: ScheduledStep, results: Sequence[GroupResults], wanted: Bucket | None, now_ms: float) -> None:
+        """Counts a step that ran and what came of each row.
+
+        Args:
+            results: of the rows of each group.
+            wanted: the bucket that it would have taken, if that one cannot run.
+            now_ms: when the results were known.
+        """
+        continued: list[str] = []
+        computed = 0
+        rows = [row for part in step.groups for row in part.rows]
+        self.count_step(step.bucket, len(rows), len(step.groups))
+        if wanted is not None:
+            self.count_degraded(wanted)
+        for row, tokens in zip(rows, chain.from_iterable(results), strict=True):
+            computed += 0 if row.state.decoding else row.num_tokens
+            if tokens is None:
+                self.discarded_rows += 1
+                continue
+            computed += len(tokens.token_ids)
+            self.not_finite += tokens.not_finite
+            if tokens.num_drafts:
+                self.count_verified(tokens.num_drafts, len(tokens.token_ids) - 1)
+            if tokens.token_ids and row.output_index == 0:
+                self.prompt_tokens += len(row.request.prompt)
+                self.latencies.first_token(row.request, row.state.submitted_ms, now_ms)
+            elif tokens.token_ids:
+                continued.append(row.request.id)
+        self.latencies.more_tokens(continued, now_ms)
+        self.latencies.step(computed)
+
+    def count_events(self, events: Sequence[Event]) -> None:
+        """Counts what is sent to clients."""
+        for event in events:
+            if isinstance(event, TokenEvent):
+                self.generation_tokens += len(event.token_ids)
+            else:
+                self.finished[event.reason] += 1
+                self.latencies.finished(event)
+                # A stop token was generated but is not in any TokenEvent.
+                self.generation_tokens += event.reason == "stop"
 
     def count_step(self, bucket: Bucket, live_rows: int, groups: int = 1) -> None:
         """Counts a step that ran, with the live rows of all dp groups together."""
@@ -60,7 +109,7 @@ class Metrics:
         vLLM: `spec_decode_num_drafts_total` is rows that verified drafts, `spec_decode_num_draft_tokens_total` the drafts they
         verified, `spec_decode_num_accepted_tokens_total` the accepted ones, and `spec_decode_num_accepted_tokens_per_pos` maps a
         draft's position in its row, from "0", to how often it was accepted. `degraded_steps` maps the name of a bucket that cannot run to
-        how many steps ran in another one in its place.
+        how many steps ran in another one in its place. `histograms` maps vLLM's names to those of `latencies`.
         """
         return {
             "prompt_tokens_total": self.prompt_tokens,
@@ -79,4 +128,5 @@ class Metrics:
             "requests_not_finite_total": self.not_finite,
             "bucket_steps": dict(sorted(self.bucket_steps.items())),
             "degraded_steps": dict(sorted(self.degraded_steps.items())),
+            "histograms": self.latencies.snapshot(),
         }

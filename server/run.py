@@ -17,6 +17,7 @@ import uvicorn
 
 from ..graphs.errors import NpucompileError, SpecError
 from .access import Access
+from .access_log import AccessLog
 from .app import WEBSOCKET_PATH, create_app
 from .connections import Connections
 from .lifecycle import Lifecycle
@@ -41,6 +42,7 @@ class Serving:
     Attributes:
         tls_cert, tls_key: PEM files; with a certificate the server speaks TLS alone. The key may be in the certificate's file.
         drain_timeout_s: how long streams may go on after the server was told to end.
+        access_log: gets a line for every exchange and socket.
     """
 
     limits: SocketLimits = field(default_factory=SocketLimits)
@@ -48,6 +50,7 @@ class Serving:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     drain_timeout_s: float = 30.0
+    access_log: AccessLog | None = None
 
 
 def serve(
@@ -136,13 +139,20 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(service: Service, host: str = "127.0.0.1", port: int = 0, *, limits: SocketLimits | None = None) -> Iterator[str]:
+def serving(
+    service: Service,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    limits: SocketLimits | None = None,
+    access_log: AccessLog | None = None,
+) -> Iterator[str]:
     """Serves from a thread of this process for the length of a `with`; yields the websocket's URL.
 
     Raises:
         SpecError: the address cannot be listened on.
     """
-    with running(service, host, port, settings=Serving(limits or SocketLimits())) as server:
+    with running(service, host, port, settings=Serving(limits or SocketLimits(), access_log=access_log)) as server:
         yield server.url
 
 
@@ -233,8 +243,9 @@ def _config(lifecycle: Lifecycle, settings: Serving) -> uvicorn.Config:
     limits = settings.limits
     connections = Connections(limits.max_connections, limits.max_connections_per_client)
     http, websocket = protocols(connections, limits.handshake_s)
+    app = create_app(lifecycle, limits, settings.access)
     config = uvicorn.Config(
-        create_app(lifecycle, limits, settings.access),
+        settings.access_log.around(app) if settings.access_log else app,
         http=http,
         ws=websocket,
         ws_max_size=limits.transport_frame_bytes,

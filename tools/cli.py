@@ -28,6 +28,7 @@ COMMANDS = {
     "bringup": "Find the first thing that is wrong on a device.",
     "bench": "Measure builds, load time, steps and throughput.",
     "bench serve": "Load a running server and report its latencies.",
+    "replay": "Repeat what a server recorded, and compare every token.",
     "deployments": "List the published deployments that can be built.",
     "doctor": "Check what this machine can build and run.",
     "models": "List the model presets.",

@@ -19,6 +19,9 @@ from .sse import whole
 PROBE_TIMEOUT_S = 20.0
 """SGLang's."""
 
+HISTOGRAMS = "histograms"
+"""The engine's numbers that are for `/metrics` alone: JSON has no infinity, where each histogram ends."""
+
 ACCEPTED, DRAFTS = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
 
 
@@ -80,7 +83,7 @@ async def server_info(api: Api, _: Request) -> Response:
         "has_chat_template": chat.template is not None,
         "reasoning_parser": chat.reasoning,
         "tool_call_parser": chat.tool_calls,
-        "stats": dict(stats),
+        "stats": {name: value for name, value in stats.items() if name != HISTOGRAMS},
         "internal_states": [{"avg_spec_accept_length": 1 + stats[ACCEPTED] / drafts} if drafts else {}],
     }
     return JSONResponse(info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,8 @@ from npucompile.lowering.artifact.artifact import Artifact
 from npucompile.runtime.constraint import Bitmask
 from npucompile.runtime.cpu_executor import CpuExecutor
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.journal import Journal
+from npucompile.runtime.replay import replay
 from npucompile.runtime.request import Event, FinishEvent, Request, Sampling, TokenEvent
 from npucompile.tools.notation import PrefillSize
 
@@ -150,6 +153,24 @@ def test_a_dead_end_ends_its_request_alone(executors, dead):
     assert ("it allows no token" if dead else "the grammar is too deep") in outcomes[0].end.message
     assert len(outcomes[0].tokens) == (4 if dead else 0)
     assert outcomes[1].end.reason in ("length", "stop")
+
+
+def test_a_recorded_run_repeats_without_the_constraints_themselves(executors):
+    """The journal has their bitmasks, and where one ended its request."""
+    entries = []
+    engine = Engine(executors[0])
+    engine.journal = Journal(lambda entry: entries.append(msgpack.unpackb(msgpack.packb(entry))))
+    dead = Automaton(lambda output: [] if len(output) >= 4 else turns(output))
+    sampling = Sampling(temperature=1.5, seed=3)
+    for name, constraint in (("a", Automaton(turns)), ("dead", dead), ("free", None), ("b", Automaton(rising))):
+        engine.submit(asking(PROMPTS[0], constraint, name, sampling=sampling), Outcome())
+    while engine.step():
+        pass
+    found = replay(Engine(executors[0]), entries)
+    assert (found.divergence, found.requests) == (None, 4)
+    assert ["dead end", "dead"] in entries
+    # Without the bitmasks another run comes of it.
+    assert replay(Engine(executors[0]), [entry for entry in entries if entry[0] != "masks"]).divergence is not None
 
 
 def test_graphs_without_bitmasks_refuse_constraints(executors):

@@ -19,6 +19,7 @@ from npucompile.graphs.types import Bucket, Limits
 from npucompile.runtime.delivery import BatchSink
 from npucompile.runtime.distributed.control_plane import RankError
 from npucompile.runtime.engine import Engine
+from npucompile.runtime.journal import Journal
 from npucompile.runtime.request import FinishEvent, Request, Sampling, TokenEvent
 from npucompile.runtime.scheduler import advance
 from npucompile.runtime.scheduler.pools import OwnershipError
@@ -203,6 +204,21 @@ def reconcile(served, sinks):
     assert stats["spec_decode_num_accepted_tokens_total"] == sum(accepted)
     for end in ends:
         reconcile_record(end, device.limits)
+    reconcile_latencies(stats["histograms"], ends)
+
+
+def reconcile_latencies(histograms, ends):
+    """Checks that what was observed as it happened agrees with the records of the ends."""
+    first = [end.record.first_token_ms for end in ends if end.record.first_token_ms is not None]
+    assert histograms["time_to_first_token_seconds"].counts[-1] == len(first)
+    assert histograms["time_to_first_token_seconds"].total == pytest.approx(sum(first) / 1e3)
+    good = [end for end in ends if end.reason != "error" and end.record.first_token_ms is not None]
+    assert histograms["e2e_request_latency_seconds"].counts[-1] == len(good)
+    assert histograms["request_generation_tokens"].total == sum(end.completion_tokens for end in good)
+    if len(good) == len(ends):
+        # The gaps of a request that ended with its last token add up to what came after its first.
+        decode_s = sum(end.record.total_ms - end.record.first_token_ms for end in ends if end.reason in ("stop", "length")) / 1e3
+        assert histograms["inter_token_latency_seconds"].total >= decode_s - 1e-6
 
 
 def reconcile_record(end, limits):
@@ -798,6 +814,20 @@ def test_an_idle_engine_wakes_for_a_request():
         served.engine.stop()
 
 
+def test_every_end_is_told_once_after_its_sink():
+    served, told = toy.serving(), []
+    sinks = [served.submit(ask(f"r{i}", max_tokens=2 + i)) for i in range(3)]
+    served.engine.on_end = lambda end: told.append((end, end in [sink.end for sink in sinks]))
+    served.engine.cancel("r2")
+    served.drain()
+    assert {end.request_id: (end.reason, known) for end, known in told} == {
+        "r0": ("length", True),
+        "r1": ("length", True),
+        "r2": ("cancelled", True),
+    }
+    assert len(told) == 3
+
+
 def test_stop_without_drain_cancels():
     served = toy.serving()
     served.device.on_run = lambda: served.engine.stop(drain=False)
@@ -1003,6 +1033,8 @@ def test_a_step_that_hangs_is_given_up_by_another_thread():
 
     served.device.launch = hanging
     served.engine._on_failure = lambda: told.append(served.engine.failure)
+    ends, entries = [], []
+    served.engine.on_end, served.engine.journal = ends.append, Journal(entries.append)
     running, waiting = served.submit(ask("running", max_tokens=20)), served.submit(ask("waiting", max_tokens=20))
     served.engine.start()
     assert entered.wait(WAIT_S)
@@ -1021,6 +1053,10 @@ def test_a_step_that_hangs_is_given_up_by_another_thread():
     served.engine._thread.join(WAIT_S)
     assert not served.engine._thread.is_alive()
     assert told == ["a step hangs"]
-    assert served.engine.stats()["requests_finished_error"] == 3
+    assert sorted(end.request_id for end in ends) == ["queued", "running", "waiting"]
+    # The step that hung has a result, which counts for nobody.
+    assert entries[-1][0] == "result"
+    stats = served.engine.stats()
+    assert (stats["requests_total"], stats["requests_finished_error"]) == (3, 3)
     served.engine.give_up("again")
     assert served.engine.failure == "a step hangs"

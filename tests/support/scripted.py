@@ -11,6 +11,7 @@ from typing import Any
 from support.texts import byte_codec
 
 from npucompile.graphs.errors import RequestError
+from npucompile.runtime.histogram import Histogram
 from npucompile.runtime.request import ExecutionRecord, FinishEvent, Logprobs, Request, TokenEvent
 from npucompile.server.run import serving
 from npucompile.server.service import ServedModel, Service
@@ -67,7 +68,7 @@ class ScriptedEngine:
 
     def stats(self) -> dict[str, Any]:
         with self._wake:
-            return {"num_requests_running": len(self._live)}
+            return {"num_requests_running": len(self._live), "histograms": {"seconds": Histogram((1.0,)).snapshot()}}
 
     def wait_cancelled(self, count: int = 1) -> bool:
         with self._wake:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from ...graphs.errors import ArtifactMissing, ModelError, NpucompileError, SpecE
 from ...graphs.types import Mesh
 from ...lowering.artifact.artifact import Artifact
 from ...models.presets import BUNDLED
+from ...runtime.journal import Journal, JournalFile
 from ...server.access import Access
+from ...server.access_log import AccessLog
 from ...server.app import WEBSOCKET_PATH
 from ...server.lifecycle import Lifecycle
 from ...server.run import Stop, running, websocket_url
@@ -33,6 +36,7 @@ from ..serve.torchrun import launcher_config
 from .api_options import api_options
 from .device_options import device_options
 from .family_option import family_option
+from .replay import facts_of
 from .server_options import server_options, serving_settings
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,10 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @api_options
 @server_options
 @click.option("--no-build", is_flag=True, help="Serve only what is built; compile nothing in the background.")
+@click.option(
+    "--access-log", is_flag=False, flag_value="-", metavar="[FILE]", help="Log requests with ids as JSON lines, to FILE or standard output."
+)
+@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="Record every input and step, for `npucompile replay`.")
 @click.option("--verbose", is_flag=True, help="Log requests and swapped executables.")
 @click.pass_obj
 def command(
@@ -68,6 +76,8 @@ def command(
     checkpoint: Path | None,
     family: str | None,
     no_build: bool,
+    access_log: str | None,
+    record: Path | None,
     verbose: bool,
     api: ApiSettings,
     **options: Any,
@@ -99,8 +109,15 @@ def command(
         return
     serving = serving_settings(home.environment, options)
     warn_if_open(host, serving.access)
-    # Bound before anything is built, and answering: whoever watches the server sees it start.
-    with Stop(raises=True) as stop, running(Lifecycle(), host, port, settings=serving) as server, ExitStack() as stack:
+    # Files are closed last: the server and the engine write to them while they end. The port is bound before anything is built, and
+    # answers: whoever watches the server sees it start.
+    with (
+        ExitStack() as files,
+        opened_log(access_log) as access,
+        Stop(raises=True) as stop,
+        running(Lifecycle(), host, port, settings=replace(serving, access_log=access)) as server,
+        ExitStack() as stack,
+    ):
         progress = Progress()
         if config:
             artifact, build = open_named_artifact(home, artifact_or_model, config.local_rank), None
@@ -114,6 +131,11 @@ def command(
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
         served = start_service(artifact, load_executor, checkpoint, api=api, limits=serving.limits, step_limit_s=limit_s)
         stack.callback(served.engine.stop, drain=False)
+        if access:
+            served.engine.on_end = access.ended
+        if record:
+            written = files.enter_context(closing(JournalFile(record, facts_of(artifact, served.engine))))
+            served.engine.journal = Journal(written.write)
         server.lifecycle.service = served.service
         stop.raises = False
         announce(served, artifact, build is not None, progress)(server.url)
@@ -122,6 +144,11 @@ def command(
             # A step that hangs may hold this process at its end.
             exit_after(ABORT_S, 1, f"Error: {served.engine.failure}")
             raise NpucompileError(served.engine.failure)
+
+
+def opened_log(file: str | None) -> AbstractContextManager[AccessLog | None]:
+    """An access log for the length of a `with`; "-" is standard output, None no log."""
+    return nullcontext() if file is None else AccessLog.opened(None if file == "-" else Path(file))
 
 
 def warn_if_open(host: str, access: Access) -> None:

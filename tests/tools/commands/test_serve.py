@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import signal
@@ -200,6 +201,7 @@ def test_how_to_talk_to_it_is_said():
 def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
     """A process of its own: after ready it has traced and compiled nothing, whatever was asked."""
     command = [sys.executable, "-m", "npucompile.tools.cli", "serve", str(tiny_artifact), "--port", "0", "--threads", "1"]
+    command += ["--access-log", str(tmp_path / "access.jsonl"), "--record", str(tmp_path / "journal")]
     environment = {**os.environ, "NPUCOMPILE_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -210,7 +212,8 @@ def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
                 output += line
             url = re.search(r"ws://\S+", output).group()
             metrics = url.replace("ws:", "http:").replace("/v1/responses", "/metrics")
-            assert len(asyncio.run(ask_many(url))) == 6
+            completions = asyncio.run(ask_many(url))
+            assert len(completions) == 6
             with urllib.request.urlopen(metrics) as answer:
                 told = answer.read().decode()
             process.send_signal(signal.SIGINT)
@@ -219,9 +222,19 @@ def test_a_server_from_its_start_to_ctrl_c(tmp_path, tiny_artifact):
             process.kill()
     assert process.returncode == 0, errors
     assert rest + errors == ""
-    assert "npucompile:compiles_after_ready_total 0\n" in told
-    assert 'npucompile:requests_finished_total{reason="length"} 6\n' in told
+    assert "npucompile:compiles_after_ready_total 0.0\n" in told
+    assert 'npucompile:requests_finished_total{reason="length"} 6.0\n' in told
     assert 'npucompile:bucket_steps_total{bucket="decode-b4-q4"}' in told
+    assert re.search(r"vllm:time_to_first_token_seconds_count{.*} 6\.0\n", told)
+    logged = [json.loads(line) for line in (tmp_path / "access.jsonl").read_text().splitlines()]
+    assert sorted(entry["event"] for entry in logged) == ["http", *["request"] * 6, "websocket"]
+    assert {entry["id"] for entry in logged if entry["event"] == "request"} == {done.response_id for done in completions}
+    replayed = tiny.cli(tmp_path, "replay", tmp_path / "journal", "--json")
+    assert replayed.exit_code == 0, replayed.output
+    found = json.loads(replayed.stdout)
+    assert (found["requests"], found["divergence"]) == (6, None)
+    # A step may give more tokens than its request wants.
+    assert found["tokens"] >= sum(len(done.token_ids) for done in completions)
 
 
 async def ask_many(url):

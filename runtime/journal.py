@@ -1,0 +1,169 @@
+"""The journal of an engine: its inputs and decisions in their order, so that a run can be repeated.
+
+The scheduler is a pure function of its state, and a request's random numbers of its seed. So the requests and cancels, and the call of
+`Engine.step` that handled each, decide every step; the journal has these, and each step with its tokens to compare with. Clocks decide
+nothing.
+
+A file is a sequence of msgpack values: the format's number, a mapping of facts about the run, and then one list an entry, which begins
+with a word of `Entry`. Each is written as it happens; a process that dies leaves a file that can be read up to its last whole entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgpack
+
+from ..graphs.errors import SpecError
+from .constraint import Bitmask, Constraint
+from .request import Request, Sampling
+from .scheduler.advance import GroupResults
+from .scheduler.request_state import RequestState
+from .scheduler.schedule import ScheduledStep
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+STEP, SUBMIT, CANCEL, MASKS, DEAD_END = "step", "submit", "cancel", "masks", "dead end"
+LAUNCH, RESULT, FAILURE = "launch", "result", "failure"
+"""First words of entries: a call of `Engine.step`; a request, and the arrival of one to cancel, both handled by it; the bitmasks of
+constrained requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens
+of a step; a step that failed."""
+
+Entry = list[Any]
+
+
+class Journal:
+    """Turns what an engine tells it into entries.
+
+    Args:
+        write: takes each entry.
+    """
+
+    def __init__(self, write: Callable[[Entry], None]) -> None:
+        self._write = write
+        self._step_is_new = True
+
+    def received(self, messages: Sequence[RequestState | int]) -> None:
+        """A call of `Engine.step` begins, with these new requests, and arrivals of requests to cancel.
+
+        A call that does nothing is not written.
+        """
+        self._step_is_new = True
+        for message in messages:
+            if isinstance(message, RequestState):
+                self._add(SUBMIT, as_plain(message.request))
+            else:
+                self._add(CANCEL, message)
+
+    def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
+        """A step is about to be launched, with these bitmasks by request id."""
+        if bitmasks:
+            self._add(MASKS, {name: bitmask.tobytes() for name, bitmask in bitmasks.items()})
+        rows = [[[row.request.id, row.start, row.num_tokens] for row in part.rows] for part in step.groups]
+        self._add(LAUNCH, step.bucket.name, rows, [list(part.preempted) for part in step.groups])
+
+    def dead_end(self, request_id: str) -> None:
+        """A request is ended because it cannot go on under its constraint."""
+        self._add(DEAD_END, request_id)
+
+    def finished(self, step: ScheduledStep, results: Sequence[GroupResults]) -> None:
+        """The results of the oldest step in flight are known."""
+        tokens = [[None if row is None else list(row.token_ids) for row in rows] for rows in results]
+        self._add(RESULT, step.bucket.name, tokens)
+
+    def failed(self, step: ScheduledStep, message: str) -> None:
+        """The oldest step in flight failed."""
+        self._add(FAILURE, step.bucket.name, message)
+
+    def _add(self, *entry: Any) -> None:
+        if self._step_is_new:
+            self._step_is_new = False
+            self._write([STEP])
+        self._write(list(entry))
+
+
+class NoJournal(Journal):
+    """Writes nothing, at no cost."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+
+    def received(self, *_: Any) -> None: ...
+    def launched(self, *_: Any) -> None: ...
+    def dead_end(self, *_: Any) -> None: ...
+    def finished(self, *_: Any) -> None: ...
+    def failed(self, *_: Any) -> None: ...
+
+
+class JournalFile:
+    """A journal's file, open for writing. A write that fails ends the record, and not the engine.
+
+    Args:
+        file: is replaced.
+        facts: about the run: whatever `msgpack` can hold.
+    """
+
+    def __init__(self, file: Path, facts: Mapping[str, Any]) -> None:
+        self._packer = msgpack.Packer()
+        self._file: BinaryIO = file.open("wb", buffering=0)
+        try:
+            self._file.write(self._packer.pack(FORMAT) + self._packer.pack(dict(facts)))
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, entry: Entry) -> None:
+        """Writes an entry; it is in the file when this returns."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(self._packer.pack(entry))
+        except OSError as error:
+            log.error("%s cannot be written; the record ends here: %s", self._file.name, error)
+            self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read(file: Path) -> tuple[dict[str, Any], Iterator[Entry]]:
+    """The facts and the entries of a journal; an entry at the end that is not whole is left out.
+
+    Raises:
+        SpecError: the file is no journal of this format.
+    """
+    with file.open("rb") as source:
+        items = msgpack.Unpacker(source)
+        try:
+            number, facts = next(items), next(items)
+        except (StopIteration, ValueError, msgpack.UnpackException):
+            number, facts = None, None
+    if number != FORMAT or not isinstance(facts, dict):
+        raise SpecError(f"{file} begins with {number!r}; legal is a journal of `npucompile serve --record`, which begins with {FORMAT}")
+
+    def entries() -> Iterator[Entry]:
+        with file.open("rb") as source:
+            yield from itertools.islice(msgpack.Unpacker(source), 2, None)
+
+    return facts, entries()
+
+
+def as_plain(request: Request) -> dict[str, Any]:
+    """A request as plain data; of its constraint only whether it has one, since the bitmasks of its steps are in the journal."""
+    plain = {field.name: getattr(request, field.name) for field in fields(request)}
+    changed = {"sampling": asdict(request.sampling), "stop_token_ids": sorted(request.stop_token_ids)}
+    return plain | changed | {"constraint": request.constraint is not None}
+
+
+def as_request(plain: Mapping[str, Any], constraint: Constraint | None = None) -> Request:
+    """The request of `as_plain`, with this constraint if it had one."""
+    changed = {"prompt": tuple(plain["prompt"]), "stop_token_ids": frozenset(plain["stop_token_ids"])}
+    sampling = Sampling(**plain["sampling"])
+    return Request(**{**plain, **changed, "sampling": sampling, "constraint": constraint if plain["constraint"] else None})

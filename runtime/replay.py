@@ -1,0 +1,133 @@
+"""Repeats a recorded run on an engine, and finds the first step in which it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from ..graphs.errors import RequestError
+from .constraint import Bitmask
+from .engine import Engine
+from .journal import CANCEL, DEAD_END, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, Entry, Journal, as_request
+
+COMPARED = (DEAD_END, LAUNCH, RESULT, FAILURE)
+"""Entries that are compared; the others are inputs. A cancel may come after its request's end, and is then no input at all."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a run differs from its record.
+
+    Attributes:
+        step: number of the call of `Engine.step`, from 1, among those that did anything.
+        recorded: the first entry that differs, or None where the record has no more.
+        repeated: what came in its place, or None where nothing did.
+    """
+
+    step: int
+    recorded: Entry | None
+    repeated: Entry | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a repetition.
+
+    Attributes:
+        steps: calls of `Engine.step` that were repeated.
+        tokens: that came out the same.
+        divergence: None where nothing differed.
+    """
+
+    steps: int
+    requests: int
+    tokens: int
+    divergence: Divergence | None = None
+
+
+def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], None] = lambda _: None) -> Replay:
+    """Repeats a run up to its end or the first difference.
+
+    Args:
+        engine: without a thread and without requests, that runs ahead as far as the recorded one.
+        entries: of the record.
+        on_step: called with the number of each step that was repeated.
+    """
+    repeated: list[Entry] = []
+    engine.journal = Journal(repeated.append)
+    steps = tokens = 0
+    # A request's arrival is its place here.
+    ids: list[str] = []
+    masks: dict[str, bytes | None] = {}
+    for recorded in _steps(entries):
+        repeated.clear()
+        masks.clear()
+        for word, *values in recorded:
+            if word == SUBMIT:
+                ids.append(values[0]["id"])
+                try:
+                    engine.submit(as_request(values[0], _Recorded(ids[-1], masks)), lambda _: None)
+                except RequestError as error:
+                    return Replay(steps, len(ids), tokens, Divergence(steps + 1, [SUBMIT, *values], ["refused", str(error)]))
+            elif word == MASKS:
+                masks.update(values[0])
+            elif word == DEAD_END:
+                masks[values[0]] = None
+            elif word == CANCEL:
+                engine.cancel(ids[values[0]])
+        engine.step()
+        divergence = _difference(steps + 1, recorded, repeated)
+        if divergence:
+            return Replay(steps, len(ids), tokens, divergence)
+        steps += 1
+        tokens += sum(len(row or ()) for word, *values in recorded if word == RESULT for rows in values[1] for row in rows)
+        on_step(steps)
+    return Replay(steps, len(ids), tokens)
+
+
+class _Recorded:
+    """A constraint that was: its bitmasks in the step that is being repeated.
+
+    Args:
+        masks: of that step, by request id; None where the request could not go on.
+    """
+
+    def __init__(self, request_id: str, masks: Mapping[str, bytes | None]) -> None:
+        self._request_id, self._masks = request_id, masks
+
+    def fill(self, output: Sequence[int], drafts: Sequence[int], bitmask: Bitmask) -> None:
+        mask = self._masks.get(self._request_id, b"")
+        if mask is None:
+            raise ValueError("it could not in the recorded run")
+        # What the record has no mask of it did not launch; the comparison sees it if this run does.
+        if mask:
+            bitmask[:] = np.frombuffer(mask, bitmask.dtype).reshape(bitmask.shape)
+
+
+def _steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """The entries of each step, without the word that begins it."""
+    step: list[Entry] = []
+    for entry in entries:
+        if entry[0] != STEP:
+            step.append(entry)
+        elif step:
+            yield step
+            step = []
+    if step:
+        yield step
+
+
+def _difference(number: int, recorded: list[Entry], repeated: list[Entry]) -> Divergence | None:
+    expected, found = ([entry for entry in entries if entry[0] in COMPARED] for entries in (recorded, repeated))
+    for before, now in zip_longest(expected, found):
+        if before is None or now is None or _compared(before) != _compared(now):
+            return Divergence(number, before, now)
+    return None
+
+
+def _compared(entry: Entry) -> Entry:
+    # An error's message may name what is different in each process.
+    return entry[:2] if entry[0] == FAILURE else entry

@@ -1,0 +1,134 @@
+"""runtime/replay.py: any run repeats to the letter on an equal device, and a changed one is caught at the step that changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import toy_device as toy
+
+from npucompile.runtime.journal import Entry, Journal
+from npucompile.runtime.replay import Divergence, Replay, replay
+from npucompile.runtime.request import Request, Sampling
+
+
+class Visit(NamedTuple):
+    """A request that comes before a step, and may be cancelled before another."""
+
+    request: Request
+    arrives: int
+    cancelled: int | None
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+    """Requests of any kind on a device that is small enough for preemptions, and may fail."""
+    drafts = draw(st.integers(0, 3))
+    visits = []
+    for i in range(draw(st.integers(1, 6))):
+        prompt = tuple(draw(st.lists(st.integers(0, 12), min_size=1, max_size=9)))
+        sampling = Sampling(temperature=draw(st.sampled_from([0.0, 1.0])), seed=draw(st.integers(0, 2**64 - 1)))
+        request = Request(f"r{i}", prompt, draw(st.integers(1, 14)), sampling)
+        arrives = draw(st.integers(0, 9))
+        visits.append(Visit(request, arrives, draw(st.none() | st.integers(arrives, arrives + 12))))
+    device = {
+        "limits": toy.limits_of(2, 17, 4 * (drafts + 1), 24, drafts),
+        "buckets": toy.buckets_of(drafts),
+        "run_ahead": draw(st.integers(0, 1)),
+        "fail_at": draw(st.just(frozenset()) | st.frozensets(st.integers(1, 20), max_size=1)),
+    }
+    return tuple(visits), device
+
+
+def record(visits: Sequence[Visit], device: dict[str, Any]) -> list[Entry]:
+    served, entries = toy.serving(**device), list[Entry]()
+    served.engine.journal = Journal(entries.append)
+    for now in range(24):
+        for visit in visits:
+            if visit.arrives == now:
+                served.submit(visit.request)
+            if visit.cancelled == now:
+                served.engine.cancel(visit.request.id)
+        served.engine.step()
+    served.drain()
+    return entries
+
+
+def repeat(entries: Sequence[Entry], visits: Sequence[Visit], device: dict[str, Any]) -> Replay:
+    served = toy.serving(**device)
+    for visit in visits:
+        served.device.register(visit.request)
+    return replay(served.engine, entries)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@settings(max_examples=60)
+@given(runs())
+def test_a_run_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+    entries = record(*run)
+    found = repeat(entries, *run)
+    assert found.divergence is None
+    assert found.steps == sum(entry == ["step"] for entry in entries)
+    assert found.requests == len(run[0])
+
+
+def test_a_cancel_is_an_input() -> None:
+    visits = [Visit(Request(f"r{i}", (i, 1), 9, Sampling(1.0, seed=i)), 0, 3 if i == 1 else None) for i in range(3)]
+    entries = record(visits, DEVICE)
+    assert ["cancel", 1] in entries
+    assert repeat(entries, visits, DEVICE).divergence is None
+    assert repeat([entry for entry in entries if entry[0] != "cancel"], visits, DEVICE).divergence is not None
+
+
+VISITS = tuple(Visit(Request(f"r{i}", (i, 1, 2), 6, Sampling(1.0, seed=i)), i, None) for i in range(3))
+DEVICE = {"run_ahead": 1}
+
+
+def step_of(entries: Sequence[Entry], place: int) -> int:
+    return sum(entry == ["step"] for entry in entries[: place + 1])
+
+
+@pytest.mark.parametrize("word", ["launch", "result"])
+def test_the_first_step_that_differs_is_named(word: str) -> None:
+    entries = record(VISITS, DEVICE)
+    places = [i for i, entry in enumerate(entries) if entry[0] == word]
+    for place in (places[0], places[len(places) // 2], places[-1]):
+        changed = [*entries[:place], [word, "another bucket", *entries[place][2:]], *entries[place + 1 :]]
+        found = repeat(changed, VISITS, DEVICE)
+        assert found.divergence == Divergence(step_of(entries, place), changed[place], entries[place])
+        assert found.steps == found.divergence.step - 1
+
+
+def test_another_token_is_another_run() -> None:
+    entries = record(VISITS, DEVICE)
+    place = next(i for i, entry in enumerate(entries) if entry[0] == "result" and entry[2][0][0])
+    kind, bucket, ((first, *rest),) = entries[place]
+    changed = [*entries[:place], [kind, bucket, [[[first[0] + 1, *first[1:]], *rest]]], *entries[place + 1 :]]
+    assert repeat(changed, VISITS, DEVICE).divergence == Divergence(step_of(entries, place), changed[place], entries[place])
+
+
+def test_a_request_that_is_refused_now_is_a_difference() -> None:
+    entries = record(VISITS, DEVICE)
+    small = {**DEVICE, "limits": toy.limits_of(2, 5, 4, 2, 0), "buckets": toy.buckets_of(0)}
+    found = repeat(entries, VISITS, small)
+    assert found.divergence is not None
+    assert found.divergence.step == 1
+    assert found.divergence.repeated is not None
+    assert found.divergence.repeated[0] == "refused"
+
+
+def test_a_record_that_ends_early_is_repeated_as_far_as_it_goes() -> None:
+    entries = record(VISITS, DEVICE)
+    steps = [i for i, entry in enumerate(entries) if entry == ["step"]]
+    found = repeat(entries[: steps[4]], VISITS, DEVICE)
+    assert (found.steps, found.divergence) == (4, None)
