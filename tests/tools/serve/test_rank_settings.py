@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,12 +16,14 @@ def test_the_command_line_of_a_rank_carries_every_setting(monkeypatch):
     received = {}
     monkeypatch.setattr(rank.Artifact, "open", lambda path, check: received.update(path=path))
     monkeypatch.setattr(rank, "run_rank", lambda artifact, config, settings: received.update(config=config, settings=settings))
+    monkeypatch.setattr(rank.sys, "stdin", io.StringIO("token\n"))
     rank.main(["there", "--rank=2", "--world-size=4", "--port=9", *settings.as_arguments(3)], standalone_mode=False)
     # What a rank does before it loads is a function of its own, which the option asks for.
     assert received["settings"].before_loading is not None
     assert replace(received["settings"], before_loading=print) == settings
     config = received["config"]
     assert (received["path"], config.rank, config.local_rank, config.world_size, config.port) == (Path("there"), 2, 2, 4, 9)
+    assert config.token == "token"
 
 
 def test_what_is_not_set_is_not_an_option():
