@@ -88,7 +88,9 @@ def threads():
 
 def checkpoints(case: Case, home: Path) -> tuple[Path, dict[str, str]]:
     """A quantised checkpoint, and the options that name its draft model."""
-    floats = tiny.write_checkpoint(home / "float", seed=11, agreeing=0 if case.head else case.agreeing, **case.values)
+    floats = tiny.write_checkpoint(home / "float", seed=12 if case.head else 11, agreeing=0 if case.head else case.agreeing, **case.values)
+    if case.head:
+        eagle.soften(floats)
     quantize(registry.find(floats), home / "quantised", Settings(case.scheme), tiny.QUIET)
     described = (home / "quantised" / DESCRIPTION).read_text()
     assert {"w8a8": ': "W8A8_DYNAMIC"', "w4a8": ': "W4A8_DYNAMIC"'}[case.scheme] in described

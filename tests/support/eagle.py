@@ -67,6 +67,13 @@ def tensors(values: dict[str, Any], taps: int, target_width: int, parts: Sequenc
     return head
 
 
+def soften(target: Path, weight: float = 0.05) -> None:
+    """Makes the layers of a checkpoint add little to the stream: a head that reads it before the last one is then right now and then."""
+    weights = load_file(target / "model.safetensors")
+    small = {name: t * weight for name, t in weights.items() if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))}
+    save_file(weights | small, target / "model.safetensors")
+
+
 def write_agreeing(directory: Path, target: Path, random: oracle.Oracle, **changes: Any) -> Path:
     """The checkpoint of a head that drafts what the last layer of the model of a checkpoint `target` would say; of three taps it reads
     the last one."""

@@ -115,7 +115,8 @@ def select(model: Model, checkpoint: Checkpoint, formats: Formats) -> list[Matri
     matrices: list[Matrix] = []
     for path, param in [(path, part) for path, whole in params for part in apart(whole, formats)]:
         form = formats.of(param.source.names)
-        if form == FLOAT:
+        # A bias stays what it is beside a matrix of any format, whose pattern its name may fit.
+        if form == FLOAT or all(name.endswith(".bias") for name in param.source.names):
             continue
         if param.role not in ROLES:
             raise SpecError(f"{param.source.names[0]}: the format is {form}; it is no matrix of a product, legal is {FLOAT}")
