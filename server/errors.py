@@ -79,6 +79,11 @@ def error_reply(error: Exception) -> ErrorReply:
     return ErrorReply(STATUS_BY_CODE.get(error.code, 400), message, error.code, param, stream_id)
 
 
+def failure_of(message: str | None) -> str:
+    """What is said of a completion that failed, for the reason that the engine gave if it gave one."""
+    return message or "the engine gave no reason"
+
+
 def _cut(text: str | None, chars: int) -> str | None:
     if text is None or len(text) <= chars:
         return text

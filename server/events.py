@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import error_reply
+from .errors import error_reply, failure_of
 from .output_items import EventBody, OutputItem
 from .usage import Usage, usage_object
 
@@ -161,7 +161,7 @@ def completion_id(base: str, index: int) -> str:
 
 
 def _failure(ends: Sequence[CompletionEnd]) -> str:
-    messages = {index: end.message or "the engine gave no reason" for index, end in enumerate(ends) if end.reason == "error"}
+    messages = {index: failure_of(end.message) for index, end in enumerate(ends) if end.reason == "error"}
     if len(ends) == 1:
         return messages[0]
     return "; ".join(f"output {index} of {len(ends)}: {message}" for index, message in messages.items())

@@ -146,7 +146,8 @@ def _format(body: SamplingFields) -> OutputFormat | None:
 def check_min_tokens(options: GenerationOptions, least: int, field: str) -> None:
     """Raises RequestError where an output could end before it has this many tokens.
 
-    The end of the sequence would have to be masked for that, which graphs cannot yet; what nothing ends needs no mask.
+    Whatever ends the output would have to be masked until then. Graphs can (runtime/constraint.py), but no constraint counts tokens yet;
+    what nothing ends needs no mask.
     """
     if least == 0:
         return
@@ -155,7 +156,7 @@ def check_min_tokens(options: GenerationOptions, least: int, field: str) -> None
         raise RequestError(message, param=field)
     if not options.ignore_eos or options.stop or options.stop_token_ids:
         legal = "0, or ignore_eos: true without stop and stop_token_ids"
-        message = f"{field} is {least}, and what ends the output cannot be masked yet; legal is {legal}"
+        message = f"{field} is {least}, and what ends the output is not masked until then; legal is {legal}"
         raise RequestError(message, param=field, code="unsupported_value")
 
 

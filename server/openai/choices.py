@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import Output
 from ..output_stream import TextDelta
-from .errors import EngineFailure, server_error
-from .sse import DONE, frame
+from .errors import EngineFailure
+from .sse import DONE, failure_frames, frame
 from .usage import usage_object
 
 FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
@@ -100,7 +101,7 @@ class ChunkFrames:
         for index, delta, end in pieces(outputs):
             if end is not None and end.reason == "error":
                 self.failed = True
-                return [*frames, frame({"error": server_error(end.message or "the engine gave no reason")}), DONE]
+                return [*frames, *failure_frames(end.message)]
             if end is not None:
                 self._ends[index] = end
             choice = self.choices[index].chunk(delta, end)
@@ -131,6 +132,6 @@ def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Seq
         if end is not None:
             ends[index] = end
             if end.reason == "error":
-                raise EngineFailure(end.message or "the engine gave no reason")
+                raise EngineFailure(failure_of(end.message))
     usage = usage_object([ends[index].usage for index in range(len(choices))], n)
     return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from ...graphs.errors import RequestError
 from ...runtime.request import Request as EngineRequest
 from ...runtime.request import Sampling
+from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import GenerationOptions, Output
 from ..output_stream import TextDelta
@@ -23,9 +24,9 @@ from ..tokenizer import TextTokenizer
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, check_min_tokens, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
 from .choices import pieces
-from .errors import EngineFailure, server_error
+from .errors import EngineFailure
 from .request_models import GRAPH_INPUT, MAX_STOP_TOKENS, Prompt, StopString, TokenId, prompts
-from .sse import DONE, EventStream, frame, whole
+from .sse import DONE, EventStream, failure_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
 """SGLang's."""
@@ -114,7 +115,7 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
     for index, delta, end in pieces(await whole(live, request.receive)):
         answers[index].add(delta, end)
         if end is not None and end.reason == "error":
-            raise EngineFailure(end.message or "the engine gave no reason")
+            raise EngineFailure(failure_of(end.message))
     found = [answer.as_object() for answer in answers]
     return JSONResponse(found if several else found[0])
 
@@ -238,7 +239,7 @@ class AnswerFrames:
         for index, delta, end in pieces(outputs):
             if end is not None and end.reason == "error":
                 self.failed = True
-                return [*frames, frame({"error": server_error(end.message or "the engine gave no reason")}), DONE]
+                return [*frames, *failure_frames(end.message)]
             self.answers[index].add(delta, end)
             body = self.answers[index].as_object()
             frames.append(frame(body | {"index": index} if self.several else body))

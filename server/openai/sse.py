@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..errors import failure_of
+from .errors import server_error
 from .live import Live, Out
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,11 @@ class Frames(Protocol[In]):
 
 class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
+
+
+def failure_frames(message: str | None) -> list[bytes]:
+    """The last frames of a stream whose completion failed."""
+    return [frame({"error": server_error(failure_of(message))}), DONE]
 
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:

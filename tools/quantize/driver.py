@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +249,8 @@ def _write(
 def _write_matrix(
     writer: ShardWriter, matrix: Matrix, dtype: torch.dtype, group: int, activations: Activations | None, sums: ErrorSums
 ) -> None:
-    floats = matrix.read()
-    tensors, change, norm = rounded(floats, matrix.form, row=matrix.row, group=group, activations=activations, dtype=dtype)
+    rounding = partial(quantised, form=matrix.form, row=matrix.row, group=group, activations=activations, dtype=dtype)
+    tensors, change, norm = rounded(matrix.read(), rounding)
     for kind, tensor in tensors.items():
         writer.write(f"{matrix.stem}.{kind}", tensor)
     sums.add(matrix.group_name, matrix.form, change, norm, matrix.nbytes, sum(tensor.nbytes for tensor in tensors.values()))

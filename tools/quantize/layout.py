@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -95,25 +96,21 @@ class Rounded(NamedTuple):
     norm: float
 
 
-def rounded(
-    values: torch.Tensor,
-    form: str,
-    *,
-    row: bool = False,
-    group: int = 0,
-    activations: Activations | None = None,
-    dtype: torch.dtype | None = None,
-) -> Rounded:
-    """As `quantised`, block by block."""
+def rounded(values: torch.Tensor, rounding: Callable[[torch.Tensor], Quantised]) -> Rounded:
+    """Rounds a matrix [N, K] of floats block by block.
+
+    Args:
+        rounding: `quantised` with its options; a row's scales depend on that row alone.
+    """
     parts: list[dict[str, torch.Tensor]] = []
     change = norm = 0.0
     # Two rows share a byte in int4.
     for block in values.split(max(2, BLOCK_ELEMENTS // values.shape[1] // 2 * 2)):
-        tensors, floats = quantised(block, form, row=row, group=group, activations=activations, dtype=dtype)
-        parts.append(tensors)
+        each = rounding(block)
+        parts.append(each.tensors)
         wide = block.float()
         norm += float(wide.square().sum())
-        change += float((floats - wide).square().sum())
+        change += float((each.floats - wide).square().sum())
     names = parts[0]
     joined = {name: parts[0][name] if name in _OF_ALL_ROWS else torch.cat([part[name] for part in parts]) for name in names}
     return Rounded(joined, change, norm)

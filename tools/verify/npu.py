@@ -52,7 +52,8 @@ QUANTISED = AllowedDifferences(typical=1e-2, worst=0.25, state=0.1, drafts=0.02)
 """For float32 graphs with int8 activations. A sum in another order moves about one value in a thousand across a rounding step, which is
 1/127 of the largest value of its row. Over twelve seeds the median of the differences of logits was below 2e-3, the largest 2e-2, and that
 of pools 1e-2. A rounding step may also change the choice of an expert, and with it a token by the weight of that expert: `worst` allows
-single logits a quarter. A wrong scale, expert or assist changes every row by more than `typical`."""
+single logits a quarter. A wrong scale, expert or assist changes every row by more than `typical`. Of the drafts of a small DeepSeek-R1 over
+32 ranks, 6 of 456 differed."""
 
 
 def is_for_device(artifact: Artifact) -> bool:

@@ -194,7 +194,7 @@ def test_without_a_template_the_error_says_how_to_give_one():
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object' and 'json_schema'"),
         ({"response_format": {"type": "json_object"}, "extra_body": DIGITS}, "structured_outputs", "one of"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "no such setting"),
-        ({"max_tokens": 9, "extra_body": {"min_tokens": 3}}, "min_tokens", "cannot be masked yet"),
+        ({"max_tokens": 9, "extra_body": {"min_tokens": 3}}, "min_tokens", "is not masked until then"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "'messages'"),
         ({"extra_body": {"temprature": 3}}, "temprature", "has no field 'temprature'; it has model, n, temperature"),
         ({"temperature": "hot"}, "temperature", "'hot'; legal is a valid number"),

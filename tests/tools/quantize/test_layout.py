@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,7 +64,7 @@ def test_blocks_of_rows_are_rounded_as_the_whole(monkeypatch, form, group):
     values = matrix(torch.bfloat16)
     whole, floats = quantised(values, form, row=True, group=group, activations=ACTIVATIONS)
     monkeypatch.setattr(layout, "BLOCK_ELEMENTS", 3 * K)
-    tensors, change, norm = layout.rounded(values, form, row=True, group=group, activations=ACTIVATIONS)
+    tensors, change, norm = layout.rounded(values, partial(layout.quantised, form=form, row=True, group=group, activations=ACTIVATIONS))
     assert list(tensors) == list(whole)
     assert all(torch.equal(tensors[name], whole[name]) for name in whole)
     assert norm == pytest.approx(float(values.float().square().sum()))
