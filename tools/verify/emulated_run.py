@@ -33,12 +33,16 @@ SETTLED = 2e-5
 about once in 1e4 tokens."""
 
 
+MEDIAN_OF = 4
+"""Results of which a median says something. A group that prefills one prompt has one result; it counts with those of the other groups."""
+
+
 @dataclass(frozen=True)
 class AllowedDifferences:
     """Largest legal differences from the trace, each over the larger of 1 and the largest value compared.
 
     Attributes:
-        typical: of the median of a rank's logits, and of the median row of a pool.
+        typical: of the median of a rank's logits, or of all groups' where the rank has few results, and of the median row of a pool.
         worst: of any logit.
         state: of a pool's live values: root mean square of the difference over that of the values.
         drafts: share of the drafts that had to be equal which may differ: a draft head chooses experts and keys of its own, and its
@@ -195,9 +199,9 @@ class Ranks:
 def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDifferences, what: str) -> dict[str, float]:
     """Compares the outputs of all ranks with those of one device.
 
-    The median difference of a rank's logits and of each pool's live rows must be within `typical`, every logit within `worst`, and each
-    pool within `state`. A greedy token, and a draft, must equal the trace's where its logit leads by more than the difference of the
-    logits can explain. Counts and request slots must follow from the tokens and drafts of the rank itself.
+    The median difference of a rank's logits (see `MEDIAN_OF`) and of each pool's live rows must be within `typical`, every logit within
+    `worst`, and each pool within `state`. A greedy token, and a draft, must equal the trace's where its logit leads by more than the
+    difference of the logits can explain. Counts and request slots must follow from the tokens and drafts of the rank itself.
 
     Returns:
         rows, logits_error, typical_error, state_error; the number of tokens and drafts that had to be equal; and token_mismatches and
@@ -209,22 +213,31 @@ def check_against_trace(ranks: Ranks, actual: RankOutputs, allowed: AllowedDiffe
     typical = worst = state_error = 0.0
     rows, counts = 0, dict.fromkeys(("tokens", "token_mismatches", "drafts", "draft_mismatches"), 0)
     wrong_drafts: list[str] = []
+    errors_of: dict[int, torch.Tensor] = {}
     for rank in range(ranks.small.mesh.size):
         where, errors = f"{what}, {_rank_name(rank, ranks.small.mesh)}", []
         for number, outputs in actual.steps.items():
             error = _check_step(ranks, number, rank, outputs[rank], allowed, counts, wrong_drafts, where)
             errors += [] if error is None else [error]
         if errors:
-            all_errors = torch.cat(errors)
-            median = float(all_errors.median())
-            rows += len(all_errors)
-            worst, typical = max(worst, float(all_errors.max())), max(typical, median)
-            _refuse(median, allowed.typical, f"{where}: half of all logits")
+            errors_of[rank] = torch.cat(errors)
+            rows += len(errors_of[rank])
+            worst = max(worst, float(errors_of[rank].max()))
             state_error = max(state_error, _check_state(ranks, actual, rank, allowed, where))
+    for rank, own in errors_of.items():
+        median = float((own if len(own) >= MEDIAN_OF else torch.cat(_of_all_groups(errors_of, rank, ranks.small.mesh))).median())
+        typical = max(typical, median)
+        _refuse(median, allowed.typical, f"{what}, {_rank_name(rank, ranks.small.mesh)}: half of all logits")
     if len(wrong_drafts) > allowed.drafts * (counts["drafts"] + len(wrong_drafts)):
         raise VerifyError(wrong_drafts[0])
     measured = {"rows": rows, "logits_error": worst, "typical_error": typical, "state_error": state_error, **counts}
     return {name: float(value) for name, value in measured.items()}
+
+
+def _of_all_groups(errors_of: Mapping[int, torch.Tensor], rank: int, mesh: Mesh) -> list[torch.Tensor]:
+    """The errors of the ranks that stand where this one does in their dp groups."""
+    place = {**mesh.coordinates(rank), "dp": 0}
+    return [errors for other, errors in errors_of.items() if {**mesh.coordinates(other), "dp": 0} == place]
 
 
 def _check_step(

@@ -99,6 +99,13 @@ def mm(x: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     return npu_linear(x, mat2.t())
 
 
+def bmm(x: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
+    """x [B, T, K] by mat2 [B, K, N] -> [B, T, N], summed in float32: torch sums 16-bit types in an order that depends on strides."""
+    require("bmm", "mat2", mat2, (require("bmm", "self", x, FLOATS, (3,)).dtype,), (3,))
+    require_shape("bmm", "mat2", mat2, (x.shape[0], x.shape[2], mat2.shape[2]))
+    return (x.float() @ mat2.float()).to(x.dtype)
+
+
 def npu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] by weight [N, K] -> [T, N], summed in float32."""
     require("npu_linear", "weight", weight, (require("npu_linear", "input", x, FLOATS, (2,)).dtype,), (2,))

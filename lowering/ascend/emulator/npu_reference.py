@@ -56,7 +56,7 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
         in_place.npu_recurrent_gated_delta_rule,
         in_place.npu_fused_infer_attention_score,
     ),
-    **_named("aten", dense.mm),
+    **_named("aten", dense.mm, dense.bmm),
     **_named("air", attention.npu_fused_infer_attention_score),
     **_named("_C_ascend", state.npu_recurrent_gated_delta_rule),
     **_named(

@@ -305,3 +305,19 @@ def test_the_smallest_difference_between_two_graphs_is_refused(ranks, outputs):
     tokens[expected.rows[0], 0] += 1
     with pytest.raises(VerifyError, match=rf"same, rank 0 .*, step {number} .*: tokens of rows"):
         check_identical(ranks, outputs, changed(part, number, 0, tokens=tokens), "same")
+
+
+def test_a_group_with_one_result_is_judged_with_the_others():
+    ranks = images.image(MESH, ("prefill",)).ranks
+    outputs = ranks.run(images.eager(MESH, ("prefill",)))
+    (number,) = (i for i, step in enumerate(ranks.trace.steps) if step.expected[1])
+    expected = ranks.trace.steps[number].expected[1]
+
+    def off_by(share):
+        logits = outputs.steps[number][2]["logits"].clone()
+        logits[expected.rows[0], 0] += share * float(expected.logits.abs().max())
+        return changed(outputs, number, 2, logits=logits)
+
+    assert check_against_trace(ranks, off_by(5e-5), STRICT, "eager")["logits_error"] > STRICT.typical
+    with pytest.raises(VerifyError, match=r"rank 2 \(dp 1, tp 0\), step \d+ .*: logits differ"):
+        check_against_trace(ranks, off_by(1.0), STRICT, "eager")

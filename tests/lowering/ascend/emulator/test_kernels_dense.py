@@ -97,6 +97,17 @@ def test_rotary_mul_refuses_what_the_kernel_reads_otherwise() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_batched_product_does_not_depend_on_strides(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator).to(dtype) for shape in ((192, 2, 32), (2, 32, 16)))
+    strided = dense.bmm(x.transpose(0, 1), w)
+    assert torch.equal(strided, dense.bmm(x.transpose(0, 1).contiguous(), w.mT.contiguous().mT))
+    near(strided, torch.einsum("tbk,bkn->btn", x.double(), w.double()))
+    with pytest.raises(LoweringError, match="mat2"):
+        dense.bmm(x.transpose(0, 1), w.mT)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_linear_takes_rows_of_outputs(dtype: torch.dtype) -> None:
     x, w, bias = torch.randn(3, 16).to(dtype), torch.randn(5, 16).to(dtype), torch.randn(5).to(dtype)
     near(dense.npu_linear(x, w, bias), torch.einsum("tk,nk->tn", x.double(), w.double()) + bias.double())

@@ -80,6 +80,7 @@ CASES: list[tuple[str, Callable[[], Arguments]]] = [
     ("npu.npu_rotary_mul.default", lambda: ((t(1, 4, 3, 8), t(1, 4, 1, 8), t(1, 4, 1, 8)), {})),
     ("npu.npu_linear.default", lambda: ((t(4, 16), t(5, 16)), {})),
     ("aten.mm.default", lambda: ((t(4, 16), t(16, 5)), {})),
+    ("aten.bmm.default", lambda: ((t(2, 4, 16), t(2, 16, 5)), {})),
     ("npu.npu_dynamic_quant.default", lambda: ((t(2, 4, 16),), {})),
     ("npu.npu_quantize.default", lambda: ((t(4, 16), t(1), t(1), torch.int8, -1, False), {})),
     (
