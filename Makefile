@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := .venv-clients
 ARGS ?=
 
 # torch compiles with g++ unless CXX says otherwise.
@@ -13,13 +14,14 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint types install prerequisites clean
+.PHONY: help serve test check lint types install clients prerequisites clean
 
 help:
 	@echo "make serve     install, build the bundled model, serve it on 127.0.0.1:8000 (more options: make serve ARGS='--port 9000')"
 	@echo "make test      install, then everything that CI runs: ruff, mypy, pytest"
 	@echo "make check     ruff and mypy alone"
 	@echo "make install   make $(VENV) and install into it; done again only when pyproject.toml changes"
+	@echo "make clients   make $(CLIENTS) with clients that nobody here wrote, which tests/clients runs; make test does it too"
 	@echo "make clean     remove $(VENV) and everything built"
 
 serve: install
@@ -28,6 +30,7 @@ serve: install
 # Every check runs, so that one failure does not hide the next. One thread a worker: the workers, and the C++ compilers
 # that they start, already fill the cores.
 test: install
+	@$(MAKE) --no-print-directory clients || echo "clients cannot be installed here: tests/clients is skipped" >&2
 	@status=0; $(MAKE) --no-print-directory --keep-going check || status=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS) || status=1; exit $$status
 
@@ -49,6 +52,13 @@ $(INSTALLED): pyproject.toml | prerequisites
 	$(BIN)/python -m pip install --no-compile -e '.[test]'
 	@touch $@
 
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/install.py $(INSTALLED)
+	rm -rf $(CLIENTS)
+	$(BIN)/python tests/clients/install.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(CLIENTS)
+	@touch $@
+
 prerequisites:
 	@command -v $(PYTHON) >/dev/null || { echo "npucompile needs Python 3.11 or newer, and there is no $(PYTHON); \
 	install it, or name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -60,4 +70,4 @@ prerequisites:
 	is no $(CXX); on Debian and Ubuntu: apt-get install g++, or name one: make CXX=/path/to/clang++" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) build dist artifacts *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist artifacts *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
