@@ -52,6 +52,8 @@ class Request:
         speculative_tokens: most drafts to verify in a step; 0 is off, None is as many as the graphs draft. It changes the speed and
             never the tokens.
         constraint: what the output may be; None leaves it free. A request with one waits for the tokens of its last step before the next.
+        priority: lower is served first.
+        tenant: whose request it is; tenants take turns (`scheduler/turns.py`).
     """
 
     id: str
@@ -62,6 +64,8 @@ class Request:
     logprobs: int | None = None
     speculative_tokens: int | None = None
     constraint: Constraint | None = field(default=None, compare=False)
+    priority: int = 0
+    tenant: str = ""
 
 
 class ExecutionRecord(NamedTuple):

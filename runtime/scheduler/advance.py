@@ -7,6 +7,7 @@ launched and requests of the step may end; results for an ended request are drop
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from ..request import Event, TokenEvent
 from ..step_outputs import SampledTokens
 from .request_state import RequestState
 from .schedule import GroupState, GroupStep, ScheduledStep, SchedulerState
+from .turns import OUTPUT_WEIGHT, Key, Turns, admitted, key_of, rank
 
 GroupResults = Sequence[SampledTokens | None]
 """Results of the rows of one dp group; None for a request that has ended (`step_outputs.read_outputs`)."""
@@ -29,7 +31,19 @@ def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
         chosen = loads.index(min(loads))
         loads[chosen] = (loads[chosen][0] + 1, loads[chosen][1])
         new[chosen].append(request)
-    return replace(state, groups=tuple(replace(g, waiting=(*g.waiting, *added)) for g, added in zip(state.groups, new, strict=True)))
+    return replace(state, groups=tuple(_joined(group, added) for group, added in zip(state.groups, new, strict=True)))
+
+
+def _joined(group: GroupState, new: Sequence[RequestState]) -> GroupState:
+    if not new:
+        return group
+    turns = group.turns if group.num_requests else None
+    if turns is None:
+        # All that are here are of one priority and tenant, so that any of them stands for all.
+        present = next(itertools.chain(group.running, group.waiting, new))
+        if any(key_of(request) != key_of(present) for request in new):
+            turns = Turns()
+    return GroupState((*group.waiting, *new), group.running, turns)
 
 
 def cancel(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -42,7 +56,7 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
     groups: list[GroupState] = []
     num_scheduled = state.num_scheduled
     for group, part in zip(state.groups, step.groups, strict=True):
-        groups.append(_launch_group(group, part, num_scheduled, now_ms))
+        groups.append(_launch_group(group, part, num_scheduled, now_ms) if part != GroupStep() else group)
         num_scheduled += len(part.rows)
     return replace(
         state,
@@ -68,6 +82,7 @@ def commit(
     for group, part, rows in zip(state.groups, step.groups, results, strict=True):
         by_arrival = {row.state.arrival: tokens for row, tokens in zip(part.rows, rows, strict=True)}
         running: list[RequestState] = []
+        served: dict[Key, int] = {}
         for request in group.running:
             tokens = by_arrival.get(request.arrival)
             if tokens is None:
@@ -77,7 +92,9 @@ def commit(
             unfinished, row_events = _commit_row(request, tokens, step.bucket, padding, state.policy.limits.max_model_len, now_ms)
             running += [unfinished] if unfinished else []
             events += row_events
-        groups.append(replace(group, running=tuple(running)))
+            if group.turns is not None:
+                served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
+        groups.append(GroupState(group.waiting, tuple(running), group.turns.charged(served) if group.turns is not None else None))
     return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1), tuple(events)
 
 
@@ -98,14 +115,22 @@ def fail_all(state: SchedulerState, message: str, now_ms: float) -> tuple[Schedu
 
 
 def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms: float) -> GroupState:
-    waiting, running = group.waiting, group.running
+    waiting, running, turns = group.waiting, group.running, group.turns
     if part.preempted:
         remaining = len(running) - len(part.preempted)
         waiting = (*(request.preempted() for request in running[remaining:]), *waiting)
         running = running[:remaining]
-    count = len(part.admitted)
-    waiting, running = waiting[count:], (*running, *waiting[:count])
+        if turns is not None:
+            waiting = tuple(sorted(waiting, key=lambda request: request.arrival))
     by_arrival = {row.state.arrival: (row, num_scheduled + i) for i, row in enumerate(part.rows)}
+    count = len(part.admitted)
+    if turns is None:
+        waiting, running = waiting[count:], (*running, *waiting[:count])
+    elif count:
+        new = [row.state for row in part.rows[-count:]]
+        turns = admitted(turns, waiting, new)
+        waiting = tuple(request for request in waiting if request.arrival not in by_arrival)
+        running = tuple(sorted((*running, *new), key=rank))
 
     def launched(request: RequestState) -> RequestState:
         row, order = by_arrival.get(request.arrival, (None, 0))
@@ -115,7 +140,7 @@ def _launch_group(group: GroupState, part: GroupStep, num_scheduled: int, now_ms
             return request.decode_launched(row.num_pages, order)
         return request.prefill_launched(row.num_tokens, row.num_pages, order, now_ms)
 
-    return GroupState(waiting, tuple(map(launched, running)))
+    return GroupState(waiting, tuple(map(launched, running)), turns)
 
 
 def _commit_row(
@@ -149,4 +174,4 @@ def _drop(
         return tuple(request for request in requests if request.arrival not in arrivals)
 
     events = tuple(request.finish_event(reason, now_ms, message) for request in live(state) if request.arrival in arrivals)
-    return replace(state, groups=tuple(GroupState(remaining(g.waiting), remaining(g.running)) for g in state.groups)), events
+    return replace(state, groups=tuple(GroupState(remaining(g.waiting), remaining(g.running), g.turns) for g in state.groups)), events

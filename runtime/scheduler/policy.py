@@ -17,6 +17,7 @@ class Policy:
     Attributes:
         limits: of one dp group.
         prefill_burst: most prefill steps between two decode steps while any request decodes.
+        ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
     Raises:
         SpecError: when a request of max_model_len could never be served, a kind of bucket is missing, or a decode bucket or the
@@ -26,11 +27,14 @@ class Policy:
     limits: Limits
     buckets: tuple[Bucket, ...]
     prefill_burst: int = 1
+    ageing: int = 16
 
     def __post_init__(self) -> None:
         limits = self.limits
         if self.prefill_burst < 1:
             raise SpecError(f"prefill_burst is {self.prefill_burst}; legal is at least 1")
+        if self.ageing < 1:
+            raise SpecError(f"ageing is {self.ageing}; legal is at least 1")
         if limits.num_pages - 1 < limits.pages_per_request:
             raise SpecError(
                 f"{limits.num_pages} pages leave {limits.num_pages - 1} beside the null page; one request of max_model_len "

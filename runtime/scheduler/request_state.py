@@ -7,6 +7,9 @@ from typing import NamedTuple
 from ..request import ExecutionRecord, FinishEvent, Request
 from .token_log import TokenLog
 
+AGED = -(2**31)
+"""A level that is more urgent than every priority."""
+
 
 class RequestState(NamedTuple):
     """A request that is waiting or running. Times are in ms of the engine's clock.
@@ -27,6 +30,7 @@ class RequestState(NamedTuple):
         last_scheduled: rank of its latest row among all rows ever scheduled.
         started_ms: when its first step was launched.
         drafts: what the device drafted after the last token; known where a constraint has to allow them.
+        aged: it has waited so long that it goes before all others (`turns.py`).
     """
 
     request: Request
@@ -41,6 +45,12 @@ class RequestState(NamedTuple):
     last_scheduled: int = 0
     started_ms: float | None = None
     drafts: tuple[int, ...] = ()
+    aged: bool = False
+
+    @property
+    def level(self) -> int:
+        """Its priority, or where it is aged one before all others."""
+        return AGED if self.aged else self.request.priority
 
     @property
     def id(self) -> str:

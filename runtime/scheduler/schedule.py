@@ -4,19 +4,22 @@ Everything here is a pure function over frozen records: the same state gives the
 `kv_cache_manager.py` knows which ones a request owns, and `advance.py` computes the next state.
 
 Policy:
-    Order of arrival is the only priority. Running requests are always older than waiting ones.
-    A prefill step computes chunks of several prompts of each group, a row each: those in progress, then waiting ones that can be
-    admitted, both in order of arrival, as many as the bucket has rows. `buckets.choose_prefill` says which bucket that is: the oldest
-    prompt is never slowed down, and others share its step where that costs no more than one step after the other.
+    Requests are admitted by priority, then in turns over tenants, then by arrival (`turns.py`); of one that waits for a resource, those
+    behind it wait too. Where all are of one priority and tenant that is order of arrival, and running requests are older than waiting
+    ones.
+    A prefill step computes chunks of several prompts of each group, a row each: those in progress, most urgent first, then waiting ones
+    that can be admitted, as many as the bucket has rows. `buckets.choose_prefill` says which bucket that is: the first prompt is never
+    slowed down, and others share its step where that costs no more than one step after the other.
     While any request decodes, at most `prefill_burst` prefill steps run between two decode steps, which bounds the gap between two
     tokens of a stream.
     When more requests decode than the largest bucket holds, the least recently scheduled go first.
     A request is admitted when a request's state slots are free, and pages for all its tokens and one step's candidates, plus one
     step's candidates for every running request. Without that reserve, a preempted request would be prefilled only to be preempted
     again.
-    A decode step that lacks pages preempts the youngest running request until it has them, whether that decodes or is being
-    prefilled. A preempted request returns to the front of the queue and later prefills its prompt and the tokens it had generated.
-    A group whose only requests to decode are younger than a prompt in progress, and lack pages, decodes nothing: the older goes first.
+    A decode step that lacks pages preempts the least urgent running request, among equals the youngest, until it has them, whether that
+    decodes or is being prefilled. A preempted request returns to the front of those of its priority, and later prefills its prompt and
+    the tokens it had generated.
+    A group whose only requests to decode are less urgent than a prompt in progress, and lack pages, decodes nothing: that goes first.
 
 A constrained request (`runtime/constraint.py`) decodes only from tokens that are known, so it sits out the step that is launched while
 its last one is in flight; a step has no more of them than bitmasks, and the others wait for the next.
@@ -31,9 +34,9 @@ All dp groups run every step together, in one bucket. Each follows this policy o
 exceptions: if any group can prefill, the step is a prefill step for all, and `prefill_burst` counts the steps of all; and the bucket of
 a prefill step is chosen for the prompts of all groups together.
 
-There is no deadlock: with nothing in flight, any live request leads to a step. The oldest running request of a group is never
-preempted while another one runs, and alone it fits (see `Policy`). There is no starvation: every prefill step has a row for the oldest
-prompt of each group that it can begin or go on with, and rows are always the first of those in order of arrival.
+There is no deadlock: with nothing in flight, any live request leads to a step. The most urgent running request of a group is never
+preempted while another one runs, and alone it fits (see `Policy`). There is no starvation: every prefill step has a row for the first
+prompt of each group that it can begin or go on with, and who has waited long enough goes before everybody (`turns.py`).
 """
 
 from __future__ import annotations
@@ -48,14 +51,22 @@ from ..buckets import choose, choose_prefill
 from ..request import Request
 from .policy import Policy
 from .request_state import RequestState
+from .turns import Turns, in_turn
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """The live requests of one dp group, oldest first in both lists."""
+    """The live requests of one dp group.
+
+    Attributes:
+        waiting: oldest first.
+        running: most urgent first (`turns.rank`), which is oldest first among equals.
+        turns: None while all requests are of one priority and tenant, and order of arrival decides.
+    """
 
     waiting: tuple[RequestState, ...] = ()
     running: tuple[RequestState, ...] = ()
+    turns: Turns | None = None
 
     @property
     def num_requests(self) -> int:
@@ -232,11 +243,11 @@ def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt]) -> GroupStep:
 
 
 def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
-    """The oldest prompts that a step can compute: those in progress, then those that can be admitted together with all before them."""
+    """The first prompts that a step can compute: those in progress, then those that can be admitted together with all before them."""
     limits, most = policy.limits, policy.max_prompts
     prompts = [_Prompt(request, request.num_pages) for request in group.running if not request.decoding][:most]
     running, pages, slots = len(group.running), group.free_pages(limits), group.free_slots(limits)
-    for request in group.waiting[: most - len(prompts)]:
+    for request in _first_waiting(policy, group, most - len(prompts)):
         own = policy.pages_to_prefill(request)
         if slots < limits.slots_per_request or own + running * policy.pages_for(policy.candidates) > pages:
             break
@@ -245,6 +256,15 @@ def _prompts(policy: Policy, group: GroupState) -> list[_Prompt]:
     # Where a constrained prompt finds no bitmask left, it and all behind it wait.
     constrained = itertools.accumulate(prompt.request.request.constraint is not None for prompt in prompts)
     return [prompt for prompt, count in zip(prompts, constrained, strict=True) if count <= limits.bitmasks]
+
+
+def _first_waiting(policy: Policy, group: GroupState, most: int) -> Iterable[RequestState]:
+    """Up to so many of the waiting requests, in the order in which they are admitted."""
+    if group.turns is None:
+        return group.waiting[:most]
+    # Nobody has to be put in order while all slots are taken, which is when many wait.
+    most = min(most, group.free_slots(policy.limits) // policy.limits.slots_per_request)
+    return itertools.islice(in_turn(group.turns, group.waiting, policy.ageing), most) if most else ()
 
 
 def _decode(policy: Policy, group: GroupState, requests: Sequence[RequestState], can_preempt: bool) -> tuple[Bucket, GroupStep] | None:

@@ -40,10 +40,19 @@ def request(
     stop: Iterable[int] = (),
     speculative_tokens: int | None = None,
     logprobs: int | None = None,
+    priority: int = 0,
+    tenant: str = "",
 ) -> Request:
     """A greedy request whose prompt is 0, 1, 2, ..."""
     return Request(
-        name, tuple(range(prompt)), max_tokens, stop_token_ids=frozenset(stop), logprobs=logprobs, speculative_tokens=speculative_tokens
+        name,
+        tuple(range(prompt)),
+        max_tokens,
+        stop_token_ids=frozenset(stop),
+        logprobs=logprobs,
+        speculative_tokens=speculative_tokens,
+        priority=priority,
+        tenant=tenant,
     )
 
 
