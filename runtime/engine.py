@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -54,6 +55,7 @@ class Engine:
 
     Attributes:
         journal: is told every input and decision; to be set before the first request.
+        now_ms: what time it is for requests; a replay sets it.
         on_end: called with the FinishEvent of every request, after its sink, by the thread that ends it.
 
     Args:
@@ -83,7 +85,8 @@ class Engine:
         self.run_ahead = allowed if run_ahead is None else run_ahead
         if not 0 <= self.run_ahead <= min(allowed, 1):
             raise SpecError(f"run_ahead is {self.run_ahead}; legal is 0 to {min(allowed, 1)}, the executor allows {allowed}")
-        self.executor, self._clock, self._on_failure = executor, clock, on_failure
+        self.executor, self._on_failure = executor, on_failure
+        self.now_ms: Callable[[], float] = lambda: clock() * 1e3
         self.failure: str | None = None
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self.journal: Journal = NoJournal()
@@ -122,7 +125,7 @@ class Engine:
             arrival = next(self._arrivals)
             self._live[request.id] = Live(sink, arrival)
             record = ExecutionRecord(accepted_per_position=(0,) * limits.drafts)
-            self._inbox.append(RequestState(request, arrival, self._now_ms(), record))
+            self._inbox.append(RequestState(request, arrival, self.now_ms(), record))
             self._wake.notify_all()
 
     def cancel(self, *request_ids: str) -> bool:
@@ -150,6 +153,8 @@ class Engine:
 
     def _step(self) -> bool:
         received = self._receive()
+        if self._state.next_deadline_ms < math.inf:
+            self._expire()
         self._refresher.when_due()
         step = schedule(self._state)
         if step is not None:
@@ -270,7 +275,7 @@ class Engine:
         for name, (sink, arrival) in live.items():
             request = known.get(arrival)
             unknown = FinishEvent(name, "error", 0, 0, ExecutionRecord(), message)
-            deliveries.append((sink, request.finish_event("error", self._now_ms(), message) if request else unknown))
+            deliveries.append((sink, request.finish_event("error", self.now_ms(), message) if request else unknown))
         with self._wake:
             self._metrics.count_events([event for _, event in deliveries])
         self._send(deliveries)
@@ -285,9 +290,6 @@ class Engine:
         for manager, group in zip(self._cache_managers, self._state.groups, strict=True):
             manager.check(group)
 
-    def _now_ms(self) -> float:
-        return self._clock() * 1e3
-
     def _receive(self) -> bool:
         with self._wake:
             messages = list(self._inbox)
@@ -298,12 +300,21 @@ class Engine:
         if new:
             self._publish(advance.submit(self._state, *new), ())
         if cancelled:
-            self._publish(*advance.cancel(self._state, cancelled, self._now_ms()))
+            self._publish(*advance.cancel(self._state, cancelled, self.now_ms()))
         return bool(messages)
+
+    def _expire(self) -> None:
+        """Ends the requests whose deadlines have passed."""
+        now_ms = self.now_ms()
+        state, events = advance.expire(self._state, now_ms)
+        if events:
+            self.journal.expired(now_ms, [event.request_id for event in events])
+        if state is not self._state:
+            self._publish(state, events)
 
     def _launch(self, step: ScheduledStep) -> None:
         """Launches a step. If that fails, the steps before it are finished first, so that results are committed in order."""
-        missing, now_ms = self.executor.missing, self._now_ms()
+        missing, now_ms = self.executor.missing, self.now_ms()
         wanted = wanted_bucket(self._state, missing) if missing else None
         try:
             masks = bitmasks(step, self.executor.limits.bitmask_words)
@@ -338,7 +349,7 @@ class Engine:
             self._fail(step, error)
         else:
             self.journal.finished(step, results)
-            now_ms = self._now_ms()
+            now_ms = self.now_ms()
             state, events = advance.commit(self._state, step, results, now_ms)
             self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
 
@@ -346,7 +357,7 @@ class Engine:
         name = step.bucket.name
         log.error("a step of %s failed", name, exc_info=error)
         self.journal.failed(step, f"{type(error).__name__}: {error}")
-        state, events = advance.fail(self._state, step, f"{name}: {type(error).__name__}: {error}", self._now_ms())
+        state, events = advance.fail(self._state, step, f"{name}: {type(error).__name__}: {error}", self.now_ms())
         self._publish(state, events, self._metrics.count_failure)
 
     def _publish(self, state: SchedulerState, events: Sequence[Event], count: Callable[[], None] = lambda: None) -> None:
@@ -395,5 +406,5 @@ class Engine:
                 return
             self._refusal = self.failure = message
         self._receive()
-        self._publish(*advance.fail_all(self._state, message, self._now_ms()))
+        self._publish(*advance.fail_all(self._state, message, self.now_ms()))
         self._on_failure()

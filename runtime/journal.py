@@ -2,7 +2,7 @@
 
 The scheduler is a pure function of its state, and a request's random numbers of its seed. So the requests and cancels, and the call of
 `Engine.step` that handled each, decide every step; the journal has these, and each step with its tokens to compare with. Clocks decide
-nothing.
+nothing but which deadlines have passed: where one has, the journal has the time, and when the requests with deadlines were submitted.
 
 A file is a sequence of msgpack values: the format's number, a mapping of facts about the run, and then one list an entry, which begins
 with a word of `Entry`. Each is written as it happens; a process that dies leaves a file that can be read up to its last whole entry.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -28,12 +29,13 @@ from .scheduler.schedule import ScheduledStep
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-STEP, SUBMIT, CANCEL, MASKS, DEAD_END = "step", "submit", "cancel", "masks", "dead end"
+FORMAT = 2
+STEP, SUBMIT, CANCEL, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "expired", "masks", "dead end"
 LAUNCH, RESULT, FAILURE = "launch", "result", "failure"
-"""First words of entries: a call of `Engine.step`; a request, and the arrival of one to cancel, both handled by it; the bitmasks of
-constrained requests in the step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens
-of a step; a step that failed."""
+"""First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, and the arrival of
+one to cancel, both handled by it; the time and the requests whose deadlines have passed; the bitmasks of constrained requests in the
+step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; a step that
+failed."""
 
 Entry = list[Any]
 
@@ -57,9 +59,14 @@ class Journal:
         self._step_is_new = True
         for message in messages:
             if isinstance(message, RequestState):
-                self._add(SUBMIT, as_plain(message.request))
+                timed = message.deadline_ms < math.inf
+                self._add(SUBMIT, as_plain(message.request), *([message.submitted_ms] if timed else []))
             else:
                 self._add(CANCEL, message)
+
+    def expired(self, now_ms: float, request_ids: Sequence[str]) -> None:
+        """Requests whose deadlines have passed are ended."""
+        self._add(EXPIRED, now_ms, list(request_ids))
 
     def launched(self, step: ScheduledStep, bitmasks: Mapping[str, Bitmask]) -> None:
         """A step is about to be launched, with these bitmasks by request id."""
@@ -95,6 +102,7 @@ class NoJournal(Journal):
         super().__init__(lambda _: None)
 
     def received(self, *_: Any) -> None: ...
+    def expired(self, *_: Any) -> None: ...
     def launched(self, *_: Any) -> None: ...
     def dead_end(self, *_: Any) -> None: ...
     def finished(self, *_: Any) -> None: ...

@@ -11,9 +11,9 @@ import numpy as np
 from ..graphs.errors import RequestError
 from .constraint import Bitmask
 from .engine import Engine
-from .journal import CANCEL, DEAD_END, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, Entry, Journal, as_request
+from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, Entry, Journal, as_request
 
-COMPARED = (DEAD_END, LAUNCH, RESULT, FAILURE)
+COMPARED = (EXPIRED, DEAD_END, LAUNCH, RESULT, FAILURE)
 """Entries that are compared; the others are inputs. A cancel may come after its request's end, and is then no input at all."""
 
 
@@ -58,6 +58,8 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     """
     repeated: list[Entry] = []
     engine.journal = Journal(repeated.append)
+    now_ms = 0.0
+    engine.now_ms = lambda: now_ms
     steps = tokens = 0
     # A request's arrival is its place here.
     ids: list[str] = []
@@ -68,12 +70,15 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
         for word, *values in recorded:
             if word == SUBMIT:
                 ids.append(values[0]["id"])
+                now_ms = max([now_ms, *values[1:]])
                 try:
                     engine.submit(as_request(values[0], _Recorded(ids[-1], masks)), lambda _: None)
                 except RequestError as error:
                     return Replay(steps, len(ids), tokens, Divergence(steps + 1, [SUBMIT, *values], ["refused", str(error)]))
             elif word == MASKS:
                 masks.update(values[0])
+            elif word == EXPIRED:
+                now_ms = values[0]
             elif word == DEAD_END:
                 masks[values[0]] = None
             elif word == CANCEL:

@@ -54,6 +54,8 @@ class Request:
         constraint: what the output may be; None leaves it free. A request with one waits for the tokens of its last step before the next.
         priority: lower is served first.
         tenant: whose request it is; tenants take turns (`scheduler/turns.py`).
+        timeout_ms: how long after its submission it ends, whatever it has generated; None lets it run.
+        first_token_timeout_ms: how long after its submission it ends if no token has been sampled.
     """
 
     id: str
@@ -66,6 +68,8 @@ class Request:
     constraint: Constraint | None = field(default=None, compare=False)
     priority: int = 0
     tenant: str = ""
+    timeout_ms: float | None = None
+    first_token_timeout_ms: float | None = None
 
 
 class ExecutionRecord(NamedTuple):
@@ -128,7 +132,7 @@ class TokenEvent:
     logprobs: tuple[Logprobs, ...] = ()
 
 
-FINISH_REASONS = ("stop", "length", "cancelled", "error")
+FINISH_REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class FinishEvent:
 
     Attributes:
         reason: one of FINISH_REASONS.
-        message: the error, for reason "error".
+        message: the error, for the reasons "error" and "timeout".
     """
 
     request_id: str

@@ -8,6 +8,7 @@ launched and requests of the step may end; results for an ended request are drop
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -31,7 +32,8 @@ def submit(state: SchedulerState, *requests: RequestState) -> SchedulerState:
         chosen = loads.index(min(loads))
         loads[chosen] = (loads[chosen][0] + 1, loads[chosen][1])
         new[chosen].append(request)
-    return replace(state, groups=tuple(_joined(group, added) for group, added in zip(state.groups, new, strict=True)))
+    groups = tuple(_joined(group, added) for group, added in zip(state.groups, new, strict=True))
+    return replace(state, groups=groups, next_deadline_ms=min([state.next_deadline_ms, *(r.deadline_ms for r in requests)]))
 
 
 def _joined(group: GroupState, new: Sequence[RequestState]) -> GroupState:
@@ -49,6 +51,24 @@ def _joined(group: GroupState, new: Sequence[RequestState]) -> GroupState:
 def cancel(state: SchedulerState, arrivals: Collection[int], now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state without the requests of these arrivals, and their last events; the others are not live any more."""
     return _drop(state, arrivals, "cancelled", now_ms)
+
+
+def expire(state: SchedulerState, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """The state without the requests whose deadlines have passed, and their last events."""
+    if now_ms < state.next_deadline_ms:
+        return state, ()
+    requests = live(state)
+    late = [request for request in requests if request.deadline_ms <= now_ms]
+    events = tuple(request.finish_event("timeout", now_ms, _lateness(request, now_ms)) for request in late)
+    state, _ = _drop(state, {request.arrival for request in late}, "timeout", now_ms)
+    return replace(state, next_deadline_ms=min((request.deadline_ms for request in live(state)), default=math.inf)), events
+
+
+def _lateness(request: RequestState, now_ms: float) -> str:
+    allowed_ms = request.deadline_ms - request.submitted_ms
+    state = "was waiting" if request.started_ms is None else f"had {len(request.output_token_ids)} tokens"
+    first = "to its first token " if allowed_ms != request.request.timeout_ms else ""
+    return f"the request has taken {now_ms - request.submitted_ms:.0f} ms; it was allowed {allowed_ms:.0f} ms {first}and {state}"
 
 
 def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> SchedulerState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..request import ExecutionRecord, FinishEvent, Request
@@ -66,6 +67,16 @@ class RequestState(NamedTuple):
     def min_num_tokens(self) -> int:
         """Tokens that are known, at the least, once all steps in flight have ended: each decode step produces one or more."""
         return self.num_computed_tokens + 1 + self.steps_in_flight if self.decoding else self.num_tokens
+
+    @property
+    def deadline_ms(self) -> float:
+        """When it ends if it has not by then; infinity where it may run."""
+        request, deadline = self.request, math.inf
+        if request.timeout_ms is not None:
+            deadline = self.submitted_ms + request.timeout_ms
+        if request.first_token_timeout_ms is not None and not self.output_token_ids:
+            deadline = min(deadline, self.submitted_ms + request.first_token_timeout_ms)
+        return deadline
 
     @property
     def settled(self) -> bool:

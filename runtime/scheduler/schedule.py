@@ -42,6 +42,7 @@ prompt of each group that it can begin or go on with, and who has waited long en
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -103,6 +104,7 @@ class SchedulerState:
         prefill_steps: prefill steps since the last decode step, including those in flight.
         steps_in_flight: steps launched whose results are not known.
         num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
+        next_deadline_ms: no request ends by time before; infinity where none has a deadline.
     """
 
     policy: Policy
@@ -110,6 +112,7 @@ class SchedulerState:
     prefill_steps: int = 0
     steps_in_flight: int = 0
     num_scheduled: int = 0
+    next_deadline_ms: float = math.inf
 
 
 class ScheduledRequest(NamedTuple):

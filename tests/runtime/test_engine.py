@@ -147,6 +147,17 @@ def test_whatever_shares_the_groups_each_request_gets_what_it_gets_alone(world, 
     check_world(replace(world, device={**world.device, "groups": groups}))
 
 
+@settings(max_examples=150, deadline=None)
+@given(worlds() | worlds(crowded=True), st.data())
+def test_priorities_and_tenants_change_the_order_and_no_token(world, data):
+    kinds = st.tuples(st.integers(-1, 1), st.sampled_from("ab"))
+    visits = []
+    for visit in world.visits:
+        priority, tenant = data.draw(kinds)
+        visits.append(replace(visit, request=replace(visit.request, priority=priority, tenant=tenant)))
+    check_world(replace(world, visits=tuple(visits)))
+
+
 def check_world(world):
     logging.disable(logging.CRITICAL)
     try:
@@ -1060,3 +1071,62 @@ def test_a_step_that_hangs_is_given_up_by_another_thread():
     assert (stats["requests_total"], stats["requests_finished_error"]) == (3, 3)
     served.engine.give_up("again")
     assert served.engine.failure == "a step hangs"
+
+
+# Deadlines.
+
+
+class Hands:
+    """A clock that goes on when a test says so."""
+
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.none() | st.integers(1, 12), st.none() | st.integers(1, 6)), min_size=1, max_size=8),
+    st.integers(0, 1),
+    st.integers(1, 4),
+)
+def test_a_request_past_its_deadline_ends_within_a_step_wherever_it_is(arrivals, run_ahead, slots):
+    clock = Hands()
+    served = toy.serving(toy.limits_of(4, 25, slots, 32), clock=clock, run_ahead=run_ahead, refresh_every_s=None)
+    sinks = {}
+    for now in range(80):
+        clock.now_s = float(now)
+        for i, (at, most, first) in enumerate(arrivals):
+            if at == now:
+                limits = {"timeout_ms": most and 1e3 * most, "first_token_timeout_ms": first and 1e3 * first}
+                sinks[i] = served.submit(replace(ask(f"r{i}", (i, 1), 9, seed=i), **limits))
+        before = {i: len(sink.tokens) for i, sink in sinks.items()}
+        served.engine.step()
+        served.engine.check()
+        for i, sink in sinks.items():
+            at, most, first = arrivals[i]
+            late = (most is not None and now - at >= most) or (first is not None and now - at >= first and not before[i])
+            if late:
+                assert sink.end is not None
+            if sink.end is not None and sink.end.reason == "timeout":
+                assert sink.end.record.total_ms >= 1e3 * min(limit for limit in (most, first) if limit)
+                assert sink.tokens == toy.reference_run(ask(f"r{i}", (i, 1), 9, seed=i), 32).tokens[: len(sink.tokens)]
+    served.drain()
+    assert {sink.end.reason for sink in sinks.values()} <= {"length", "timeout"}
+    reconcile_stats = served.engine.stats()
+    assert reconcile_stats["requests_finished_timeout"] == sum(sink.end.reason == "timeout" for sink in sinks.values())
+    assert reconcile_stats["kv_cache_usage_perc"] == 0
+
+
+def test_a_timeout_says_what_it_allowed_and_how_far_it_was():
+    clock = Hands()
+    served = toy.serving(toy.limits_of(4, 9, 1, 32), clock=clock, run_ahead=0)
+    long = served.submit(replace(ask("a", max_tokens=20), timeout_ms=5e3, first_token_timeout_ms=2e3))
+    waits = served.submit(replace(ask("b"), timeout_ms=9e3, first_token_timeout_ms=4e3))
+    for now in range(7):
+        clock.now_s = float(now)
+        served.engine.step()
+    assert waits.end.message == "the request has taken 4000 ms; it was allowed 4000 ms to its first token and was waiting"
+    assert long.end.message == "the request has taken 5000 ms; it was allowed 5000 ms and had 5 tokens"
+    assert (waits.end.reason, long.end.reason, long.end.completion_tokens) == ("timeout", "timeout", 5)

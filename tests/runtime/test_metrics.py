@@ -20,7 +20,13 @@ def test_counts_and_shares_nothing():
     assert (snapshot["steps_total"], snapshot["steps_failed_total"]) == (3, 1)
     assert (snapshot["padded_rows_total"], snapshot["discarded_rows_total"]) == (1, 1)
     assert snapshot["requests_total"] == 3
-    assert {r: snapshot[f"requests_finished_{r}"] for r in FINISH_REASONS} == {"stop": 2, "length": 0, "cancelled": 0, "error": 1}
+    assert {r: snapshot[f"requests_finished_{r}"] for r in FINISH_REASONS} == {
+        "stop": 2,
+        "length": 0,
+        "cancelled": 0,
+        "timeout": 0,
+        "error": 1,
+    }
     assert snapshot["degraded_steps"] == {"decode-b2-q1": 1}
     snapshot["bucket_steps"]["decode-b4-q1"] = 99
     assert metrics.snapshot()["bucket_steps"]["decode-b4-q1"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,6 +89,46 @@ def test_a_cancel_is_an_input() -> None:
     assert ["cancel", 1] in entries
     assert repeat(entries, visits, DEVICE).divergence is None
     assert repeat([entry for entry in entries if entry[0] != "cancel"], visits, DEVICE).divergence is not None
+
+
+@st.composite
+def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
+    """Runs whose requests have priorities, tenants and deadlines; the clock goes on by a second whenever it is read."""
+    visits, device = draw(runs())
+    seconds = st.none() | st.integers(1, 60).map(lambda s: 1e3 * s)
+    return tuple(
+        visit._replace(
+            request=replace(
+                visit.request,
+                priority=draw(st.integers(-1, 1)),
+                tenant=draw(st.sampled_from("ab")),
+                timeout_ms=draw(seconds),
+                first_token_timeout_ms=draw(seconds),
+            )
+        )
+        for visit in visits
+    ), device
+
+
+@settings(max_examples=60)
+@given(varied())
+def test_a_run_with_priorities_tenants_and_deadlines_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
+    entries = record(*run)
+    assert repeat(entries, *run).divergence is None
+
+
+def test_a_deadline_is_an_input() -> None:
+    visits = [Visit(Request(f"r{i}", (i, 1), 20, Sampling(1.0, seed=i), timeout_ms=9e3 if i == 1 else None), 0, None) for i in range(3)]
+    entries = record(visits, DEVICE)
+    (place,) = [i for i, entry in enumerate(entries) if entry[0] == "expired"]
+    assert entries[place][2] == ["r1"]
+    assert repeat(entries, visits, DEVICE).divergence is None
+    found = repeat([*entries[:place], *entries[place + 1 :]], visits, DEVICE)
+    assert found.divergence is not None
+    earlier = [*entries[:place], ["expired", entries[place][1] - 5e3, ["r1"]], *entries[place + 1 :]]
+    found = repeat(earlier, visits, DEVICE)
+    assert found.divergence is not None
+    assert (found.divergence.step, found.divergence.recorded) == (step_of(entries, place), earlier[place])
 
 
 VISITS = tuple(Visit(Request(f"r{i}", (i, 1, 2), 6, Sampling(1.0, seed=i)), i, None) for i in range(3))
