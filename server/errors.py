@@ -26,6 +26,7 @@ STATUS_BY_CODE: Mapping[str, int] = {
     "starting": 503,
     "draining": 503,
     "engine_stopped": 503,
+    "timeout": 504,
 }
 """HTTP status of an error by its code; every other refusal is 400."""
 
@@ -35,6 +36,7 @@ TYPE_BY_STATUS: Mapping[int, str] = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+    504: "server_error",
 }
 """Type of an error object by its status; every other is an `invalid_request_error`."""
 

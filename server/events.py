@@ -21,10 +21,16 @@ from .usage import Usage, usage_object
 
 ServerEvent = dict[str, Any]
 
-STATUS_BY_REASON: Mapping[str, str] = {"stop": "completed", "length": "incomplete", "cancelled": "cancelled", "error": "failed"}
+STATUS_BY_REASON: Mapping[str, str] = {
+    "stop": "completed",
+    "length": "incomplete",
+    "cancelled": "cancelled",
+    "timeout": "failed",
+    "error": "failed",
+}
 """Engine finish reason to response status, best status first; the last event of a response is `response.<status>`."""
 
-TERMINAL_TYPES = tuple(f"response.{status}" for status in STATUS_BY_REASON.values())
+TERMINAL_TYPES = tuple(dict.fromkeys(f"response.{status}" for status in STATUS_BY_REASON.values()))
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class CompletionEnd:
 
     Attributes:
         reason: one of runtime.request.FINISH_REASONS.
-        message: the error, for reason "error".
+        message: the error, for the reasons "error" and "timeout".
     """
 
     reason: str
@@ -116,7 +122,8 @@ class ResponseEvents:
         response = self._response(status)
         response["usage"] = usage_object([end.usage for end in ends])
         if status == "failed":
-            response["error"] = {"code": "server_error", "message": _failure(ends)}
+            code = "server_error" if any(end.reason == "error" for end in ends) else "timeout"
+            response["error"] = {"code": code, "message": _failure(ends)}
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return self._numbered([{"type": f"response.{status}", "response": response}])
@@ -161,7 +168,7 @@ def completion_id(base: str, index: int) -> str:
 
 
 def _failure(ends: Sequence[CompletionEnd]) -> str:
-    messages = {index: failure_of(end.message) for index, end in enumerate(ends) if end.reason == "error"}
+    messages = {index: failure_of(end.message) for index, end in enumerate(ends) if end.status == "failed"}
     if len(ends) == 1:
         return messages[0]
     return "; ".join(f"output {index} of {len(ends)}: {message}" for index, message in messages.items())

@@ -89,7 +89,7 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 """Our metrics that vLLM has too, and their names there."""
 
-VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+VLLM_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout", "error": "error"}
 
 Samples = list[tuple[dict[str, str], float]]
 

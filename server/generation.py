@@ -31,6 +31,8 @@ class GenerationOptions:
         speculative_tokens: draft tokens to verify per step, 0 for none; None means as many as the artifact was built for.
         skip_special_tokens: whether special tokens have no text.
         format: what the output must be; None leaves it free.
+        priority: lower is served first.
+        timeout_ms: how long it may wait and run; None is the server's own timeout.
     """
 
     max_tokens: int | None = None
@@ -45,6 +47,8 @@ class GenerationOptions:
     speculative_tokens: int | None = None
     skip_special_tokens: bool = True
     format: OutputFormat | None = None
+    priority: int = 0
+    timeout_ms: float | None = None
 
 
 class Generation:

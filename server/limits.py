@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..graphs.errors import SpecError
+from ..graphs.errors import RequestError, SpecError
 
+MAX_PRIORITY = 1000
 MAX_FRAME_BYTES = 4 * 2**20
 LEAST_FRAME_BYTES = 2**18
 BYTES_PER_TOKEN = 32
@@ -23,6 +24,11 @@ class SocketLimits:
         max_connections_per_client: of one address.
         max_queue: requests that may wait beside those that run.
         max_requests_per_client: requests of one client that may wait or run.
+        max_queued_tokens: tokens of the prompts of requests that wait or run, all together.
+        max_tokens_per_client: those of one client; None is as many.
+        min_priority: most urgent priority that requests may have.
+        request_timeout_s: how long a request may wait and run; its own timeout may be shorter. None is no limit.
+        first_token_timeout_s: how long it may wait for its first token.
         max_queue_bytes: bytes that may wait to be sent on a socket.
         slow_reader_s: how old what waits to be sent may get before the client is too slow.
         handshake_s: how long a connection may take to send a whole request.
@@ -35,16 +41,54 @@ class SocketLimits:
     max_connections_per_client: int = 256
     max_queue: int = 2048
     max_requests_per_client: int = 2048
+    max_queued_tokens: int = 2**24
+    max_tokens_per_client: int | None = None
+    min_priority: int = 0
+    request_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
     max_queue_bytes: int = 64 * 2**20
     slow_reader_s: float = 10.0
     handshake_s: float = 10.0
     close_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("max_frame_bytes", "max_streams", "max_requests_per_client", "max_queue_bytes"):
+        counts = (
+            "max_frame_bytes",
+            "max_streams",
+            "max_requests_per_client",
+            "max_queue_bytes",
+            "max_queued_tokens",
+            "max_tokens_per_client",
+        )
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpecError(f"{name} is {value}; legal is at least 1")
+        for name in ("request_timeout_s", "first_token_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise SpecError(f"{name} is {value}; legal is above 0, or None")
+        if not -MAX_PRIORITY <= self.min_priority <= MAX_PRIORITY:
+            raise SpecError(f"min_priority is {self.min_priority}; legal is -{MAX_PRIORITY} to {MAX_PRIORITY}")
+
+    def check_priority(self, priority: int) -> None:
+        """Raises RequestError where a request is more urgent than it may be."""
+        if not self.min_priority <= priority <= MAX_PRIORITY:
+            legal = f"legal is {self.min_priority} to {MAX_PRIORITY}, and lower is served first"
+            raise RequestError(f"priority is {priority}; {legal} (`npucompile serve --min-priority`)", param="priority")
+
+    def timeout_ms(self, wanted_ms: float | None) -> float | None:
+        """How long a request that wants to may wait and run.
+
+        Raises:
+            RequestError: it wants more than it may.
+        """
+        most_ms = None if self.request_timeout_s is None else 1e3 * self.request_timeout_s
+        if wanted_ms is None or most_ms is None:
+            return most_ms if wanted_ms is None else wanted_ms
+        if wanted_ms > most_ms:
+            raise RequestError(f"timeout_ms is {wanted_ms}; legal is up to {most_ms:.0f}, the server's own timeout", param="timeout_ms")
+        return wanted_ms
 
     @property
     def transport_frame_bytes(self) -> int:

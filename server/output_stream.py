@@ -67,7 +67,7 @@ class OutputStream:
                 text += self._stop.flush()
         last = self._delta(text) if text or self._token_ids else None
         output_tokens = self._output_tokens if self.stopped else event.completion_tokens
-        reason = "stop" if self.stopped and event.reason in ("cancelled", "length") else event.reason
+        reason = "stop" if self.stopped and event.reason in ("cancelled", "length", "timeout") else event.reason
         return last, CompletionEnd(reason, Usage(event.prompt_tokens, output_tokens, event.record), event.message)
 
     def _until_stop(self, text: str) -> str:

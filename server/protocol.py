@@ -12,7 +12,7 @@ A message list goes through the model's chat template, with `instructions` as th
 continued as it is. Fields that change nothing are accepted at the values that change nothing (`neutral`).
 
 Extensions to OpenAI's body, all optional: `input_token_ids`, `top_k`, `min_p`, `seed`, `stop`, `ignore_eos`, `n` (completions, each an
-output item; see `service`) and `speculative_tokens` (draft tokens to verify per step; 0 is off).
+output item; see `service`), `speculative_tokens` (draft tokens to verify per step; 0 is off), `priority` and `timeout_ms`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 from ..graphs.errors import ProtocolError, RequestError
 from ..runtime.request import Sampling
 from .fields import FieldError, boolean, choices, integer, optional, refuse_unknown, show, string
+from .limits import MAX_PRIORITY
 from .neutral import IGNORED, NEUTRAL, without_neutral
 from .structured_output import OutputFormat, of_extension, of_responses
 
@@ -89,6 +90,8 @@ class ResponseCreate:
         instructions: what the system says before the input; part of `prompt` too.
         metadata: the client's, repeated in the response.
         format: what the output must be; None leaves it free.
+        priority: lower is served first.
+        timeout_ms: how long it may wait and run; None is the server's own timeout.
     """
 
     prompt: Prompt
@@ -104,6 +107,8 @@ class ResponseCreate:
     instructions: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     format: OutputFormat | None = None
+    priority: int = 0
+    timeout_ms: int | None = None
 
     @property
     def prompt_chars(self) -> int:
@@ -263,6 +268,8 @@ def read_create(body: dict[str, Any]) -> ResponseCreate:
         instructions=body.get("instructions"),
         metadata=optional(body, "metadata", _metadata) or {},
         format=_format(body),
+        priority=optional(body, "priority", integer(-MAX_PRIORITY, MAX_PRIORITY)) or 0,
+        timeout_ms=optional(body, "timeout_ms", integer(1)),
     )
 
 
@@ -311,6 +318,8 @@ _CREATE_FIELDS = (
     "metadata",
     "text",
     "structured_outputs",
+    "priority",
+    "timeout_ms",
     "stream",
 )
 _CANCEL_FIELDS = ("response_id", "stream_id")

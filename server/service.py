@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,7 @@ class Service:
         model: the model that the engine runs.
         chat: how it converses.
         readiness: what the probes say; `status` is "ok" or what is wrong with the engine, the rest is detail.
-        limits: of requests that wait or run.
+        limits: of requests: how many wait or run, how urgent they are, and how long they take.
         clock: Unix time in seconds.
     """
 
@@ -104,12 +105,15 @@ class Service:
         limits: SocketLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        limits = limits or SocketLimits()
+        self.limits = limits = limits or SocketLimits()
         self.model = model
         self.tokenizer = tokenizer
         self.chat = chat or ChatFormat()
         self.readiness = readiness
-        self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client)
+        tokens = limits.max_queued_tokens, limits.max_tokens_per_client
+        self.admission = Admission(model.max_running + limits.max_queue, limits.max_requests_per_client, *tokens)
+        # Tenants are told apart without saying who they are, which journals would keep.
+        self._tenant_key = secrets.token_bytes(16)
         self._mailbox: Mailbox | None = None
         self._engine = engine
         self._clock = clock
@@ -132,6 +136,8 @@ class Service:
             n=body.n,
             speculative_tokens=body.speculative_tokens,
             format=body.format,
+            priority=body.priority,
+            timeout_ms=body.timeout_ms,
         )
         requests = self.requests(create.response_id, prompt, options, param)
         info = ResponseInfo(
@@ -191,8 +197,11 @@ class Service:
             param: the prompt's field, for errors.
 
         Raises:
-            RequestError: prompt and output do not fit into the context, or what the output must be is no grammar.
+            RequestError: prompt and output do not fit into the context, what the output must be is no grammar, or the request is more
+                urgent than it may be or wants more time.
         """
+        self.limits.check_priority(options.priority)
+        first_token_s = self.limits.first_token_timeout_s
         sampling = options.sampling
         stops = frozenset() if options.ignore_eos else self.model.eos_token_ids
         request = Request(
@@ -203,6 +212,9 @@ class Service:
             stop_token_ids=stops | options.stop_token_ids,
             logprobs=options.logprobs,
             speculative_tokens=options.speculative_tokens,
+            priority=options.priority,
+            timeout_ms=self.limits.timeout_ms(options.timeout_ms),
+            first_token_timeout_ms=None if first_token_s is None else 1e3 * first_token_s,
         )
         seeds = [completion_seed(sampling.seed, index) for index in range(options.n)]
         return tuple(
@@ -241,7 +253,8 @@ class Service:
             RequestError: there is no room, or the engine refuses one; the others are cancelled, and `deliver` is never called.
         """
         mailbox = self._open_mailbox()
-        leave = self.admission.enter(client, len(requests))
+        leave = self.admission.enter(client, len(requests), sum(len(request.prompt) for request in requests))
+        tenant = self._tenant(client)
 
         def receive(event: Event) -> None:
             try:
@@ -257,7 +270,7 @@ class Service:
         try:
             for request in requests:
                 mailbox.open(request.id, receive)
-                self._engine.submit(request, mailbox)
+                self._engine.submit(replace(request, tenant=tenant), mailbox)
                 submitted.append(request.id)
         except Exception as error:
             for request in requests:
@@ -273,6 +286,10 @@ class Service:
         """Asks the engine to end requests, all in one pass; ended ones are ignored."""
         if request_ids:
             self._engine.cancel(*request_ids)
+
+    def _tenant(self, client: str) -> str:
+        """A client's name in the engine."""
+        return hashlib.blake2b(client.encode(), key=self._tenant_key, digest_size=8).hexdigest() if client else ""
 
     def _open_mailbox(self) -> Mailbox:
         loop = asyncio.get_running_loop()

@@ -129,6 +129,8 @@ def options_of(
         speculative_tokens=body.speculative_tokens,
         skip_special_tokens=body.skip_special_tokens,
         format=_format(body),
+        priority=body.priority,
+        timeout_ms=body.timeout_ms,
     )
     check_min_tokens(options, body.min_tokens, "min_tokens")
     return options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -10,12 +10,12 @@ from ..errors import failure_of
 from ..events import CompletionEnd
 from ..generation import Output
 from ..output_stream import TextDelta
-from .errors import EngineFailure
+from .errors import EngineFailure, EngineTimeout
 from .sse import DONE, failure_frames, frame
 from .usage import usage_object
 
-FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""OpenAI's names of the engine's finish reasons; vLLM's for a request that was aborted."""
+FINISH_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout"}
+"""OpenAI's names of the engine's finish reasons; vLLM's for a request that was aborted, and one of our own."""
 
 
 class Piece(NamedTuple):
@@ -110,6 +110,9 @@ class ChunkFrames:
         return frames
 
     def end(self) -> list[bytes]:
+        late = [end for end in self._ends.values() if end.reason == "timeout"]
+        if late:
+            return failure_frames(late[0].message, "timeout")
         if not self.usage:
             return [DONE]
         usages = [self._ends[index].usage for index in range(len(self.choices))]
@@ -118,6 +121,13 @@ class ChunkFrames:
     def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
         body = {**self.header.of(self.header.chunk_object), "choices": choices}
         return frame({**body, "usage": usage} if self.usage else body)
+
+
+def check_in_time(ends: Collection[CompletionEnd]) -> None:
+    """Raises EngineTimeout where completions ran out of time and none of them has anything to show."""
+    late = [end for end in ends if end.reason == "timeout"]
+    if late and not any(end.usage.output_tokens for end in ends):
+        raise EngineTimeout(failure_of(late[0].message))
 
 
 def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -133,5 +143,6 @@ def whole_answer(header: Header, choices: Sequence[Choice], n: int, outputs: Seq
             ends[index] = end
             if end.reason == "error":
                 raise EngineFailure(failure_of(end.message))
+    check_in_time(ends.values())
     usage = usage_object([ends[index].usage for index in range(len(choices))], n)
     return {**header.of(header.object), "choices": [choice.whole() for choice in choices], "usage": usage}

@@ -17,13 +17,19 @@ class EngineFailure(Exception):
     """A completion failed; its text is fit to be shown to the client."""
 
 
-def server_error(message: str) -> dict[str, Any]:
+class EngineTimeout(EngineFailure):
+    """A completion ran out of time."""
+
+
+def server_error(message: str, code: str = "internal_error") -> dict[str, Any]:
     """The object of an error that is not the client's."""
-    return ErrorReply(500, message, "internal_error").as_object()
+    return ErrorReply(500, message, code).as_object()
 
 
 def error_response(error: Exception) -> JSONResponse:
     """The answer to a request that failed; what is the server's own fault is logged."""
+    if isinstance(error, EngineTimeout):
+        return response_of(ErrorReply(504, str(error), "timeout"))
     if isinstance(error, EngineFailure):
         return response_of(ErrorReply(500, str(error), "internal_error"))
     reply = error_reply(error)

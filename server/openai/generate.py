@@ -23,9 +23,9 @@ from ..structured_output import OutputFormat
 from ..tokenizer import TextTokenizer
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, check_min_tokens, client_of, new_id, off_loop, takes_long
 from .bodies import Body, FailFast, Ignored, Neutral, validate
-from .choices import pieces
+from .choices import check_in_time, pieces
 from .errors import EngineFailure
-from .request_models import GRAPH_INPUT, MAX_STOP_TOKENS, Prompt, StopString, TokenId, prompts
+from .request_models import GRAPH_INPUT, MAX_STOP_TOKENS, Priority, Prompt, StopString, TokenId, prompts
 from .sse import DONE, EventStream, failure_frames, frame, whole
 
 DEFAULT_NEW_TOKENS = 128
@@ -73,6 +73,8 @@ class GenerateRequest(Body):
     return_logprob: bool = False
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     return_text_in_logprobs: bool = False
+    priority: Priority = 0
+    timeout_ms: Annotated[int, Field(ge=1)] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     logprob_start_len: Annotated[Any, Neutral((-1,), "prefill graphs return no log probabilities of the prompt")] = None
     lora_path: Annotated[Any, Absent] = None
@@ -116,6 +118,7 @@ async def generate(api: Api, body: GenerateRequest, request: Request) -> Respons
         answers[index].add(delta, end)
         if end is not None and end.reason == "error":
             raise EngineFailure(failure_of(end.message))
+    check_in_time([answer.end for answer in answers if answer.end is not None])
     found = [answer.as_object() for answer in answers]
     return JSONResponse(found if several else found[0])
 
@@ -153,6 +156,8 @@ def _options(params: SamplingParams, service: Service, body: GenerateRequest) ->
         n=params.n,
         skip_special_tokens=params.skip_special_tokens,
         format=_format(params),
+        priority=body.priority,
+        timeout_ms=body.timeout_ms,
     )
     check_min_tokens(options, params.min_new_tokens, "min_new_tokens")
     return options
@@ -167,7 +172,11 @@ def _format(params: SamplingParams) -> OutputFormat | None:
 
 
 class Answer:
-    """One completion, and all that is known of it so far."""
+    """One completion, and all that is known of it so far.
+
+    Attributes:
+        end: how it ended, once it has.
+    """
 
     def __init__(self, index: int, rid: str, body: GenerateRequest, tokenizer: TextTokenizer) -> None:
         self.index = index
@@ -178,11 +187,11 @@ class Answer:
         self._top: list[Any] = []
         self._text: list[str] = []
         self._ids: list[int] = []
-        self._end: CompletionEnd | None = None
+        self.end: CompletionEnd | None = None
 
     def add(self, delta: TextDelta | None, end: CompletionEnd | None) -> None:
         """New text, the end, or both."""
-        self._end = end
+        self.end = end
         if delta is None:
             return
         self._text.append(delta.text)
@@ -195,10 +204,10 @@ class Answer:
     def as_object(self) -> dict[str, Any]:
         """All of it."""
         meta: dict[str, Any] = {"id": self._rid, "finish_reason": None, "completion_tokens": len(self._ids)}
-        if self._end is not None:
-            usage = self._end.usage
+        if self.end is not None:
+            usage = self.end.usage
             meta |= {
-                "finish_reason": _finish_reason(self._end),
+                "finish_reason": _finish_reason(self.end),
                 "prompt_tokens": usage.input_tokens,
                 "completion_tokens": usage.output_tokens,
                 "cached_tokens": usage.record.cached_tokens,
@@ -216,6 +225,8 @@ class Answer:
 def _finish_reason(end: CompletionEnd) -> dict[str, Any]:
     if end.reason == "length":
         return {"type": "length", "length": end.usage.output_tokens}
+    if end.reason == "timeout":
+        return {"type": "abort", "message": failure_of(end.message), "status_code": 504, "err_type": "timeout"}
     return {"type": "abort", "message": "aborted"} if end.reason == "cancelled" else {"type": "stop", "matched": None}
 
 

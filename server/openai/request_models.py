@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ..limits import MAX_PRIORITY
 from ..protocol import MAX_COMPLETIONS, MAX_SEED, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from .bodies import Body, FailFast, Ignored, Neutral
 
@@ -16,6 +17,7 @@ FOR_THE_PROVIDER = "concerns the provider's bookkeeping"
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Penalty = Annotated[Any, Neutral((0,), GRAPH_INPUT)]
 
 
@@ -48,6 +50,8 @@ class SamplingFields(Body):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    priority: Priority = 0
+    timeout_ms: Annotated[int, Field(ge=1)] | None = None
     user: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     metadata: Annotated[Any, Ignored(FOR_THE_PROVIDER)] = None
     store: Annotated[Any, Neutral((False,), "completions are not kept")] = None
@@ -64,7 +68,6 @@ class SamplingFields(Body):
     spaces_between_special_tokens: Annotated[Any, Neutral((True,), "text is what the tokenizer decodes")] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral((False,), "return_token_ids has them")] = None
     truncate_prompt_tokens: Annotated[Any, Neutral((), "prompts are not cut")] = None
-    priority: Annotated[Any, Neutral((0,), "requests are served in their order")] = None
     request_id: Annotated[Any, Neutral((), "the server makes ids")] = None
 
 

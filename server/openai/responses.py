@@ -18,6 +18,7 @@ from ..fields import FieldError, boolean
 from ..protocol import ChatMessage, Conversation, ResponseCreate, read_create
 from ..service import Service
 from .api import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, Api, client_of, off_loop
+from .errors import EngineTimeout
 from .sse import EventStream, frame, whole
 
 OVER_HTTP = ("stream", "stream_options")
@@ -42,8 +43,11 @@ async def responses(api: Api, body: dict[str, Any], request: Request) -> Respons
     opening = core.begin()
     if streams:
         return EventStream(live, EventFrames(opening))
-    events = await whole(live, request.receive)
-    return JSONResponse(events[-1]["response"])
+    response = (await whole(live, request.receive))[-1]["response"]
+    failure = response["error"] or {}
+    if failure.get("code") == "timeout" and not response["usage"]["output_tokens"]:
+        raise EngineTimeout(failure["message"])
+    return JSONResponse(response)
 
 
 class EventFrames:

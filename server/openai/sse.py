@@ -47,9 +47,9 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-def failure_frames(message: str | None) -> list[bytes]:
+def failure_frames(message: str | None, code: str = "internal_error") -> list[bytes]:
     """The last frames of a stream whose completion failed."""
-    return [frame({"error": server_error(failure_of(message))}), DONE]
+    return [frame({"error": server_error(failure_of(message), code)}), DONE]
 
 
 def frame(data: Mapping[str, Any], event: str | None = None) -> bytes:

@@ -12,9 +12,9 @@ from npucompile.graphs.errors import RequestError
 from npucompile.server.admission import Admission
 
 
-def refusal(admission, client, count=1):
+def refusal(admission, client, count=1, tokens=0):
     with pytest.raises(RequestError) as caught:
-        admission.enter(client, count)
+        admission.enter(client, count, tokens)
     return caught.value.code
 
 
@@ -71,3 +71,28 @@ def test_places_are_counted_whatever_comes_and_goes(moves):
     assert admission.live == 0
     # A client that has left takes no share.
     assert not admission._held
+
+
+def test_tokens_have_limits_too():
+    admission = Admission(places=10, per_client=10, tokens=100, tokens_per_client=60)
+    leave = admission.enter("a", 2, 50)
+    with pytest.raises(RequestError, match="11 prompt tokens more beside 50 that wait or run; one client may have 60"):
+        admission.enter("a", 1, 11)
+    admission.enter("b", 1, 45)
+    assert refusal(admission, "c", tokens=6) == "queue_full"
+    # Its tokens are its own until the last of its requests has ended.
+    leave()
+    assert admission.live_tokens == 95
+    leave()
+    assert admission.live_tokens == 45
+    admission.enter("a", 1, 55)
+    # What would never fit is not told to come back.
+    assert refusal(admission, "c", tokens=61) == "too_many_tokens"
+    assert admission.live == 2
+
+
+def test_a_client_may_have_all_tokens_where_it_has_no_limit_of_its_own():
+    admission = Admission(places=10, per_client=10, tokens=100)
+    admission.enter("a", 1, 100)
+    assert refusal(admission, "b", tokens=1) == "queue_full"
+    Admission(places=1, per_client=1).enter("a", 1, 10**9)

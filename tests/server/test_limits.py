@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npucompile.graphs.errors import SpecError
+from npucompile.graphs.errors import RequestError, SpecError
 from npucompile.server.limits import SocketLimits
 
 
@@ -22,3 +22,23 @@ def test_a_frame_holds_a_prompt_that_fills_the_context_within_bounds(max_model_l
 def test_nothing_is_no_limit(name):
     with pytest.raises(SpecError, match=f"{name} is 0; legal is at least 1"):
         SocketLimits(**{name: 0})
+
+
+def test_a_request_may_be_as_urgent_and_take_as_long_as_the_server_says():
+    limits = SocketLimits(min_priority=-5, request_timeout_s=2.0)
+    for priority in (-5, 0, 1000):
+        limits.check_priority(priority)
+    with pytest.raises(RequestError, match="priority is -6; legal is -5 to 1000, and lower is served first"):
+        limits.check_priority(-6)
+    assert [limits.timeout_ms(wanted) for wanted in (None, 7, 2000)] == [2000, 7, 2000]
+    with pytest.raises(RequestError, match="timeout_ms is 2001; legal is up to 2000, the server's own timeout"):
+        limits.timeout_ms(2001)
+    assert [SocketLimits().timeout_ms(wanted) for wanted in (None, 7)] == [None, 7]
+
+
+@pytest.mark.parametrize(
+    ("limit", "legal"), [({"min_priority": -1001}, "-1000 to 1000"), ({"request_timeout_s": 0}, "above 0"), ({"max_queued_tokens": 0}, "1")]
+)
+def test_limits_that_mean_nothing_are_refused(limit, legal):
+    with pytest.raises(SpecError, match=f"legal is .*{legal}"):
+        SocketLimits(**limit)

@@ -237,3 +237,19 @@ def test_the_engines_refusals_name_the_field_as_clients_know_it(param, field):
     with pytest.raises(RequestError, match="the 2 that were built") as caught:
         asyncio.run(run())
     assert caught.value.param == field
+
+
+def test_clients_are_tenants_of_the_engine_that_nobody_can_name():
+    engine = Engine()
+
+    async def run():
+        served = service(engine)
+        for request, client in zip(REQUESTS, ["1.2.3.4", "1.2.3.4", "5.6.7.8"], strict=True):
+            served.submit([request], lambda _: None, client)
+        served.submit([replace(REQUESTS[0], id="d")], lambda _: None)
+
+    asyncio.run(run())
+    first, second, third, nobody = (request.tenant for request, _ in engine.submitted)
+    assert first == second != third
+    assert nobody == ""
+    assert "1.2.3.4" not in first

@@ -10,7 +10,7 @@ import click
 
 from ...graphs.errors import SpecError
 from ...server.access import Access
-from ...server.limits import SocketLimits
+from ...server.limits import MAX_PRIORITY, SocketLimits
 from ...server.run import Serving
 
 API_KEY_VARIABLE = "NPUCOMPILE_API_KEY"
@@ -28,6 +28,15 @@ _OPTIONS = (
                  help="Requests that may wait beside those that run."),
     click.option("--max-client-requests", type=click.IntRange(1), default=_DEFAULTS.max_requests_per_client, show_default=True,
                  help="Requests of one client, by key or address, that may wait or run."),
+    click.option("--max-queued-tokens", type=click.IntRange(1), default=_DEFAULTS.max_queued_tokens, show_default=True,
+                 help="Tokens of the prompts of requests that wait or run."),
+    click.option("--max-client-tokens", type=click.IntRange(1), help="Those of one client.  [default: as many]"),
+    click.option("--min-priority", type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY), default=_DEFAULTS.min_priority, show_default=True,
+                 help="Most urgent priority that requests may have; 0 is that of requests without one."),
+    click.option("--request-timeout", type=click.FloatRange(0, min_open=True),
+                 help="Seconds that a request may wait and run; its own timeout_ms may be shorter.  [default: no limit]"),
+    click.option("--first-token-timeout", type=click.FloatRange(0, min_open=True),
+                 help="Seconds that a request may wait for its first token.  [default: no limit]"),
     click.option("--max-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections, show_default=True,
                  help="Connections open at once."),
     click.option("--max-client-connections", type=click.IntRange(1), default=_DEFAULTS.max_connections_per_client, show_default=True,
@@ -61,6 +70,11 @@ def serving_settings(environment: Mapping[str, str], options: Mapping[str, Any])
         max_connections_per_client=options["max_client_connections"],
         max_queue=options["max_queue"],
         max_requests_per_client=options["max_client_requests"],
+        max_queued_tokens=options["max_queued_tokens"],
+        max_tokens_per_client=options["max_client_tokens"],
+        min_priority=options["min_priority"],
+        request_timeout_s=options["request_timeout"],
+        first_token_timeout_s=options["first_token_timeout"],
         slow_reader_s=options["slow_reader_timeout"],
         handshake_s=options["handshake_timeout"],
     )

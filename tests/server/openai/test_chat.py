@@ -4,6 +4,7 @@ last message is what the model says; a template ends in what the prompt is to en
 from __future__ import annotations
 
 import json
+import urllib.request
 from dataclasses import replace
 
 import openai
@@ -248,3 +249,21 @@ def test_reasoning_has_no_form():
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="begins the answer with reasoning"):
             ask(client, "a", response_format={"type": "json_object"})
+
+
+def test_priorities_and_timeouts_reach_the_engine_from_every_endpoint(served):
+    client, engine, url = served
+    extra = {"priority": 7, "timeout_ms": 5000}
+    client.completions.create(model="tiny", prompt="ab", extra_body=extra)
+    client.chat.completions.create(model="tiny", messages=USER, extra_body=extra)
+    client.responses.create(model="tiny", input="ab", extra_body=extra)
+    with urllib.request.urlopen(
+        urllib.request.Request(
+            url.removesuffix("/v1") + "/generate", json.dumps({"text": "ab", **extra}).encode(), {"Content-Type": "application/json"}
+        )
+    ) as answer:
+        assert answer.status == 200
+    assert [(request.priority, request.timeout_ms) for request in engine.requests[-4:]] == [(7, 5000)] * 4
+    # All from one address.
+    assert len({request.tenant for request in engine.requests}) == 1
+    assert engine.requests[-1].tenant
