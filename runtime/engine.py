@@ -56,12 +56,13 @@ class Engine:
     Attributes:
         journal: is told every input and decision; to be set before the first request.
         now_ms: what time it is for requests; a replay sets it.
+        took_ms: how long a step took that was launched and that ended then, both in ms of `now_ms`; a replay sets it.
         on_end: called with the FinishEvent of every request, after its sink, by the thread that ends it.
 
     Args:
         executor: runs the steps; only the stepping thread calls it, except for `compiles` and `backends`.
         clock: monotonic seconds.
-        prefill_burst: most prefill steps between two decode steps while any request decodes.
+        prefill_burst, measured, itl_target_ms: see `Policy`.
         refresh_every_s: shortest time between two calls of `executor.refresh`; None never calls it.
         run_ahead: how many steps are launched before the results of the one before them are read: 0 or 1; None is as many as the
             executor allows.
@@ -77,6 +78,8 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         prefill_burst: int = 1,
+        measured: bool = False,
+        itl_target_ms: float | None = None,
         refresh_every_s: float | None = 1.0,
         run_ahead: int | None = None,
         on_failure: Callable[[], None] = lambda: None,
@@ -90,10 +93,13 @@ class Engine:
         self.failure: str | None = None
         self.on_end: Callable[[FinishEvent], None] = lambda _: None
         self.journal: Journal = NoJournal()
-        self._state = SchedulerState(Policy(limits, executor.buckets, prefill_burst), (GroupState(),) * executor.groups)
+        policy = Policy(limits, executor.buckets, prefill_burst, measured or itl_target_ms is not None, itl_target_ms)
+        self._state = SchedulerState(policy, (GroupState(),) * executor.groups)
         self._cache_managers = tuple(KVCacheManager(limits, executor.max_logprobs) for _ in range(executor.groups))
-        # Each with the missing bucket that it would have run in, if any.
-        self._in_flight: deque[tuple[ScheduledStep, Bucket | None, Pending]] = deque()
+        # Each with the missing bucket that it would have run in, if any, and when it was launched.
+        self._in_flight: deque[tuple[ScheduledStep, Bucket | None, float, Pending]] = deque()
+        self._last_result_ms = 0.0
+        self.took_ms: Callable[[float, float], float] = self._took_ms
         self._metrics = Metrics(limits.drafts, limits.max_model_len)
         self._refresher = Refresher(executor, refresh_every_s, clock)
         self._arrivals = itertools.count()
@@ -198,11 +204,14 @@ class Engine:
         self._thread.start()
 
     @staticmethod
-    def from_loader(load_executor: Callable[[], Executor], on_failure: Callable[[], None] = lambda: None) -> Engine:
+    def from_loader(load_executor: Callable[[], Executor], on_failure: Callable[[], None] = lambda: None, **policy: Any) -> Engine:
         """Loads an executor and serves it, both on one new thread; returns when it is ready. `failure` then says why it serves no more.
 
         All tensor work belongs on one thread: OpenMP keeps a pool of workers for every thread that ever ran a parallel region, and
         with more workers than cores they sleep between operators instead of spinning, which doubles the time of a small step.
+
+        Args:
+            policy: arguments of the constructor.
 
         Raises:
             Exception: whatever `load_executor` or the engine's constructor raises.
@@ -211,7 +220,7 @@ class Engine:
 
         def run() -> None:
             try:
-                engine = Engine(load_executor(), on_failure=on_failure)
+                engine = Engine(load_executor(), on_failure=on_failure, **policy)
                 engine._thread = threading.current_thread()
             except BaseException as error:
                 ready.put(error)
@@ -249,6 +258,11 @@ class Engine:
             "compiles_after_ready_total": self.executor.compiles(),
             "backends": dict(self.executor.backends),
         }
+
+    @property
+    def policy(self) -> Policy:
+        """What decides the steps."""
+        return self._state.policy
 
     @property
     def alive(self) -> bool:
@@ -330,7 +344,7 @@ class Engine:
             self._state = state
             self._metrics.preemptions += sum(len(part.preempted) for part in step.groups)
         try:
-            self._in_flight.append((step, wanted, self.executor.launch(step.bucket, inputs)))
+            self._in_flight.append((step, wanted, now_ms, self.executor.launch(step.bucket, inputs)))
         except ExecutorError:
             raise
         except Exception as error:
@@ -340,7 +354,7 @@ class Engine:
 
     def _finish_oldest(self) -> None:
         """Waits for the oldest step in flight, commits its results and sends the events."""
-        step, wanted, pending = self._in_flight.popleft()
+        step, wanted, launched_ms, pending = self._in_flight.popleft()
         try:
             results = step_outputs.read_outputs(pending.result(), step, self._state, self.executor.vocab_size)
         except ExecutorError:
@@ -350,8 +364,17 @@ class Engine:
         else:
             self.journal.finished(step, results)
             now_ms = self.now_ms()
-            state, events = advance.commit(self._state, step, results, now_ms)
+            took_ms = None
+            if self.policy.measured:
+                took_ms = self.took_ms(launched_ms, now_ms)
+                self.journal.took(took_ms)
+            state, events = advance.commit(self._state, step, results, now_ms, took_ms)
             self._publish(state, events, lambda: self._metrics.count_results(step, results, wanted, now_ms))
+
+    def _took_ms(self, launched_ms: float, now_ms: float) -> float:
+        # A step that was launched while another one ran began when that ended.
+        began_ms, self._last_result_ms = max(launched_ms, self._last_result_ms), now_ms
+        return now_ms - began_ms
 
     def _fail(self, step: ScheduledStep, error: Exception) -> None:
         name = step.bucket.name

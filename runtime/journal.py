@@ -2,7 +2,8 @@
 
 The scheduler is a pure function of its state, and a request's random numbers of its seed. So the requests and cancels, and the call of
 `Engine.step` that handled each, decide every step; the journal has these, and each step with its tokens to compare with. Clocks decide
-nothing but which deadlines have passed: where one has, the journal has the time, and when the requests with deadlines were submitted.
+nothing but which deadlines have passed: where one has, the journal has the time, and when the requests with deadlines were submitted. And
+where the policy goes by the times that steps take, those are in it, too.
 
 A file is a sequence of msgpack values: the format's number, a mapping of facts about the run, and then one list an entry, which begins
 with a word of `Entry`. Each is written as it happens; a process that dies leaves a file that can be read up to its last whole entry.
@@ -31,11 +32,11 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 STEP, SUBMIT, CANCEL, EXPIRED, MASKS, DEAD_END = "step", "submit", "cancel", "expired", "masks", "dead end"
-LAUNCH, RESULT, FAILURE = "launch", "result", "failure"
+LAUNCH, RESULT, TOOK, FAILURE = "launch", "result", "took", "failure"
 """First words of entries: a call of `Engine.step`; a request, with the time of its submission if it has a deadline, and the arrival of
 one to cancel, both handled by it; the time and the requests whose deadlines have passed; the bitmasks of constrained requests in the
-step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; a step that
-failed."""
+step that it launches; a request that cannot go on under its constraint; a step that is launched; the tokens of a step; how many ms
+it took; a step that failed."""
 
 Entry = list[Any]
 
@@ -84,6 +85,10 @@ class Journal:
         tokens = [[None if row is None else list(row.token_ids) for row in rows] for rows in results]
         self._add(RESULT, step.bucket.name, tokens)
 
+    def took(self, ms: float) -> None:
+        """The step that finished took so long, and the policy goes by that."""
+        self._add(TOOK, ms)
+
     def failed(self, step: ScheduledStep, message: str) -> None:
         """The oldest step in flight failed."""
         self._add(FAILURE, step.bucket.name, message)
@@ -106,6 +111,7 @@ class NoJournal(Journal):
     def launched(self, *_: Any) -> None: ...
     def dead_end(self, *_: Any) -> None: ...
     def finished(self, *_: Any) -> None: ...
+    def took(self, *_: Any) -> None: ...
     def failed(self, *_: Any) -> None: ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,7 +12,7 @@ import numpy as np
 from ..graphs.errors import RequestError
 from .constraint import Bitmask
 from .engine import Engine
-from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, Entry, Journal, as_request
+from .journal import CANCEL, DEAD_END, EXPIRED, FAILURE, LAUNCH, MASKS, RESULT, STEP, SUBMIT, TOOK, Entry, Journal, as_request
 
 COMPARED = (EXPIRED, DEAD_END, LAUNCH, RESULT, FAILURE)
 """Entries that are compared; the others are inputs. A cancel may come after its request's end, and is then no input at all."""
@@ -60,6 +61,9 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     engine.journal = Journal(repeated.append)
     now_ms = 0.0
     engine.now_ms = lambda: now_ms
+    took: deque[float] = deque()
+    # Where there is none, a step finished that did not in the recorded run.
+    engine.took_ms = lambda *_: took.popleft() if took else 0.0
     steps = tokens = 0
     # A request's arrival is its place here.
     ids: list[str] = []
@@ -67,6 +71,7 @@ def replay(engine: Engine, entries: Iterable[Entry], on_step: Callable[[int], No
     for recorded in _steps(entries):
         repeated.clear()
         masks.clear()
+        took = deque(values[0] for word, *values in recorded if word == TOOK)
         for word, *values in recorded:
             if word == SUBMIT:
                 ids.append(values[0]["id"])

@@ -82,13 +82,19 @@ def launch(state: SchedulerState, step: ScheduledStep, now_ms: float) -> Schedul
         state,
         groups=tuple(groups),
         prefill_steps=0 if step.bucket.kind == "decode" else state.prefill_steps + 1,
+        prefill_ms=0.0 if step.bucket.kind == "decode" else state.prefill_ms + _predicted_ms(state, step.bucket),
         steps_in_flight=state.steps_in_flight + 1,
         num_scheduled=num_scheduled,
     )
 
 
+def _predicted_ms(state: SchedulerState, bucket: Bucket) -> float:
+    cost = state.times.prefill_ms(state.policy.buckets) if state.policy.itl_target_ms is not None else None
+    return cost(bucket) if cost else 0.0
+
+
 def commit(
-    state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults], now_ms: float
+    state: SchedulerState, step: ScheduledStep, results: Sequence[GroupResults], now_ms: float, took_ms: float | None = None
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
     """The state after a step that ran, and the events for the clients.
 
@@ -96,6 +102,7 @@ def commit(
         state: in which the step is the oldest in flight.
         results: of each group's rows.
         now_ms: when the results were known.
+        took_ms: how long the step took, where the policy goes by that.
     """
     groups: list[GroupState] = []
     events: list[Event] = []
@@ -115,7 +122,8 @@ def commit(
             if group.turns is not None:
                 served[key_of(request)] = served.get(key_of(request), 0) + OUTPUT_WEIGHT * len(tokens.token_ids)
         groups.append(GroupState(group.waiting, tuple(running), group.turns.charged(served) if group.turns is not None else None))
-    return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1), tuple(events)
+    times = state.times if took_ms is None else state.times.after(step.bucket, took_ms)
+    return replace(state, groups=tuple(groups), steps_in_flight=state.steps_in_flight - 1, times=times), tuple(events)
 
 
 def fail(state: SchedulerState, step: ScheduledStep, message: str, now_ms: float) -> tuple[SchedulerState, tuple[Event, ...]]:

@@ -17,6 +17,9 @@ class Policy:
     Attributes:
         limits: of one dp group.
         prefill_burst: most prefill steps between two decode steps while any request decodes.
+        measured: whether measured times of steps (`step_times.py`) decide which prompts share a step.
+        itl_target_ms: how long the time between two tokens of a stream should be at most; prefill between two decode steps gets what
+            a decode step leaves of it, instead of `prefill_burst` steps. None sets no such target. Only if times are measured.
         ageing: how many times a prompt's tokens may be admitted past it, before it is next whatever its priority (`turns.py`).
 
     Raises:
@@ -27,12 +30,16 @@ class Policy:
     limits: Limits
     buckets: tuple[Bucket, ...]
     prefill_burst: int = 1
+    measured: bool = False
+    itl_target_ms: float | None = None
     ageing: int = 16
 
     def __post_init__(self) -> None:
         limits = self.limits
         if self.prefill_burst < 1:
             raise SpecError(f"prefill_burst is {self.prefill_burst}; legal is at least 1")
+        if self.itl_target_ms is not None and not (self.measured and self.itl_target_ms > 0):
+            raise SpecError(f"itl_target_ms is {self.itl_target_ms} and measured is {self.measured}; legal is above 0 with measured times")
         if self.ageing < 1:
             raise SpecError(f"ageing is {self.ageing}; legal is at least 1")
         if limits.num_pages - 1 < limits.pages_per_request:

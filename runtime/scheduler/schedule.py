@@ -11,7 +11,9 @@ Policy:
     that can be admitted, as many as the bucket has rows. `buckets.choose_prefill` says which bucket that is: the first prompt is never
     slowed down, and others share its step where that costs no more than one step after the other.
     While any request decodes, at most `prefill_burst` prefill steps run between two decode steps, which bounds the gap between two
-    tokens of a stream.
+    tokens of a stream. With a target for that gap (`Policy.itl_target_ms`) they are as many, in buckets as large, as its time allows
+    beside the decode step: measured times say so, and where they do not yet, or nothing fits, it is one step of the cheapest bucket. So
+    the gap is at most the target, or the decode step and the cheapest prefill step, and prompts go on whatever the target.
     When more requests decode than the largest bucket holds, the least recently scheduled go first.
     A request is admitted when a request's state slots are free, and pages for all its tokens and one step's candidates, plus one
     step's candidates for every running request. Without that reserve, a preempted request would be prefilled only to be preempted
@@ -48,10 +50,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...graphs.types import Bucket, Limits
-from ..buckets import choose, choose_prefill
+from ..buckets import choose, choose_prefill, of_kind
 from ..request import Request
 from .policy import Policy
 from .request_state import RequestState
+from .step_times import UNMEASURED, StepTimes, padded_cost
 from .turns import Turns, in_turn
 
 
@@ -104,6 +107,8 @@ class SchedulerState:
         prefill_steps: prefill steps since the last decode step, including those in flight.
         steps_in_flight: steps launched whose results are not known.
         num_scheduled: rows scheduled since the start (see `RequestState.last_scheduled`).
+        times: measured times of steps; none where the policy does not go by them.
+        prefill_ms: what the prefill steps since the last decode step take by these times.
         next_deadline_ms: no request ends by time before; infinity where none has a deadline.
     """
 
@@ -112,6 +117,8 @@ class SchedulerState:
     prefill_steps: int = 0
     steps_in_flight: int = 0
     num_scheduled: int = 0
+    times: StepTimes = UNMEASURED
+    prefill_ms: float = 0.0
     next_deadline_ms: float = math.inf
 
 
@@ -195,7 +202,9 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     """
     policy, limits = state.policy, state.policy.limits
     decodable = [group.decodable(limits) for group in state.groups]
-    if (not any(decodable) or state.prefill_steps < policy.prefill_burst) and (step := _prefill(policy, state.groups)):
+    most = max(map(len, decodable))
+    bursts = policy.itl_target_ms is None and state.prefill_steps >= policy.prefill_burst
+    if not (most and bursts) and (step := _prefill(state, most)):
         return step
     can_preempt = not state.steps_in_flight
     parts = [
@@ -203,12 +212,12 @@ def schedule(state: SchedulerState) -> ScheduledStep | None:
     ]
     if not can_preempt and any(requests and part is None for requests, part in zip(decodable, parts, strict=True)):
         return None
-    buckets = [part[0] for part in parts if part is not None]
-    if not buckets:
+    chosen = [part[0] for part in parts if part is not None]
+    if not chosen:
         # Older prompts keep the pages that all decode steps lack.
-        return _prefill(policy, state.groups)
+        return _prefill(state, 0)
     # The rows of a group fit every larger bucket unchanged.
-    return ScheduledStep(max(buckets), tuple(GroupStep() if part is None else part[1] for part in parts))
+    return ScheduledStep(max(chosen), tuple(GroupStep() if part is None else part[1] for part in parts))
 
 
 def wanted_bucket(state: SchedulerState, missing: Iterable[Bucket]) -> Bucket | None:
@@ -230,13 +239,35 @@ class _Prompt(NamedTuple):
         return self.request.num_tokens - self.request.num_computed_tokens
 
 
-def _prefill(policy: Policy, groups: Sequence[GroupState]) -> ScheduledStep | None:
-    """The next chunks of all groups' oldest prompts; None where no group has one that is in progress or can be admitted."""
-    prompts = [_prompts(policy, group) for group in groups]
+def _prefill(state: SchedulerState, streams: int) -> ScheduledStep | None:
+    """The next chunks of all groups' first prompts; None where no group has one that is in progress or can be admitted, or where
+    there is no time for them.
+
+    Args:
+        streams: requests that decode, in the group with most of them; 0 where none waits for this step.
+    """
+    policy = state.policy
+    prompts = [_prompts(policy, group) for group in state.groups]
     if not any(prompts):
         return None
-    bucket = choose_prefill(policy.buckets, [[prompt.remaining for prompt in own] for own in prompts])
+    buckets: Sequence[Bucket] = policy.buckets
+    if streams and policy.itl_target_ms is not None:
+        buckets = _in_time(state, policy.itl_target_ms, streams + max(map(len, prompts)))
+        if not buckets:
+            return None
+    cost = state.times.prefill_ms(policy.buckets) if policy.measured else None
+    bucket = choose_prefill(buckets, [[prompt.remaining for prompt in own] for own in prompts], cost)
     return ScheduledStep(bucket, tuple(_prefill_part(bucket, own[: bucket.batch]) for own in prompts))
+
+
+def _in_time(state: SchedulerState, target_ms: float, streams: int) -> Sequence[Bucket]:
+    """The prefill buckets that leave time for the next decode step, of so many requests at most; none where that is due."""
+    buckets, times = state.policy.buckets, state.times
+    prefill, cost = of_kind(buckets, "prefill"), times.prefill_ms(buckets)
+    left_ms = target_ms - state.prefill_ms - times.decode_ms(choose(buckets, streams))
+    if cost is not None and (affordable := [bucket for bucket in prefill if cost(bucket) <= left_ms]):
+        return affordable
+    return () if state.prefill_steps else (min(prefill, key=cost or padded_cost(prefill)),)
 
 
 def _prefill_part(bucket: Bucket, prompts: Sequence[_Prompt]) -> GroupStep:

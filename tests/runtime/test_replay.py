@@ -96,6 +96,9 @@ def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
     """Runs whose requests have priorities, tenants and deadlines; the clock goes on by a second whenever it is read."""
     visits, device = draw(runs())
     seconds = st.none() | st.integers(1, 60).map(lambda s: 1e3 * s)
+    device["measured"] = draw(st.booleans())
+    device["itl_target_ms"] = draw(st.none() | st.sampled_from([1.0, 2500.0, 9000.0]))
+    device["buckets"] = toy.buckets_of(device["limits"].drafts, (1, 3, 8))
     return tuple(
         visit._replace(
             request=replace(
@@ -115,6 +118,16 @@ def varied(draw: st.DrawFn) -> tuple[tuple[Visit, ...], dict[str, Any]]:
 def test_a_run_with_priorities_tenants_and_deadlines_repeats_to_the_letter(run: tuple[tuple[Visit, ...], dict[str, Any]]) -> None:
     entries = record(*run)
     assert repeat(entries, *run).divergence is None
+
+
+def test_how_long_a_step_took_is_an_input() -> None:
+    visits = [Visit(Request(f"r{i}", (i,) * 9, 12, Sampling(1.0, seed=i)), 3 * i, None) for i in range(4)]
+    device = {"buckets": toy.buckets_of(0, (1, 3, 8)), "itl_target_ms": 5000.0, "run_ahead": 0}
+    entries = record(visits, device)
+    assert sum(entry[0] == "took" for entry in entries) == sum(entry[0] == "result" for entry in entries)
+    assert repeat(entries, visits, device).divergence is None
+    slower = [["took", 9e9] if entry[0] == "took" else entry for entry in entries]
+    assert repeat(slower, visits, device).divergence is not None
 
 
 def test_a_deadline_is_an_input() -> None:

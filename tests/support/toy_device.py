@@ -546,6 +546,8 @@ def serving(
     prefill_burst: int = 1,
     refresh_every_s: float | None = 1.0,
     run_ahead: int | None = None,
+    measured: bool = False,
+    itl_target_ms: float | None = None,
     **device: Any,
 ) -> Serving:
     """An engine over a toy device; by default with slots for eight requests of 32 tokens, and pages for two.
@@ -557,6 +559,7 @@ def serving(
     limits = limits or limits_of(4, 17, 8, 32, drafts)
     toy = ToyDevice(limits, tuple(buckets or buckets_of(limits.drafts)), **device)
     options: dict[str, Any] = {"prefill_burst": prefill_burst, "refresh_every_s": refresh_every_s, "run_ahead": run_ahead}
+    options |= {"measured": measured, "itl_target_ms": itl_target_ms}
     engine = Engine(toy, clock=clock or Clock(), **options)
     toy.attach(engine)
     return Serving(engine, toy)

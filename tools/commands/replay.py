@@ -68,7 +68,8 @@ def command(
         executor = stack.enter_context(opened_ranks(artifact, None, settings, home.environment, progress))()
         if facts["run_ahead"] > executor.run_ahead:
             raise SpecError(f"{file} was recorded with run_ahead {facts['run_ahead']}; legal here is up to {executor.run_ahead}")
-        engine = Engine(executor, refresh_every_s=None, run_ahead=facts["run_ahead"])
+        policy = {name: facts[name] for name in ("run_ahead", "prefill_burst", "measured", "itl_target_ms")}
+        engine = Engine(executor, refresh_every_s=None, **policy)
 
         def stepped(number: int) -> None:
             if number % STEPS_A_LINE == 0:
@@ -89,6 +90,9 @@ def facts_of(artifact: Artifact, engine: Engine) -> dict[str, Any]:
         "path": str(artifact.path.resolve()),
         "threads": torch.get_num_threads(),
         "run_ahead": engine.run_ahead,
+        "prefill_burst": engine.policy.prefill_burst,
+        "measured": engine.policy.measured,
+        "itl_target_ms": engine.policy.itl_target_ms,
         "backends": dict(engine.executor.backends),
     }
 

@@ -52,6 +52,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a step on each rank.  [default: all cores, divided among ranks]")
 @click.option("--join-timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds that ranks wait for each other.")
 @click.option("--step-timeout", type=click.FloatRange(1), help="Most seconds of a step.  [default: 60; emulated: 1800]")
+@click.option("--itl-target", type=click.FloatRange(0, min_open=True), metavar="MS",
+              help="Most milliseconds between two tokens of a stream that prefill should leave.  [default: none]")  # fmt: skip
 @device_options
 @family_option
 @api_options
@@ -72,6 +74,7 @@ def command(
     threads: int | None,
     join_timeout: float,
     step_timeout: float | None,
+    itl_target: float | None,
     device: str,
     checkpoint: Path | None,
     family: str | None,
@@ -129,7 +132,9 @@ def command(
         home = applied(home, artifact, settings, progress)
         load_executor = stack.enter_context(opened_ranks(artifact, config, settings, home.environment, progress))
         limit_s = settings.step_limit_s + SILENCE_MARGIN_S
-        served = start_service(artifact, load_executor, checkpoint, api=api, limits=serving.limits, step_limit_s=limit_s)
+        served = start_service(
+            artifact, load_executor, checkpoint, api=api, limits=serving.limits, step_limit_s=limit_s, itl_target_ms=itl_target
+        )
         stack.callback(served.engine.stop, drain=False)
         if access:
             served.engine.on_end = access.ended

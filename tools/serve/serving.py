@@ -57,6 +57,7 @@ def start_service(
     api: ApiSettings | None = None,
     limits: SocketLimits | None = None,
     step_limit_s: float = math.inf,
+    itl_target_ms: float | None = None,
 ) -> RunningService:
     """Loads an artifact and starts its engine; from then on this process traces and compiles nothing.
 
@@ -67,6 +68,7 @@ def start_service(
         api: how the model presents itself.
         limits: of requests that wait or run.
         step_limit_s: how long a step may take before the engine counts as hanging; a thread watches it.
+        itl_target_ms: see `runtime.scheduler.policy.Policy`.
 
     Raises:
         ArtifactError: it cannot run here.
@@ -81,7 +83,7 @@ def start_service(
     api = api or ApiSettings()
     (name, *aliases), chat = api.names_of(artifact), api.chat_of(artifact)
     calm_collector()
-    engine = Engine.from_loader(load_executor, on_failure)
+    engine = Engine.from_loader(load_executor, on_failure, measured=True, itl_target_ms=itl_target_ms)
     model = ServedModel(
         name=name,
         max_model_len=manifest.limits.max_model_len,

@@ -1,0 +1,84 @@
+"""How long steps take, by bucket: medians of the last that were measured, and what follows from them for those that were not.
+
+The engine measures, and a policy that goes by these times has them as an input (`advance.commit`): the same times give the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from ...graphs.types import Bucket
+from ..buckets import of_kind
+
+SAMPLES = 8
+"""Times of a bucket that are kept. A median of them forgets a step that was held up."""
+
+ENOUGH = 3
+"""Times of a bucket before they count."""
+
+FRESH_STEPS = 1000
+"""After so many steps without one of it, a prefill bucket is as if it had not been measured: one that once was slow is tried again."""
+
+SWEEP_STEPS = 50
+"""How often that is looked at."""
+
+Cost = Callable[[Bucket], float]
+"""What a step of a bucket costs, in whatever unit is the same for all."""
+
+
+class StepTimes(NamedTuple):
+    """Measured times of steps.
+
+    Attributes:
+        samples: the last times of each bucket in ms, oldest first.
+        last: number of the last step of each bucket.
+        ms: of each bucket that was measured often enough.
+        steps: that were measured.
+    """
+
+    samples: Mapping[Bucket, tuple[float, ...]] = {}
+    last: Mapping[Bucket, int] = {}
+    ms: Mapping[Bucket, float] = {}
+    steps: int = 0
+
+    def after(self, bucket: Bucket, ms: float) -> StepTimes:
+        """The times after one more step."""
+        steps = self.steps + 1
+        samples, last, known = {**self.samples}, {**self.last, bucket: steps}, {**self.ms}
+        samples[bucket] = (*samples.get(bucket, ()), ms)[-SAMPLES:]
+        if len(samples[bucket]) >= ENOUGH:
+            known[bucket] = median(samples[bucket])
+        if steps % SWEEP_STEPS == 0:
+            for old in [b for b, step in last.items() if step <= steps - FRESH_STEPS and b.kind == "prefill"]:
+                del last[old], samples[old]
+                known.pop(old, None)
+        return StepTimes(samples, last, known, steps)
+
+    def decode_ms(self, bucket: Bucket) -> float:
+        """What a decode step of this bucket, or a smaller one, takes at most; where it was not measured as long as the next larger one,
+        else as the largest; 0 where none was."""
+        known = sorted(b for b in self.ms if b.kind == "decode")
+        count = sum(b < bucket for b in known) + 1
+        return max((self.ms[b] for b in known[:count]), default=0.0)
+
+    def prefill_ms(self, buckets: Iterable[Bucket]) -> Cost | None:
+        """What a prefill step takes, in ms: one of a bucket that was not measured as many ms for each of its `padded_cost` as those that
+        were; None where none was."""
+        cost = padded_cost(buckets)
+        known = [(ms, cost(bucket)) for bucket, ms in self.ms.items() if bucket.kind == "prefill"]
+        if not known:
+            return None
+        rate = sum(ms for ms, _ in known) / sum(units for _, units in known)
+        return lambda bucket: self.ms[bucket] if bucket in self.ms else rate * cost(bucket)
+
+
+UNMEASURED = StepTimes()
+
+
+def padded_cost(buckets: Iterable[Bucket]) -> Cost:
+    """What prefill steps cost while nothing is measured: their padded tokens, and once more the tokens of the smallest, for what every
+    step costs: nobody builds a bucket so small that its tokens matter less than that."""
+    fixed = min(b.tokens for b in of_kind(buckets, "prefill"))
+    return lambda bucket: fixed + bucket.tokens
