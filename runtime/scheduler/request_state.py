@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..replacing import replacer
 from ..request import ExecutionRecord, FinishEvent, Request
 from .token_log import TokenLog
 
@@ -114,7 +115,7 @@ class RequestState(NamedTuple):
 
     def decode_launched(self, num_pages: int, last_scheduled: int) -> RequestState:
         """The request once a decode step is launched."""
-        return self._replace(steps_in_flight=self.steps_in_flight + 1, num_pages=num_pages, last_scheduled=last_scheduled)
+        return _decode_launched(self, self.steps_in_flight + 1, num_pages, last_scheduled)
 
     def prefill_committed(
         self, bucket_name: str, output: tuple[int, ...], padded_rows: int, now_ms: float, drafts: tuple[int, ...] = ()
@@ -151,20 +152,16 @@ class RequestState(NamedTuple):
         record = self.record
         steps = dict(record.decode_steps)
         steps[bucket_name] = steps.get(bucket_name, 0) + 1
-        record = record._replace(
-            decode_steps=tuple(steps.items()),
-            padded_rows=record.padded_rows + padded_rows,
-            verify_steps=record.verify_steps + (num_drafts > 0),
-            drafted_tokens=record.drafted_tokens + num_drafts,
-            accepted_per_position=tuple(times + (i < count - 1) for i, times in enumerate(record.accepted_per_position)),
+        record = _decode_recorded(
+            record,
+            tuple(steps.items()),
+            record.padded_rows + padded_rows,
+            record.verify_steps + (num_drafts > 0),
+            record.drafted_tokens + num_drafts,
+            tuple([times + (i < count - 1) for i, times in enumerate(record.accepted_per_position)]),
         )
-        return self._replace(
-            record=record,
-            output_token_ids=self._extended(output),
-            num_computed_tokens=self.num_computed_tokens + count,
-            steps_in_flight=self.steps_in_flight - 1,
-            drafts=drafts,
-        )
+        computed = self.num_computed_tokens + count
+        return _decode_committed(self, record, self._extended(output), computed, self.steps_in_flight - 1, drafts)
 
     def _extended(self, output: tuple[int, ...]) -> TokenLog:
         """The output with more tokens; a tuple would be copied at every step."""
@@ -193,3 +190,8 @@ class RequestState(NamedTuple):
             decode_steps=tuple(sorted(self.record.decode_steps)),
         )
         return FinishEvent(self.id, reason, len(self.request.prompt), len(self.output_token_ids), record, message)
+
+
+_decode_launched = replacer(RequestState, "steps_in_flight", "num_pages", "last_scheduled")
+_decode_committed = replacer(RequestState, "record", "output_token_ids", "num_computed_tokens", "steps_in_flight", "drafts")
+_decode_recorded = replacer(ExecutionRecord, "decode_steps", "padded_rows", "verify_steps", "drafted_tokens", "accepted_per_position")
